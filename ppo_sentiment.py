@@ -1,0 +1,1004 @@
+"""PPO that teaches a language model to write positive film reviews.
+
+If you know PPO from CleanRL's ppo.py, this is what language changes:
+1. A state is a text and an action is a token. The first words of a review are the prompt; the policy samples the rest from
+   its own softmax, without top-k or top-p, because that distribution is the one which is scored later (`generate`).
+2. The reward comes once, on the last token: the logit with which a classifier calls the whole text positive (`token_rewards`).
+3. Every token also pays for leaving the reference model: -kl_coef * (logprob - ref_logprob). The coefficient follows the
+   KL that it is meant to hold (`adaptive_kl_coef`; Ziegler et al. 2019, section 2.2).
+4. Responses end early, so every tensor has a mask made from counts, never from `token != pad` (`length_mask`).
+5. The value function is a linear head on the policy's own backbone, zero at the start, or a critic with its own weights.
+
+    python ppo_sentiment.py                                # recipe tiny: no download, no GPU, about a minute on 2 cores
+    python ppo_sentiment.py --learning-rate 1.41e-5        # every field of Args is a flag; --help lists them
+    python ppo_sentiment.py gpt2-imdb                      # the published job, from the Hub
+    python ppo_sentiment.py gpt2-imdb-lora --load-in-8bit  # LoRA on a base in 8 bit; the reference is the adapter turned off
+    torchrun --nproc_per_node 2 ppo_sentiment.py           # the same run on two processes (or: accelerate launch)
+    python ppo_sentiment.py --resume latest                # go on after a kill, with the same bits
+
+Trick -> where: EOS penalty, score clip, order of steps -> train, step 3 | whitening -> masked_whiten | GAE -> gae | clipping ->
+clipped_policy_loss, clipped_value_loss | logits never held whole -> token_logprobs | exact global sampling -> draws, sample_tokens |
+loss independent of micro-batches and processes -> train, step 5 | resume bit for bit -> Run.save | tokenizers that differ -> load_reward
+
+Papers: PPO (Schulman et al. 2017), GAE (Schulman et al. 2016), Fine-tuning language models from human preferences (Ziegler et al.
+2019), The N+ implementation details of RLHF with PPO (Huang et al. 2024). Results, metrics, details: docs/ppo_sentiment.md.
+"""
+
+# ---- 2. Imports ------------------------------------------------------------------------------------------------------
+import copy
+import importlib
+import inspect
+import json
+import math
+import os
+import random
+import resource
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import accelerate
+import datasets
+import psutil
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+HERE = Path(__file__).resolve().parent  # data/ and checkpoints/ stand beside this file
+
+# ---- 3. Config -------------------------------------------------------------------------------------------------------
+@dataclass
+class Args:
+    # run
+    recipe: tyro.conf.Suppress[str] = "custom"
+    """name of the recipe, set from the first word of the command line"""
+    seed: int = 1
+    """every random draw follows from it and from the number of the update"""
+    output_dir: str | None = None
+    """run folder (default: runs/<script>/<recipe>-s<seed>-<time>)"""
+    resume: str | None = None
+    """a run folder, one of its checkpoints, or `latest`: go on from there, with the flags of that run"""
+    save_every: int = 10
+    """updates from one checkpoint to the next (0: only when a signal stops the run)"""
+    keep_checkpoints: int = 2
+    """how many of the newest checkpoints stay on disk"""
+    log_with: Literal["none", "wandb", "tensorboard"] = "none"
+    """where the metrics go besides metrics.jsonl; WANDB_MODE=offline works"""
+    num_sample_generations: int = 10
+    """how many times in a run a table of samples is shown (TRL)"""
+    num_eval_prompts: int = 128
+    """held-out prompts of the before / after table"""
+    sanity: bool = False
+    """two updates at learning rate 0 that check ratio 1, KL 0 and finite losses; nothing is trained"""
+    # models
+    model_name_or_path: str = "lvwerra/gpt2-imdb"
+    """the policy before PPO, also the reference: a Hub name, or a folder (a LoRA adapter's too)"""
+    reward_model_path: str = "lvwerra/distilbert-imdb"
+    """sentiment classifier; its tokenizer need not be the policy's"""
+    reward_label: str = "positive"
+    """the label whose logit is the reward: its name in the classifier's config, in any case, or its number"""
+    reward_fn: str | None = None
+    """FILE.py:function in place of the classifier; runs your code: (prompts, responses), lists of str -> list of float"""
+    judge_model_path: str | None = None
+    """a second classifier that PPO never sees; its probability of reward_label joins the before / after table"""
+    value_model_path: str | None = None
+    """a critic of its own that starts here (same vocabulary); None: a value head on the policy's backbone"""
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    """bfloat16: products in bf16, weights and sums in fp32; auto: bfloat16 where the hardware multiplies it fast"""
+    bf16: bool = False
+    """the same as --dtype bfloat16 (TRL's spelling)"""
+    load_in_8bit: bool = False
+    """frozen weights in 8 bit (bitsandbytes): the base under LoRA, otherwise the reference"""
+    num_shared_layers: int = 0
+    """embeddings and the first layers that are frozen and shared with the reference, to save memory (0: none)"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass; generation is not affected"""
+    lora_r: int = 0
+    """rank of LoRA (0: train all weights); the reference is then the policy with the adapter off"""
+    lora_alpha: int = 32
+    """LoRA scale: the update is lora_alpha / lora_r * B A"""
+    lora_target_modules: tuple[str, ...] = ("c_attn",)
+    """names of the layers that get an adapter; all-linear for every linear layer (c_attn: GPT-2's attention)"""
+    # data
+    dataset_name: str = "stanfordnlp/imdb"
+    """a Hub name or a folder of jsonl, with the column text"""
+    min_text_length: int = 200
+    """characters; shorter reviews are left out (TRL's example: more than 200)"""
+    query_min_length: int = 2
+    """tokens of the shortest prompt"""
+    query_max_length: int = 8
+    """tokens of the longest prompt; each length is drawn, both ends included (TRL's LengthSampler leaves out the upper one)"""
+    # rollout
+    response_min_length: int = 4
+    """tokens; the room for a response is drawn from here to response_length, both included"""
+    response_length: int = 16
+    """tokens of the longest response"""
+    temperature: float = 1.0
+    """of sampling, and of every log-probability in this file"""
+    stop_token: Literal["eos"] | None = "eos"
+    """eos: a response ends at the tokenizer's EOS; None (`--stop-token None`): only at its drawn length"""
+    stop_token_id: int | None = None
+    """a stop token by its id, instead of stop_token"""
+    missing_eos_penalty: float | None = None
+    """subtracted from the score of a response that did not stop by itself (TRL)"""
+    score_clip: float | None = None
+    """scores are clipped to +- this (TRL); None: not clipped"""
+    # batch
+    total_episodes: int = 24_832
+    """prompts, one response each, in the whole run (194 batches of 128: one pass over IMDB); rounded up to whole batches"""
+    per_device_train_batch_size: int = 16
+    """responses in one forward and backward pass of the update"""
+    gradient_accumulation_steps: int = 1
+    """passes for one optimizer step"""
+    num_mini_batches: int = 8
+    """optimizer steps in one epoch over the batch"""
+    num_ppo_epochs: int = 4
+    """passes over each batch of rollouts (TRL's ppo_epochs)"""
+    local_rollout_forward_batch_size: int = 128
+    """responses generated and scored at once on one process"""
+    # PPO
+    kl_coef: float = 0.2
+    """price of one nat of KL to the reference; the start value where kl_target is set (TRL's init_kl_coef)"""
+    kl_target: float | None = 6.0
+    """nats per response that the coefficient steers to (Ziegler et al. 2019); None (`--kl-target None`): fixed coefficient"""
+    kl_horizon: float = 10_000
+    """episodes over which the coefficient adapts"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """of the KL in the reward (Schulman 2020); only k1 gives the gradient of KL(policy || reference) there"""
+    gamma: float = 1.0
+    """discount per token"""
+    lam: float = 0.95
+    """GAE's lambda"""
+    cliprange: float = 0.2
+    """epsilon of the clipped policy loss"""
+    cliprange_value: float = 0.2
+    """how far a value may move from its rollout's before its loss is clipped"""
+    vf_coef: float = 0.1
+    """weight of the value loss"""
+    whiten_rewards: bool = False
+    """divide rewards by their standard deviation (mean kept); advantages are always whitened"""
+    early_stop_approxkl: float | None = None
+    """leave an update's epochs when a minibatch's approxkl exceeds this (TRL stops at 1.5 x its target_kl)"""
+    # optimizer
+    learning_rate: float = 1.41e-5
+    """TRL's sentiment example"""
+    optimizer: str = "torch.optim.Adam"
+    """dotted name: torch.optim.AdamW, torch.optim.SGD, bitsandbytes.optim.Adam8bit, bitsandbytes.optim.Lion, ..."""
+    adam_eps: float = 1e-8
+    """Adam's epsilon, for optimizers that have one (N+ uses 1e-5)"""
+    lr_scheduler_type: str = "constant"
+    """transformers' names (linear, cosine, constant_with_warmup, ...) or exponential (down to 1 %); one step an update"""
+    warmup_ratio: float = 0.0
+    """share of the updates in which the learning rate rises from 0 (for the schedules that warm up)"""
+    max_grad_norm: float | None = 1.0
+    """gradients are scaled down to this norm; None: never"""
+
+    @property
+    def local_batch_size(self) -> int:
+        """episodes of one process in one update (TRL 0.11's arithmetic)"""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_mini_batches
+
+TINY = dict(
+    model_name_or_path=str(HERE / "checkpoints/reviews-lm"), reward_model_path=str(HERE / "checkpoints/reviews-sentiment"),
+    dataset_name=str(HERE / "data/reviews"), dtype="float32", total_episodes=5_120, per_device_train_batch_size=32,
+    num_mini_batches=4, learning_rate=3e-4, kl_coef=0.1, num_sample_generations=3,
+)  # fmt: skip
+RECIPES = {
+    "tiny": Args(**TINY),  # the small world of this project
+    "gpt2-imdb": Args(),  # TRL's sentiment example
+    "gpt2-imdb-lora": Args(lora_r=16, lora_alpha=32, lora_target_modules=("c_attn",), learning_rate=1.41e-4),
+}
+
+class UserError(Exception):
+    """Something that the user can mend: shown in one line, exit code 2."""
+
+def parse_args(argv):
+    """Flags after an optional recipe. No recipe and no model named: tiny. A model named: the published defaults of Args.
+
+    --resume takes the flags of the run that it goes on with, and refuses others where they would change the result.
+    """
+    named = any(word.split("=")[0].replace("_", "-") in ("--model-name-or-path", "--from-config") for word in argv)
+    recipe = argv[0] if argv and not argv[0].startswith("-") else "custom" if named else "tiny"
+    if recipe not in (*RECIPES, "custom"):
+        raise UserError(f"no recipe named {recipe!r}; there are {', '.join(RECIPES)}")
+    flags = argv[1:] if recipe == argv[:1] or argv[:1] == [recipe] else argv
+    args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=__doc__.split("\n")[0])
+    if args.resume is None:
+        return args
+    runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else []
+    folder = runs[-1].parent if runs else Path(args.resume)
+    folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    if not (folder / "args.json").exists():
+        raise UserError(f"--resume {args.resume}: no run there (args.json is missing)")
+    saved = json.loads((folder / "args.json").read_text())["args"]
+    saved = Args(**{f.name: tuple(saved[f.name]) if isinstance(saved[f.name], list) else saved[f.name] for f in fields(Args)})
+    args = tyro.cli(Args, default=saved, args=flags)
+    free = ("resume", "output_dir", "save_every", "keep_checkpoints", "log_with", "num_sample_generations")
+    changed = [f.name for f in fields(Args) if f.name not in free and getattr(args, f.name) != getattr(saved, f.name)]
+    if changed or (flags is not argv and recipe != saved.recipe):
+        raise UserError(f"--resume {folder} would change {', '.join(changed) or 'the recipe'}; start a new run for that")
+    return replace(args, output_dir=str(folder))
+
+# ---- 4. Kernels ------------------------------------------------------------------------------------------------------
+# Pure tensor functions. Masks and lengths come from counts, sums are in fp32, and what is masked out may hold nan.
+def response_lengths(tokens, stop_token_id):
+    """Tokens of each response up to and including the first stop token; T where there is none. [B, T] -> [B]"""
+    T = tokens.shape[1]
+    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
+    return torch.where(tokens == stop_token_id, position, T).amin(1)  # [B]
+
+def length_mask(lengths, max_length):
+    """True on the first `lengths` positions of each row. [B] -> bool [B, T]"""
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]  # [B, T]
+
+def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
+    """Log-probabilities of tokens, and entropies in nats of the distributions they came from; never holds [B, T, V].
+
+    [B, T, H], [V, H], [B, T] -> fp32 [B, T], fp32 [B, T]. Differentiable in hidden, weight and bias, through logprobs: a block of
+    positions at a time, whose logits the backward pass computes again (Chen et al. 2016, "Training deep nets with sublinear memory").
+    """
+    def block(h, t):  # [n, H], [n]
+        logp = (F.linear(h, weight.to(h.dtype), None if bias is None else bias.to(h.dtype)).float() / temperature).log_softmax(-1)  # [n, V]
+        with torch.no_grad():
+            entropy = -(logp.exp() * logp.clamp(min=-1e4)).sum(-1)  # [n]; the clamp because 0 * -inf is nan
+        return logp.gather(-1, t[:, None]).squeeze(-1), entropy
+
+    n = max(1, 2**22 // weight.shape[0])  # 16 MiB of fp32 logits at once
+    parts = zip(hidden.flatten(0, 1).split(n), tokens.flatten().split(n))
+    parts = [checkpoint(block, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts]
+    logprobs, entropies = (torch.cat(x).view(tokens.shape) for x in zip(*parts))  # [B, T]
+    return logprobs, entropies
+
+def kl_per_token(logprobs, ref_logprobs, estimator):
+    """Estimates of KL(policy || reference) from samples of the policy, in nats, any shape (Schulman 2020, "Approximating KL").
+
+    k1 is unbiased; k2 is biased and never negative; k3 is both unbiased and never negative. As a reward only k1's gradient is right.
+    """
+    log_ratio = logprobs - ref_logprobs
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio**2
+    return torch.expm1(-log_ratio) + log_ratio  # k3
+
+def token_rewards(scores, kl, lengths, kl_coef):
+    """Per-token rewards: -kl_coef * kl on valid tokens, the score added on the last one. [B], [B, T], [B] -> [B, T]"""
+    rewards = torch.where(length_mask(lengths, kl.shape[1]), -kl_coef * kl, 0.0)  # [B, T]
+    return rewards.scatter_add(1, lengths[:, None] - 1, scores[:, None].to(rewards.dtype))
+
+def masked_mean(values, mask):
+    """Mean over the valid positions -> scalar."""
+    return torch.where(mask, values, 0.0).float().sum() / mask.sum()
+
+def masked_whiten(values, mask, shift_mean=True):
+    """(x - mean) * rsqrt(var + 1e-8) over the valid tokens of all processes, 0 outside. [B, T] -> [B, T]
+
+    Population variance, as OpenAI's tf.nn.moments (lm-human-preferences, utils/core.py; TRL's is the unbiased one).
+    shift_mean=False keeps the mean (rewards). Fewer than 2 valid tokens have no variance and come back as they are.
+    """
+    x = torch.where(mask, values, 0.0).float()
+    total = lambda t: (dist.all_reduce(t), t)[1] if dist.is_available() and dist.is_initialized() else t  # noqa: E731
+    count = total(mask.sum().float())
+    if count < 2:
+        return x
+    mean = total(x.sum()) / count
+    var = total(torch.where(mask, x - mean, 0.0).square().sum()) / count  # two passes: no cancellation
+    white = (x - mean) * torch.rsqrt(var + 1e-8)
+    return torch.where(mask, white if shift_mean else white + mean, 0.0)
+
+def gae(rewards, values, mask, gamma, lam):
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16). [B, T] each -> (advantages, returns), 0 outside the mask.
+
+    The value after the last valid token is 0: the score was given for exactly this text, cut or not, so the end is terminal.
+    A_t = sum over l of (gamma lam)^l delta_(t+l), as one product with the triangular matrix of the powers.
+    """
+    T = rewards.shape[1]
+    rewards, values = (torch.where(mask, x, 0.0).float() for x in (rewards, values))
+    deltas = torch.where(mask, rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values, 0.0)  # [B, T]
+    steps = torch.arange(T, device=rewards.device)
+    distance = steps[None, :] - steps[:, None]  # [T, T], from t to t + l
+    powers = torch.where(distance >= 0, (gamma * lam) ** distance.clamp(min=0).float(), 0.0)
+    advantages = torch.where(mask, deltas @ powers.T, 0.0)
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
+    """PPO's pessimistic surrogate, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced."""
+    ratio = torch.exp(logprobs - old_logprobs)
+    return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange))
+
+def clipped_value_loss(values, old_values, returns, cliprange_value):
+    """Squared error of values that may move cliprange_value from old_values, with the 0.5. Any shape -> same shape, unreduced."""
+    clipped = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+    return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
+
+def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
+    """The coefficient after a batch of `episodes` whose KL was `kl` nats a response (Ziegler et al. 2019, section 2.2) -> float."""
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * episodes / horizon)
+
+def sample_tokens(logits, uniforms):
+    """Draw one token a row by inverting the cumulative sum of softmax(logits). [B, V], [B] in [0, 1) -> [B]
+
+    Two levels, blocks of 64 tokens and then the token in its block, so that fp32 sums do not swallow small probabilities.
+    """
+    probs = F.pad(logits.float().softmax(-1), (0, -logits.shape[1] % 64)).unflatten(-1, (-1, 64))  # [B, V / 64, 64]
+    blocks = probs.sum(-1).cumsum(-1)  # [B, V / 64]
+    below = 1 - 2**-23  # just under the total, so that rounding never points behind the last possible token
+    target = uniforms.float()[:, None] * blocks[:, -1:] * below  # [B, 1]
+    block = torch.searchsorted(blocks, target, right=True)  # [B, 1]
+    inside = probs[torch.arange(len(probs), device=probs.device), block[:, 0]].cumsum(-1)  # [B, 64]
+    rest = target - torch.where(block > 0, blocks.gather(1, (block - 1).clamp(min=0)), 0.0)  # [B, 1]
+    rest = torch.minimum(rest.clamp(min=0), inside[:, -1:] * below)
+    return (block * 64 + torch.searchsorted(inside, rest, right=True)).squeeze(-1)
+
+def draws(seed, *place):
+    """A random generator for one place in the run, such as (seed, "tokens", update): no draw depends on an earlier one."""
+    return torch.Generator().manual_seed(random.Random(repr((seed, *place))).getrandbits(63))
+
+
+# ---- 5. Models -------------------------------------------------------------------------------------------------------
+def optional(name):
+    """Import a package that only some flags need."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"these flags need {name}: pip install {name}") from error
+
+def load(what, function, name, **kwargs):
+    """function(name), with one line where it fails: a wrong path, no network, a broken file."""
+    try:
+        return function(name, **kwargs)
+    except Exception as error:  # the libraries raise a dozen kinds
+        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(error).strip().split("\n")[0]
+        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason}") from error
+
+def load_model(auto_class, name, **kwargs):
+    """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
+    if (Path(name) / "adapter_config.json").exists():
+        peft = optional("peft")
+        base = load_model(auto_class, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, **kwargs)
+        return peft.PeftModel.from_pretrained(base, name).merge_and_unload()
+    config = load("model", AutoConfig.from_pretrained, name)
+    for key, value in config.to_dict().items():  # with dropout a second forward differs, and the first ratio is not 1
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+    return load("model", auto_class.from_pretrained, name, config=config, dtype=torch.float32, use_safetensors=True, **kwargs)
+
+def load_tokenizer(name):
+    """The tokenizer of a folder or Hub name. Where it has no pad, pad is EOS, which is safe here: masks come from counts."""
+    tokenizer = load("tokenizer", AutoTokenizer.from_pretrained, name)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+def add_lora(model, args):
+    """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
+    target = "all-linear" if args.lora_target_modules == ("all-linear",) else list(args.lora_target_modules)
+    config = optional("peft").LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, lora_dropout=0.0, target_modules=target)
+    try:
+        return optional("peft").get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"--lora-target-modules {' '.join(args.lora_target_modules)}: no such layers in this model") from error
+
+def trainable(module):
+    """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+def body_and_head(model):
+    """The transformer without its head, and its output embedding, of a causal language model with or without LoRA."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return model.base_model, model.get_output_embeddings()
+
+def hidden_states(body, input_ids, mask, cache=None):
+    """Last hidden states of the tokens that are not in the cache yet. [B, L], bool [B, cached + L] -> [B, L, H]
+
+    Positions count real tokens, so left padding moves nothing. Pads become token 0: an added [PAD] may have no row in the embedding.
+    """
+    L = input_ids.shape[1]
+    inputs = dict(input_ids=torch.where(mask[:, -L:], input_ids, 0), attention_mask=mask.long())
+    if "position_ids" in inspect.signature(body.forward).parameters:  # BLOOM has none: its ALiBi reads the mask
+        inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -L:]
+    return body(**inputs, **(dict(past_key_values=cache, use_cache=True) if cache is not None else {})).last_hidden_state
+
+def response_logprobs(model, input_ids, mask, T, temperature):
+    """Log-probabilities and entropies of the last T tokens, and the hidden states that predicted them.
+
+    [B, C + T], bool [B, C + T] -> fp32 [B, T], fp32 [B, T], [B, T, H]. The state at t - 1 predicts token t.
+    """
+    body, head = body_and_head(model)
+    hidden = hidden_states(body, input_ids, mask)[:, -T - 1 : -1]  # [B, T, H]
+    return *token_logprobs(hidden, head.weight, torch.where(mask, input_ids, 0)[:, -T:], temperature, head.bias), hidden
+
+class PolicyAndValue(nn.Module):
+    """Policy, value function and reference in one module: one forward, and one thing to wrap (DDP, FSDP, DeepSpeed)."""
+
+    def __init__(self, policy, reference=None, critic=None):
+        super().__init__()
+        self.policy, self.reference, self.critic = policy, reference, critic
+        width = body_and_head(policy)[1].weight.shape[1] if critic is None else critic.config.hidden_size
+        self.value_head = nn.Linear(width, 1)
+        nn.init.zeros_(self.value_head.weight)  # the first advantages are the rewards to come, and nothing made up
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, input_ids, mask, T, temperature):
+        """-> logprobs, entropies, values, each fp32 [B, T]. values[t] is said before token t is known."""
+        logprobs, entropies, hidden = response_logprobs(self.policy, input_ids, mask, T, temperature)
+        hidden = hidden if self.critic is None else hidden_states(self.critic, input_ids, mask)[:, -T - 1 : -1]
+        return logprobs, entropies, self.value_head(hidden).squeeze(-1).float()
+
+    def reference_logprobs(self, input_ids, mask, T, temperature):
+        """The same log-probabilities under the reference: a frozen model, or the policy without its adapter. -> fp32 [B, T]"""
+        with self.policy.disable_adapter() if self.reference is None else nullcontext():
+            return response_logprobs(self.reference or self.policy, input_ids, mask, T, temperature)[0]
+
+def build_policy(args):
+    """Policy, reference and value function as the flags say. -> PolicyAndValue"""
+    name, reference, eight_bit = args.model_name_or_path, None, {}
+    if args.load_in_8bit and optional("bitsandbytes"):
+        eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
+    policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
+    check_head(policy, name)
+    if args.lora_r:
+        policy = add_lora(policy, args)  # one copy of the weights: the reference is the policy with its adapter off
+    elif args.num_shared_layers:
+        body, _ = body_and_head(policy)
+        blocks = max((m for m in body.modules() if isinstance(m, nn.ModuleList)), key=len)
+        shared = [m for m in body.modules() if isinstance(m, nn.Embedding)] + list(blocks[: args.num_shared_layers])
+        shared = [p.requires_grad_(False) for module in shared for p in module.parameters()]
+        reference = copy.deepcopy(policy, memo={id(p): p for p in shared})  # deepcopy takes what its memo holds as it is
+    else:
+        reference = load_model(AutoModelForCausalLM, name, **eight_bit)
+    critic = load_model(AutoModel, args.value_model_path) if args.value_model_path else None
+    if critic is not None and critic.config.vocab_size < policy.config.vocab_size:
+        raise UserError(f"--value-model-path {args.value_model_path}: its vocabulary is smaller than the policy's")
+    model = PolicyAndValue(policy, reference and reference.requires_grad_(False), critic)
+    if (head := Path(args.value_model_path or name) / "value_head.safetensors").exists():
+        model.value_head.load_state_dict(load_file(head))
+    for part in (policy, critic) if args.gradient_checkpointing else ():
+        if part is not None:
+            part.gradient_checkpointing_enable(dict(use_reentrant=False))  # transformers does it in train mode, not in generate
+    return model
+
+@torch.no_grad()
+def check_head(model, name):
+    """Refuse a model whose head is more than a matrix product (soft caps, logit scales): it would be trained wrongly."""
+    body, head = body_and_head(model)
+    ids = torch.arange(6, device=head.weight.device)[None]  # [1, 6]
+    ours, _ = token_logprobs(hidden_states(body, ids, ids >= 0)[:, :-1], head.weight, ids[:, 1:], bias=head.bias)
+    theirs = model(ids).logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3):
+        raise UserError(f"{name}: its head is more than hidden @ weight (a soft cap, a scale); it would be trained wrongly here")
+
+def sequence_logits(model, input_ids, mask):
+    """Class logits of right-padded texts. [B, L], bool [B, L] -> fp32 [B, classes]
+
+    A decoder is read at its last real token, by count: looking for `token != pad` misses a real EOS where pad is EOS.
+    """
+    if not hasattr(model, "score"):  # BERT and its family
+        return model(input_ids=input_ids, attention_mask=mask.long()).logits.float()
+    hidden = hidden_states(model.base_model, input_ids, mask)  # [B, L, H]
+    return model.score(hidden[torch.arange(len(hidden), device=mask.device), mask.sum(-1) - 1]).float()
+
+def load_classifier(name, label, batch_size, device):
+    """A classifier as a function from prompts and responses (lists of str) to logits [B, classes], and the label's number."""
+    model, tokenizer = load_model(AutoModelForSequenceClassification, name).to(device).eval(), load_tokenizer(name)
+    numbers = {str(key).lower(): i for i, text in model.config.id2label.items() for key in (i, text)}
+    if label.lower() not in numbers:
+        raise UserError(f"--reward-label {label}: the labels of {name} are {', '.join(model.config.id2label.values())}")
+    limit = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", 10**6))
+
+    @torch.no_grad()
+    def classify(prompts, responses):
+        # decoded text, tokenised again: the classifier's tokenizer need not be the policy's
+        texts = tokenizer([p + r for p, r in zip(prompts, responses)], truncation=True, max_length=limit).input_ids
+        texts = [torch.tensor(ids or [0]) for ids in texts]  # an empty text is one pad
+        logits = torch.zeros(len(texts), len(model.config.id2label), device=device)
+        for rows in torch.tensor([len(ids) for ids in texts]).argsort().split(batch_size):  # similar lengths: little padding
+            ids = nn.utils.rnn.pad_sequence([texts[i] for i in rows], batch_first=True).to(device)  # [n, L]
+            lengths = torch.tensor([len(texts[i]) for i in rows], device=device)
+            logits[rows] = sequence_logits(model, ids, length_mask(lengths, ids.shape[1]))
+        return logits
+
+    return classify, numbers[label.lower()]
+
+def load_reward(args, device):
+    """The reward as a function of prompts and responses (lists of str) -> fp32 [B]: a classifier's logit, or the user's own code."""
+    if args.reward_fn:
+        path, _, name = args.reward_fn.partition(":")
+        function = runpy.run_path(path).get(name) if Path(path).is_file() else None
+        if function is None:
+            raise UserError(f"--reward-fn {args.reward_fn}: expected FILE.py:function, and found no such file or function")
+    else:
+        classify, label = load_classifier(args.reward_model_path, args.reward_label, args.local_rollout_forward_batch_size, device)
+
+    def reward(prompts, responses):
+        scores = function(prompts, responses) if args.reward_fn else classify(prompts, responses)[:, label].tolist()
+        try:
+            scores = torch.tensor([float(score) for score in scores], device=device)  # [B]
+        except (TypeError, ValueError) as error:
+            raise UserError(f"the reward function must return a list of floats: {error}") from error
+        if len(scores) != len(prompts):
+            raise UserError(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
+        for i in (~scores.isfinite()).nonzero().flatten().tolist():
+            raise UserError(f"the reward is {scores[i]} for the prompt {prompts[i]!r} with the response {responses[i]!r}")
+        return scores
+
+    return reward
+
+def make_optimizer(args, parameters, updates):
+    """The optimizer of the dotted name, and its schedule, which steps once an update."""
+    try:
+        module, _, name = args.optimizer.rpartition(".")
+        kind = getattr(importlib.import_module(module), name)
+        options = dict(lr=args.learning_rate, eps=args.adam_eps, fused=True)  # as far as it takes them
+        optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
+        if args.lr_scheduler_type == "exponential":
+            return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.01 ** (1 / updates))
+        warmup = math.ceil(args.warmup_ratio * updates)
+        return optimizer, transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, updates)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"--optimizer {args.optimizer} --lr-scheduler-type {args.lr_scheduler_type}: {error}") from error
+
+def pick_dtype(args, device):
+    """bf16 products where they are asked for or, on auto, where the hardware has units for them; weights and sums stay fp32."""
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if args.bf16 or args.dtype == "bfloat16" or (args.dtype == "auto" and fast) else torch.float32
+
+def describe_memory(model, config, rows, length, device):
+    """One line: estimated GiB of one rank for passes of rows x length tokens with Adam, against what is free."""
+    held = {id(p): p for p in model.parameters()}.values()
+    trained = sum(p.numel() for p in held if p.requires_grad)
+    state = rows * length * config.num_hidden_layers * config.hidden_size * 4  # one vector a token and layer
+    parts = dict(weights=sum(p.numel() * p.element_size() for p in held), gradients=4 * trained, optimizer=8 * trained)
+    parts |= dict(cache=2 * state, activations=17 * state)  # 34 bytes a token and layer in 16 bit (Korthikanti et al. 2022), twice
+    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
+    listed = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items())
+    warning = " [red]more than there is: a smaller batch, LoRA, --load-in-8bit?[/red]" if sum(parts.values()) > free else ""
+    return f"trainable parameters: {trained:,}; memory: about {sum(parts.values()) / 2**30:.2f} of {free / 2**30:.1f} GiB ({listed}){warning}"
+
+# ---- 6. Data ---------------------------------------------------------------------------------------------------------
+def load_splits(name):
+    """(train, held-out) rows of a Hub data set or a folder. Held out: split test, else validation, else the last 10 % of train."""
+    splits = load("data set", datasets.load_dataset, name)
+    if "train" not in splits or len(splits["train"]) < 2:
+        raise UserError(f"data set {name!r} needs a split train with at least 2 rows; it has {', '.join(splits)}")
+    rows = splits["train"]
+    cut = len(rows) - max(1, len(rows) // 10)
+    held = next((splits[split] for split in ("test", "validation") if split in splits), None)
+    return (rows, held) if held is not None else (rows.select(range(cut)), rows.select(range(cut, len(rows))))
+
+def stream_rows(num_rows, start, count, seed):
+    """Row numbers start .. start + count of an endless stream of shuffled passes over the data. -> [count]"""
+    passes = range(start // num_rows, (start + count - 1) // num_rows + 1)
+    stream = torch.cat([torch.randperm(num_rows, generator=draws(seed, "pass", p)) for p in passes])
+    return stream[start - passes[0] * num_rows :][:count]
+
+def load_queries(rows, tokenizer, args):
+    """The first query_max_length tokens of each review that is long enough. -> list of lists of token ids"""
+    if "text" not in rows.column_names:
+        raise UserError(f"data set {args.dataset_name!r} needs a column text; it has {', '.join(rows.column_names)}")
+    texts = [text for text in rows["text"] if isinstance(text, str) and len(text) > args.min_text_length]
+    queries = tokenizer(texts, truncation=True, max_length=args.query_max_length, add_special_tokens=False).input_ids if texts else []
+    queries = [query for query in queries if len(query) >= args.query_min_length]
+    if not queries:
+        raise UserError(f"data set {args.dataset_name!r}: no text is longer than --min-text-length {args.min_text_length} characters")
+    return queries
+
+def draw_batch(queries, rows, args, *place):
+    """Prompts cut to drawn lengths and left-padded, the room of each response, the uniforms that will sample it.
+
+    Drawn for the batch of all processes, of which each takes its rows. -> ids [B, C], bool [B, C], room [B], uniforms [B, T]
+    """
+    B, C = len(rows), args.query_max_length
+    cuts = torch.randint(args.query_min_length, C + 1, (B,), generator=draws(args.seed, "query", *place))
+    room = torch.randint(args.response_min_length, args.response_length + 1, (B,), generator=draws(args.seed, "room", *place))
+    uniforms = torch.rand(B, args.response_length, generator=draws(args.seed, "tokens", *place))
+    batch = [torch.tensor(queries[row][:cut]) for row, cut in zip(rows.tolist(), cuts.tolist())]
+    ids = torch.stack([F.pad(query, (C - len(query), 0)) for query in batch])  # [B, C]
+    return ids, length_mask(torch.tensor([len(query) for query in batch]), C).flip(1), room, uniforms
+
+# ---- 7. Rollout ------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def generate(model, ids, mask, room, uniforms, stop_token_id, temperature):
+    """Sample each row until its stop token or the end of its room. Pure sampling: no top-k, no top-p, no minimum length.
+
+    Left-padded ids, mask [B, C]; room [B]; uniforms [B, T] -> tokens [B, T], lengths [B]. A row that is done leaves the batch.
+    """
+    body, head = body_and_head(model)
+    rows = torch.arange(len(ids), device=ids.device)  # the rows still being written
+    tokens = torch.zeros(uniforms.shape, dtype=torch.long, device=ids.device)
+    cache = transformers.DynamicCache(config=body.config)
+    for t in range(uniforms.shape[1]):
+        logits = F.linear(hidden_states(body, ids, mask, cache)[:, -1], head.weight, head.bias) / temperature  # [rows, V]
+        token = sample_tokens(logits, uniforms[rows, t])  # [rows]
+        tokens[rows, t] = token
+        going = ((token != stop_token_id) & (t + 1 < room[rows])).nonzero().squeeze(-1)
+        if len(going) == 0:
+            break
+        if len(going) < len(rows):
+            cache.batch_select_indices(going)
+            rows, mask, token = rows[going], mask[going], token[going]
+        ids, mask = token[:, None], F.pad(mask, (0, 1), value=True)
+    return tokens, torch.minimum(response_lengths(tokens, stop_token_id), room)
+
+@torch.no_grad()
+def rollout(model, tokenizer, reward, batch, stop_token_id, args):
+    """Responses to a batch of prompts, their raw scores, and the log-probabilities that PPO will call old.
+
+    These come from the update's own forward, on micro-batches of its shape, so that the first ratio is exactly 1.
+    -> dict of tensors [B, ...], prompts, responses (lists of str)
+    """
+    parts = zip(*(x.split(args.local_rollout_forward_batch_size) for x in batch))
+    tokens, lengths = (torch.cat(x) for x in zip(*(generate(model.policy, *p, stop_token_id, args.temperature) for p in parts)))
+    valid = length_mask(lengths, tokens.shape[1])  # [B, T]
+    prompts = tokenizer.batch_decode([q[m].tolist() for q, m in zip(*batch[:2])], skip_special_tokens=True)
+    responses = tokenizer.batch_decode([t[v].tolist() for t, v in zip(tokens, valid)], skip_special_tokens=True)
+    stopped = tokens.gather(1, lengths[:, None] - 1).squeeze(1) == stop_token_id  # [B]
+    ids, mask = torch.cat([batch[0], tokens], 1), torch.cat([batch[1], valid], 1)  # [B, C + T]
+    n, rest = args.per_device_train_batch_size, (tokens.shape[1], args.temperature)
+    parts = [(*model(i, m, *rest), model.reference_logprobs(i, m, *rest)) for i, m in zip(ids.split(n), mask.split(n))]
+    logprobs, _, values, ref_logprobs = (torch.cat(x) for x in zip(*parts))  # [B, T]
+    b = dict(ids=ids, mask=mask, lengths=lengths, stopped=stopped, scores=reward(prompts, responses))
+    return b | dict(logprobs=logprobs, values=values, ref_logprobs=ref_logprobs), prompts, responses
+
+# ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
+def evaluate(model, tokenizer, reward, judge, batch, stop_token_id, args):
+    """Sample the held-out prompts, with the same draws before and after. -> numbers of the table, prompts, responses, scores"""
+    model.eval()
+    b, prompts, responses = rollout(model, tokenizer, reward, batch, stop_token_id, args)
+    valid = length_mask(b["lengths"], args.response_length)  # [B, T]
+    kl = torch.where(valid, kl_per_token(b["logprobs"], b["ref_logprobs"], "k1"), 0.0).sum(1)  # [B]
+    numbers = {"score mean": b["scores"].mean(), "score median": b["scores"].quantile(0.5), "KL, nats a response": kl.mean(),
+               "perplexity under the reference": torch.exp(-masked_mean(b["ref_logprobs"], valid)),
+               "distinct responses": len(set(responses)) / len(responses), "tokens a response": b["lengths"].float().mean()}
+    if judge:
+        numbers[f"judge: P({args.reward_label})"] = judge[0](prompts, responses).softmax(-1)[:, judge[1]].mean()
+    return {name: float(value) for name, value in numbers.items()}, prompts, responses, b["scores"].tolist()
+
+# ---- 9. Logging and run folder ---------------------------------------------------------------------------------------
+class Run:
+    """The run folder and the screen: args.json, metrics.jsonl, samples.jsonl, evaluation.json, curves.png, checkpoints/, model/.
+
+    Only the first process writes. A file gets its name when it is whole, so a kill at any moment leaves the last checkpoint good.
+    """
+
+    def __init__(self, args, accelerator, updates, columns):
+        name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(accelerate.utils.broadcast_object_list([name])[0])
+        self.args, self.accelerator, self.main = args, accelerator, accelerator.is_main_process
+        self.updates, self.columns, self.signal, self.printed = updates, columns, 0, 0.0
+        self.console = Console(highlight=False, soft_wrap=True, quiet=not self.main)
+        bar = ("{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}")
+        self.bar = Progress(*bar, console=self.console, disable=not (self.main and self.console.is_terminal))
+        self.task = self.bar.add_task("", total=updates)
+        for number in (signal.SIGINT, signal.SIGTERM):  # finish the update, save, say how to go on; a second one ends at once
+            signal.signal(number, self.stop)
+        if (self.folder / "args.json").exists() and not args.resume:
+            raise UserError(f"{self.folder} holds a run; go on with it by --resume {self.folder}, or name another --output-dir")
+        if self.main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
+            versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, accelerate)}
+            about = dict(command=sys.argv, versions=versions, commit=commit, world_size=accelerator.num_processes)
+            self.write_json("args.json", dict(args=asdict(args), **about))
+        if args.log_with != "none":  # the same names under train/, as TRL does
+            accelerator.log_with, accelerator.logging_dir = [args.log_with], str(self.folder)
+            config = {name: str(value) for name, value in asdict(args).items()}
+            accelerator.init_trackers(Path(__file__).stem, config, {"wandb": {"name": self.folder.name, "dir": str(self.folder)}})
+
+    def stop(self, number, frame):
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def stopping(self):
+        """The number of a signal that any process has got, on all processes; else 0."""
+        return int(accelerate.utils.gather(torch.tensor([self.signal], device=self.accelerator.device)).max())
+
+    def write_json(self, name, value):
+        (self.folder / f".{name}").write_text(json.dumps(value, indent=2) + "\n")
+        os.replace(self.folder / f".{name}", self.folder / name)
+
+    def log(self, metrics, complaints=()):
+        """One dict, one call: a line of metrics.jsonl, a point in wandb or tensorboard, the row on the screen."""
+        if self.args.log_with != "none":
+            self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=metrics["update"])
+        if not self.main:
+            return
+        with open(self.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        status = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.columns.items())
+        self.bar.update(self.task, completed=metrics["update"], description=status)
+        if self.bar.disable and (time.time() - self.printed > 10 or metrics["update"] == self.updates):  # no terminal: lines
+            self.printed = time.time()
+            self.console.print(f"update {metrics['update']}/{self.updates}  {status}")
+        for line in complaints:
+            self.console.print(f"[yellow]update {metrics['update']}: {line}[/yellow]")
+
+    def table(self, title, rows):
+        """A list of dicts as a table on the screen; texts are data, not markup."""
+        table = Table(title=title, title_justify="left", show_lines=any(isinstance(x, str) and len(x) > 40 for x in rows[0].values()))
+        for name, value in rows[0].items():
+            table.add_column(name, justify="left" if isinstance(value, str) else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*(f"{x:.3f}" if isinstance(x, float) else escape(str(x)) for x in row.values()))
+        self.console.print(table, soft_wrap=False)
+
+    def samples(self, update, rows):
+        """Rows (dicts) of samples: a table on the screen, and lines of samples.jsonl."""
+        if self.main:
+            with open(self.folder / "samples.jsonl", "a") as file:
+                file.writelines(json.dumps(dict(update=update, **row)) + "\n" for row in rows)
+            self.table(f"samples of update {update}", rows)
+
+    def save(self, update, parameters, optimizer, scheduler, **state):
+        """A checkpoint: everything that decides the rest of the run. Only the keep_checkpoints newest stay."""
+        if not self.main:
+            return
+        rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # for the user's own code; ours draws from (seed, update)
+        state |= dict(update=update, parameters={name: p.detach() for name, p in parameters.items()}, rng=rng)
+        state |= dict(optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
+        folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
+        draft.mkdir(parents=True, exist_ok=True)
+        with open(draft / "state.pt", "wb") as file:
+            torch.save(state, file)
+            os.fsync(file.fileno())
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(draft, folder)
+        for old in sorted(folder.parent.glob("[0-9]*"))[: -self.args.keep_checkpoints]:
+            shutil.rmtree(old)
+
+    def restore(self, parameters, optimizer, scheduler):
+        """Load the checkpoint that --resume names, or the run's newest. -> its other state; empty at the start of a run"""
+        found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {}
+        if self.args.resume and (Path(self.args.resume) / "state.pt").exists():
+            found = [Path(self.args.resume)]
+        if self.args.resume and found:
+            state = torch.load(found[-1] / "state.pt", map_location="cpu", weights_only=True)
+            for name, p in parameters.items():
+                p.data.copy_(state["parameters"][name])
+            optimizer.load_state_dict(state["optimizer"])
+            scheduler.load_state_dict(state["scheduler"])
+            torch.set_rng_state(state["rng"]["torch"])
+            random.setstate(state["rng"]["python"])
+            self.console.print(f"resumed after update {state['update']}, from {found[-1]}")
+        for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples: what came later will come again
+            lines = [line for line in file.read_text().splitlines(True) if json.loads(line)["update"] <= state.get("update", 0)]
+            file.write_text("".join(lines))
+        return state
+
+    def curves(self, *names):
+        """curves.png: the named metrics over the updates."""
+        figure = optional("matplotlib.figure").Figure(figsize=(4 * len(names), 3), layout="constrained")
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        for axis, name in zip(figure.subplots(1, len(names)), names):
+            axis.plot([row["update"] for row in rows], [row[name] for row in rows])
+            axis.set(title=name, xlabel="update")
+        figure.savefig(self.folder / "curves.png", dpi=120)
+
+def start(args):
+    """The accelerator: CPU, GPU, or one process of several. Refuses to run on fewer processes than were asked for."""
+    accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available())
+    words = [*psutil.Process(os.getppid()).cmdline(), ""]  # accelerate 1.15 starts one for `launch --cpu --num_processes 2`
+    asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"]
+    asked = int(os.environ.get("WORLD_SIZE") or (asked or ["1"])[0])
+    if accelerator.num_processes != asked:
+        how = f"torchrun --nproc_per_node {asked} {Path(__file__).name}"
+        raise UserError(f"{asked} processes were asked for and {accelerator.num_processes} runs; start them with {how}")
+    torch.manual_seed(args.seed)  # the weights that start at random: LoRA's A, a new head
+    return accelerator
+
+def save_model(model, tokenizer, folder):
+    """What plain transformers and the next script load. LoRA is merged, but not into 8 bit: there the folder is the adapter."""
+    policy = model.policy
+    if hasattr(policy, "merge_and_unload") and not getattr(policy.get_base_model(), "is_loaded_in_8bit", False):
+        policy.save_pretrained(folder.parent / "adapter")
+        policy = policy.merge_and_unload()
+    policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if model.critic is not None:
+        model.critic.save_pretrained(folder := folder / "critic")
+    save_file({name: x.detach().cpu() for name, x in model.value_head.state_dict().items()}, folder / "value_head.safetensors")
+
+def health(m, args):
+    """What looks wrong in the metrics of an update, each with its likely cause."""
+    signs = {
+        "KL below 0 by more than noise: are the samples drawn from another distribution than is scored?": m["objective/kl"] < -1,
+        "ratio far from 1: the steps are too big; lower --learning-rate or --num-ppo-epochs": not 0.5 < m["val/ratio"] < 2,
+        "the entropy is gone, the policy always says the same; raise --kl-coef": m["policy/entropy_avg"] < 0.1,
+        "all rewards are equal: there is nothing to learn from": m["env/reward_std"] == 0,
+        "no response ended by itself: is --response-length long enough, was EOS learned?":
+            args.missing_eos_penalty is not None and m["val/num_eos_tokens"] == 0,
+    }  # fmt: skip
+    return [line for line, wrong in signs.items() if wrong]
+
+# ---- 10. Train -------------------------------------------------------------------------------------------------------
+def train(args):
+    """The whole run, from the flags to the last table. -> (PolicyAndValue, run folder)"""
+    for name in ("local_batch_size", "total_episodes", "num_ppo_epochs", "temperature", "query_min_length", "response_min_length"):
+        if getattr(args, name) <= 0:
+            raise UserError(f"{name} must be more than 0; it is {getattr(args, name)}")
+    if args.query_min_length > args.query_max_length or args.response_min_length > args.response_length:
+        raise UserError("the shortest query and response must not be longer than the longest")
+    accelerator = start(args)
+    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    B, T = args.local_batch_size * world, args.response_length
+    updates = 2 if args.sanity else math.ceil(args.total_episodes / B)
+    args = replace(args, learning_rate=0.0) if args.sanity else args
+    bare, tokenizer = build_policy(args).to(device), load_tokenizer(args.model_name_or_path)
+    reward = load_reward(args, device)
+    judge = args.judge_model_path and load_classifier(args.judge_model_path, args.reward_label, 64, device)
+    train_queries, held_queries = (load_queries(rows, tokenizer, args) for rows in load_splits(args.dataset_name))
+    optimizer, scheduler = make_optimizer(args, trainable(bare).values(), updates)
+    stop_token_id = args.stop_token_id if args.stop_token_id is not None else tokenizer.eos_token_id if args.stop_token else -1
+    dtype = pick_dtype(args, device)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
+
+    run = Run(args, accelerator, updates, {"score": "objective/scores", "KL": "objective/kl", "entropy": "policy/entropy_avg"})
+    say = run.console.print
+    say(f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, {dtype}; run folder {run.folder}")
+    say(f"batch: {args.per_device_train_batch_size} episodes a pass x {args.gradient_accumulation_steps} accumulated x "
+        f"{args.num_mini_batches} minibatches x {world} processes = {B}; {updates} updates x {args.num_ppo_epochs} epochs x "
+        f"{args.num_mini_batches} minibatches = {updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps")
+    say(describe_memory(bare, bare.policy.config, args.per_device_train_batch_size, args.query_max_length + T, device))
+    model, optimizer = accelerator.prepare(bare, optimizer)
+
+    n = min(args.num_eval_prompts, len(held_queries))
+    held_batch = [x.to(device) for x in draw_batch(held_queries, stream_rows(len(held_queries), 0, n, args.seed), args, "held-out")]
+    with autocast:
+        before = evaluate(bare, tokenizer, reward, judge, held_batch, stop_token_id, args)
+    state = run.restore(trainable(bare), optimizer, scheduler)
+    kl_coef, skipped = state.get("kl_coef", args.kl_coef), 0
+    run.bar.start()
+    for update in range(state.get("update", 0) + 1, updates + 1):
+        # 1. Rollout. Everything random is drawn for the whole batch; this process takes its rows, then all get the whole.
+        began = time.time()
+        bare.eval()
+        batch = draw_batch(train_queries, stream_rows(len(train_queries), (update - 1) * B, B, args.seed), args, update)
+        with autocast:
+            batch = [x[rank * B // world : (rank + 1) * B // world].to(device) for x in batch]
+            b, prompts, responses = rollout(bare, tokenizer, reward, batch, stop_token_id, args)
+        b = {name: accelerator.gather(x) for name, x in b.items()}
+        b_mask = length_mask(b["lengths"], T)  # [B, T]
+        rollout_seconds = time.time() - began
+
+        # 2. Score: clip, then punish. A penalty before a normalisation of the scores would shift everyone else's.
+        # Running score normalisation (TRL's use_score_scaling) is a line here: docs/ppo_sentiment.md.
+        scores = b["scores"] if args.score_clip is None else b["scores"].clamp(-args.score_clip, args.score_clip)  # [B]
+        scores = torch.where(b["stopped"], scores, scores - (args.missing_eos_penalty or 0.0))  # TRL's EOS trick
+
+        # 3. Rewards: the price of the KL on every token, the score on the last one.
+        kl = torch.where(b_mask, kl_per_token(b["logprobs"], b["ref_logprobs"], args.kl_estimator), 0.0)  # [B, T]
+        rewards = token_rewards(scores, kl, b["lengths"], kl_coef)  # [B, T]
+        rewards = masked_whiten(rewards, b_mask, shift_mean=False) if args.whiten_rewards else rewards
+
+        # 4. Advantages, always whitened, as OpenAI and TRL do.
+        advantages, returns = gae(rewards, b["values"], b_mask, args.gamma, args.lam)  # [B, T]
+        advantages = masked_whiten(advantages, b_mask)
+
+        # 5. Update: minibatches of the whole batch; a process takes its rows of each, in micro-batches. The loss is a sum over
+        # tokens / the minibatch's token count, so the gradient does not depend on micro-batches, accumulation or processes.
+        bare.train()
+        sums, early = torch.zeros(9, device=device), False  # what is logged, summed over all tokens of all minibatches
+        order = [torch.randperm(B, generator=draws(args.seed, "order", update, e)) for e in range(args.num_ppo_epochs)]
+        for mb in torch.stack(order).to(device).view(args.num_ppo_epochs * args.num_mini_batches, -1):  # [B / num_mini_batches]
+            mb_tokens, mb_sums = b_mask[mb].sum(), torch.zeros_like(sums)
+            micros = mb[rank * len(mb) // world : (rank + 1) * len(mb) // world].split(args.per_device_train_batch_size)
+            for i, rows in enumerate(micros):
+                m, old, old_values = b_mask[rows], b["logprobs"][rows], b["values"][rows]  # [b, T]
+                with autocast, accelerator.no_sync(model) if i + 1 < len(micros) else nullcontext():
+                    logprobs, entropies, values = model(b["ids"][rows], b["mask"][rows], T, args.temperature)  # [b, T]
+                    # where before arithmetic: behind a response's end there may stand anything, and nan * 0 is nan
+                    logprobs, values, old, old_values, entropies = (torch.where(m, x, 0.0) for x in (logprobs, values, old, old_values, entropies))
+                    policy_loss = clipped_policy_loss(logprobs, old, advantages[rows], args.cliprange)
+                    value_loss = clipped_value_loss(values, old_values, returns[rows], args.cliprange_value)
+                    loss = (policy_loss + args.vf_coef * value_loss).sum() / mb_tokens
+                    accelerator.backward(loss * world)  # DDP divides by the number of processes
+                off, moved = torch.exp(logprobs.detach() - old) - 1, (values.detach() - old_values).abs()  # 0 outside the mask
+                seen = (policy_loss, value_loss, off.abs() > args.cliprange, moved > args.cliprange_value,
+                        0.5 * (logprobs - old) ** 2, entropies, off, off**2, m)
+                mb_sums += torch.stack([x.detach().float().sum() for x in seen])
+            sums += (mb_sums := accelerator.reduce(mb_sums))
+            norm = accelerator.clip_grad_norm_(trainable(bare).values(), args.max_grad_norm or math.inf)
+            if early := args.early_stop_approxkl is not None and bool(mb_sums[4] / mb_tokens > args.early_stop_approxkl):
+                break
+            # A guard against an exploding ratio (TRL's ratio_threshold) is a line here: docs/ppo_sentiment.md.
+            skipped = 0 if norm.isfinite() else skipped + 1
+            if skipped:
+                say(f"[yellow]update {update}: a gradient that is not finite, step skipped, {skipped} in a row[/yellow]")
+            else:
+                optimizer.step()
+            if skipped == 5:
+                raise UserError("5 gradients in a row were not finite: lower --learning-rate, or --dtype float32")
+            optimizer.zero_grad()
+        optimizer.zero_grad()
+        lr = optimizer.param_groups[0]["lr"]
+        scheduler.step()
+
+        # 6. Log, and let the coefficient follow the KL.
+        policy_avg, value_avg, clipfrac, value_clipfrac, approxkl, entropy, off, off2, _ = (sums / sums[-1]).tolist()
+        lengths, kl_sum, seconds = b["lengths"].float(), kl.sum(1).mean(), time.time() - began
+        peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        metrics = {
+            "update": update, "episode": update * B, "lr": lr, "eps": B / seconds, "objective/kl": kl_sum,
+            "objective/kl_coef": kl_coef, "objective/entropy": -torch.where(b_mask, b["logprobs"], 0.0).sum(1).mean(),
+            "objective/non_score_reward": -kl_coef * kl_sum, "objective/rlhf_reward": scores.mean() - kl_coef * kl_sum,
+            "objective/scores": scores.mean(), "policy/approxkl_avg": approxkl, "policy/clipfrac_avg": clipfrac,
+            "policy/entropy_avg": entropy, "loss/policy_avg": policy_avg, "loss/value_avg": value_avg,
+            "val/clipfrac_avg": value_clipfrac, "val/ratio": 1 + off, "val/ratio_var": max(off2 - off**2, 0.0),
+            "val/num_eos_tokens": b["stopped"].sum(), "env/reward_mean": b["scores"].mean(),
+            "env/reward_std": b["scores"].std(correction=0), "completions/mean_length": lengths.mean(),
+            "completions/min_length": lengths.min(), "completions/max_length": lengths.max(),
+            "completions/clipped_ratio": 1 - b["stopped"].float().mean(), "perf/seconds": seconds,
+            "perf/rollout_seconds": rollout_seconds, "perf/train_seconds": seconds - rollout_seconds,
+            "perf/tokens_per_second": lengths.sum() / seconds, "perf/peak_memory_mb": peak,
+        }  # fmt: skip
+        metrics = {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
+        run.log(metrics, health(metrics, args))
+        if args.kl_target is not None:
+            kl_coef = adaptive_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, B)
+        limit = 1e-5 if dtype is torch.float32 else 1e-2
+        if args.sanity and not (abs(off) < limit and abs(metrics["objective/kl"]) < limit and all(map(math.isfinite, metrics.values()))):
+            raise UserError(f"--sanity: at learning rate 0, ratio {1 + off}, KL {metrics['objective/kl']}, metrics {metrics}")
+
+        # 7. Samples, checkpoints, signals.
+        if args.num_sample_generations and update % math.ceil(updates / args.num_sample_generations) == 0:
+            columns = zip(prompts[:4], responses, b["scores"].tolist())
+            run.samples(update, [dict(zip(("prompt", "response", "score"), row)) for row in columns])
+        number = run.stopping()
+        if number or update == updates or (args.save_every and update % args.save_every == 0):
+            run.save(update, trainable(bare), optimizer, scheduler, kl_coef=kl_coef)
+        if number and update < updates:
+            run.bar.stop()
+            say(f"stopped by signal {number} after update {update}; to go on: python {Path(__file__).name} --resume {run.folder}")
+            sys.exit(128 + number)
+
+    # 8. The same held-out prompts again, the table, and the model that the next script loads.
+    run.bar.stop()
+    if args.sanity:
+        say("sanity: at learning rate 0 the ratio is 1, the KL 0, and every metric finite")
+        return bare, run.folder
+    with autocast:
+        after = evaluate(bare, tokenizer, reward, judge, held_batch, stop_token_id, args)
+    if run.main:
+        columns = zip(before[1], before[2], before[3], after[2], after[3])
+        run.table("held-out prompts", [dict(zip(("prompt", "before", "score", "after", "score "), row)) for row in columns][:6])
+        run.table(f"{n} held-out prompts", [dict(metric=k, before=before[0][k], after=after[0][k]) for k in before[0]])
+        decoding = f"sampling, temperature {args.temperature}, {args.response_min_length} to {T} tokens"
+        numbers = dict(before=before[0], after=after[0], n=n, decoding=decoding, judge=args.judge_model_path or args.reward_model_path)
+        run.write_json("evaluation.json", numbers)
+        save_model(bare, tokenizer, run.folder / "model")
+        run.curves("objective/scores", "objective/kl", "policy/entropy_avg", "loss/value_avg")
+        say(f"saved {run.folder / 'model'}")
+    accelerator.end_training()
+    return bare, run.folder
+
+# ---- 11. Main --------------------------------------------------------------------------------------------------------
+def main(argv=None):
+    """The command line. What the user can mend ends in one line and exit code 2; a bug of ours keeps its traceback."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    try:
+        train(parse_args(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+if __name__ == "__main__":
+    main()

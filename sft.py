@@ -1,0 +1,610 @@
+"""Supervised fine-tuning: a language model learns to continue texts, or to complete prompts.
+
+If you know nanoGPT's train.py, this is what differs:
+1. Data are documents, not one stream. Each ends in EOS, which is learned like any other token, also where pad is EOS: labels come
+   from counts. A model that never saw EOS in a label never stops in PPO.
+2. Documents are packed into rows without seeing each other: positions start at 0 in each, and attention stays inside it.
+3. With the columns prompt and completion, the loss is on the completion (and its EOS) alone. The two are tokenised apart, as they are
+   in reward_model.py and in rollouts: a completion begins with its own space.
+4. The loss is a sum / the token count of the whole batch, so micro-batches, accumulation and processes do not change the gradient.
+
+    python sft.py                                     # recipe tiny: how checkpoints/reviews-lm was made
+    python sft.py gpt2-imdb                           # GPT-2 on IMDB, from the Hub: what lvwerra/gpt2-imdb is
+    python sft.py --model-name-or-path gpt2 --dataset-name my_folder --lora-r 16
+    python sft.py --from-config "llama hidden_size=256 num_hidden_layers=4" --train-tokenizer 4096 --dataset-name my_folder
+    torchrun --nproc_per_node 2 sft.py                # the same run on two processes (or: accelerate launch)
+
+Results, metrics, details: docs/sft.md.
+"""
+
+# ---- 2. Imports ------------------------------------------------------------------------------------------------------
+import importlib
+import inspect
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import accelerate
+import datasets
+import psutil
+import tokenizers
+import torch
+import torch.nn.functional as F
+import transformers
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+HERE = Path(__file__).resolve().parent  # data/ and checkpoints/ stand beside this file
+
+# ---- 3. Config -------------------------------------------------------------------------------------------------------
+@dataclass
+class Args:
+    # run
+    recipe: tyro.conf.Suppress[str] = "custom"
+    """name of the recipe, set from the first word of the command line"""
+    seed: int = 1
+    """every random draw follows from it and from the number of the update"""
+    output_dir: str | None = None
+    """run folder (default: runs/<script>/<recipe>-s<seed>-<time>)"""
+    resume: str | None = None
+    """a run folder, one of its checkpoints, or `latest`: go on from there, with the flags of that run"""
+    save_every: int = 100
+    """updates from one checkpoint to the next (0: only when a signal stops the run)"""
+    keep_checkpoints: int = 2
+    """how many of the newest checkpoints stay on disk"""
+    log_with: Literal["none", "wandb", "tensorboard"] = "none"
+    """where the metrics go besides metrics.jsonl; WANDB_MODE=offline works"""
+    num_samples: int = 4
+    """held-out texts whose beginning is continued at the end"""
+    # model
+    model_name_or_path: str = "openai-community/gpt2"
+    """where to start: a Hub name, or a folder (a LoRA adapter's too)"""
+    from_config: str | None = None
+    """weights at random instead: a model type or a folder with config.json, then sizes ("gpt2 n_layer=3 n_embd=128")"""
+    train_tokenizer: int = 0
+    """with from_config: learn a byte-level BPE of this many tokens from the training texts (0: the tokenizer of model_name_or_path)"""
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    """bfloat16: products in bf16, weights and sums in fp32; auto: bfloat16 where the hardware multiplies it fast"""
+    bf16: bool = False
+    """the same as --dtype bfloat16 (TRL's spelling)"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    lora_r: int = 0
+    """rank of LoRA (0: train all weights)"""
+    lora_alpha: int = 32
+    """LoRA scale: the update is lora_alpha / lora_r * B A"""
+    lora_target_modules: tuple[str, ...] = ("c_attn",)
+    """names of the layers that get an adapter; all-linear for every linear layer (c_attn: GPT-2's attention)"""
+    # data
+    dataset_name: str = "stanfordnlp/imdb"
+    """a Hub name or a folder of jsonl, with the column text, or the columns prompt and completion"""
+    max_length: int = 512
+    """tokens of a row; a longer document is cut (and then ends without EOS, since it did not end)"""
+    packing: bool = True
+    """fill rows with several documents that do not see each other"""
+    num_train_rows: int | None = None
+    """only the first so many documents; None: all"""
+    num_eval_rows: int = 500
+    """held-out documents of the before / after table"""
+    # batch
+    num_train_epochs: float = 1.0
+    """passes over the rows"""
+    per_device_train_batch_size: int = 8
+    """rows in one forward and backward pass"""
+    gradient_accumulation_steps: int = 1
+    """passes for one optimizer step; batch = the two multiplied x processes"""
+    # optimizer
+    learning_rate: float = 5e-5
+    """transformers' default, and lvwerra/gpt2-imdb's"""
+    optimizer: str = "torch.optim.AdamW"
+    """dotted name: torch.optim.AdamW, torch.optim.SGD, bitsandbytes.optim.Adam8bit, bitsandbytes.optim.Lion, ..."""
+    adam_eps: float = 1e-8
+    """Adam's epsilon, for optimizers that have one (N+ uses 1e-5)"""
+    lr_scheduler_type: str = "linear"
+    """transformers' names (linear, cosine, constant_with_warmup, ...) or exponential (down to 1 %); one step an update"""
+    warmup_ratio: float = 0.0
+    """share of the updates in which the learning rate rises from 0 (for the schedules that warm up)"""
+    max_grad_norm: float | None = 1.0
+    """gradients are scaled down to this norm; None: never"""
+
+TINY = dict(
+    from_config="gpt2 n_embd=128 n_layer=3 n_head=4 n_positions=256", train_tokenizer=1024, dataset_name=str(HERE / "data/reviews"),
+    max_length=256, dtype="float32", num_train_epochs=12.0, per_device_train_batch_size=16, learning_rate=2e-3,
+    lr_scheduler_type="cosine", warmup_ratio=0.05,
+)
+RECIPES = {
+    "tiny": Args(**TINY),  # checkpoints/reviews-lm
+    "gpt2-imdb": Args(),  # what lvwerra/gpt2-imdb is: GPT-2, one pass over IMDB
+}
+
+class UserError(Exception):
+    """Something that the user can mend: shown in one line, exit code 2."""
+
+def parse_args(argv):
+    """Flags after an optional recipe. No recipe and no model named: tiny. A model named: the published defaults of Args.
+
+    --resume takes the flags of the run that it goes on with, and refuses others where they would change the result.
+    """
+    named = any(word.split("=")[0].replace("_", "-") in ("--model-name-or-path", "--from-config") for word in argv)
+    recipe = argv[0] if argv and not argv[0].startswith("-") else "custom" if named else "tiny"
+    if recipe not in (*RECIPES, "custom"):
+        raise UserError(f"no recipe named {recipe!r}; there are {', '.join(RECIPES)}")
+    flags = argv[1:] if recipe == argv[:1] or argv[:1] == [recipe] else argv
+    args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=__doc__.split("\n")[0])
+    if args.resume is None:
+        return args
+    runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else []
+    folder = runs[-1].parent if runs else Path(args.resume)
+    folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    if not (folder / "args.json").exists():
+        raise UserError(f"--resume {args.resume}: no run there (args.json is missing)")
+    saved = json.loads((folder / "args.json").read_text())["args"]
+    saved = Args(**{f.name: tuple(saved[f.name]) if isinstance(saved[f.name], list) else saved[f.name] for f in fields(Args)})
+    args = tyro.cli(Args, default=saved, args=flags)
+    free = ("resume", "output_dir", "save_every", "keep_checkpoints", "log_with", "num_sample_generations")
+    changed = [f.name for f in fields(Args) if f.name not in free and getattr(args, f.name) != getattr(saved, f.name)]
+    if changed or (flags is not argv and recipe != saved.recipe):
+        raise UserError(f"--resume {folder} would change {', '.join(changed) or 'the recipe'}; start a new run for that")
+    return replace(args, output_dir=str(folder))
+
+# ---- 4. Kernels ------------------------------------------------------------------------------------------------------
+def draws(seed, *place):
+    """A random generator for one place in the run, such as (seed, "tokens", update): no draw depends on an earlier one."""
+    return torch.Generator().manual_seed(random.Random(repr((seed, *place))).getrandbits(63))
+
+def next_token_losses(logits, labels):
+    """Cross-entropy in nats, and whether the likeliest token was right, at each position whose label is not -100; else 0.
+
+    [B, L, V], [B, L] -> fp32 [B, L - 1], bool [B, L - 1]. The logits at t - 1 are judged by the label at t.
+    """
+    logits, labels = logits[:, :-1].float(), labels[:, 1:]
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    return losses, (logits.argmax(-1) == labels) & (labels != -100)
+
+# ---- 5. Models -------------------------------------------------------------------------------------------------------
+def optional(name):
+    """Import a package that only some flags need."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"these flags need {name}: pip install {name}") from error
+
+def load(what, function, name, **kwargs):
+    """function(name), with one line where it fails: a wrong path, no network, a broken file."""
+    try:
+        return function(name, **kwargs)
+    except Exception as error:  # the libraries raise a dozen kinds
+        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(error).strip().split("\n")[0]
+        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason}") from error
+
+def load_model(auto_class, name, **kwargs):
+    """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
+    if (Path(name) / "adapter_config.json").exists():
+        peft = optional("peft")
+        base = load_model(auto_class, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, **kwargs)
+        return peft.PeftModel.from_pretrained(base, name).merge_and_unload()
+    config = load("model", AutoConfig.from_pretrained, name)
+    for key, value in config.to_dict().items():  # with dropout a second forward differs, and the first ratio is not 1
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+    return load("model", auto_class.from_pretrained, name, config=config, dtype=torch.float32, use_safetensors=True, **kwargs)
+
+def load_tokenizer(name):
+    """The tokenizer of a folder or Hub name. Where it has no pad, pad is EOS, which is safe here: masks come from counts."""
+    tokenizer = load("tokenizer", AutoTokenizer.from_pretrained, name)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+def add_lora(model, args):
+    """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
+    target = "all-linear" if args.lora_target_modules == ("all-linear",) else list(args.lora_target_modules)
+    config = optional("peft").LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, lora_dropout=0.0, target_modules=target)
+    try:
+        return optional("peft").get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"--lora-target-modules {' '.join(args.lora_target_modules)}: no such layers in this model") from error
+
+def trainable(module):
+    """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+def make_optimizer(args, parameters, updates):
+    """The optimizer of the dotted name, and its schedule, which steps once an update."""
+    try:
+        module, _, name = args.optimizer.rpartition(".")
+        kind = getattr(importlib.import_module(module), name)
+        options = dict(lr=args.learning_rate, eps=args.adam_eps, fused=True)  # as far as it takes them
+        optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
+        if args.lr_scheduler_type == "exponential":
+            return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.01 ** (1 / updates))
+        warmup = math.ceil(args.warmup_ratio * updates)
+        return optimizer, transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, updates)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"--optimizer {args.optimizer} --lr-scheduler-type {args.lr_scheduler_type}: {error}") from error
+
+def pick_dtype(args, device):
+    """bf16 products where they are asked for or, on auto, where the hardware has units for them; weights and sums stay fp32."""
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if args.bf16 or args.dtype == "bfloat16" or (args.dtype == "auto" and fast) else torch.float32
+
+def describe_memory(model, config, rows, length, device):
+    """One line: estimated GiB of one rank for passes of rows x length tokens with Adam, against what is free."""
+    held = {id(p): p for p in model.parameters()}.values()
+    trained = sum(p.numel() for p in held if p.requires_grad)
+    state = rows * length * config.num_hidden_layers * config.hidden_size * 4  # one vector a token and layer
+    parts = dict(weights=sum(p.numel() * p.element_size() for p in held), gradients=4 * trained, optimizer=8 * trained)
+    parts |= dict(cache=2 * state, activations=17 * state)  # 34 bytes a token and layer in 16 bit (Korthikanti et al. 2022), twice
+    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
+    listed = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items())
+    warning = " [red]more than there is: a smaller batch, LoRA, --load-in-8bit?[/red]" if sum(parts.values()) > free else ""
+    return f"trainable parameters: {trained:,}; memory: about {sum(parts.values()) / 2**30:.2f} of {free / 2**30:.1f} GiB ({listed}){warning}"
+
+def draw_model(auto_class, text, tokenizer, **settings):
+    """A model with weights at random from "TYPE_OR_FOLDER name=value ...", sized for the tokenizer."""
+    name, *pairs = text.split()
+    ends = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    try:
+        config = AutoConfig.from_pretrained(name) if Path(name).exists() or "/" in name else AutoConfig.for_model(name)
+        config.update(dict(vocab_size=len(tokenizer), **ends, **settings))
+        config.update({key: json.loads(value) for key, value in (pair.split("=") for pair in pairs)})
+        return auto_class.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--from-config {text!r}: {error}; expected e.g. 'gpt2 n_layer=3 n_embd=128', or a folder") from error
+
+def learn_tokenizer(texts, size):
+    """A byte-level BPE tokenizer (Radford et al. 2019) of `size` tokens, with an EOS and a pad of its own."""
+    learned = tokenizers.ByteLevelBPETokenizer()
+    learned.train_from_iterator(texts, vocab_size=size, special_tokens=["<|endoftext|>", "<|pad|>"], show_progress=False)
+    ends = dict(bos_token="<|endoftext|>", eos_token="<|endoftext|>", pad_token="<|pad|>")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=learned._tokenizer, **ends)
+
+# ---- 6. Data ---------------------------------------------------------------------------------------------------------
+def load_splits(name):
+    """(train, held-out) rows of a Hub data set or a folder. Held out: split test, else validation, else the last 10 % of train."""
+    splits = load("data set", datasets.load_dataset, name)
+    if "train" not in splits or len(splits["train"]) < 2:
+        raise UserError(f"data set {name!r} needs a split train with at least 2 rows; it has {', '.join(splits)}")
+    rows = splits["train"]
+    cut = len(rows) - max(1, len(rows) // 10)
+    held = next((splits[split] for split in ("test", "validation") if split in splits), None)
+    return (rows, held) if held is not None else (rows.select(range(cut)), rows.select(range(cut, len(rows))))
+
+def stream_rows(num_rows, start, count, seed):
+    """Row numbers start .. start + count of an endless stream of shuffled passes over the data. -> [count]"""
+    passes = range(start // num_rows, (start + count - 1) // num_rows + 1)
+    stream = torch.cat([torch.randperm(num_rows, generator=draws(seed, "pass", p)) for p in passes])
+    return stream[start - passes[0] * num_rows :][:count]
+
+def documents(rows, tokenizer, args):
+    """(ids, labels) of each row: text + EOS, or prompt + completion + EOS with -100 on the prompt. -> list of pairs of lists"""
+    names = ("text",) if "text" in rows.column_names else ("prompt", "completion")
+    if not set(names) <= set(rows.column_names):
+        raise UserError(f"{args.dataset_name!r} needs a column text, or prompt and completion; it has {', '.join(rows.column_names)}")
+    columns = [[text if isinstance(text, str) else "" for text in rows[name]] for name in names]
+    parts = [tokenizer(column, add_special_tokens=False).input_ids for column in columns]
+    prompts, texts = parts if len(parts) == 2 else ([[]] * len(parts[0]), parts[0])
+    pairs = [(p + t + [tokenizer.eos_token_id], [-100] * len(p) + t + [tokenizer.eos_token_id]) for p, t in zip(prompts, texts) if t]
+    pairs = [(ids[: args.max_length], labels[: args.max_length]) for ids, labels in pairs]
+    pairs = [(ids, labels) for ids, labels in pairs if any(label != -100 for label in labels[1:])]
+    if not pairs:
+        raise UserError(f"{args.dataset_name!r}: no row has text to learn from within --max-length {args.max_length} tokens")
+    return pairs
+
+def pack(pairs, max_length, packing):
+    """Fill rows of max_length tokens with whole documents, first come, first served. -> list of lists of pairs"""
+    rows = [[]]
+    for pair in pairs:
+        if rows[-1] and (not packing or sum(len(ids) for ids, _ in rows[-1]) + len(pair[0]) > max_length):
+            rows.append([])
+        rows[-1].append(pair)
+    return rows
+
+def collate(rows, device):
+    """Rows of documents -> ids [B, L], labels [B, L], positions [B, L]. Pads stand right of everything that is learned.
+
+    The first label of a document is -100: nothing before it could predict it. Positions begin at 0 in each document; transformers
+    turns them into a block-diagonal causal mask.
+    """
+    L = max(sum(len(ids) for ids, _ in row) for row in rows)
+    ids, labels, positions = torch.zeros(len(rows), L, dtype=torch.long), torch.full((len(rows), L), -100), torch.zeros(len(rows), L).long()
+    for i, row in enumerate(rows):
+        at = 0
+        for tokens, targets in row:
+            here = slice(at, at + len(tokens))
+            ids[i, here], labels[i, here], positions[i, here] = torch.tensor(tokens), torch.tensor(targets), torch.arange(len(tokens))
+            labels[i, at] = -100
+            at += len(tokens)
+    return ids.to(device), labels.to(device), positions.to(device)
+
+def predict(model, ids, positions):
+    """Logits [B, L, V]. Positions are what keeps packed documents apart; a row with one document needs none (BLOOM takes none)."""
+    packed = (positions == 0).cumsum(-1).gt(1).any() if ids.shape[1] > 1 else False
+    return model(input_ids=ids, **(dict(position_ids=positions) if packed else {}), use_cache=False).logits
+
+# ---- 7. Rollout ------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def write_samples(model, tokenizer, pairs, args):
+    """Continue the first 8 tokens of held-out documents by sampling, until EOS or 40 tokens. -> rows of a table"""
+    rows = []
+    for ids, labels in pairs[: args.num_samples]:
+        prompt = ids[: max(8, labels.count(-100))] if -100 in labels else ids[:8]
+        out = model.generate(torch.tensor([prompt], device=model.device), attention_mask=torch.ones(1, len(prompt), device=model.device),
+                             max_new_tokens=40, do_sample=True, top_k=0, pad_token_id=tokenizer.pad_token_id)
+        rows.append(dict(prompt=tokenizer.decode(prompt), completion=tokenizer.decode(out[0, len(prompt):])))
+    return rows
+
+# ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def held_out_numbers(model, rows, autocast, accelerator, args):
+    """Held-out loss in nats a token, token accuracy and perplexity; each process takes its share of the rows."""
+    model.eval()
+    n, sums = args.per_device_train_batch_size, torch.zeros(3, device=accelerator.device)
+    for i in range(accelerator.process_index * n, len(rows), accelerator.num_processes * n):
+        ids, labels, positions = collate(rows[i : i + n], accelerator.device)
+        with autocast:
+            losses, right = next_token_losses(predict(model, ids, positions), labels)
+        sums += torch.stack([losses.sum(), right.sum(), (labels != -100).sum()])
+    loss, accuracy, _ = ((sums := accelerator.reduce(sums)) / sums[2]).tolist()
+    return {"loss": loss, "mean_token_accuracy": accuracy, "perplexity": math.exp(min(loss, 700))}
+
+# ---- 9. Logging and run folder ---------------------------------------------------------------------------------------
+class Run:
+    """The run folder and the screen: args.json, metrics.jsonl, samples.jsonl, evaluation.json, curves.png, checkpoints/, model/.
+
+    Only the first process writes. A file gets its name when it is whole, so a kill at any moment leaves the last checkpoint good.
+    """
+
+    def __init__(self, args, accelerator, updates, columns):
+        name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(accelerate.utils.broadcast_object_list([name])[0])
+        self.args, self.accelerator, self.main = args, accelerator, accelerator.is_main_process
+        self.updates, self.columns, self.signal, self.printed = updates, columns, 0, 0.0
+        self.console = Console(highlight=False, soft_wrap=True, quiet=not self.main)
+        bar = ("{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}")
+        self.bar = Progress(*bar, console=self.console, disable=not (self.main and self.console.is_terminal))
+        self.task = self.bar.add_task("", total=updates)
+        for number in (signal.SIGINT, signal.SIGTERM):  # finish the update, save, say how to go on; a second one ends at once
+            signal.signal(number, self.stop)
+        if (self.folder / "args.json").exists() and not args.resume:
+            raise UserError(f"{self.folder} holds a run; go on with it by --resume {self.folder}, or name another --output-dir")
+        if self.main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
+            versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, accelerate)}
+            about = dict(command=sys.argv, versions=versions, commit=commit, world_size=accelerator.num_processes)
+            self.write_json("args.json", dict(args=asdict(args), **about))
+        if args.log_with != "none":  # the same names under train/, as TRL does
+            accelerator.log_with, accelerator.logging_dir = [args.log_with], str(self.folder)
+            config = {name: str(value) for name, value in asdict(args).items()}
+            accelerator.init_trackers(Path(__file__).stem, config, {"wandb": {"name": self.folder.name, "dir": str(self.folder)}})
+
+    def stop(self, number, frame):
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def stopping(self):
+        """The number of a signal that any process has got, on all processes; else 0."""
+        return int(accelerate.utils.gather(torch.tensor([self.signal], device=self.accelerator.device)).max())
+
+    def write_json(self, name, value):
+        (self.folder / f".{name}").write_text(json.dumps(value, indent=2) + "\n")
+        os.replace(self.folder / f".{name}", self.folder / name)
+
+    def log(self, metrics, complaints=()):
+        """One dict, one call: a line of metrics.jsonl, a point in wandb or tensorboard, the row on the screen."""
+        if self.args.log_with != "none":
+            self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=metrics["update"])
+        if not self.main:
+            return
+        with open(self.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        status = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.columns.items())
+        self.bar.update(self.task, completed=metrics["update"], description=status)
+        if self.bar.disable and (time.time() - self.printed > 10 or metrics["update"] == self.updates):  # no terminal: lines
+            self.printed = time.time()
+            self.console.print(f"update {metrics['update']}/{self.updates}  {status}")
+        for line in complaints:
+            self.console.print(f"[yellow]update {metrics['update']}: {line}[/yellow]")
+
+    def table(self, title, rows):
+        """A list of dicts as a table on the screen; texts are data, not markup."""
+        table = Table(title=title, title_justify="left", show_lines=any(isinstance(x, str) and len(x) > 40 for x in rows[0].values()))
+        for name, value in rows[0].items():
+            table.add_column(name, justify="left" if isinstance(value, str) else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*(f"{x:.3f}" if isinstance(x, float) else escape(str(x)) for x in row.values()))
+        self.console.print(table, soft_wrap=False)
+
+    def samples(self, update, rows):
+        """Rows (dicts) of samples: a table on the screen, and lines of samples.jsonl."""
+        if self.main:
+            with open(self.folder / "samples.jsonl", "a") as file:
+                file.writelines(json.dumps(dict(update=update, **row)) + "\n" for row in rows)
+            self.table(f"samples of update {update}", rows)
+
+    def save(self, update, parameters, optimizer, scheduler, **state):
+        """A checkpoint: everything that decides the rest of the run. Only the keep_checkpoints newest stay."""
+        if not self.main:
+            return
+        rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # for the user's own code; ours draws from (seed, update)
+        state |= dict(update=update, parameters={name: p.detach() for name, p in parameters.items()}, rng=rng)
+        state |= dict(optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
+        folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
+        draft.mkdir(parents=True, exist_ok=True)
+        with open(draft / "state.pt", "wb") as file:
+            torch.save(state, file)
+            os.fsync(file.fileno())
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(draft, folder)
+        for old in sorted(folder.parent.glob("[0-9]*"))[: -self.args.keep_checkpoints]:
+            shutil.rmtree(old)
+
+    def restore(self, parameters, optimizer, scheduler):
+        """Load the checkpoint that --resume names, or the run's newest. -> its other state; empty at the start of a run"""
+        found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {}
+        if self.args.resume and (Path(self.args.resume) / "state.pt").exists():
+            found = [Path(self.args.resume)]
+        if self.args.resume and found:
+            state = torch.load(found[-1] / "state.pt", map_location="cpu", weights_only=True)
+            for name, p in parameters.items():
+                p.data.copy_(state["parameters"][name])
+            optimizer.load_state_dict(state["optimizer"])
+            scheduler.load_state_dict(state["scheduler"])
+            torch.set_rng_state(state["rng"]["torch"])
+            random.setstate(state["rng"]["python"])
+            self.console.print(f"resumed after update {state['update']}, from {found[-1]}")
+        for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples: what came later will come again
+            lines = [line for line in file.read_text().splitlines(True) if json.loads(line)["update"] <= state.get("update", 0)]
+            file.write_text("".join(lines))
+        return state
+
+    def curves(self, *names):
+        """curves.png: the named metrics over the updates."""
+        figure = optional("matplotlib.figure").Figure(figsize=(4 * len(names), 3), layout="constrained")
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        for axis, name in zip(figure.subplots(1, len(names)), names):
+            axis.plot([row["update"] for row in rows], [row[name] for row in rows])
+            axis.set(title=name, xlabel="update")
+        figure.savefig(self.folder / "curves.png", dpi=120)
+
+def start(args):
+    """The accelerator: CPU, GPU, or one process of several. Refuses to run on fewer processes than were asked for."""
+    accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available())
+    words = [*psutil.Process(os.getppid()).cmdline(), ""]  # accelerate 1.15 starts one for `launch --cpu --num_processes 2`
+    asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"]
+    asked = int(os.environ.get("WORLD_SIZE") or (asked or ["1"])[0])
+    if accelerator.num_processes != asked:
+        how = f"torchrun --nproc_per_node {asked} {Path(__file__).name}"
+        raise UserError(f"{asked} processes were asked for and {accelerator.num_processes} runs; start them with {how}")
+    torch.manual_seed(args.seed)  # the weights that start at random: LoRA's A, a new head
+    return accelerator
+
+# ---- 10. Train -------------------------------------------------------------------------------------------------------
+def train(args):
+    """The whole run, from the flags to the last table. -> (model, run folder)"""
+    accelerator = start(args)
+    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    train_rows, held_rows = load_splits(args.dataset_name)
+    train_rows = train_rows.select(range(min(len(train_rows), args.num_train_rows or len(train_rows))))
+    if args.train_tokenizer:
+        texts = [text for name in ("text", "prompt", "completion") if name in train_rows.column_names for text in train_rows[name]]
+        tokenizer = learn_tokenizer(texts, args.train_tokenizer)
+    else:
+        tokenizer = load_tokenizer(args.model_name_or_path)
+    model = draw_model(AutoModelForCausalLM, args.from_config, tokenizer) if args.from_config else \
+        load_model(AutoModelForCausalLM, args.model_name_or_path)
+    if args.max_length > getattr(model.config, "max_position_embeddings", args.max_length):
+        raise UserError(f"--max-length {args.max_length}: the model's context is {model.config.max_position_embeddings} tokens")
+    model = (add_lora(model, args) if args.lora_r else model).to(device)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    train_pairs, held_pairs = documents(train_rows, tokenizer, args), documents(held_rows, tokenizer, args)[: args.num_eval_rows]
+    rows, held = pack(train_pairs, args.max_length, args.packing), pack(held_pairs, args.max_length, args.packing)
+    B = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
+    updates = max(1, round(args.num_train_epochs * len(rows) / B))
+    optimizer, scheduler = make_optimizer(args, trainable(model).values(), updates)
+    dtype = pick_dtype(args, device)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
+
+    run = Run(args, accelerator, updates, {"loss": "loss", "accuracy": "mean_token_accuracy"})
+    say = run.console.print
+    say(f"recipe {args.recipe}: {args.from_config or args.model_name_or_path} on {args.dataset_name}, {device}, {dtype}; {run.folder}")
+    say(f"{len(train_pairs):,} documents in {len(rows):,} rows of {args.max_length} tokens; batch: {args.per_device_train_batch_size} rows "
+        f"a pass x {args.gradient_accumulation_steps} accumulated x {world} processes = {B}; {updates} optimizer steps")
+    say(describe_memory(model, model.config, args.per_device_train_batch_size, args.max_length, device))
+    bare = model
+    model, optimizer = accelerator.prepare(model, optimizer)
+    before = held_out_numbers(bare, held, autocast, accelerator, args)
+    state = run.restore(trainable(bare), optimizer, scheduler)
+    skipped = 0
+    run.bar.start()
+    for update in range(state.get("update", 0) + 1, updates + 1):
+        # 1. The batch is drawn for all processes; this one takes its rows, in micro-batches.
+        began = time.time()
+        bare.train()
+        batch = stream_rows(len(rows), (update - 1) * B, B, args.seed)[rank * B // world : (rank + 1) * B // world]
+        micros = [collate([rows[i] for i in part], device) for part in batch.split(args.per_device_train_batch_size)]
+        tokens = accelerator.reduce(sum((labels != -100).sum() for _, labels, _ in micros))  # of the whole batch
+
+        # 2. Gradients: each micro-batch adds its sum / the token count of all of them.
+        sums = torch.zeros(2, device=device)
+        for i, (ids, labels, positions) in enumerate(micros):
+            with accelerator.no_sync(model) if i + 1 < len(micros) else nullcontext():
+                with autocast:
+                    losses, right = next_token_losses(predict(model, ids, positions), labels)
+                accelerator.backward(losses.sum() / tokens * world)  # DDP divides by the number of processes
+            sums += torch.stack([losses.detach().sum(), right.sum()])
+
+        # 3. Step, unless the gradient is broken.
+        norm = accelerator.clip_grad_norm_(trainable(bare).values(), args.max_grad_norm or math.inf)
+        skipped = 0 if norm.isfinite() else skipped + 1
+        if skipped:
+            say(f"[yellow]update {update}: a gradient that is not finite, step skipped, {skipped} in a row[/yellow]")
+        else:
+            optimizer.step()
+        if skipped == 5:
+            raise UserError("5 gradients in a row were not finite: lower --learning-rate, or --dtype float32")
+        optimizer.zero_grad()
+        lr = optimizer.param_groups[0]["lr"]
+        scheduler.step()
+
+        # 4. Log, checkpoints, signals.
+        loss, accuracy = (accelerator.reduce(sums) / tokens).tolist()
+        seconds = time.time() - began
+        peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        run.log({"update": update, "epoch": update * B / len(rows), "lr": lr, "loss": loss, "mean_token_accuracy": accuracy,
+                 "perplexity": math.exp(min(loss, 700)), "grad_norm": norm.item(), "perf/seconds": seconds,
+                 "perf/tokens_per_second": int(tokens) / seconds, "perf/peak_memory_mb": peak})
+        number = run.stopping()
+        if number or update == updates or (args.save_every and update % args.save_every == 0):
+            run.save(update, trainable(bare), optimizer, scheduler)
+        if number and update < updates:
+            run.bar.stop()
+            say(f"stopped by signal {number} after update {update}; to go on: python {Path(__file__).name} --resume {run.folder}")
+            sys.exit(128 + number)
+
+    # 5. The same held-out rows again, samples, and the model that the next script loads.
+    run.bar.stop()
+    after = held_out_numbers(bare, held, autocast, accelerator, args)
+    if run.main:
+        run.table(f"{len(held_pairs)} held-out documents", [dict(metric=k, before=before[k], after=after[k]) for k in before])
+        run.write_json("evaluation.json", dict(before=before, after=after, n=len(held_pairs)))
+        if args.num_samples:
+            run.samples(updates, write_samples(bare, tokenizer, held_pairs, args))
+        saved = bare.merge_and_unload() if args.lora_r else bare
+        saved.save_pretrained(run.folder / "model")
+        tokenizer.save_pretrained(run.folder / "model")
+        run.curves("loss", "mean_token_accuracy", "lr")
+        say(f"saved {run.folder / 'model'}")
+    accelerator.end_training()
+    return bare, run.folder
+
+# ---- 11. Main --------------------------------------------------------------------------------------------------------
+def main(argv=None):
+    """The command line. What the user can mend ends in one line and exit code 2; a bug of ours keeps its traceback."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    try:
+        train(parse_args(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+if __name__ == "__main__":
+    main()
