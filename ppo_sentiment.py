@@ -26,9 +26,9 @@ Papers: PPO (Schulman et al. 2017), GAE (Schulman et al. 2016), Fine-tuning lang
 
 # ---- 2. Imports ------------------------------------------------------------------------------------------------------
 import copy
-import importlib
 import inspect
 import json
+import logging
 import math
 import os
 import random
@@ -40,8 +40,9 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from pydoc import locate
 from typing import Literal
 
 import accelerate
@@ -53,7 +54,6 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 from safetensors.torch import load_file, save_file
@@ -64,6 +64,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 HERE = Path(__file__).resolve().parent  # data/ and checkpoints/ stand beside this file
 
 # ---- 3. Config -------------------------------------------------------------------------------------------------------
+Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt", "polynomial", "exponential"]
+
 @dataclass
 class Args:
     # run
@@ -114,8 +116,8 @@ class Args:
     """rank of LoRA (0: train all weights); the reference is then the policy with the adapter off"""
     lora_alpha: int = 32
     """LoRA scale: the update is lora_alpha / lora_r * B A"""
-    lora_target_modules: tuple[str, ...] = ("c_attn",)
-    """names of the layers that get an adapter; all-linear for every linear layer (c_attn: GPT-2's attention)"""
+    lora_target_modules: str = "c_attn"
+    """names of the layers that get an adapter, with commas, or all-linear (c_attn: GPT-2's attention)"""
     # data
     dataset_name: str = "stanfordnlp/imdb"
     """a Hub name or a folder of jsonl, with the column text"""
@@ -183,8 +185,8 @@ class Args:
     """dotted name: torch.optim.AdamW, torch.optim.SGD, bitsandbytes.optim.Adam8bit, bitsandbytes.optim.Lion, ..."""
     adam_eps: float = 1e-8
     """Adam's epsilon, for optimizers that have one (N+ uses 1e-5)"""
-    lr_scheduler_type: str = "constant"
-    """transformers' names (linear, cosine, constant_with_warmup, ...) or exponential (down to 1 %); one step an update"""
+    lr_scheduler_type: Schedule = "constant"
+    """transformers' schedules, and exponential (down to 1 %); one step an update"""
     warmup_ratio: float = 0.0
     """share of the updates in which the learning rate rises from 0 (for the schedules that warm up)"""
     max_grad_norm: float | None = 1.0
@@ -198,12 +200,12 @@ class Args:
 TINY = dict(
     model_name_or_path=str(HERE / "checkpoints/reviews-lm"), reward_model_path=str(HERE / "checkpoints/reviews-sentiment"),
     dataset_name=str(HERE / "data/reviews"), dtype="float32", total_episodes=5_120, per_device_train_batch_size=32,
-    num_mini_batches=4, learning_rate=3e-4, kl_coef=0.1, num_sample_generations=3,
+    num_mini_batches=4, learning_rate=1.5e-4, kl_coef=0.3, num_sample_generations=3,
 )  # fmt: skip
 RECIPES = {
     "tiny": Args(**TINY),  # the small world of this project
     "gpt2-imdb": Args(),  # TRL's sentiment example
-    "gpt2-imdb-lora": Args(lora_r=16, lora_alpha=32, lora_target_modules=("c_attn",), learning_rate=1.41e-4),
+    "gpt2-imdb-lora": Args(lora_r=16, lora_alpha=32, lora_target_modules="c_attn", learning_rate=1.41e-4),
 }
 
 class UserError(Exception):
@@ -215,25 +217,22 @@ def parse_args(argv):
     --resume takes the flags of the run that it goes on with, and refuses others where they would change the result.
     """
     named = any(word.split("=")[0].replace("_", "-") in ("--model-name-or-path", "--from-config") for word in argv)
-    recipe = argv[0] if argv and not argv[0].startswith("-") else "custom" if named else "tiny"
+    recipe, flags = (argv[0], argv[1:]) if argv and argv[0][0] != "-" else ("custom" if named else "tiny", argv)
     if recipe not in (*RECIPES, "custom"):
-        raise UserError(f"no recipe named {recipe!r}; there are {', '.join(RECIPES)}")
-    flags = argv[1:] if recipe == argv[:1] or argv[:1] == [recipe] else argv
+        raise UserError(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
     args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=__doc__.split("\n")[0])
-    if args.resume is None:
+    if not args.resume:
         return args
-    runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else []
+    runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else ()
     folder = runs[-1].parent if runs else Path(args.resume)
     folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     if not (folder / "args.json").exists():
-        raise UserError(f"--resume {args.resume}: no run there (args.json is missing)")
-    saved = json.loads((folder / "args.json").read_text())["args"]
-    saved = Args(**{f.name: tuple(saved[f.name]) if isinstance(saved[f.name], list) else saved[f.name] for f in fields(Args)})
+        raise UserError(f"--resume {args.resume}: there is no run (no args.json)")
+    saved = Args(**json.loads((folder / "args.json").read_text())["args"])
     args = tyro.cli(Args, default=saved, args=flags)
-    free = ("resume", "output_dir", "save_every", "keep_checkpoints", "log_with", "num_sample_generations")
-    changed = [f.name for f in fields(Args) if f.name not in free and getattr(args, f.name) != getattr(saved, f.name)]
-    if changed or (flags is not argv and recipe != saved.recipe):
-        raise UserError(f"--resume {folder} would change {', '.join(changed) or 'the recipe'}; start a new run for that")
+    free = ("resume", "output_dir", "save_every", "keep_checkpoints", "log_with")
+    if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
+        raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
     return replace(args, output_dir=str(folder))
 
 # ---- 4. Kernels ------------------------------------------------------------------------------------------------------
@@ -352,14 +351,7 @@ def draws(seed, *place):
     """A random generator for one place in the run, such as (seed, "tokens", update): no draw depends on an earlier one."""
     return torch.Generator().manual_seed(random.Random(repr((seed, *place))).getrandbits(63))
 
-
 # ---- 5. Models -------------------------------------------------------------------------------------------------------
-def optional(name):
-    """Import a package that only some flags need."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(f"these flags need {name}: pip install {name}") from error
 
 def load(what, function, name, **kwargs):
     """function(name), with one line where it fails: a wrong path, no network, a broken file."""
@@ -369,16 +361,15 @@ def load(what, function, name, **kwargs):
         reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(error).strip().split("\n")[0]
         raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason}") from error
 
-def load_model(auto_class, name, **kwargs):
+def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
     if (Path(name) / "adapter_config.json").exists():
-        peft = optional("peft")
-        base = load_model(auto_class, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, **kwargs)
+        import peft
+        base = load_model(auto_class, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, settings, **kwargs)
         return peft.PeftModel.from_pretrained(base, name).merge_and_unload()
     config = load("model", AutoConfig.from_pretrained, name)
-    for key, value in config.to_dict().items():  # with dropout a second forward differs, and the first ratio is not 1
-        if "drop" in key and isinstance(value, float):
-            setattr(config, key, 0.0)
+    rates = {key: 0.0 for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float)}
+    config.update(rates | (settings or {}))  # with dropout a second forward would differ, and the first ratio would not be 1
     return load("model", auto_class.from_pretrained, name, config=config, dtype=torch.float32, use_safetensors=True, **kwargs)
 
 def load_tokenizer(name):
@@ -389,12 +380,12 @@ def load_tokenizer(name):
 
 def add_lora(model, args):
     """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
-    target = "all-linear" if args.lora_target_modules == ("all-linear",) else list(args.lora_target_modules)
-    config = optional("peft").LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, lora_dropout=0.0, target_modules=target)
+    import peft
+    target = args.lora_target_modules if args.lora_target_modules == "all-linear" else args.lora_target_modules.split(",")
     try:
-        return optional("peft").get_peft_model(model, config)
+        return peft.get_peft_model(model, peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target))
     except ValueError as error:
-        raise UserError(f"--lora-target-modules {' '.join(args.lora_target_modules)}: no such layers in this model") from error
+        raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
 
 def trainable(module):
     """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
@@ -450,7 +441,7 @@ class PolicyAndValue(nn.Module):
 def build_policy(args):
     """Policy, reference and value function as the flags say. -> PolicyAndValue"""
     name, reference, eight_bit = args.model_name_or_path, None, {}
-    if args.load_in_8bit and optional("bitsandbytes"):
+    if args.load_in_8bit:
         eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
     check_head(policy, name)
@@ -485,19 +476,10 @@ def check_head(model, name):
     if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3):
         raise UserError(f"{name}: its head is more than hidden @ weight (a soft cap, a scale); it would be trained wrongly here")
 
-def sequence_logits(model, input_ids, mask):
-    """Class logits of right-padded texts. [B, L], bool [B, L] -> fp32 [B, classes]
-
-    A decoder is read at its last real token, by count: looking for `token != pad` misses a real EOS where pad is EOS.
-    """
-    if not hasattr(model, "score"):  # BERT and its family
-        return model(input_ids=input_ids, attention_mask=mask.long()).logits.float()
-    hidden = hidden_states(model.base_model, input_ids, mask)  # [B, L, H]
-    return model.score(hidden[torch.arange(len(hidden), device=mask.device), mask.sum(-1) - 1]).float()
-
 def load_classifier(name, label, batch_size, device):
     """A classifier as a function from prompts and responses (lists of str) to logits [B, classes], and the label's number."""
     model, tokenizer = load_model(AutoModelForSequenceClassification, name).to(device).eval(), load_tokenizer(name)
+    model.config.pad_token_id, tokenizer.padding_side = tokenizer.pad_token_id, "right"  # how a decoder finds its last token
     numbers = {str(key).lower(): i for i, text in model.config.id2label.items() for key in (i, text)}
     if label.lower() not in numbers:
         raise UserError(f"--reward-label {label}: the labels of {name} are {', '.join(model.config.id2label.values())}")
@@ -505,14 +487,11 @@ def load_classifier(name, label, batch_size, device):
 
     @torch.no_grad()
     def classify(prompts, responses):
-        # decoded text, tokenised again: the classifier's tokenizer need not be the policy's
-        texts = tokenizer([p + r for p, r in zip(prompts, responses)], truncation=True, max_length=limit).input_ids
-        texts = [torch.tensor(ids or [0]) for ids in texts]  # an empty text is one pad
+        texts = [p + r for p, r in zip(prompts, responses)]  # decoded and tokenised again: the tokenizers need not be the same
         logits = torch.zeros(len(texts), len(model.config.id2label), device=device)
-        for rows in torch.tensor([len(ids) for ids in texts]).argsort().split(batch_size):  # similar lengths: little padding
-            ids = nn.utils.rnn.pad_sequence([texts[i] for i in rows], batch_first=True).to(device)  # [n, L]
-            lengths = torch.tensor([len(texts[i]) for i in rows], device=device)
-            logits[rows] = sequence_logits(model, ids, length_mask(lengths, ids.shape[1]))
+        for rows in torch.tensor([len(text) for text in texts]).argsort().split(batch_size):  # similar lengths: little padding
+            batch = tokenizer([texts[i] for i in rows], truncation=True, max_length=limit, padding=True, return_tensors="pt")
+            logits[rows] = model(**batch.to(device)).logits.float()
         return logits
 
     return classify, numbers[label.lower()]
@@ -521,39 +500,31 @@ def load_reward(args, device):
     """The reward as a function of prompts and responses (lists of str) -> fp32 [B]: a classifier's logit, or the user's own code."""
     if args.reward_fn:
         path, _, name = args.reward_fn.partition(":")
-        function = runpy.run_path(path).get(name) if Path(path).is_file() else None
-        if function is None:
+        if not Path(path).is_file() or (function := runpy.run_path(path).get(name)) is None:
             raise UserError(f"--reward-fn {args.reward_fn}: expected FILE.py:function, and found no such file or function")
     else:
         classify, label = load_classifier(args.reward_model_path, args.reward_label, args.local_rollout_forward_batch_size, device)
 
     def reward(prompts, responses):
         scores = function(prompts, responses) if args.reward_fn else classify(prompts, responses)[:, label].tolist()
-        try:
-            scores = torch.tensor([float(score) for score in scores], device=device)  # [B]
-        except (TypeError, ValueError) as error:
-            raise UserError(f"the reward function must return a list of floats: {error}") from error
-        if len(scores) != len(prompts):
-            raise UserError(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
-        for i in (~scores.isfinite()).nonzero().flatten().tolist():
-            raise UserError(f"the reward is {scores[i]} for the prompt {prompts[i]!r} with the response {responses[i]!r}")
-        return scores
+        if not isinstance(scores, list) or len(scores) != len(prompts) or not all(isinstance(x, (int, float)) for x in scores):
+            raise UserError(f"the reward function must return a list of {len(prompts)} floats; it returned {str(scores)[:100]}")
+        for score, prompt, response in zip(scores, prompts, responses):
+            if not math.isfinite(score):
+                raise UserError(f"the reward is {score} for the prompt {prompt!r} with the response {response!r}")
+        return torch.tensor(scores, dtype=torch.float32, device=device)
 
     return reward
 
 def make_optimizer(args, parameters, updates):
     """The optimizer of the dotted name, and its schedule, which steps once an update."""
-    try:
-        module, _, name = args.optimizer.rpartition(".")
-        kind = getattr(importlib.import_module(module), name)
-        options = dict(lr=args.learning_rate, eps=args.adam_eps, fused=True)  # as far as it takes them
-        optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
-        if args.lr_scheduler_type == "exponential":
-            return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.01 ** (1 / updates))
-        warmup = math.ceil(args.warmup_ratio * updates)
-        return optimizer, transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, updates)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"--optimizer {args.optimizer} --lr-scheduler-type {args.lr_scheduler_type}: {error}") from error
+    if (kind := locate(args.optimizer)) is None:
+        raise UserError(f"--optimizer {args.optimizer}: not found; a dotted name such as torch.optim.AdamW of an installed package?")
+    options = dict(lr=args.learning_rate, eps=args.adam_eps, fused=True)  # as far as it takes them
+    optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
+    if args.lr_scheduler_type == "exponential":
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.01 ** (1 / updates))
+    return optimizer, transformers.get_scheduler(args.lr_scheduler_type, optimizer, math.ceil(args.warmup_ratio * updates), updates)
 
 def pick_dtype(args, device):
     """bf16 products where they are asked for or, on auto, where the hardware has units for them; weights and sums stay fp32."""
@@ -561,16 +532,15 @@ def pick_dtype(args, device):
     return torch.bfloat16 if args.bf16 or args.dtype == "bfloat16" or (args.dtype == "auto" and fast) else torch.float32
 
 def describe_memory(model, config, rows, length, device):
-    """One line: estimated GiB of one rank for passes of rows x length tokens with Adam, against what is free."""
+    """One line: estimated GiB on one rank for passes of rows x length tokens with Adam, against what is free."""
     held = {id(p): p for p in model.parameters()}.values()
-    trained = sum(p.numel() for p in held if p.requires_grad)
-    state = rows * length * config.num_hidden_layers * config.hidden_size * 4  # one vector a token and layer
-    parts = dict(weights=sum(p.numel() * p.element_size() for p in held), gradients=4 * trained, optimizer=8 * trained)
-    parts |= dict(cache=2 * state, activations=17 * state)  # 34 bytes a token and layer in 16 bit (Korthikanti et al. 2022), twice
+    trained, weights = sum(p.numel() for p in held if p.requires_grad), sum(p.numel() * p.element_size() for p in held)
+    state = rows * length * config.num_hidden_layers * config.hidden_size * 4  # one fp32 vector a token and layer
+    parts = dict(weights=weights, gradients=4 * trained, optimizer=8 * trained, cache=2 * state, activations=17 * state)
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
-    listed = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items())
-    warning = " [red]more than there is: a smaller batch, LoRA, --load-in-8bit?[/red]" if sum(parts.values()) > free else ""
-    return f"trainable parameters: {trained:,}; memory: about {sum(parts.values()) / 2**30:.2f} of {free / 2**30:.1f} GiB ({listed}){warning}"
+    listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())  # 17: Korthikanti et al. 2022, eq. 1, in fp32
+    warning = "; MORE THAN THERE IS: a smaller batch, LoRA, 8 bit?" if sum(parts.values()) > free else ""
+    return f"{trained:,} trainable parameters; memory about {sum(parts.values()) / 2**30:.2f} of {free / 2**30:.0f} GiB ({listed}){warning}"
 
 # ---- 6. Data ---------------------------------------------------------------------------------------------------------
 def load_splits(name):
@@ -673,102 +643,92 @@ def evaluate(model, tokenizer, reward, judge, batch, stop_token_id, args):
 
 # ---- 9. Logging and run folder ---------------------------------------------------------------------------------------
 class Run:
-    """The run folder and the screen: args.json, metrics.jsonl, samples.jsonl, evaluation.json, curves.png, checkpoints/, model/.
-
-    Only the first process writes. A file gets its name when it is whole, so a kill at any moment leaves the last checkpoint good.
-    """
+    """The run folder and the screen: args.json, metrics.jsonl, samples.jsonl, evaluation.json, curves.png, checkpoints/, model/."""
 
     def __init__(self, args, accelerator, updates, columns):
         name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(accelerate.utils.broadcast_object_list([name])[0])
-        self.args, self.accelerator, self.main = args, accelerator, accelerator.is_main_process
-        self.updates, self.columns, self.signal, self.printed = updates, columns, 0, 0.0
-        self.console = Console(highlight=False, soft_wrap=True, quiet=not self.main)
-        bar = ("{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}")
-        self.bar = Progress(*bar, console=self.console, disable=not (self.main and self.console.is_terminal))
-        self.task = self.bar.add_task("", total=updates)
-        for number in (signal.SIGINT, signal.SIGTERM):  # finish the update, save, say how to go on; a second one ends at once
+        self.args, self.accelerator, self.updates, self.columns, self.main = args, accelerator, updates, columns, accelerator.is_main_process
+        self.console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not self.main)
+        parts = ("{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}")
+        self.bar = Progress(*parts, console=self.console, disable=not (self.main and self.console.is_terminal))
+        self.task, self.signal, self.printed = self.bar.add_task("", total=updates), 0, 0.0
+        for number in (signal.SIGINT, signal.SIGTERM):  # the update is finished and saved first; a second signal ends at once
             signal.signal(number, self.stop)
         if (self.folder / "args.json").exists() and not args.resume:
-            raise UserError(f"{self.folder} holds a run; go on with it by --resume {self.folder}, or name another --output-dir")
+            raise UserError(f"{self.folder} holds a run: --resume {self.folder} goes on with it, --output-dir names another")
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
             commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
             versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, accelerate)}
-            about = dict(command=sys.argv, versions=versions, commit=commit, world_size=accelerator.num_processes)
-            self.write_json("args.json", dict(args=asdict(args), **about))
-        if args.log_with != "none":  # the same names under train/, as TRL does
+            self.write_json("args.json", dict(args=asdict(args), command=sys.argv, versions=versions, commit=commit,
+                                              world_size=accelerator.num_processes))
+        if args.log_with != "none":
             accelerator.log_with, accelerator.logging_dir = [args.log_with], str(self.folder)
-            config = {name: str(value) for name, value in asdict(args).items()}
-            accelerator.init_trackers(Path(__file__).stem, config, {"wandb": {"name": self.folder.name, "dir": str(self.folder)}})
+            accelerator.init_trackers(Path(__file__).stem, {k: str(v) for k, v in asdict(args).items()})
 
     def stop(self, number, frame):
         self.signal = number
         signal.signal(number, signal.SIG_DFL)
 
-    def stopping(self):
-        """The number of a signal that any process has got, on all processes; else 0."""
-        return int(accelerate.utils.gather(torch.tensor([self.signal], device=self.accelerator.device)).max())
-
     def write_json(self, name, value):
         (self.folder / f".{name}").write_text(json.dumps(value, indent=2) + "\n")
-        os.replace(self.folder / f".{name}", self.folder / name)
+        os.replace(self.folder / f".{name}", self.folder / name)  # whole or not at all
 
     def log(self, metrics, complaints=()):
-        """One dict, one call: a line of metrics.jsonl, a point in wandb or tensorboard, the row on the screen."""
-        if self.args.log_with != "none":
-            self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=metrics["update"])
-        if not self.main:
-            return
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(metrics) + "\n")
+        """One dict, one call: a line of metrics.jsonl, a point in wandb or tensorboard (under train/, as TRL), a row on the screen."""
+        self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=metrics["update"])
+        if self.main:
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(metrics) + "\n")
         status = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.columns.items())
         self.bar.update(self.task, completed=metrics["update"], description=status)
         if self.bar.disable and (time.time() - self.printed > 10 or metrics["update"] == self.updates):  # no terminal: lines
             self.printed = time.time()
             self.console.print(f"update {metrics['update']}/{self.updates}  {status}")
         for line in complaints:
-            self.console.print(f"[yellow]update {metrics['update']}: {line}[/yellow]")
+            self.console.print(f"update {metrics['update']}: {line}", style="yellow")
 
-    def table(self, title, rows):
-        """A list of dicts as a table on the screen; texts are data, not markup."""
-        table = Table(title=title, title_justify="left", show_lines=any(isinstance(x, str) and len(x) > 40 for x in rows[0].values()))
-        for name, value in rows[0].items():
-            table.add_column(name, justify="left" if isinstance(value, str) else "right", overflow="fold")
+    def table(self, title, rows, file=None, **extra):
+        """Dicts as a table on the screen and, where a file is named, with what is extra as its lines."""
+        wide = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
+        table = Table(title=title, title_justify="left", show_lines=wide)
+        for name, cell in rows[0].items():
+            table.add_column(name.strip(), justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
-            table.add_row(*(f"{x:.3f}" if isinstance(x, float) else escape(str(x)) for x in row.values()))
+            table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()))
         self.console.print(table, soft_wrap=False)
+        if file and self.main:
+            with open(self.folder / file, "a") as lines:
+                lines.writelines(json.dumps(extra | row) + "\n" for row in rows)
 
-    def samples(self, update, rows):
-        """Rows (dicts) of samples: a table on the screen, and lines of samples.jsonl."""
-        if self.main:
-            with open(self.folder / "samples.jsonl", "a") as file:
-                file.writelines(json.dumps(dict(update=update, **row)) + "\n" for row in rows)
-            self.table(f"samples of update {update}", rows)
-
-    def save(self, update, parameters, optimizer, scheduler, **state):
-        """A checkpoint: everything that decides the rest of the run. Only the keep_checkpoints newest stay."""
-        if not self.main:
-            return
-        rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # for the user's own code; ours draws from (seed, update)
-        state |= dict(update=update, parameters={name: p.detach() for name, p in parameters.items()}, rng=rng)
-        state |= dict(optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
-        folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
-        draft.mkdir(parents=True, exist_ok=True)
-        with open(draft / "state.pt", "wb") as file:
-            torch.save(state, file)
-            os.fsync(file.fileno())
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(draft, folder)
-        for old in sorted(folder.parent.glob("[0-9]*"))[: -self.args.keep_checkpoints]:
-            shutil.rmtree(old)
+    def checkpoint(self, update, parameters, optimizer, scheduler, **state):
+        """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit."""
+        number = int(self.accelerator.gather(torch.tensor([self.signal], device=self.accelerator.device)).max())
+        due = update == self.updates or (self.args.save_every and update % self.args.save_every == 0)
+        if self.main and (number or due):
+            rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # of the user's code; ours draws from (seed, update)
+            state |= dict(update=update, parameters={name: p.detach() for name, p in parameters.items()}, rng=rng)
+            state |= dict(optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
+            folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
+            draft.mkdir(parents=True, exist_ok=True)
+            with open(draft / "state.pt", "wb") as file:
+                torch.save(state, file)
+                os.fsync(file.fileno())
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(draft, folder)  # a checkpoint gets its name when it is whole, so a kill leaves the last one good
+            for old in sorted(folder.parent.glob("[0-9]*"))[: -self.args.keep_checkpoints]:
+                shutil.rmtree(old)
+        if number and update < self.updates:
+            self.bar.stop()
+            self.console.print(f"stopped by signal {number}; to go on: python {Path(__file__).name} --resume {self.folder}")
+            sys.exit(128 + number)
 
     def restore(self, parameters, optimizer, scheduler):
-        """Load the checkpoint that --resume names, or the run's newest. -> its other state; empty at the start of a run"""
-        found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {}
-        if self.args.resume and (Path(self.args.resume) / "state.pt").exists():
-            found = [Path(self.args.resume)]
+        """Load the checkpoint that --resume names, or the run's newest. -> its state; {"update": 0} at the start of a run"""
+        found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {"update": 0}
         if self.args.resume and found:
+            found = [path for path in found if path == Path(self.args.resume)] or found
             state = torch.load(found[-1] / "state.pt", map_location="cpu", weights_only=True)
             for name, p in parameters.items():
                 p.data.copy_(state["parameters"][name])
@@ -778,13 +738,14 @@ class Run:
             random.setstate(state["rng"]["python"])
             self.console.print(f"resumed after update {state['update']}, from {found[-1]}")
         for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples: what came later will come again
-            lines = [line for line in file.read_text().splitlines(True) if json.loads(line)["update"] <= state.get("update", 0)]
+            lines = [line for line in file.read_text().splitlines(True) if json.loads(line)["update"] <= state["update"]]
             file.write_text("".join(lines))
         return state
 
     def curves(self, *names):
         """curves.png: the named metrics over the updates."""
-        figure = optional("matplotlib.figure").Figure(figsize=(4 * len(names), 3), layout="constrained")
+        from matplotlib.figure import Figure
+        figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
         rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         for axis, name in zip(figure.subplots(1, len(names)), names):
             axis.plot([row["update"] for row in rows], [row[name] for row in rows])
@@ -795,11 +756,10 @@ def start(args):
     """The accelerator: CPU, GPU, or one process of several. Refuses to run on fewer processes than were asked for."""
     accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available())
     words = [*psutil.Process(os.getppid()).cmdline(), ""]  # accelerate 1.15 starts one for `launch --cpu --num_processes 2`
-    asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"]
-    asked = int(os.environ.get("WORLD_SIZE") or (asked or ["1"])[0])
-    if accelerator.num_processes != asked:
-        how = f"torchrun --nproc_per_node {asked} {Path(__file__).name}"
-        raise UserError(f"{asked} processes were asked for and {accelerator.num_processes} runs; start them with {how}")
+    asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"] or ["1"]
+    asked, runs = os.environ.get("WORLD_SIZE", asked[0]), accelerator.num_processes
+    if runs != int(asked):
+        raise UserError(f"{asked} processes were asked for and {runs} runs; try torchrun --nproc_per_node {asked} {Path(__file__).name}")
     torch.manual_seed(args.seed)  # the weights that start at random: LoRA's A, a new head
     return accelerator
 
@@ -837,10 +797,12 @@ def train(args):
         raise UserError("the shortest query and response must not be longer than the longest")
     accelerator = start(args)
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-    B, T = args.local_batch_size * world, args.response_length
+    B, T, epochs, n = args.local_batch_size * world, args.response_length, args.num_ppo_epochs, args.per_device_train_batch_size
     updates = 2 if args.sanity else math.ceil(args.total_episodes / B)
     args = replace(args, learning_rate=0.0) if args.sanity else args
     bare, tokenizer = build_policy(args).to(device), load_tokenizer(args.model_name_or_path)
+    if getattr(bare.policy.config, "max_position_embeddings", 10**9) < args.query_max_length + T:
+        raise UserError(f"--query-max-length {args.query_max_length} + --response-length {T} is longer than the model's context")
     reward = load_reward(args, device)
     judge = args.judge_model_path and load_classifier(args.judge_model_path, args.reward_label, 64, device)
     train_queries, held_queries = (load_queries(rows, tokenizer, args) for rows in load_splits(args.dataset_name))
@@ -852,20 +814,23 @@ def train(args):
     run = Run(args, accelerator, updates, {"score": "objective/scores", "KL": "objective/kl", "entropy": "policy/entropy_avg"})
     say = run.console.print
     say(f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, {dtype}; run folder {run.folder}")
-    say(f"batch: {args.per_device_train_batch_size} episodes a pass x {args.gradient_accumulation_steps} accumulated x "
-        f"{args.num_mini_batches} minibatches x {world} processes = {B}; {updates} updates x {args.num_ppo_epochs} epochs x "
-        f"{args.num_mini_batches} minibatches = {updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps")
-    say(describe_memory(bare, bare.policy.config, args.per_device_train_batch_size, args.query_max_length + T, device))
+    say(f"batch: {n} episodes a pass x {args.gradient_accumulation_steps} accumulated x {args.num_mini_batches} minibatches x {world} "
+        f"processes = {B}; {updates} updates x {epochs} epochs x {args.num_mini_batches} minibatches = "
+        f"{updates * epochs * args.num_mini_batches} optimizer steps")
+    say(describe_memory(bare, bare.policy.config, n, args.query_max_length + T, device))
+    if args.lora_r:
+        trained, total = (sum(p.numel() for p in bare.parameters() if p.requires_grad >= least) for least in (True, False))
+        say(f"LoRA trains {trained:,} of {total:,} parameters = {trained / total:.3%}")
     model, optimizer = accelerator.prepare(bare, optimizer)
 
-    n = min(args.num_eval_prompts, len(held_queries))
-    held_batch = [x.to(device) for x in draw_batch(held_queries, stream_rows(len(held_queries), 0, n, args.seed), args, "held-out")]
+    rows = stream_rows(len(held_queries), 0, min(args.num_eval_prompts, len(held_queries)), args.seed)
+    held_batch = [x.to(device) for x in draw_batch(held_queries, rows, args, "held-out")]
     with autocast:
         before = evaluate(bare, tokenizer, reward, judge, held_batch, stop_token_id, args)
-    state = run.restore(trainable(bare), optimizer, scheduler)
-    kl_coef, skipped = state.get("kl_coef", args.kl_coef), 0
+    state = {"kl_coef": args.kl_coef} | run.restore(trainable(bare), optimizer, scheduler)
+    kl_coef, skipped = state["kl_coef"], 0
     run.bar.start()
-    for update in range(state.get("update", 0) + 1, updates + 1):
+    for update in range(state["update"] + 1, updates + 1):
         # 1. Rollout. Everything random is drawn for the whole batch; this process takes its rows, then all get the whole.
         began = time.time()
         bare.eval()
@@ -877,7 +842,7 @@ def train(args):
         b_mask = length_mask(b["lengths"], T)  # [B, T]
         rollout_seconds = time.time() - began
 
-        # 2. Score: clip, then punish. A penalty before a normalisation of the scores would shift everyone else's.
+        # 2. Scores: clip, then punish. A penalty before a normalisation of the scores would shift everyone else's.
         # Running score normalisation (TRL's use_score_scaling) is a line here: docs/ppo_sentiment.md.
         scores = b["scores"] if args.score_clip is None else b["scores"].clamp(-args.score_clip, args.score_clip)  # [B]
         scores = torch.where(b["stopped"], scores, scores - (args.missing_eos_penalty or 0.0))  # TRL's EOS trick
@@ -894,81 +859,74 @@ def train(args):
         # 5. Update: minibatches of the whole batch; a process takes its rows of each, in micro-batches. The loss is a sum over
         # tokens / the minibatch's token count, so the gradient does not depend on micro-batches, accumulation or processes.
         bare.train()
-        sums, early = torch.zeros(9, device=device), False  # what is logged, summed over all tokens of all minibatches
-        order = [torch.randperm(B, generator=draws(args.seed, "order", update, e)) for e in range(args.num_ppo_epochs)]
-        for mb in torch.stack(order).to(device).view(args.num_ppo_epochs * args.num_mini_batches, -1):  # [B / num_mini_batches]
+        sums = torch.zeros(9, device=device)  # what is logged, over all tokens of all minibatches
+        order = [torch.randperm(B, generator=draws(args.seed, "order", update, epoch)) for epoch in range(epochs)]
+        for mb in torch.stack(order).to(device).view(epochs * args.num_mini_batches, -1):  # [B / num_mini_batches] rows
             mb_tokens, mb_sums = b_mask[mb].sum(), torch.zeros_like(sums)
-            micros = mb[rank * len(mb) // world : (rank + 1) * len(mb) // world].split(args.per_device_train_batch_size)
+            micros = mb[rank * len(mb) // world : (rank + 1) * len(mb) // world].split(n)
             for i, rows in enumerate(micros):
-                m, old, old_values = b_mask[rows], b["logprobs"][rows], b["values"][rows]  # [b, T]
+                m, old, old_values = b_mask[rows], b["logprobs"][rows], b["values"][rows]  # [n, T]
                 with autocast, accelerator.no_sync(model) if i + 1 < len(micros) else nullcontext():
-                    logprobs, entropies, values = model(b["ids"][rows], b["mask"][rows], T, args.temperature)  # [b, T]
+                    new, entropies, values = model(b["ids"][rows], b["mask"][rows], T, args.temperature)  # [n, T]
                     # where before arithmetic: behind a response's end there may stand anything, and nan * 0 is nan
-                    logprobs, values, old, old_values, entropies = (torch.where(m, x, 0.0) for x in (logprobs, values, old, old_values, entropies))
-                    policy_loss = clipped_policy_loss(logprobs, old, advantages[rows], args.cliprange)
+                    new, old, entropies, values, old_values = (torch.where(m, x, 0.0) for x in (new, old, entropies, values, old_values))
+                    policy_loss = clipped_policy_loss(new, old, advantages[rows], args.cliprange)
                     value_loss = clipped_value_loss(values, old_values, returns[rows], args.cliprange_value)
                     loss = (policy_loss + args.vf_coef * value_loss).sum() / mb_tokens
                     accelerator.backward(loss * world)  # DDP divides by the number of processes
-                off, moved = torch.exp(logprobs.detach() - old) - 1, (values.detach() - old_values).abs()  # 0 outside the mask
-                seen = (policy_loss, value_loss, off.abs() > args.cliprange, moved > args.cliprange_value,
-                        0.5 * (logprobs - old) ** 2, entropies, off, off**2, m)
+                off, moved = torch.exp(new.detach() - old) - 1, (values.detach() - old_values).abs()  # 0 outside the mask
+                seen = (policy_loss, value_loss, off.abs() > args.cliprange, moved > args.cliprange_value, 0.5 * (new - old) ** 2,
+                        entropies, off, off**2, m)
                 mb_sums += torch.stack([x.detach().float().sum() for x in seen])
-            sums += (mb_sums := accelerator.reduce(mb_sums))
+            mb_sums = accelerator.reduce(mb_sums)
+            sums += mb_sums
             norm = accelerator.clip_grad_norm_(trainable(bare).values(), args.max_grad_norm or math.inf)
-            if early := args.early_stop_approxkl is not None and bool(mb_sums[4] / mb_tokens > args.early_stop_approxkl):
+            if args.early_stop_approxkl is not None and mb_sums[4] / mb_tokens > args.early_stop_approxkl:
+                optimizer.zero_grad()
                 break
             # A guard against an exploding ratio (TRL's ratio_threshold) is a line here: docs/ppo_sentiment.md.
             skipped = 0 if norm.isfinite() else skipped + 1
             if skipped:
-                say(f"[yellow]update {update}: a gradient that is not finite, step skipped, {skipped} in a row[/yellow]")
+                say(f"update {update}: a gradient that is not finite, step skipped, {skipped} in a row", style="yellow")
+                if skipped == 5:
+                    raise UserError("5 gradients in a row were not finite: lower --learning-rate, or --dtype float32")
             else:
                 optimizer.step()
-            if skipped == 5:
-                raise UserError("5 gradients in a row were not finite: lower --learning-rate, or --dtype float32")
             optimizer.zero_grad()
-        optimizer.zero_grad()
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()
 
         # 6. Log, and let the coefficient follow the KL.
-        policy_avg, value_avg, clipfrac, value_clipfrac, approxkl, entropy, off, off2, _ = (sums / sums[-1]).tolist()
+        pg_loss, vf_loss, clipfrac, vf_clipfrac, approxkl, entropy, off, off2, _ = (sums / sums[-1]).tolist()
         lengths, kl_sum, seconds = b["lengths"].float(), kl.sum(1).mean(), time.time() - began
-        peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
         metrics = {
             "update": update, "episode": update * B, "lr": lr, "eps": B / seconds, "objective/kl": kl_sum,
             "objective/kl_coef": kl_coef, "objective/entropy": -torch.where(b_mask, b["logprobs"], 0.0).sum(1).mean(),
             "objective/non_score_reward": -kl_coef * kl_sum, "objective/rlhf_reward": scores.mean() - kl_coef * kl_sum,
             "objective/scores": scores.mean(), "policy/approxkl_avg": approxkl, "policy/clipfrac_avg": clipfrac,
-            "policy/entropy_avg": entropy, "loss/policy_avg": policy_avg, "loss/value_avg": value_avg,
-            "val/clipfrac_avg": value_clipfrac, "val/ratio": 1 + off, "val/ratio_var": max(off2 - off**2, 0.0),
+            "policy/entropy_avg": entropy, "loss/policy_avg": pg_loss, "loss/value_avg": vf_loss,
+            "val/clipfrac_avg": vf_clipfrac, "val/ratio": 1 + off, "val/ratio_var": max(off2 - off**2, 0.0),
             "val/num_eos_tokens": b["stopped"].sum(), "env/reward_mean": b["scores"].mean(),
             "env/reward_std": b["scores"].std(correction=0), "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(), "completions/max_length": lengths.max(),
             "completions/clipped_ratio": 1 - b["stopped"].float().mean(), "perf/seconds": seconds,
             "perf/rollout_seconds": rollout_seconds, "perf/train_seconds": seconds - rollout_seconds,
-            "perf/tokens_per_second": lengths.sum() / seconds, "perf/peak_memory_mb": peak,
-        }  # fmt: skip
+            "perf/tokens_per_second": lengths.sum() / seconds, "perf/peak_memory_mb": peak / 2**20,
+        }
         metrics = {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
         run.log(metrics, health(metrics, args))
         if args.kl_target is not None:
             kl_coef = adaptive_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, B)
         limit = 1e-5 if dtype is torch.float32 else 1e-2
         if args.sanity and not (abs(off) < limit and abs(metrics["objective/kl"]) < limit and all(map(math.isfinite, metrics.values()))):
-            raise UserError(f"--sanity: at learning rate 0, ratio {1 + off}, KL {metrics['objective/kl']}, metrics {metrics}")
-
-        # 7. Samples, checkpoints, signals.
+            raise UserError(f"--sanity: at learning rate 0 the ratio should be 1, the KL 0 and all finite: {metrics}")
         if args.num_sample_generations and update % math.ceil(updates / args.num_sample_generations) == 0:
-            columns = zip(prompts[:4], responses, b["scores"].tolist())
-            run.samples(update, [dict(zip(("prompt", "response", "score"), row)) for row in columns])
-        number = run.stopping()
-        if number or update == updates or (args.save_every and update % args.save_every == 0):
-            run.save(update, trainable(bare), optimizer, scheduler, kl_coef=kl_coef)
-        if number and update < updates:
-            run.bar.stop()
-            say(f"stopped by signal {number} after update {update}; to go on: python {Path(__file__).name} --resume {run.folder}")
-            sys.exit(128 + number)
+            rows = [dict(prompt=p, response=r, score=x) for p, r, x in zip(prompts[:4], responses, b["scores"].tolist())]
+            run.table(f"samples of update {update}", rows, "samples.jsonl", update=update)
+        run.checkpoint(update, trainable(bare), optimizer, scheduler, kl_coef=kl_coef)
 
-    # 8. The same held-out prompts again, the table, and the model that the next script loads.
+    # 7. The same held-out prompts again, the table, and the model that the next script loads.
     run.bar.stop()
     if args.sanity:
         say("sanity: at learning rate 0 the ratio is 1, the KL 0, and every metric finite")
@@ -976,12 +934,12 @@ def train(args):
     with autocast:
         after = evaluate(bare, tokenizer, reward, judge, held_batch, stop_token_id, args)
     if run.main:
-        columns = zip(before[1], before[2], before[3], after[2], after[3])
-        run.table("held-out prompts", [dict(zip(("prompt", "before", "score", "after", "score "), row)) for row in columns][:6])
-        run.table(f"{n} held-out prompts", [dict(metric=k, before=before[0][k], after=after[0][k]) for k in before[0]])
-        decoding = f"sampling, temperature {args.temperature}, {args.response_min_length} to {T} tokens"
-        numbers = dict(before=before[0], after=after[0], n=n, decoding=decoding, judge=args.judge_model_path or args.reward_model_path)
-        run.write_json("evaluation.json", numbers)
+        rows = zip(before[1], before[2], before[3], after[2], after[3])
+        run.table("held-out prompts", [dict(zip(("prompt", "before", "score", "after", "score "), row)) for row in rows][:6])
+        run.table(f"{len(before[1])} held-out prompts", [dict(metric=k, before=before[0][k], after=after[0][k]) for k in before[0]])
+        about = dict(n=len(before[1]), judge=args.judge_model_path or args.reward_fn or args.reward_model_path,
+                     decoding=f"sampling, temperature {args.temperature}, {args.response_min_length} to {T} tokens")
+        run.write_json("evaluation.json", dict(before=before[0], after=after[0], **about))
         save_model(bare, tokenizer, run.folder / "model")
         run.curves("objective/scores", "objective/kl", "policy/entropy_avg", "loss/value_avg")
         say(f"saved {run.folder / 'model'}")
@@ -991,14 +949,16 @@ def train(args):
 # ---- 11. Main --------------------------------------------------------------------------------------------------------
 def main(argv=None):
     """The command line. What the user can mend ends in one line and exit code 2; a bug of ours keeps its traceback."""
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a missing 4-bit kernel that nothing here uses
+    for quiet in (transformers, datasets):
+        quiet.logging.set_verbosity_error()
+        quiet.utils.logging.disable_progress_bar()
     try:
         train(parse_args(sys.argv[1:] if argv is None else argv))
+    except ModuleNotFoundError as error:
+        sys.exit(print(f"{Path(__file__).name}: these flags need {error.name}: pip install {error.name}", file=sys.stderr) or 2)
     except UserError as error:
-        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(print(f"{Path(__file__).name}: {error}", file=sys.stderr) or 2)
 
 if __name__ == "__main__":
     main()

@@ -18,9 +18,9 @@ Results, metrics, details: docs/sft.md.
 """
 
 # ---- 2. Imports ------------------------------------------------------------------------------------------------------
-import importlib
 import inspect
 import json
+import logging
 import math
 import os
 import random
@@ -31,8 +31,9 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from pydoc import locate
 from typing import Literal
 
 import accelerate
@@ -44,7 +45,6 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -52,6 +52,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 HERE = Path(__file__).resolve().parent  # data/ and checkpoints/ stand beside this file
 
 # ---- 3. Config -------------------------------------------------------------------------------------------------------
+Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt", "polynomial", "exponential"]
+
 @dataclass
 class Args:
     # run
@@ -88,8 +90,8 @@ class Args:
     """rank of LoRA (0: train all weights)"""
     lora_alpha: int = 32
     """LoRA scale: the update is lora_alpha / lora_r * B A"""
-    lora_target_modules: tuple[str, ...] = ("c_attn",)
-    """names of the layers that get an adapter; all-linear for every linear layer (c_attn: GPT-2's attention)"""
+    lora_target_modules: str = "c_attn"
+    """names of the layers that get an adapter, with commas, or all-linear (c_attn: GPT-2's attention)"""
     # data
     dataset_name: str = "stanfordnlp/imdb"
     """a Hub name or a folder of jsonl, with the column text, or the columns prompt and completion"""
@@ -115,8 +117,8 @@ class Args:
     """dotted name: torch.optim.AdamW, torch.optim.SGD, bitsandbytes.optim.Adam8bit, bitsandbytes.optim.Lion, ..."""
     adam_eps: float = 1e-8
     """Adam's epsilon, for optimizers that have one (N+ uses 1e-5)"""
-    lr_scheduler_type: str = "linear"
-    """transformers' names (linear, cosine, constant_with_warmup, ...) or exponential (down to 1 %); one step an update"""
+    lr_scheduler_type: Schedule = "linear"
+    """transformers' schedules, and exponential (down to 1 %); one step an update"""
     warmup_ratio: float = 0.0
     """share of the updates in which the learning rate rises from 0 (for the schedules that warm up)"""
     max_grad_norm: float | None = 1.0
@@ -141,25 +143,22 @@ def parse_args(argv):
     --resume takes the flags of the run that it goes on with, and refuses others where they would change the result.
     """
     named = any(word.split("=")[0].replace("_", "-") in ("--model-name-or-path", "--from-config") for word in argv)
-    recipe = argv[0] if argv and not argv[0].startswith("-") else "custom" if named else "tiny"
+    recipe, flags = (argv[0], argv[1:]) if argv and argv[0][0] != "-" else ("custom" if named else "tiny", argv)
     if recipe not in (*RECIPES, "custom"):
-        raise UserError(f"no recipe named {recipe!r}; there are {', '.join(RECIPES)}")
-    flags = argv[1:] if recipe == argv[:1] or argv[:1] == [recipe] else argv
+        raise UserError(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
     args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=__doc__.split("\n")[0])
-    if args.resume is None:
+    if not args.resume:
         return args
-    runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else []
+    runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else ()
     folder = runs[-1].parent if runs else Path(args.resume)
     folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     if not (folder / "args.json").exists():
-        raise UserError(f"--resume {args.resume}: no run there (args.json is missing)")
-    saved = json.loads((folder / "args.json").read_text())["args"]
-    saved = Args(**{f.name: tuple(saved[f.name]) if isinstance(saved[f.name], list) else saved[f.name] for f in fields(Args)})
+        raise UserError(f"--resume {args.resume}: there is no run (no args.json)")
+    saved = Args(**json.loads((folder / "args.json").read_text())["args"])
     args = tyro.cli(Args, default=saved, args=flags)
-    free = ("resume", "output_dir", "save_every", "keep_checkpoints", "log_with", "num_sample_generations")
-    changed = [f.name for f in fields(Args) if f.name not in free and getattr(args, f.name) != getattr(saved, f.name)]
-    if changed or (flags is not argv and recipe != saved.recipe):
-        raise UserError(f"--resume {folder} would change {', '.join(changed) or 'the recipe'}; start a new run for that")
+    free = ("resume", "output_dir", "save_every", "keep_checkpoints", "log_with")
+    if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
+        raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
     return replace(args, output_dir=str(folder))
 
 # ---- 4. Kernels ------------------------------------------------------------------------------------------------------
@@ -177,13 +176,6 @@ def next_token_losses(logits, labels):
     return losses, (logits.argmax(-1) == labels) & (labels != -100)
 
 # ---- 5. Models -------------------------------------------------------------------------------------------------------
-def optional(name):
-    """Import a package that only some flags need."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(f"these flags need {name}: pip install {name}") from error
-
 def load(what, function, name, **kwargs):
     """function(name), with one line where it fails: a wrong path, no network, a broken file."""
     try:
@@ -192,16 +184,15 @@ def load(what, function, name, **kwargs):
         reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(error).strip().split("\n")[0]
         raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason}") from error
 
-def load_model(auto_class, name, **kwargs):
+def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
     if (Path(name) / "adapter_config.json").exists():
-        peft = optional("peft")
-        base = load_model(auto_class, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, **kwargs)
+        import peft
+        base = load_model(auto_class, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, settings, **kwargs)
         return peft.PeftModel.from_pretrained(base, name).merge_and_unload()
     config = load("model", AutoConfig.from_pretrained, name)
-    for key, value in config.to_dict().items():  # with dropout a second forward differs, and the first ratio is not 1
-        if "drop" in key and isinstance(value, float):
-            setattr(config, key, 0.0)
+    rates = {key: 0.0 for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float)}
+    config.update(rates | (settings or {}))  # with dropout a second forward would differ, and the first ratio would not be 1
     return load("model", auto_class.from_pretrained, name, config=config, dtype=torch.float32, use_safetensors=True, **kwargs)
 
 def load_tokenizer(name):
@@ -212,12 +203,12 @@ def load_tokenizer(name):
 
 def add_lora(model, args):
     """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
-    target = "all-linear" if args.lora_target_modules == ("all-linear",) else list(args.lora_target_modules)
-    config = optional("peft").LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, lora_dropout=0.0, target_modules=target)
+    import peft
+    target = args.lora_target_modules if args.lora_target_modules == "all-linear" else args.lora_target_modules.split(",")
     try:
-        return optional("peft").get_peft_model(model, config)
+        return peft.get_peft_model(model, peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target))
     except ValueError as error:
-        raise UserError(f"--lora-target-modules {' '.join(args.lora_target_modules)}: no such layers in this model") from error
+        raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
 
 def trainable(module):
     """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
@@ -225,17 +216,13 @@ def trainable(module):
 
 def make_optimizer(args, parameters, updates):
     """The optimizer of the dotted name, and its schedule, which steps once an update."""
-    try:
-        module, _, name = args.optimizer.rpartition(".")
-        kind = getattr(importlib.import_module(module), name)
-        options = dict(lr=args.learning_rate, eps=args.adam_eps, fused=True)  # as far as it takes them
-        optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
-        if args.lr_scheduler_type == "exponential":
-            return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.01 ** (1 / updates))
-        warmup = math.ceil(args.warmup_ratio * updates)
-        return optimizer, transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, updates)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"--optimizer {args.optimizer} --lr-scheduler-type {args.lr_scheduler_type}: {error}") from error
+    if (kind := locate(args.optimizer)) is None:
+        raise UserError(f"--optimizer {args.optimizer}: not found; a dotted name such as torch.optim.AdamW of an installed package?")
+    options = dict(lr=args.learning_rate, eps=args.adam_eps, fused=True)  # as far as it takes them
+    optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
+    if args.lr_scheduler_type == "exponential":
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.01 ** (1 / updates))
+    return optimizer, transformers.get_scheduler(args.lr_scheduler_type, optimizer, math.ceil(args.warmup_ratio * updates), updates)
 
 def pick_dtype(args, device):
     """bf16 products where they are asked for or, on auto, where the hardware has units for them; weights and sums stay fp32."""
@@ -243,16 +230,15 @@ def pick_dtype(args, device):
     return torch.bfloat16 if args.bf16 or args.dtype == "bfloat16" or (args.dtype == "auto" and fast) else torch.float32
 
 def describe_memory(model, config, rows, length, device):
-    """One line: estimated GiB of one rank for passes of rows x length tokens with Adam, against what is free."""
+    """One line: estimated GiB on one rank for passes of rows x length tokens with Adam, against what is free."""
     held = {id(p): p for p in model.parameters()}.values()
-    trained = sum(p.numel() for p in held if p.requires_grad)
-    state = rows * length * config.num_hidden_layers * config.hidden_size * 4  # one vector a token and layer
-    parts = dict(weights=sum(p.numel() * p.element_size() for p in held), gradients=4 * trained, optimizer=8 * trained)
-    parts |= dict(cache=2 * state, activations=17 * state)  # 34 bytes a token and layer in 16 bit (Korthikanti et al. 2022), twice
+    trained, weights = sum(p.numel() for p in held if p.requires_grad), sum(p.numel() * p.element_size() for p in held)
+    state = rows * length * config.num_hidden_layers * config.hidden_size * 4  # one fp32 vector a token and layer
+    parts = dict(weights=weights, gradients=4 * trained, optimizer=8 * trained, cache=2 * state, activations=17 * state)
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
-    listed = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items())
-    warning = " [red]more than there is: a smaller batch, LoRA, --load-in-8bit?[/red]" if sum(parts.values()) > free else ""
-    return f"trainable parameters: {trained:,}; memory: about {sum(parts.values()) / 2**30:.2f} of {free / 2**30:.1f} GiB ({listed}){warning}"
+    listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())  # 17: Korthikanti et al. 2022, eq. 1, in fp32
+    warning = "; MORE THAN THERE IS: a smaller batch, LoRA, 8 bit?" if sum(parts.values()) > free else ""
+    return f"{trained:,} trainable parameters; memory about {sum(parts.values()) / 2**30:.2f} of {free / 2**30:.0f} GiB ({listed}){warning}"
 
 def draw_model(auto_class, text, tokenizer, **settings):
     """A model with weights at random from "TYPE_OR_FOLDER name=value ...", sized for the tokenizer."""
@@ -364,102 +350,92 @@ def held_out_numbers(model, rows, autocast, accelerator, args):
 
 # ---- 9. Logging and run folder ---------------------------------------------------------------------------------------
 class Run:
-    """The run folder and the screen: args.json, metrics.jsonl, samples.jsonl, evaluation.json, curves.png, checkpoints/, model/.
-
-    Only the first process writes. A file gets its name when it is whole, so a kill at any moment leaves the last checkpoint good.
-    """
+    """The run folder and the screen: args.json, metrics.jsonl, samples.jsonl, evaluation.json, curves.png, checkpoints/, model/."""
 
     def __init__(self, args, accelerator, updates, columns):
         name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(accelerate.utils.broadcast_object_list([name])[0])
-        self.args, self.accelerator, self.main = args, accelerator, accelerator.is_main_process
-        self.updates, self.columns, self.signal, self.printed = updates, columns, 0, 0.0
-        self.console = Console(highlight=False, soft_wrap=True, quiet=not self.main)
-        bar = ("{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}")
-        self.bar = Progress(*bar, console=self.console, disable=not (self.main and self.console.is_terminal))
-        self.task = self.bar.add_task("", total=updates)
-        for number in (signal.SIGINT, signal.SIGTERM):  # finish the update, save, say how to go on; a second one ends at once
+        self.args, self.accelerator, self.updates, self.columns, self.main = args, accelerator, updates, columns, accelerator.is_main_process
+        self.console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not self.main)
+        parts = ("{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}")
+        self.bar = Progress(*parts, console=self.console, disable=not (self.main and self.console.is_terminal))
+        self.task, self.signal, self.printed = self.bar.add_task("", total=updates), 0, 0.0
+        for number in (signal.SIGINT, signal.SIGTERM):  # the update is finished and saved first; a second signal ends at once
             signal.signal(number, self.stop)
         if (self.folder / "args.json").exists() and not args.resume:
-            raise UserError(f"{self.folder} holds a run; go on with it by --resume {self.folder}, or name another --output-dir")
+            raise UserError(f"{self.folder} holds a run: --resume {self.folder} goes on with it, --output-dir names another")
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
             commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
             versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, accelerate)}
-            about = dict(command=sys.argv, versions=versions, commit=commit, world_size=accelerator.num_processes)
-            self.write_json("args.json", dict(args=asdict(args), **about))
-        if args.log_with != "none":  # the same names under train/, as TRL does
+            self.write_json("args.json", dict(args=asdict(args), command=sys.argv, versions=versions, commit=commit,
+                                              world_size=accelerator.num_processes))
+        if args.log_with != "none":
             accelerator.log_with, accelerator.logging_dir = [args.log_with], str(self.folder)
-            config = {name: str(value) for name, value in asdict(args).items()}
-            accelerator.init_trackers(Path(__file__).stem, config, {"wandb": {"name": self.folder.name, "dir": str(self.folder)}})
+            accelerator.init_trackers(Path(__file__).stem, {k: str(v) for k, v in asdict(args).items()})
 
     def stop(self, number, frame):
         self.signal = number
         signal.signal(number, signal.SIG_DFL)
 
-    def stopping(self):
-        """The number of a signal that any process has got, on all processes; else 0."""
-        return int(accelerate.utils.gather(torch.tensor([self.signal], device=self.accelerator.device)).max())
-
     def write_json(self, name, value):
         (self.folder / f".{name}").write_text(json.dumps(value, indent=2) + "\n")
-        os.replace(self.folder / f".{name}", self.folder / name)
+        os.replace(self.folder / f".{name}", self.folder / name)  # whole or not at all
 
     def log(self, metrics, complaints=()):
-        """One dict, one call: a line of metrics.jsonl, a point in wandb or tensorboard, the row on the screen."""
-        if self.args.log_with != "none":
-            self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=metrics["update"])
-        if not self.main:
-            return
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(metrics) + "\n")
+        """One dict, one call: a line of metrics.jsonl, a point in wandb or tensorboard (under train/, as TRL), a row on the screen."""
+        self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=metrics["update"])
+        if self.main:
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(metrics) + "\n")
         status = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.columns.items())
         self.bar.update(self.task, completed=metrics["update"], description=status)
         if self.bar.disable and (time.time() - self.printed > 10 or metrics["update"] == self.updates):  # no terminal: lines
             self.printed = time.time()
             self.console.print(f"update {metrics['update']}/{self.updates}  {status}")
         for line in complaints:
-            self.console.print(f"[yellow]update {metrics['update']}: {line}[/yellow]")
+            self.console.print(f"update {metrics['update']}: {line}", style="yellow")
 
-    def table(self, title, rows):
-        """A list of dicts as a table on the screen; texts are data, not markup."""
-        table = Table(title=title, title_justify="left", show_lines=any(isinstance(x, str) and len(x) > 40 for x in rows[0].values()))
-        for name, value in rows[0].items():
-            table.add_column(name, justify="left" if isinstance(value, str) else "right", overflow="fold")
+    def table(self, title, rows, file=None, **extra):
+        """Dicts as a table on the screen and, where a file is named, with what is extra as its lines."""
+        wide = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
+        table = Table(title=title, title_justify="left", show_lines=wide)
+        for name, cell in rows[0].items():
+            table.add_column(name.strip(), justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
-            table.add_row(*(f"{x:.3f}" if isinstance(x, float) else escape(str(x)) for x in row.values()))
+            table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()))
         self.console.print(table, soft_wrap=False)
+        if file and self.main:
+            with open(self.folder / file, "a") as lines:
+                lines.writelines(json.dumps(extra | row) + "\n" for row in rows)
 
-    def samples(self, update, rows):
-        """Rows (dicts) of samples: a table on the screen, and lines of samples.jsonl."""
-        if self.main:
-            with open(self.folder / "samples.jsonl", "a") as file:
-                file.writelines(json.dumps(dict(update=update, **row)) + "\n" for row in rows)
-            self.table(f"samples of update {update}", rows)
-
-    def save(self, update, parameters, optimizer, scheduler, **state):
-        """A checkpoint: everything that decides the rest of the run. Only the keep_checkpoints newest stay."""
-        if not self.main:
-            return
-        rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # for the user's own code; ours draws from (seed, update)
-        state |= dict(update=update, parameters={name: p.detach() for name, p in parameters.items()}, rng=rng)
-        state |= dict(optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
-        folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
-        draft.mkdir(parents=True, exist_ok=True)
-        with open(draft / "state.pt", "wb") as file:
-            torch.save(state, file)
-            os.fsync(file.fileno())
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(draft, folder)
-        for old in sorted(folder.parent.glob("[0-9]*"))[: -self.args.keep_checkpoints]:
-            shutil.rmtree(old)
+    def checkpoint(self, update, parameters, optimizer, scheduler, **state):
+        """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit."""
+        number = int(self.accelerator.gather(torch.tensor([self.signal], device=self.accelerator.device)).max())
+        due = update == self.updates or (self.args.save_every and update % self.args.save_every == 0)
+        if self.main and (number or due):
+            rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # of the user's code; ours draws from (seed, update)
+            state |= dict(update=update, parameters={name: p.detach() for name, p in parameters.items()}, rng=rng)
+            state |= dict(optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
+            folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
+            draft.mkdir(parents=True, exist_ok=True)
+            with open(draft / "state.pt", "wb") as file:
+                torch.save(state, file)
+                os.fsync(file.fileno())
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(draft, folder)  # a checkpoint gets its name when it is whole, so a kill leaves the last one good
+            for old in sorted(folder.parent.glob("[0-9]*"))[: -self.args.keep_checkpoints]:
+                shutil.rmtree(old)
+        if number and update < self.updates:
+            self.bar.stop()
+            self.console.print(f"stopped by signal {number}; to go on: python {Path(__file__).name} --resume {self.folder}")
+            sys.exit(128 + number)
 
     def restore(self, parameters, optimizer, scheduler):
-        """Load the checkpoint that --resume names, or the run's newest. -> its other state; empty at the start of a run"""
-        found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {}
-        if self.args.resume and (Path(self.args.resume) / "state.pt").exists():
-            found = [Path(self.args.resume)]
+        """Load the checkpoint that --resume names, or the run's newest. -> its state; {"update": 0} at the start of a run"""
+        found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {"update": 0}
         if self.args.resume and found:
+            found = [path for path in found if path == Path(self.args.resume)] or found
             state = torch.load(found[-1] / "state.pt", map_location="cpu", weights_only=True)
             for name, p in parameters.items():
                 p.data.copy_(state["parameters"][name])
@@ -469,13 +445,14 @@ class Run:
             random.setstate(state["rng"]["python"])
             self.console.print(f"resumed after update {state['update']}, from {found[-1]}")
         for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples: what came later will come again
-            lines = [line for line in file.read_text().splitlines(True) if json.loads(line)["update"] <= state.get("update", 0)]
+            lines = [line for line in file.read_text().splitlines(True) if json.loads(line)["update"] <= state["update"]]
             file.write_text("".join(lines))
         return state
 
     def curves(self, *names):
         """curves.png: the named metrics over the updates."""
-        figure = optional("matplotlib.figure").Figure(figsize=(4 * len(names), 3), layout="constrained")
+        from matplotlib.figure import Figure
+        figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
         rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         for axis, name in zip(figure.subplots(1, len(names)), names):
             axis.plot([row["update"] for row in rows], [row[name] for row in rows])
@@ -486,11 +463,10 @@ def start(args):
     """The accelerator: CPU, GPU, or one process of several. Refuses to run on fewer processes than were asked for."""
     accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available())
     words = [*psutil.Process(os.getppid()).cmdline(), ""]  # accelerate 1.15 starts one for `launch --cpu --num_processes 2`
-    asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"]
-    asked = int(os.environ.get("WORLD_SIZE") or (asked or ["1"])[0])
-    if accelerator.num_processes != asked:
-        how = f"torchrun --nproc_per_node {asked} {Path(__file__).name}"
-        raise UserError(f"{asked} processes were asked for and {accelerator.num_processes} runs; start them with {how}")
+    asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"] or ["1"]
+    asked, runs = os.environ.get("WORLD_SIZE", asked[0]), accelerator.num_processes
+    if runs != int(asked):
+        raise UserError(f"{asked} processes were asked for and {runs} runs; try torchrun --nproc_per_node {asked} {Path(__file__).name}")
     torch.manual_seed(args.seed)  # the weights that start at random: LoRA's A, a new head
     return accelerator
 
@@ -500,7 +476,6 @@ def train(args):
     accelerator = start(args)
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
     train_rows, held_rows = load_splits(args.dataset_name)
-    train_rows = train_rows.select(range(min(len(train_rows), args.num_train_rows or len(train_rows))))
     if args.train_tokenizer:
         texts = [text for name in ("text", "prompt", "completion") if name in train_rows.column_names for text in train_rows[name]]
         tokenizer = learn_tokenizer(texts, args.train_tokenizer)
@@ -513,6 +488,7 @@ def train(args):
     model = (add_lora(model, args) if args.lora_r else model).to(device)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    train_rows = train_rows.select(range(min(len(train_rows), args.num_train_rows or len(train_rows))))
     train_pairs, held_pairs = documents(train_rows, tokenizer, args), documents(held_rows, tokenizer, args)[: args.num_eval_rows]
     rows, held = pack(train_pairs, args.max_length, args.packing), pack(held_pairs, args.max_length, args.packing)
     B = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
@@ -533,7 +509,7 @@ def train(args):
     state = run.restore(trainable(bare), optimizer, scheduler)
     skipped = 0
     run.bar.start()
-    for update in range(state.get("update", 0) + 1, updates + 1):
+    for update in range(state["update"] + 1, updates + 1):
         # 1. The batch is drawn for all processes; this one takes its rows, in micro-batches.
         began = time.time()
         bare.train()
@@ -554,29 +530,23 @@ def train(args):
         norm = accelerator.clip_grad_norm_(trainable(bare).values(), args.max_grad_norm or math.inf)
         skipped = 0 if norm.isfinite() else skipped + 1
         if skipped:
-            say(f"[yellow]update {update}: a gradient that is not finite, step skipped, {skipped} in a row[/yellow]")
+            say(f"update {update}: a gradient that is not finite, step skipped, {skipped} in a row", style="yellow")
+            if skipped == 5:
+                raise UserError("5 gradients in a row were not finite: lower --learning-rate, or --dtype float32")
         else:
             optimizer.step()
-        if skipped == 5:
-            raise UserError("5 gradients in a row were not finite: lower --learning-rate, or --dtype float32")
         optimizer.zero_grad()
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()
 
-        # 4. Log, checkpoints, signals.
+        # 4. Log and save.
         loss, accuracy = (accelerator.reduce(sums) / tokens).tolist()
         seconds = time.time() - began
-        peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
         run.log({"update": update, "epoch": update * B / len(rows), "lr": lr, "loss": loss, "mean_token_accuracy": accuracy,
                  "perplexity": math.exp(min(loss, 700)), "grad_norm": norm.item(), "perf/seconds": seconds,
-                 "perf/tokens_per_second": int(tokens) / seconds, "perf/peak_memory_mb": peak})
-        number = run.stopping()
-        if number or update == updates or (args.save_every and update % args.save_every == 0):
-            run.save(update, trainable(bare), optimizer, scheduler)
-        if number and update < updates:
-            run.bar.stop()
-            say(f"stopped by signal {number} after update {update}; to go on: python {Path(__file__).name} --resume {run.folder}")
-            sys.exit(128 + number)
+                 "perf/tokens_per_second": int(tokens) / seconds, "perf/peak_memory_mb": peak / 2**20})
+        run.checkpoint(update, trainable(bare), optimizer, scheduler)
 
     # 5. The same held-out rows again, samples, and the model that the next script loads.
     run.bar.stop()
@@ -584,8 +554,8 @@ def train(args):
     if run.main:
         run.table(f"{len(held_pairs)} held-out documents", [dict(metric=k, before=before[k], after=after[k]) for k in before])
         run.write_json("evaluation.json", dict(before=before, after=after, n=len(held_pairs)))
-        if args.num_samples:
-            run.samples(updates, write_samples(bare, tokenizer, held_pairs, args))
+        if args.num_samples > 0:
+            run.table("samples", write_samples(bare, tokenizer, held_pairs, args), "samples.jsonl", update=updates)
         saved = bare.merge_and_unload() if args.lora_r else bare
         saved.save_pretrained(run.folder / "model")
         tokenizer.save_pretrained(run.folder / "model")
@@ -597,14 +567,16 @@ def train(args):
 # ---- 11. Main --------------------------------------------------------------------------------------------------------
 def main(argv=None):
     """The command line. What the user can mend ends in one line and exit code 2; a bug of ours keeps its traceback."""
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a missing 4-bit kernel that nothing here uses
+    for quiet in (transformers, datasets):
+        quiet.logging.set_verbosity_error()
+        quiet.utils.logging.disable_progress_bar()
     try:
         train(parse_args(sys.argv[1:] if argv is None else argv))
+    except ModuleNotFoundError as error:
+        sys.exit(print(f"{Path(__file__).name}: these flags need {error.name}: pip install {error.name}", file=sys.stderr) or 2)
     except UserError as error:
-        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(print(f"{Path(__file__).name}: {error}", file=sys.stderr) or 2)
 
 if __name__ == "__main__":
     main()

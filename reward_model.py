@@ -1,0 +1,573 @@
+"""Reward model: a classifier of texts, whose logit of one label is a reward that PPO can climb.
+
+It is an ordinary classifier, with what its use as a reward asks for:
+1. A decoder's score is read at the last real token, found by count: looking for `token != pad` misses a real EOS where pad is EOS.
+2. Texts can be cut at random places while training: a rollout is the beginning of a text, and the score must mean something there.
+3. The names of the labels stand in config.json, so that a reward is asked for by name and not by a place in a list.
+What it saves loads with transformers.pipeline("text-classification", folder). Pairs and rankings (Bradley-Terry) have their place in
+sections 4 and 6; the columns of the data set decide.
+
+    python reward_model.py                      # recipe tiny: how checkpoints/reviews-sentiment was made
+    python reward_model.py distilbert-imdb      # what lvwerra/distilbert-imdb is, from the Hub
+    python reward_model.py --model-name-or-path my_lm --dataset-name my_folder --label-names negative,positive
+    torchrun --nproc_per_node 2 reward_model.py # the same run on two processes (or: accelerate launch)
+
+Results, metrics, details: docs/reward_model.md.
+"""
+
+# ---- 2. Imports ------------------------------------------------------------------------------------------------------
+import inspect
+import json
+import logging
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from pydoc import locate
+from typing import Literal
+
+import accelerate
+import datasets
+import psutil
+import torch
+import torch.nn.functional as F
+import transformers
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+HERE = Path(__file__).resolve().parent  # data/ and checkpoints/ stand beside this file
+
+# ---- 3. Config -------------------------------------------------------------------------------------------------------
+Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt", "polynomial", "exponential"]
+
+@dataclass
+class Args:
+    # run
+    recipe: tyro.conf.Suppress[str] = "custom"
+    """name of the recipe, set from the first word of the command line"""
+    seed: int = 1
+    """every random draw follows from it and from the number of the update"""
+    output_dir: str | None = None
+    """run folder (default: runs/<script>/<recipe>-s<seed>-<time>)"""
+    resume: str | None = None
+    """a run folder, one of its checkpoints, or `latest`: go on from there, with the flags of that run"""
+    save_every: int = 100
+    """updates from one checkpoint to the next (0: only when a signal stops the run)"""
+    keep_checkpoints: int = 2
+    """how many of the newest checkpoints stay on disk"""
+    log_with: Literal["none", "wandb", "tensorboard"] = "none"
+    """where the metrics go besides metrics.jsonl; WANDB_MODE=offline works"""
+    # model
+    model_name_or_path: str = "distilbert/distilbert-base-uncased"
+    """where to start: a Hub name, or a folder (a LoRA adapter's too); a model without a classification head gets a new one"""
+    from_config: str | None = None
+    """weights at random instead: a model type or a folder with config.json, then sizes ("distilbert n_layers=2 dim=64")"""
+    tokenizer_name_or_path: str | None = None
+    """None: model_name_or_path's"""
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    """bfloat16: products in bf16, weights and sums in fp32; auto: bfloat16 where the hardware multiplies it fast"""
+    bf16: bool = False
+    """the same as --dtype bfloat16 (TRL's spelling)"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    lora_r: int = 0
+    """rank of LoRA (0: train all weights)"""
+    lora_alpha: int = 32
+    """LoRA scale: the update is lora_alpha / lora_r * B A"""
+    lora_target_modules: str = "all-linear"
+    """names of the layers that get an adapter, with commas, or all-linear (c_attn: GPT-2's attention)"""
+    # data
+    dataset_name: str = "stanfordnlp/imdb"
+    """a Hub name or a folder of jsonl, with the columns text and label"""
+    train_shard: str = "0/1"
+    """i/n: only the training rows whose number is i modulo n; two disjoint halves are 0/2 and 1/2"""
+    label_names: str | None = None
+    """names of the classes in the order of their numbers, with commas; None: the data set's own, else the labels themselves"""
+    max_length: int = 512
+    """tokens; of a longer text the beginning is read"""
+    min_prefix_length: int = 0
+    """tokens: while training, cut each text at a random place from here on, since PPO will ask about beginnings (0: never)"""
+    num_eval_rows: int = 25_000
+    """held-out rows that are classified at the end"""
+    # batch
+    num_train_epochs: float = 2.0
+    """passes over the rows"""
+    per_device_train_batch_size: int = 16
+    """texts in one forward and backward pass"""
+    gradient_accumulation_steps: int = 1
+    """passes for one optimizer step; batch = the two multiplied x processes"""
+    # optimizer
+    learning_rate: float = 5e-5
+    """transformers' default"""
+    optimizer: str = "torch.optim.AdamW"
+    """dotted name: torch.optim.AdamW, torch.optim.SGD, bitsandbytes.optim.Adam8bit, bitsandbytes.optim.Lion, ..."""
+    adam_eps: float = 1e-8
+    """Adam's epsilon, for optimizers that have one (N+ uses 1e-5)"""
+    lr_scheduler_type: Schedule = "linear"
+    """transformers' schedules, and exponential (down to 1 %); one step an update"""
+    warmup_ratio: float = 0.0
+    """share of the updates in which the learning rate rises from 0 (for the schedules that warm up)"""
+    max_grad_norm: float | None = 1.0
+    """gradients are scaled down to this norm; None: never"""
+
+TINY = dict(
+    from_config="distilbert dim=64 n_layers=2 n_heads=4 hidden_dim=256 max_position_embeddings=128 dropout=0.3 attention_dropout=0.2",
+    tokenizer_name_or_path=str(HERE / "checkpoints/reviews-lm"), dataset_name=str(HERE / "data/reviews"), max_length=128,
+    dtype="float32", label_names="negative,positive", num_train_epochs=16.0, per_device_train_batch_size=32, learning_rate=1e-3,
+    lr_scheduler_type="cosine", warmup_ratio=0.05,
+)
+RECIPES = {
+    "tiny": Args(**TINY),  # checkpoints/reviews-sentiment
+    "distilbert-imdb": Args(),  # what lvwerra/distilbert-imdb is
+}
+
+class UserError(Exception):
+    """Something that the user can mend: shown in one line, exit code 2."""
+
+def parse_args(argv):
+    """Flags after an optional recipe. No recipe and no model named: tiny. A model named: the published defaults of Args.
+
+    --resume takes the flags of the run that it goes on with, and refuses others where they would change the result.
+    """
+    named = any(word.split("=")[0].replace("_", "-") in ("--model-name-or-path", "--from-config") for word in argv)
+    recipe, flags = (argv[0], argv[1:]) if argv and argv[0][0] != "-" else ("custom" if named else "tiny", argv)
+    if recipe not in (*RECIPES, "custom"):
+        raise UserError(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
+    args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=__doc__.split("\n")[0])
+    if not args.resume:
+        return args
+    runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else ()
+    folder = runs[-1].parent if runs else Path(args.resume)
+    folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    if not (folder / "args.json").exists():
+        raise UserError(f"--resume {args.resume}: there is no run (no args.json)")
+    saved = Args(**json.loads((folder / "args.json").read_text())["args"])
+    args = tyro.cli(Args, default=saved, args=flags)
+    free = ("resume", "output_dir", "save_every", "keep_checkpoints", "log_with")
+    if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
+        raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
+    return replace(args, output_dir=str(folder))
+
+# ---- 4. Kernels ------------------------------------------------------------------------------------------------------
+def length_mask(lengths, max_length):
+    """True on the first `lengths` positions of each row. [B] -> bool [B, T]"""
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]  # [B, T]
+
+def draws(seed, *place):
+    """A random generator for one place in the run, such as (seed, "tokens", update): no draw depends on an earlier one."""
+    return torch.Generator().manual_seed(random.Random(repr((seed, *place))).getrandbits(63))
+
+# ---- 5. Models -------------------------------------------------------------------------------------------------------
+def load(what, function, name, **kwargs):
+    """function(name), with one line where it fails: a wrong path, no network, a broken file."""
+    try:
+        return function(name, **kwargs)
+    except Exception as error:  # the libraries raise a dozen kinds
+        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(error).strip().split("\n")[0]
+        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason}") from error
+
+def load_model(auto_class, name, settings=None, **kwargs):
+    """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
+    if (Path(name) / "adapter_config.json").exists():
+        import peft
+        base = load_model(auto_class, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, settings, **kwargs)
+        return peft.PeftModel.from_pretrained(base, name).merge_and_unload()
+    config = load("model", AutoConfig.from_pretrained, name)
+    rates = {key: 0.0 for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float)}
+    config.update(rates | (settings or {}))  # with dropout a second forward would differ, and the first ratio would not be 1
+    return load("model", auto_class.from_pretrained, name, config=config, dtype=torch.float32, use_safetensors=True, **kwargs)
+
+def load_tokenizer(name):
+    """The tokenizer of a folder or Hub name. Where it has no pad, pad is EOS, which is safe here: masks come from counts."""
+    tokenizer = load("tokenizer", AutoTokenizer.from_pretrained, name)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+def draw_model(auto_class, text, tokenizer, **settings):
+    """A model with weights at random from "TYPE_OR_FOLDER name=value ...", sized for the tokenizer."""
+    name, *pairs = text.split()
+    ends = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    try:
+        config = AutoConfig.from_pretrained(name) if Path(name).exists() or "/" in name else AutoConfig.for_model(name)
+        config.update(dict(vocab_size=len(tokenizer), **ends, **settings))
+        config.update({key: json.loads(value) for key, value in (pair.split("=") for pair in pairs)})
+        return auto_class.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--from-config {text!r}: {error}; expected e.g. 'gpt2 n_layer=3 n_embd=128', or a folder") from error
+
+def add_lora(model, args):
+    """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
+    import peft
+    target = args.lora_target_modules if args.lora_target_modules == "all-linear" else args.lora_target_modules.split(",")
+    try:
+        return peft.get_peft_model(model, peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target))
+    except ValueError as error:
+        raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
+
+def trainable(module):
+    """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+def hidden_states(body, input_ids, mask, cache=None):
+    """Last hidden states of the tokens that are not in the cache yet. [B, L], bool [B, cached + L] -> [B, L, H]
+
+    Positions count real tokens, so left padding moves nothing. Pads become token 0: an added [PAD] may have no row in the embedding.
+    """
+    L = input_ids.shape[1]
+    inputs = dict(input_ids=torch.where(mask[:, -L:], input_ids, 0), attention_mask=mask.long())
+    if "position_ids" in inspect.signature(body.forward).parameters:  # BLOOM has none: its ALiBi reads the mask
+        inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -L:]
+    return body(**inputs, **(dict(past_key_values=cache, use_cache=True) if cache is not None else {})).last_hidden_state
+
+def sequence_logits(model, input_ids, mask):
+    """Class logits of right-padded texts. [B, L], bool [B, L] -> fp32 [B, classes]
+
+    A decoder is read at its last real token, by count: looking for `token != pad` misses a real EOS where pad is EOS.
+    """
+    if not hasattr(model, "score"):  # BERT and its family
+        return model(input_ids=input_ids, attention_mask=mask.long()).logits.float()
+    hidden = hidden_states(model.base_model, input_ids, mask)  # [B, L, H]
+    return model.score(hidden[torch.arange(len(hidden), device=mask.device), mask.sum(-1) - 1]).float()
+
+def make_optimizer(args, parameters, updates):
+    """The optimizer of the dotted name, and its schedule, which steps once an update."""
+    if (kind := locate(args.optimizer)) is None:
+        raise UserError(f"--optimizer {args.optimizer}: not found; a dotted name such as torch.optim.AdamW of an installed package?")
+    options = dict(lr=args.learning_rate, eps=args.adam_eps, fused=True)  # as far as it takes them
+    optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
+    if args.lr_scheduler_type == "exponential":
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.01 ** (1 / updates))
+    return optimizer, transformers.get_scheduler(args.lr_scheduler_type, optimizer, math.ceil(args.warmup_ratio * updates), updates)
+
+def pick_dtype(args, device):
+    """bf16 products where they are asked for or, on auto, where the hardware has units for them; weights and sums stay fp32."""
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if args.bf16 or args.dtype == "bfloat16" or (args.dtype == "auto" and fast) else torch.float32
+
+def describe_memory(model, config, rows, length, device):
+    """One line: estimated GiB on one rank for passes of rows x length tokens with Adam, against what is free."""
+    held = {id(p): p for p in model.parameters()}.values()
+    trained, weights = sum(p.numel() for p in held if p.requires_grad), sum(p.numel() * p.element_size() for p in held)
+    state = rows * length * config.num_hidden_layers * config.hidden_size * 4  # one fp32 vector a token and layer
+    parts = dict(weights=weights, gradients=4 * trained, optimizer=8 * trained, cache=2 * state, activations=17 * state)
+    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
+    listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())  # 17: Korthikanti et al. 2022, eq. 1, in fp32
+    warning = "; MORE THAN THERE IS: a smaller batch, LoRA, 8 bit?" if sum(parts.values()) > free else ""
+    return f"{trained:,} trainable parameters; memory about {sum(parts.values()) / 2**30:.2f} of {free / 2**30:.0f} GiB ({listed}){warning}"
+
+class Classifier(nn.Module):
+    """The model behind one forward, which is what gets wrapped (DDP, FSDP, DeepSpeed)."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, mask):
+        return sequence_logits(self.model, ids, mask)
+
+# ---- 6. Data ---------------------------------------------------------------------------------------------------------
+def load_splits(name):
+    """(train, held-out) rows of a Hub data set or a folder. Held out: split test, else validation, else the last 10 % of train."""
+    splits = load("data set", datasets.load_dataset, name)
+    if "train" not in splits or len(splits["train"]) < 2:
+        raise UserError(f"data set {name!r} needs a split train with at least 2 rows; it has {', '.join(splits)}")
+    rows = splits["train"]
+    cut = len(rows) - max(1, len(rows) // 10)
+    held = next((splits[split] for split in ("test", "validation") if split in splits), None)
+    return (rows, held) if held is not None else (rows.select(range(cut)), rows.select(range(cut, len(rows))))
+
+def stream_rows(num_rows, start, count, seed):
+    """Row numbers start .. start + count of an endless stream of shuffled passes over the data. -> [count]"""
+    passes = range(start // num_rows, (start + count - 1) // num_rows + 1)
+    stream = torch.cat([torch.randperm(num_rows, generator=draws(seed, "pass", p)) for p in passes])
+    return stream[start - passes[0] * num_rows :][:count]
+
+def label_names_of(rows, args):
+    """Names of the classes in the order of their numbers, and label -> number."""
+    names = args.label_names.split(",") if args.label_names else getattr(rows.features["label"], "names", ())
+    labels = range(len(names)) if names else sorted(set(rows["label"]))
+    return list(map(str, names or labels)), {label: number for number, label in enumerate(labels)} | {n: i for i, n in enumerate(names)}
+
+def examples(rows, numbers, tokenizer, args):
+    """(ids, label) of each row -> list of pairs."""
+    texts = tokenizer([text or "" for text in rows["text"]], truncation=True, max_length=args.max_length).input_ids
+    for label in set(rows["label"]) - set(numbers):
+        raise UserError(f"{args.dataset_name!r}: the label {label!r} is none of {', '.join(map(str, numbers))}")
+    return [(ids, numbers[label]) for ids, label in zip(texts, rows["label"]) if ids]
+
+def collate(pairs, device):
+    """Pairs -> ids [B, L] padded on the right, bool mask [B, L], labels [B]."""
+    lengths = torch.tensor([len(ids) for ids, _ in pairs])
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids, _ in pairs], batch_first=True)
+    return ids.to(device), length_mask(lengths, ids.shape[1]).to(device), torch.tensor([label for _, label in pairs], device=device)
+
+# ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def confusion(model, pairs, classes, autocast, accelerator, args):
+    """Count the held-out texts of each label (rows) by what they were taken for (columns), on all processes. -> [classes, classes]"""
+    model.eval()
+    counts = torch.zeros(classes, classes, device=accelerator.device)
+    pairs = sorted(pairs, key=lambda pair: len(pair[0]))[accelerator.process_index :: accelerator.num_processes]
+    for i in range(0, len(pairs), 64):
+        ids, mask, labels = collate(pairs[i : i + 64], accelerator.device)
+        with autocast:
+            predicted = model(ids, mask).argmax(-1)
+        counts.index_put_((labels, predicted), torch.ones_like(labels, dtype=counts.dtype), accumulate=True)
+    return accelerator.reduce(counts)
+
+# ---- 9. Logging and run folder ---------------------------------------------------------------------------------------
+class Run:
+    """The run folder and the screen: args.json, metrics.jsonl, samples.jsonl, evaluation.json, curves.png, checkpoints/, model/."""
+
+    def __init__(self, args, accelerator, updates, columns):
+        name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(accelerate.utils.broadcast_object_list([name])[0])
+        self.args, self.accelerator, self.updates, self.columns, self.main = args, accelerator, updates, columns, accelerator.is_main_process
+        self.console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not self.main)
+        parts = ("{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}")
+        self.bar = Progress(*parts, console=self.console, disable=not (self.main and self.console.is_terminal))
+        self.task, self.signal, self.printed = self.bar.add_task("", total=updates), 0, 0.0
+        for number in (signal.SIGINT, signal.SIGTERM):  # the update is finished and saved first; a second signal ends at once
+            signal.signal(number, self.stop)
+        if (self.folder / "args.json").exists() and not args.resume:
+            raise UserError(f"{self.folder} holds a run: --resume {self.folder} goes on with it, --output-dir names another")
+        if self.main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
+            versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, accelerate)}
+            self.write_json("args.json", dict(args=asdict(args), command=sys.argv, versions=versions, commit=commit,
+                                              world_size=accelerator.num_processes))
+        if args.log_with != "none":
+            accelerator.log_with, accelerator.logging_dir = [args.log_with], str(self.folder)
+            accelerator.init_trackers(Path(__file__).stem, {k: str(v) for k, v in asdict(args).items()})
+
+    def stop(self, number, frame):
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def write_json(self, name, value):
+        (self.folder / f".{name}").write_text(json.dumps(value, indent=2) + "\n")
+        os.replace(self.folder / f".{name}", self.folder / name)  # whole or not at all
+
+    def log(self, metrics, complaints=()):
+        """One dict, one call: a line of metrics.jsonl, a point in wandb or tensorboard (under train/, as TRL), a row on the screen."""
+        self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=metrics["update"])
+        if self.main:
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(metrics) + "\n")
+        status = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.columns.items())
+        self.bar.update(self.task, completed=metrics["update"], description=status)
+        if self.bar.disable and (time.time() - self.printed > 10 or metrics["update"] == self.updates):  # no terminal: lines
+            self.printed = time.time()
+            self.console.print(f"update {metrics['update']}/{self.updates}  {status}")
+        for line in complaints:
+            self.console.print(f"update {metrics['update']}: {line}", style="yellow")
+
+    def table(self, title, rows, file=None, **extra):
+        """Dicts as a table on the screen and, where a file is named, with what is extra as its lines."""
+        wide = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
+        table = Table(title=title, title_justify="left", show_lines=wide)
+        for name, cell in rows[0].items():
+            table.add_column(name.strip(), justify="left" if isinstance(cell, str) else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+        self.console.print(table, soft_wrap=False)
+        if file and self.main:
+            with open(self.folder / file, "a") as lines:
+                lines.writelines(json.dumps(extra | row) + "\n" for row in rows)
+
+    def checkpoint(self, update, parameters, optimizer, scheduler, **state):
+        """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit."""
+        number = int(self.accelerator.gather(torch.tensor([self.signal], device=self.accelerator.device)).max())
+        due = update == self.updates or (self.args.save_every and update % self.args.save_every == 0)
+        if self.main and (number or due):
+            rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # of the user's code; ours draws from (seed, update)
+            state |= dict(update=update, parameters={name: p.detach() for name, p in parameters.items()}, rng=rng)
+            state |= dict(optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
+            folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
+            draft.mkdir(parents=True, exist_ok=True)
+            with open(draft / "state.pt", "wb") as file:
+                torch.save(state, file)
+                os.fsync(file.fileno())
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(draft, folder)  # a checkpoint gets its name when it is whole, so a kill leaves the last one good
+            for old in sorted(folder.parent.glob("[0-9]*"))[: -self.args.keep_checkpoints]:
+                shutil.rmtree(old)
+        if number and update < self.updates:
+            self.bar.stop()
+            self.console.print(f"stopped by signal {number}; to go on: python {Path(__file__).name} --resume {self.folder}")
+            sys.exit(128 + number)
+
+    def restore(self, parameters, optimizer, scheduler):
+        """Load the checkpoint that --resume names, or the run's newest. -> its state; {"update": 0} at the start of a run"""
+        found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {"update": 0}
+        if self.args.resume and found:
+            found = [path for path in found if path == Path(self.args.resume)] or found
+            state = torch.load(found[-1] / "state.pt", map_location="cpu", weights_only=True)
+            for name, p in parameters.items():
+                p.data.copy_(state["parameters"][name])
+            optimizer.load_state_dict(state["optimizer"])
+            scheduler.load_state_dict(state["scheduler"])
+            torch.set_rng_state(state["rng"]["torch"])
+            random.setstate(state["rng"]["python"])
+            self.console.print(f"resumed after update {state['update']}, from {found[-1]}")
+        for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples: what came later will come again
+            lines = [line for line in file.read_text().splitlines(True) if json.loads(line)["update"] <= state["update"]]
+            file.write_text("".join(lines))
+        return state
+
+    def curves(self, *names):
+        """curves.png: the named metrics over the updates."""
+        from matplotlib.figure import Figure
+        figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        for axis, name in zip(figure.subplots(1, len(names)), names):
+            axis.plot([row["update"] for row in rows], [row[name] for row in rows])
+            axis.set(title=name, xlabel="update")
+        figure.savefig(self.folder / "curves.png", dpi=120)
+
+def start(args):
+    """The accelerator: CPU, GPU, or one process of several. Refuses to run on fewer processes than were asked for."""
+    accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available())
+    words = [*psutil.Process(os.getppid()).cmdline(), ""]  # accelerate 1.15 starts one for `launch --cpu --num_processes 2`
+    asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"] or ["1"]
+    asked, runs = os.environ.get("WORLD_SIZE", asked[0]), accelerator.num_processes
+    if runs != int(asked):
+        raise UserError(f"{asked} processes were asked for and {runs} runs; try torchrun --nproc_per_node {asked} {Path(__file__).name}")
+    torch.manual_seed(args.seed)  # the weights that start at random: LoRA's A, a new head
+    return accelerator
+
+# ---- 10. Train -------------------------------------------------------------------------------------------------------
+def train(args):
+    """The whole run, from the flags to the last table. -> (model, run folder)"""
+    accelerator = start(args)
+    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path)
+    train_rows, held_rows = load_splits(args.dataset_name)
+    if not {"text", "label"} <= set(train_rows.column_names):
+        raise UserError(f"data set {args.dataset_name!r} needs the columns text and label; it has {', '.join(train_rows.column_names)}")
+    part, parts = map(int, args.train_shard.split("/"))
+    train_rows = train_rows.shard(parts, part, contiguous=False)
+    names, numbers = label_names_of(train_rows, args)
+    settings = dict(id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
+    if args.from_config:
+        model = draw_model(AutoModelForSequenceClassification, args.from_config, tokenizer, **settings)
+    else:
+        model = load_model(AutoModelForSequenceClassification, args.model_name_or_path, settings)
+    model.config.pad_token_id = tokenizer.pad_token_id  # for transformers' pipeline, which finds a decoder's last token by it
+    limit = min(args.max_length, getattr(model.config, "max_position_embeddings", args.max_length))
+    if limit < args.max_length:
+        raise UserError(f"--max-length {args.max_length}: the model's context is {limit} tokens")
+    if args.lora_r:
+        model = add_lora(model, args)
+        model.get_base_model().score.requires_grad_(True)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    bare = Classifier(model).to(device)
+    train_pairs, held_pairs = examples(train_rows, numbers, tokenizer, args), examples(held_rows, numbers, tokenizer, args)
+    keep = torch.randperm(len(held_pairs), generator=draws(args.seed, "held-out"))[: args.num_eval_rows].tolist()
+    held_pairs = [held_pairs[i] for i in keep]
+    B = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
+    updates = max(1, round(args.num_train_epochs * len(train_pairs) / B))
+    optimizer, scheduler = make_optimizer(args, trainable(bare).values(), updates)
+    dtype = pick_dtype(args, device)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
+
+    run = Run(args, accelerator, updates, {"loss": "loss", "accuracy": "accuracy"})
+    say = run.console.print
+    say(f"recipe {args.recipe}: {args.from_config or args.model_name_or_path} on {args.dataset_name}, {device}, {dtype}; {run.folder}")
+    say(f"{len(train_pairs):,} texts, {len(names)} classes: {', '.join(names)}; batch: {args.per_device_train_batch_size} texts a pass x "
+        f"{args.gradient_accumulation_steps} accumulated x {world} processes = {B}; {updates} optimizer steps")
+    say(describe_memory(model, model.config, args.per_device_train_batch_size, args.max_length, device))
+    model, optimizer = accelerator.prepare(bare, optimizer)
+    state = run.restore(trainable(bare), optimizer, scheduler)
+    skipped = 0
+    run.bar.start()
+    for update in range(state["update"] + 1, updates + 1):
+        # 1. The batch is drawn for all processes, and cut to prefixes; this one takes its rows, the similar lengths together.
+        began = time.time()
+        bare.train()
+        batch = [train_pairs[i] for i in stream_rows(len(train_pairs), (update - 1) * B, B, args.seed)]
+        if args.min_prefix_length:
+            shares = torch.rand(B, generator=draws(args.seed, "prefix", update)).tolist()
+            cuts = [args.min_prefix_length + round(share * (len(ids) - args.min_prefix_length)) for share, (ids, _) in zip(shares, batch)]
+            batch = [(ids[:cut], label) for cut, (ids, label) in zip(cuts, batch)]
+        batch = sorted(batch[rank * B // world : (rank + 1) * B // world], key=lambda pair: len(pair[0]))
+
+        # 2. Gradients: each micro-batch adds its sum / the size of the whole batch.
+        sums, n = torch.zeros(2, device=device), args.per_device_train_batch_size
+        for i in range(0, len(batch), n):
+            with accelerator.no_sync(model) if i + n < len(batch) else nullcontext():
+                ids, mask, labels = collate(batch[i : i + n], device)
+                with autocast:
+                    logits = model(ids, mask)  # [n, classes]
+                    losses = F.cross_entropy(logits, labels, reduction="none")  # [n]
+                accelerator.backward(losses.sum() / B * world)  # DDP divides by the number of processes
+            sums += torch.stack([losses.detach().sum(), (logits.argmax(-1) == labels).sum()])
+
+        # 3. Step, unless the gradient is broken.
+        norm = accelerator.clip_grad_norm_(trainable(bare).values(), args.max_grad_norm or math.inf)
+        skipped = 0 if norm.isfinite() else skipped + 1
+        if skipped:
+            say(f"update {update}: a gradient that is not finite, step skipped, {skipped} in a row", style="yellow")
+            if skipped == 5:
+                raise UserError("5 gradients in a row were not finite: lower --learning-rate, or --dtype float32")
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        lr = optimizer.param_groups[0]["lr"]
+        scheduler.step()
+
+        # 4. Log and save.
+        loss, accuracy = (accelerator.reduce(sums) / B).tolist()
+        seconds = time.time() - began
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+        run.log({"update": update, "epoch": update * B / len(train_pairs), "lr": lr, "loss": loss, "accuracy": accuracy,
+                 "grad_norm": norm.item(), "perf/seconds": seconds, "perf/peak_memory_mb": peak / 2**20})
+        run.checkpoint(update, trainable(bare), optimizer, scheduler)
+
+    # 5. Held-out texts: accuracy and the confusion table; then the model that PPO and transformers' pipeline load.
+    run.bar.stop()
+    counts = confusion(bare, held_pairs, len(names), autocast, accelerator, args)
+    if run.main:
+        accuracy = (counts.trace() / counts.sum()).item()
+        table = [{"label \\ taken for": name} | dict(zip(names, map(int, row))) for name, row in zip(names, counts.tolist())]
+        run.table(f"{len(held_pairs)} held-out texts, accuracy {accuracy:.4f}", table)
+        run.write_json("evaluation.json", dict(accuracy=accuracy, confusion=counts.tolist(), labels=names, n=len(held_pairs)))
+        saved = bare.model.merge_and_unload() if args.lora_r else bare.model
+        saved.save_pretrained(run.folder / "model")
+        tokenizer.model_max_length = args.max_length
+        tokenizer.save_pretrained(run.folder / "model")
+        run.curves("loss", "accuracy", "lr")
+        say(f"saved {run.folder / 'model'}")
+    accelerator.end_training()
+    return bare.model, run.folder
+
+# ---- 11. Main --------------------------------------------------------------------------------------------------------
+def main(argv=None):
+    """The command line. What the user can mend ends in one line and exit code 2; a bug of ours keeps its traceback."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a missing 4-bit kernel that nothing here uses
+    for quiet in (transformers, datasets):
+        quiet.logging.set_verbosity_error()
+        quiet.utils.logging.disable_progress_bar()
+    try:
+        train(parse_args(sys.argv[1:] if argv is None else argv))
+    except ModuleNotFoundError as error:
+        sys.exit(print(f"{Path(__file__).name}: these flags need {error.name}: pip install {error.name}", file=sys.stderr) or 2)
+    except UserError as error:
+        sys.exit(print(f"{Path(__file__).name}: {error}", file=sys.stderr) or 2)
+
+if __name__ == "__main__":
+    main()

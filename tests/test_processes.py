@@ -1,0 +1,144 @@
+"""Two processes give the run of one: the same draws, the same losses; and nobody runs on fewer processes than were asked for."""
+
+import json
+
+import pytest
+from run_tools import ROOT, distance, flags_of, free_port, maker, reward_file, rows_of, script_words, start_process, torchrun_words, weights
+from safetensors.torch import load_file
+
+pytest_plugins = ["run_fixtures"]
+SGD = dict(optimizer="torch.optim.SGD", learning_rate=0.1)
+SIZES = {  # flags of both, then the same global batch for one process and for two
+    "ppo_sentiment": (
+        SGD | dict(total_episodes=16, whiten_rewards=True, missing_eos_penalty=1.0, kl_target=0.5, kl_horizon=50, vf_coef=1.0),
+        dict(per_device_train_batch_size=4, num_mini_batches=2),
+        dict(per_device_train_batch_size=2, num_mini_batches=2),
+    ),
+    "sft": (SGD | dict(num_train_rows=8, num_eval_rows=7), dict(per_device_train_batch_size=4), dict(per_device_train_batch_size=2)),
+    "reward_model": (
+        SGD | dict(num_train_epochs=0.4, min_prefix_length=4, num_eval_rows=9),
+        dict(per_device_train_batch_size=4, gradient_accumulation_steps=2),
+        dict(per_device_train_batch_size=4),
+    ),
+}
+PARTS = {
+    "lora-8bit": dict(lora_r=4, load_in_8bit=True, per_device_train_batch_size=1),
+    "shared": dict(num_shared_layers=1, gradient_accumulation_steps=2, gradient_checkpointing=True, per_device_train_batch_size=1),
+    "critic": dict(value_model_path="critic", per_device_train_batch_size=1),
+}
+STOPPED = """import signal
+if os.environ["RANK"] == "1" and os.path.exists("stopped/metrics.jsonl") and not os.path.exists("sent"):
+    open("sent", "w").close()
+    signal.raise_signal(signal.SIGTERM)
+return [float(len(r) % 7) - 3 for r in responses]"""
+DRIVER = """import importlib, json, sys, traceback, torch
+torch.distributed.destroy_process_group = lambda *_: None  # a run ends it, and there are more to come
+sys.path.insert(0, {root!r})
+for name, script, words in json.load(open("jobs.json")):
+    module, code = importlib.import_module(script), 0
+    try:
+        module.train(module.parse_args(words))
+    except SystemExit as end:
+        code = end.code
+    except Exception:
+        code = traceback.format_exc()
+    with open(name + "." + __import__("os").environ["RANK"], "w") as file:
+        json.dump(code, file)
+"""
+
+
+def end(process, code=0):
+    """Wait for a process that must end with this code. -> stdout, stderr"""
+    out, errors = process.communicate(timeout=200)
+    assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{errors}"
+    return out, errors
+
+
+def accelerate_words(*flags):
+    """accelerate launch with these flags, whatever the machine's own configuration says."""
+    return ["accelerate", "launch", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
+            "--dynamo_backend", "no", *flags]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two(scripts, tiny_lm, tiny_classifier, tiny_reviews, tmp_path_factory):
+    """Many small runs, one after the other, on the same two processes, which accelerate launch starts. -> their folder"""
+    root = tmp_path_factory.mktemp("two")
+    make = maker(scripts, tiny_lm, tiny_classifier, tiny_reviews, root)
+    jobs = [(script, script, flags_of(make(script, script, **SIZES[script][0] | SIZES[script][2]))) for script in ("sft", "reward_model")]
+    for name, flags in PARTS.items():
+        flags = flags | (dict(value_model_path=tiny_lm("llama")) if "value_model_path" in flags else {})
+        jobs.append((name, "ppo_sentiment", flags_of(make("ppo_sentiment", name, **flags))))
+    flags = dict(total_episodes=32, per_device_train_batch_size=2, reward_fn=reward_file(root, STOPPED))
+    jobs.append(("stopped", "ppo_sentiment", flags_of(make("ppo_sentiment", "stopped", **flags))))
+    jobs.append(("resumed", "ppo_sentiment", ["--resume", str(root / "stopped")]))
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    (root / "driver.py").write_text(DRIVER.format(root=str(ROOT)))
+    words = [*accelerate_words("--multi_gpu", "--main_process_port", free_port()), root / "driver.py"]
+    end(start_process(words, root, ACCELERATE_USE_CPU="true", HF_HOME=str(root)))
+    return root
+
+
+def codes(root, name):
+    """How a job ended on each process."""
+    return [json.loads((root / f"{name}.{rank}").read_text()) for rank in (0, 1)]
+
+
+def assert_same_numbers(one, two):
+    """Metrics, weights and world size of a run on one process and of its double on two."""
+    sizes = [json.loads((folder / "args.json").read_text())["world_size"] for folder in (one, two)]
+    assert sizes == [1, 2]
+    a, b = rows_of(one), rows_of(two)
+    assert len(a) == len(b) >= 2
+    for row, other in zip(a, b):
+        names = [name for name in row if name != "eps" and not name.startswith("perf/")]
+        assert {n: row[n] for n in names} == pytest.approx({n: other[n] for n in names}, abs=1e-5, rel=1e-5)
+    assert distance(weights(one / "model"), weights(two / "model")) < 1e-5
+    tables = [json.loads((folder / "evaluation.json").read_text()) for folder in (one, two)]
+    for value, other in zip(tables[0].values(), tables[1].values()):
+        assert value == (pytest.approx(other, abs=1e-4, rel=1e-4) if isinstance(other, dict) else other)
+
+
+def test_ppo_on_two_processes(scripts, small, tmp_path):
+    """torchrun with 2 processes: prompts, responses, losses, KL, coefficient and weights of one process."""
+    flags, one, two = SIZES["ppo_sentiment"]
+    process = start_process(torchrun_words("ppo_sentiment", small("ppo_sentiment", "two", **flags | two), 2), tmp_path)
+    scripts["ppo_sentiment"].train(small("ppo_sentiment", "one", **flags | one))
+    end(process)
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert_same_numbers(one, two)
+    texts = [[(row["update"], row["prompt"], row["response"]) for row in rows_of(folder, "samples.jsonl")] for folder in (one, two)]
+    assert texts[0] == texts[1] and len(texts[0]) == 4
+    assert distance(*(load_file(folder / "model/value_head.safetensors") for folder in (one, two))) < 1e-5
+
+
+@pytest.mark.parametrize("script", ["sft", "reward_model"])
+def test_others_on_two_processes(scripts, small, two, tmp_path, script):
+    """Losses, weights and held-out numbers of one process."""
+    assert codes(two, script) == [0, 0]
+    scripts[script].train(small(script, "one", **SIZES[script][0] | SIZES[script][1]))
+    assert_same_numbers(tmp_path / "one", two / script)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_on_two_processes(two, name):
+    """LoRA on 8 bit, frozen layers with recomputed activations, and a critic run on two processes."""
+    assert codes(two, name) == [0, 0]
+    row = rows_of(two / name)[0]
+    assert row["val/ratio"] == pytest.approx(1, abs=0.2) and row["val/ratio"] != 1 and (two / name / "model").exists()
+
+
+def test_signal_and_resume_on_two_processes(two):
+    """A SIGTERM to one process stops both after the same update; the run goes on, on both."""
+    assert (two / "sent").exists() and codes(two, "stopped") == [143, 143] and codes(two, "resumed") == [0, 0]
+    assert [row["update"] for row in rows_of(two / "stopped")] == [1, 2, 3, 4] and (two / "stopped/model").exists()
+
+
+def test_one_process_in_place_of_two_is_refused(small, tmp_path):
+    """accelerate launch --cpu --num_processes 2 starts one process: exit code 2 and one line, and no run folder."""
+    words = script_words("ppo_sentiment", small("ppo_sentiment"))[1:]
+    process = start_process([*accelerate_words("--cpu"), *words], tmp_path, HF_HOME=str(tmp_path))
+    _, errors = process.communicate(timeout=150)
+    ours = [line for line in errors.splitlines() if line.startswith("ppo_sentiment.py:")]
+    assert len(ours) == 1 and "2 processes were asked for and 1 runs" in ours[0] and "exit status 2" in errors
+    assert not (tmp_path / "run").exists()
