@@ -199,13 +199,13 @@ class Args:
 
 TINY = dict(
     model_name_or_path=str(HERE / "checkpoints/reviews-lm"), reward_model_path=str(HERE / "checkpoints/reviews-sentiment"),
-    dataset_name=str(HERE / "data/reviews"), dtype="float32", total_episodes=5_120, per_device_train_batch_size=32,
-    num_mini_batches=4, learning_rate=1.5e-4, kl_coef=0.3, num_sample_generations=3,
-)  # fmt: skip
+    dataset_name=str(HERE / "data/reviews"), dtype="float32", total_episodes=7_680, per_device_train_batch_size=32,
+    num_mini_batches=4, learning_rate=2e-4, lr_scheduler_type="linear", kl_coef=0.1, num_sample_generations=3,
+)
 RECIPES = {
     "tiny": Args(**TINY),  # the small world of this project
     "gpt2-imdb": Args(),  # TRL's sentiment example
-    "gpt2-imdb-lora": Args(lora_r=16, lora_alpha=32, lora_target_modules="c_attn", learning_rate=1.41e-4),
+    "gpt2-imdb-lora": Args(lora_r=16, lora_alpha=32, lora_target_modules="c_attn"),
 }
 
 class UserError(Exception):
@@ -230,7 +230,7 @@ def parse_args(argv):
         raise UserError(f"--resume {args.resume}: there is no run (no args.json)")
     saved = Args(**json.loads((folder / "args.json").read_text())["args"])
     args = tyro.cli(Args, default=saved, args=flags)
-    free = ("resume", "output_dir", "save_every", "keep_checkpoints", "log_with")
+    free = ("resume", "save_every", "keep_checkpoints", "log_with")
     if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
         raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
     return replace(args, output_dir=str(folder))
@@ -319,7 +319,7 @@ def gae(rewards, values, mask, gamma, lam):
 
 def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's pessimistic surrogate, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced."""
-    ratio = torch.exp(logprobs - old_logprobs)
+    ratio = torch.exp((logprobs - old_logprobs).clamp(max=80))  # e^89 is inf in fp32, and inf * 0 nan: in the loss or its gradient
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange))
 
 def clipped_value_loss(values, old_values, returns, cliprange_value):
@@ -352,7 +352,6 @@ def draws(seed, *place):
     return torch.Generator().manual_seed(random.Random(repr((seed, *place))).getrandbits(63))
 
 # ---- 5. Models -------------------------------------------------------------------------------------------------------
-
 def load(what, function, name, **kwargs):
     """function(name), with one line where it fails: a wrong path, no network, a broken file."""
     try:
@@ -366,7 +365,7 @@ def load_model(auto_class, name, settings=None, **kwargs):
     if (Path(name) / "adapter_config.json").exists():
         import peft
         base = load_model(auto_class, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, settings, **kwargs)
-        return peft.PeftModel.from_pretrained(base, name).merge_and_unload()
+        return peft.PeftModel.from_pretrained(base, name).merge_and_unload().requires_grad_(True)  # peft froze the base
     config = load("model", AutoConfig.from_pretrained, name)
     rates = {key: 0.0 for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float)}
     config.update(rates | (settings or {}))  # with dropout a second forward would differ, and the first ratio would not be 1
@@ -647,16 +646,18 @@ class Run:
 
     def __init__(self, args, accelerator, updates, columns):
         name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(accelerate.utils.broadcast_object_list([name])[0])
-        self.args, self.accelerator, self.updates, self.columns, self.main = args, accelerator, updates, columns, accelerator.is_main_process
+        name, taken = accelerate.utils.broadcast_object_list([name, Path(name, "args.json").exists() and not args.resume])
+        if taken:
+            raise UserError(f"{name} holds a run: --resume {name} goes on with it, --output-dir names another folder")
+        self.folder = Path(name)
+        self.args, self.accelerator, self.main = args, accelerator, accelerator.is_main_process
         self.console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not self.main)
         parts = ("{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}")
         self.bar = Progress(*parts, console=self.console, disable=not (self.main and self.console.is_terminal))
-        self.task, self.signal, self.printed = self.bar.add_task("", total=updates), 0, 0.0
+        self.updates, self.columns, self.task = updates, columns, self.bar.add_task("", total=updates)
+        self.signal, self.printed = 0, 0.0
         for number in (signal.SIGINT, signal.SIGTERM):  # the update is finished and saved first; a second signal ends at once
             signal.signal(number, self.stop)
-        if (self.folder / "args.json").exists() and not args.resume:
-            raise UserError(f"{self.folder} holds a run: --resume {self.folder} goes on with it, --output-dir names another")
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
             commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
@@ -664,7 +665,7 @@ class Run:
             self.write_json("args.json", dict(args=asdict(args), command=sys.argv, versions=versions, commit=commit,
                                               world_size=accelerator.num_processes))
         if args.log_with != "none":
-            accelerator.log_with, accelerator.logging_dir = [args.log_with], str(self.folder)
+            accelerator.log_with, accelerator.project_configuration.logging_dir = [args.log_with], str(self.folder)
             accelerator.init_trackers(Path(__file__).stem, {k: str(v) for k, v in asdict(args).items()})
 
     def stop(self, number, frame):
@@ -717,7 +718,7 @@ class Run:
                 os.fsync(file.fileno())
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(draft, folder)  # a checkpoint gets its name when it is whole, so a kill leaves the last one good
-            for old in sorted(folder.parent.glob("[0-9]*"))[: -self.args.keep_checkpoints]:
+            for old in sorted(folder.parent.glob("[0-9]*"), reverse=True)[max(self.args.keep_checkpoints, 1) :]:
                 shutil.rmtree(old)
         if number and update < self.updates:
             self.bar.stop()
@@ -728,16 +729,18 @@ class Run:
         """Load the checkpoint that --resume names, or the run's newest. -> its state; {"update": 0} at the start of a run"""
         found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {"update": 0}
         if self.args.resume and found:
-            found = [path for path in found if path == Path(self.args.resume)] or found
-            state = torch.load(found[-1] / "state.pt", map_location="cpu", weights_only=True)
+            last = next((path for path in found if path.resolve() == Path(self.args.resume).resolve()), found[-1])
+            state = torch.load(last / "state.pt", map_location="cpu", weights_only=True)
             for name, p in parameters.items():
                 p.data.copy_(state["parameters"][name])
             optimizer.load_state_dict(state["optimizer"])
             scheduler.load_state_dict(state["scheduler"])
             torch.set_rng_state(state["rng"]["torch"])
             random.setstate(state["rng"]["python"])
-            self.console.print(f"resumed after update {state['update']}, from {found[-1]}")
-        for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples: what came later will come again
+            self.console.print(f"resumed after update {state['update']}, from {last}")
+            for later in [path for path in found if path > last] if self.main else ():  # what came later will come again
+                shutil.rmtree(later)
+        for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples
             lines = [line for line in file.read_text().splitlines(True) if json.loads(line)["update"] <= state["update"]]
             file.write_text("".join(lines))
         return state
@@ -874,9 +877,9 @@ def train(args):
                     value_loss = clipped_value_loss(values, old_values, returns[rows], args.cliprange_value)
                     loss = (policy_loss + args.vf_coef * value_loss).sum() / mb_tokens
                     accelerator.backward(loss * world)  # DDP divides by the number of processes
-                off, moved = torch.exp(new.detach() - old) - 1, (values.detach() - old_values).abs()  # 0 outside the mask
-                seen = (policy_loss, value_loss, off.abs() > args.cliprange, moved > args.cliprange_value, 0.5 * (new - old) ** 2,
-                        entropies, off, off**2, m)
+                ratio = torch.exp(new.detach() - old)  # 1 outside the mask; clipped: where the clipped loss is the larger one
+                seen = (policy_loss, value_loss, policy_loss > -advantages[rows] * ratio, value_loss > 0.5 * (values - returns[rows]) ** 2,
+                        0.5 * (new - old) ** 2, entropies, ratio - 1, (ratio - 1) ** 2, m)
                 mb_sums += torch.stack([x.detach().float().sum() for x in seen])
             mb_sums = accelerator.reduce(mb_sums)
             sums += mb_sums

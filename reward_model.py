@@ -4,8 +4,8 @@ It is an ordinary classifier, with what its use as a reward asks for:
 1. A decoder's score is read at the last real token, found by count: looking for `token != pad` misses a real EOS where pad is EOS.
 2. Texts can be cut at random places while training: a rollout is the beginning of a text, and the score must mean something there.
 3. The names of the labels stand in config.json, so that a reward is asked for by name and not by a place in a list.
-What it saves loads with transformers.pipeline("text-classification", folder). Pairs and rankings (Bradley-Terry) have their place in
-sections 4 and 6; the columns of the data set decide.
+What it saves loads with transformers.pipeline("text-classification", folder). Preference data (pairs, rankings) are not read yet: their
+losses belong in section 4, their columns in section 6.
 
     python reward_model.py                      # recipe tiny: how checkpoints/reviews-sentiment was made
     python reward_model.py distilbert-imdb      # what lvwerra/distilbert-imdb is, from the Hub
@@ -123,10 +123,9 @@ class Args:
     """gradients are scaled down to this norm; None: never"""
 
 TINY = dict(
-    from_config="distilbert dim=64 n_layers=2 n_heads=4 hidden_dim=256 max_position_embeddings=128 dropout=0.3 attention_dropout=0.2",
-    tokenizer_name_or_path=str(HERE / "checkpoints/reviews-lm"), dataset_name=str(HERE / "data/reviews"), max_length=128,
-    dtype="float32", label_names="negative,positive", num_train_epochs=16.0, per_device_train_batch_size=32, learning_rate=1e-3,
-    lr_scheduler_type="cosine", warmup_ratio=0.05,
+    model_name_or_path=str(HERE / "checkpoints/reviews-lm"), dataset_name=str(HERE / "data/reviews"), max_length=128, dtype="float32",
+    label_names="negative,positive", num_train_epochs=6.0, per_device_train_batch_size=32, learning_rate=1e-3,
+    lr_scheduler_type="cosine", warmup_ratio=0.1,
 )
 RECIPES = {
     "tiny": Args(**TINY),  # checkpoints/reviews-sentiment
@@ -155,7 +154,7 @@ def parse_args(argv):
         raise UserError(f"--resume {args.resume}: there is no run (no args.json)")
     saved = Args(**json.loads((folder / "args.json").read_text())["args"])
     args = tyro.cli(Args, default=saved, args=flags)
-    free = ("resume", "output_dir", "save_every", "keep_checkpoints", "log_with")
+    free = ("resume", "save_every", "keep_checkpoints", "log_with")
     if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
         raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
     return replace(args, output_dir=str(folder))
@@ -183,7 +182,7 @@ def load_model(auto_class, name, settings=None, **kwargs):
     if (Path(name) / "adapter_config.json").exists():
         import peft
         base = load_model(auto_class, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, settings, **kwargs)
-        return peft.PeftModel.from_pretrained(base, name).merge_and_unload()
+        return peft.PeftModel.from_pretrained(base, name).merge_and_unload().requires_grad_(True)  # peft froze the base
     config = load("model", AutoConfig.from_pretrained, name)
     rates = {key: 0.0 for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float)}
     config.update(rates | (settings or {}))  # with dropout a second forward would differ, and the first ratio would not be 1
@@ -307,7 +306,7 @@ def examples(rows, numbers, tokenizer, args):
         raise UserError(f"{args.dataset_name!r}: the label {label!r} is none of {', '.join(map(str, numbers))}")
     return [(ids, numbers[label]) for ids, label in zip(texts, rows["label"]) if ids]
 
-def collate(pairs, device):
+def collate_texts(pairs, device):
     """Pairs -> ids [B, L] padded on the right, bool mask [B, L], labels [B]."""
     lengths = torch.tensor([len(ids) for ids, _ in pairs])
     ids = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids, _ in pairs], batch_first=True)
@@ -321,7 +320,7 @@ def confusion(model, pairs, classes, autocast, accelerator, args):
     counts = torch.zeros(classes, classes, device=accelerator.device)
     pairs = sorted(pairs, key=lambda pair: len(pair[0]))[accelerator.process_index :: accelerator.num_processes]
     for i in range(0, len(pairs), 64):
-        ids, mask, labels = collate(pairs[i : i + 64], accelerator.device)
+        ids, mask, labels = collate_texts(pairs[i : i + 64], accelerator.device)
         with autocast:
             predicted = model(ids, mask).argmax(-1)
         counts.index_put_((labels, predicted), torch.ones_like(labels, dtype=counts.dtype), accumulate=True)
@@ -333,16 +332,18 @@ class Run:
 
     def __init__(self, args, accelerator, updates, columns):
         name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(accelerate.utils.broadcast_object_list([name])[0])
-        self.args, self.accelerator, self.updates, self.columns, self.main = args, accelerator, updates, columns, accelerator.is_main_process
+        name, taken = accelerate.utils.broadcast_object_list([name, Path(name, "args.json").exists() and not args.resume])
+        if taken:
+            raise UserError(f"{name} holds a run: --resume {name} goes on with it, --output-dir names another folder")
+        self.folder = Path(name)
+        self.args, self.accelerator, self.main = args, accelerator, accelerator.is_main_process
         self.console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not self.main)
         parts = ("{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}")
         self.bar = Progress(*parts, console=self.console, disable=not (self.main and self.console.is_terminal))
-        self.task, self.signal, self.printed = self.bar.add_task("", total=updates), 0, 0.0
+        self.updates, self.columns, self.task = updates, columns, self.bar.add_task("", total=updates)
+        self.signal, self.printed = 0, 0.0
         for number in (signal.SIGINT, signal.SIGTERM):  # the update is finished and saved first; a second signal ends at once
             signal.signal(number, self.stop)
-        if (self.folder / "args.json").exists() and not args.resume:
-            raise UserError(f"{self.folder} holds a run: --resume {self.folder} goes on with it, --output-dir names another")
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
             commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
@@ -350,7 +351,7 @@ class Run:
             self.write_json("args.json", dict(args=asdict(args), command=sys.argv, versions=versions, commit=commit,
                                               world_size=accelerator.num_processes))
         if args.log_with != "none":
-            accelerator.log_with, accelerator.logging_dir = [args.log_with], str(self.folder)
+            accelerator.log_with, accelerator.project_configuration.logging_dir = [args.log_with], str(self.folder)
             accelerator.init_trackers(Path(__file__).stem, {k: str(v) for k, v in asdict(args).items()})
 
     def stop(self, number, frame):
@@ -403,7 +404,7 @@ class Run:
                 os.fsync(file.fileno())
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(draft, folder)  # a checkpoint gets its name when it is whole, so a kill leaves the last one good
-            for old in sorted(folder.parent.glob("[0-9]*"))[: -self.args.keep_checkpoints]:
+            for old in sorted(folder.parent.glob("[0-9]*"), reverse=True)[max(self.args.keep_checkpoints, 1) :]:
                 shutil.rmtree(old)
         if number and update < self.updates:
             self.bar.stop()
@@ -414,16 +415,18 @@ class Run:
         """Load the checkpoint that --resume names, or the run's newest. -> its state; {"update": 0} at the start of a run"""
         found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {"update": 0}
         if self.args.resume and found:
-            found = [path for path in found if path == Path(self.args.resume)] or found
-            state = torch.load(found[-1] / "state.pt", map_location="cpu", weights_only=True)
+            last = next((path for path in found if path.resolve() == Path(self.args.resume).resolve()), found[-1])
+            state = torch.load(last / "state.pt", map_location="cpu", weights_only=True)
             for name, p in parameters.items():
                 p.data.copy_(state["parameters"][name])
             optimizer.load_state_dict(state["optimizer"])
             scheduler.load_state_dict(state["scheduler"])
             torch.set_rng_state(state["rng"]["torch"])
             random.setstate(state["rng"]["python"])
-            self.console.print(f"resumed after update {state['update']}, from {found[-1]}")
-        for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples: what came later will come again
+            self.console.print(f"resumed after update {state['update']}, from {last}")
+            for later in [path for path in found if path > last] if self.main else ():  # what came later will come again
+                shutil.rmtree(later)
+        for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples
             lines = [line for line in file.read_text().splitlines(True) if json.loads(line)["update"] <= state["update"]]
             file.write_text("".join(lines))
         return state
@@ -472,7 +475,9 @@ def train(args):
         raise UserError(f"--max-length {args.max_length}: the model's context is {limit} tokens")
     if args.lora_r:
         model = add_lora(model, args)
-        model.get_base_model().score.requires_grad_(True)
+        heads = ("score", "classifier", "pre_classifier")  # the new head, by the names that transformers gives it
+        for name, p in model.named_parameters():
+            p.requires_grad_(p.requires_grad or any(part in heads for part in name.split(".")))
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
     bare = Classifier(model).to(device)
@@ -510,7 +515,7 @@ def train(args):
         sums, n = torch.zeros(2, device=device), args.per_device_train_batch_size
         for i in range(0, len(batch), n):
             with accelerator.no_sync(model) if i + n < len(batch) else nullcontext():
-                ids, mask, labels = collate(batch[i : i + n], device)
+                ids, mask, labels = collate_texts(batch[i : i + n], device)
                 with autocast:
                     logits = model(ids, mask)  # [n, classes]
                     losses = F.cross_entropy(logits, labels, reduction="none")  # [n]

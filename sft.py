@@ -156,7 +156,7 @@ def parse_args(argv):
         raise UserError(f"--resume {args.resume}: there is no run (no args.json)")
     saved = Args(**json.loads((folder / "args.json").read_text())["args"])
     args = tyro.cli(Args, default=saved, args=flags)
-    free = ("resume", "output_dir", "save_every", "keep_checkpoints", "log_with")
+    free = ("resume", "save_every", "keep_checkpoints", "log_with")
     if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
         raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
     return replace(args, output_dir=str(folder))
@@ -173,7 +173,7 @@ def next_token_losses(logits, labels):
     """
     logits, labels = logits[:, :-1].float(), labels[:, 1:]
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-    return losses, (logits.argmax(-1) == labels) & (labels != -100)
+    return losses, logits.argmax(-1) == labels
 
 # ---- 5. Models -------------------------------------------------------------------------------------------------------
 def load(what, function, name, **kwargs):
@@ -189,7 +189,7 @@ def load_model(auto_class, name, settings=None, **kwargs):
     if (Path(name) / "adapter_config.json").exists():
         import peft
         base = load_model(auto_class, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, settings, **kwargs)
-        return peft.PeftModel.from_pretrained(base, name).merge_and_unload()
+        return peft.PeftModel.from_pretrained(base, name).merge_and_unload().requires_grad_(True)  # peft froze the base
     config = load("model", AutoConfig.from_pretrained, name)
     rates = {key: 0.0 for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float)}
     config.update(rates | (settings or {}))  # with dropout a second forward would differ, and the first ratio would not be 1
@@ -300,14 +300,14 @@ def pack(pairs, max_length, packing):
         rows[-1].append(pair)
     return rows
 
-def collate(rows, device):
+def collate_rows(rows, device):
     """Rows of documents -> ids [B, L], labels [B, L], positions [B, L]. Pads stand right of everything that is learned.
 
-    The first label of a document is -100: nothing before it could predict it. Positions begin at 0 in each document; transformers
-    turns them into a block-diagonal causal mask.
+    The first label of a document is -100: nothing before it could predict it. Positions begin at 0 in each document.
     """
     L = max(sum(len(ids) for ids, _ in row) for row in rows)
-    ids, labels, positions = torch.zeros(len(rows), L, dtype=torch.long), torch.full((len(rows), L), -100), torch.zeros(len(rows), L).long()
+    ids, labels = torch.zeros(len(rows), L, dtype=torch.long), torch.full((len(rows), L), -100)
+    positions = torch.arange(L).repeat(len(rows), 1)  # pads stay with the document before them, which cannot see them
     for i, row in enumerate(rows):
         at = 0
         for tokens, targets in row:
@@ -318,9 +318,16 @@ def collate(rows, device):
     return ids.to(device), labels.to(device), positions.to(device)
 
 def predict(model, ids, positions):
-    """Logits [B, L, V]. Positions are what keeps packed documents apart; a row with one document needs none (BLOOM takes none)."""
-    packed = (positions == 0).cumsum(-1).gt(1).any() if ids.shape[1] > 1 else False
-    return model(input_ids=ids, **(dict(position_ids=positions) if packed else {}), use_cache=False).logits
+    """Logits [B, L, V]. Where a row holds several documents, a block-diagonal causal mask keeps them apart.
+
+    The mask is added to the attention scores, [B, 1, L, L]: not every architecture reads the borders from position ids (OPT does not).
+    """
+    document = (positions == 0).cumsum(-1)  # [B, L]
+    if not (positions[:, 1:] == 0).any():
+        return model(input_ids=ids, use_cache=False).logits
+    apart = (document[:, None, :] != document[:, :, None]) | torch.ones_like(ids[0, :, None] * ids[0]).triu(1).bool()  # [B, L, L]
+    mask = torch.zeros(apart.shape, device=ids.device).masked_fill(apart, torch.finfo(torch.bfloat16).min)[:, None]  # [B, 1, L, L]
+    return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
 
 # ---- 7. Rollout ------------------------------------------------------------------------------------------------------
 @torch.no_grad()
@@ -341,7 +348,7 @@ def held_out_numbers(model, rows, autocast, accelerator, args):
     model.eval()
     n, sums = args.per_device_train_batch_size, torch.zeros(3, device=accelerator.device)
     for i in range(accelerator.process_index * n, len(rows), accelerator.num_processes * n):
-        ids, labels, positions = collate(rows[i : i + n], accelerator.device)
+        ids, labels, positions = collate_rows(rows[i : i + n], accelerator.device)
         with autocast:
             losses, right = next_token_losses(predict(model, ids, positions), labels)
         sums += torch.stack([losses.sum(), right.sum(), (labels != -100).sum()])
@@ -354,16 +361,18 @@ class Run:
 
     def __init__(self, args, accelerator, updates, columns):
         name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(accelerate.utils.broadcast_object_list([name])[0])
-        self.args, self.accelerator, self.updates, self.columns, self.main = args, accelerator, updates, columns, accelerator.is_main_process
+        name, taken = accelerate.utils.broadcast_object_list([name, Path(name, "args.json").exists() and not args.resume])
+        if taken:
+            raise UserError(f"{name} holds a run: --resume {name} goes on with it, --output-dir names another folder")
+        self.folder = Path(name)
+        self.args, self.accelerator, self.main = args, accelerator, accelerator.is_main_process
         self.console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not self.main)
         parts = ("{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}")
         self.bar = Progress(*parts, console=self.console, disable=not (self.main and self.console.is_terminal))
-        self.task, self.signal, self.printed = self.bar.add_task("", total=updates), 0, 0.0
+        self.updates, self.columns, self.task = updates, columns, self.bar.add_task("", total=updates)
+        self.signal, self.printed = 0, 0.0
         for number in (signal.SIGINT, signal.SIGTERM):  # the update is finished and saved first; a second signal ends at once
             signal.signal(number, self.stop)
-        if (self.folder / "args.json").exists() and not args.resume:
-            raise UserError(f"{self.folder} holds a run: --resume {self.folder} goes on with it, --output-dir names another")
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
             commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
@@ -371,7 +380,7 @@ class Run:
             self.write_json("args.json", dict(args=asdict(args), command=sys.argv, versions=versions, commit=commit,
                                               world_size=accelerator.num_processes))
         if args.log_with != "none":
-            accelerator.log_with, accelerator.logging_dir = [args.log_with], str(self.folder)
+            accelerator.log_with, accelerator.project_configuration.logging_dir = [args.log_with], str(self.folder)
             accelerator.init_trackers(Path(__file__).stem, {k: str(v) for k, v in asdict(args).items()})
 
     def stop(self, number, frame):
@@ -424,7 +433,7 @@ class Run:
                 os.fsync(file.fileno())
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(draft, folder)  # a checkpoint gets its name when it is whole, so a kill leaves the last one good
-            for old in sorted(folder.parent.glob("[0-9]*"))[: -self.args.keep_checkpoints]:
+            for old in sorted(folder.parent.glob("[0-9]*"), reverse=True)[max(self.args.keep_checkpoints, 1) :]:
                 shutil.rmtree(old)
         if number and update < self.updates:
             self.bar.stop()
@@ -435,16 +444,18 @@ class Run:
         """Load the checkpoint that --resume names, or the run's newest. -> its state; {"update": 0} at the start of a run"""
         found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {"update": 0}
         if self.args.resume and found:
-            found = [path for path in found if path == Path(self.args.resume)] or found
-            state = torch.load(found[-1] / "state.pt", map_location="cpu", weights_only=True)
+            last = next((path for path in found if path.resolve() == Path(self.args.resume).resolve()), found[-1])
+            state = torch.load(last / "state.pt", map_location="cpu", weights_only=True)
             for name, p in parameters.items():
                 p.data.copy_(state["parameters"][name])
             optimizer.load_state_dict(state["optimizer"])
             scheduler.load_state_dict(state["scheduler"])
             torch.set_rng_state(state["rng"]["torch"])
             random.setstate(state["rng"]["python"])
-            self.console.print(f"resumed after update {state['update']}, from {found[-1]}")
-        for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples: what came later will come again
+            self.console.print(f"resumed after update {state['update']}, from {last}")
+            for later in [path for path in found if path > last] if self.main else ():  # what came later will come again
+                shutil.rmtree(later)
+        for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples
             lines = [line for line in file.read_text().splitlines(True) if json.loads(line)["update"] <= state["update"]]
             file.write_text("".join(lines))
         return state
@@ -477,7 +488,7 @@ def train(args):
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
     train_rows, held_rows = load_splits(args.dataset_name)
     if args.train_tokenizer:
-        texts = [text for name in ("text", "prompt", "completion") if name in train_rows.column_names for text in train_rows[name]]
+        texts = [text for name in ("text", "prompt", "completion") if name in train_rows.column_names for text in train_rows[name] if text]
         tokenizer = learn_tokenizer(texts, args.train_tokenizer)
     else:
         tokenizer = load_tokenizer(args.model_name_or_path)
@@ -489,6 +500,8 @@ def train(args):
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
     train_rows = train_rows.select(range(min(len(train_rows), args.num_train_rows or len(train_rows))))
+    if args.packing and "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UserError("--packing needs a model that takes position ids, and this one does not; use --no-packing")
     train_pairs, held_pairs = documents(train_rows, tokenizer, args), documents(held_rows, tokenizer, args)[: args.num_eval_rows]
     rows, held = pack(train_pairs, args.max_length, args.packing), pack(held_pairs, args.max_length, args.packing)
     B = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
@@ -514,7 +527,7 @@ def train(args):
         began = time.time()
         bare.train()
         batch = stream_rows(len(rows), (update - 1) * B, B, args.seed)[rank * B // world : (rank + 1) * B // world]
-        micros = [collate([rows[i] for i in part], device) for part in batch.split(args.per_device_train_batch_size)]
+        micros = [collate_rows([rows[i] for i in part], device) for part in batch.split(args.per_device_train_batch_size)]
         tokens = accelerator.reduce(sum((labels != -100).sum() for _, labels, _ in micros))  # of the whole batch
 
         # 2. Gradients: each micro-batch adds its sum / the token count of all of them.

@@ -19,7 +19,8 @@ SMALL = {
         local_rollout_forward_batch_size=8, kl_target=None,
     ),
     "sft": dict(
-        dtype="float32", max_length=128, num_train_rows=16, num_eval_rows=4, num_samples=1, per_device_train_batch_size=4, learning_rate=1e-2,
+        dtype="float32", max_length=128, num_train_rows=16, num_eval_rows=4, num_samples=1, per_device_train_batch_size=4,
+        learning_rate=1e-2,
     ),
     "reward_model": dict(
         dtype="float32", max_length=64, num_eval_rows=8, num_train_epochs=1.0, per_device_train_batch_size=8, learning_rate=1e-2,

@@ -344,7 +344,7 @@ def test_sequence_logits_do_not_depend_on_padding(scripts, classifier_folder, ar
     rows = [[5, 6, 7, 8, 9], [11], [12, 13, 0], [0, 0]]
     theirs = logits_alone(folder, rows)
     model = k.load_model(transformers.AutoModelForSequenceClassification, folder).eval()
-    ids, mask, _ = k.collate([(row, 0) for row in rows], "cpu")
+    ids, mask, _ = k.collate_texts([(row, 0) for row in rows], "cpu")
     close(k.sequence_logits(model, ids, mask), theirs)
     for other in (0, 1, TOO_LARGE):
         wide, wide_mask = torch.full((4, 9), other), torch.nn.functional.pad(mask, (0, 4), value=False)
@@ -356,7 +356,7 @@ def test_sequence_logits_of_an_encoder(scripts, classifier_folder):
     k, folder = scripts["reward_model"], classifier_folder("distilbert")
     rows = [[5, 6, 7, 8, 9], [11], [12, 13, 0]]
     model = k.load_model(transformers.AutoModelForSequenceClassification, folder).eval()
-    ids, mask, _ = k.collate([(row, 0) for row in rows], "cpu")
+    ids, mask, _ = k.collate_texts([(row, 0) for row in rows], "cpu")
     close(k.sequence_logits(model, ids, mask), logits_alone(folder, rows))
     close(k.Classifier(model).train()(ids, mask), logits_alone(folder, rows))  # no dropout is left
 
@@ -414,7 +414,7 @@ def test_packed_documents_do_not_see_each_other(sft, language_model, arch):
     model = language_model(arch)
     rows = sft.pack(PAIRS, 16, arch != "bloom")
     assert [len(row) for row in rows] == ([1] * 5 if arch == "bloom" else [3, 2])
-    ids, labels, positions = sft.collate(rows, "cpu")
+    ids, labels, positions = sft.collate_rows(rows, "cpu")
     with torch.no_grad():
         logits = sft.predict(model, ids, positions)
     for i, row in enumerate(rows):
@@ -428,7 +428,7 @@ def test_packed_documents_do_not_see_each_other(sft, language_model, arch):
 def test_bloom_is_never_packed_silently(sft, language_model):
     """A model without position ids cannot keep packed documents apart: an error, or the right logits, but not the wrong ones."""
     model = language_model("bloom")
-    ids, _, positions = sft.collate([PAIRS[:2]], "cpu")
+    ids, _, positions = sft.collate_rows([PAIRS[:2]], "cpu")
     try:
         with torch.no_grad():
             logits = sft.predict(model, ids, positions)
@@ -441,7 +441,7 @@ def test_bloom_is_never_packed_silently(sft, language_model):
 def test_losses_are_transformers_own(sft, language_model, arch):
     """Sum over the labels / their number, of a padded batch, against model(labels=...), with a prompt left out."""
     model = language_model(arch)
-    ids, labels, positions = sft.collate([[pair] for pair in PAIRS], "cpu")
+    ids, labels, positions = sft.collate_rows([[pair] for pair in PAIRS], "cpu")
     with torch.no_grad():
         losses, right = sft.next_token_losses(sft.predict(model, ids, positions), labels)
         theirs = model(input_ids=ids, labels=labels)
@@ -458,7 +458,7 @@ def test_the_loss_of_packed_rows_is_the_loss_of_all_documents(sft, language_mode
     sums, slopes = [], []
     for packing in (True, False):
         model = copy.deepcopy(language_model("llama"))
-        ids, labels, positions = sft.collate(sft.pack(PAIRS, 16, packing), "cpu")
+        ids, labels, positions = sft.collate_rows(sft.pack(PAIRS, 16, packing), "cpu")
         losses, _ = sft.next_token_losses(sft.predict(model, ids, positions), labels)
         losses.sum().backward()
         sums.append(losses.detach().sum())
@@ -481,7 +481,7 @@ def test_eos_is_learned_at_the_end_of_every_document(sft, tiny_lm, language_mode
         assert ids == labels == [*tokenizer(text).input_ids, tokenizer.eos_token_id]
     model = language_model("gpt2", pad)
     for packing in (True, False):
-        ids, labels, positions = sft.collate(sft.pack(pairs, 64, packing), "cpu")
+        ids, labels, positions = sft.collate_rows(sft.pack(pairs, 64, packing), "cpu")
         losses, _ = sft.next_token_losses(sft.predict(model, ids, positions), labels)
         at_eos = losses.detach()[labels[:, 1:] == tokenizer.eos_token_id]
         close(at_eos, torch.stack([-alone(model, torch.tensor(ids))[-2, tokenizer.eos_token_id] for ids, _ in pairs]))

@@ -355,8 +355,11 @@ def test_masked_mean_agrees_with_naive(k, case):
 
 @shipping("masked_mean")
 def test_masked_mean_of_bf16_sums_in_fp32(k):
-    """The sum of 10,000 ones in bf16 stops at 256."""
-    close(k.masked_mean(torch.ones(100, 100, dtype=torch.bfloat16), torch.ones(100, 100, dtype=torch.bool)), 1.0)
+    """A sum of these in bf16 has two digits."""
+    values = (normal(100, 100) + 1).bfloat16()
+    ours = k.masked_mean(values, torch.ones(100, 100, dtype=torch.bool))
+    assert ours.dtype is torch.float32
+    close(ours, naive.masked_mean(values.tolist(), [[True] * 100] * 100))
 
 
 @shipping("masked_mean")
@@ -693,6 +696,18 @@ def test_sample_tokens_takes_a_rare_token_after_a_likely_one(k):
     uniforms = 1 - 2.0**-12 + (torch.arange(16) + 0.5) * 2.0**-16  # fp32 holds these
     drawn = k.sample_tokens(logits.expand(16, V), uniforms)
     close(drawn, 1 + 256 * torch.arange(16) + 128, rtol=0, atol=32)  # atol: 8 roundings of 2^-24 and 2^-23 under the total
+
+
+@shipping("sample_tokens")
+@pytest.mark.parametrize("V, end", [(64, 64), (64, 60), (128, 128), (128, 120), (192, 120)])
+def test_sample_tokens_stays_inside_where_rounding_is_largest(k, V, end):
+    """A second block whose whole mass is a few roundings of 1, or one block alone, at the last uniforms: never a token behind the end."""
+    logits = normal(4000, V)
+    logits[:, 64:] -= 12 + 6 * torch.rand(4000, 1, generator=torch.Generator().manual_seed(1))
+    logits[:, end:] = -INF
+    for u in (LAST32, 1 - 2.0**-23, 1 - 2.0**-22, 1 - 2.0**-21):
+        drawn = k.sample_tokens(logits, torch.full((4000,), u))
+        assert 0 <= drawn.min() and drawn.max() < end
 
 
 @shipping("sample_tokens", "token_logprobs")

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from run_tools import ROOT, distance, flags_of, free_port, maker, reward_file, rows_of, script_words, start_process, torchrun_words, weights
+from run_tools import ROOT, distance, flags_of, free_port, maker, reward_file, rows_of, script_words, start_process, torchrun_words
 from safetensors.torch import load_file
 
 pytest_plugins = ["run_fixtures"]
@@ -22,17 +22,20 @@ SIZES = {  # flags of both, then the same global batch for one process and for t
     ),
 }
 PARTS = {
-    "lora-8bit": dict(lora_r=4, load_in_8bit=True, per_device_train_batch_size=1),
-    "shared": dict(num_shared_layers=1, gradient_accumulation_steps=2, gradient_checkpointing=True, per_device_train_batch_size=1),
-    "critic": dict(value_model_path="critic", per_device_train_batch_size=1),
+    "lora-8bit": SGD | dict(lora_r=4, load_in_8bit=True, total_episodes=8),
+    "shared": SGD | dict(num_shared_layers=1, gradient_accumulation_steps=2, gradient_checkpointing=True, total_episodes=16),
+    "critic": SGD | dict(value_model_path="critic", total_episodes=8, vf_coef=1.0),
 }
 STOPPED = """import signal
 if os.environ["RANK"] == "1" and os.path.exists("stopped/metrics.jsonl") and not os.path.exists("sent"):
     open("sent", "w").close()
     signal.raise_signal(signal.SIGTERM)
 return [float(len(r) % 7) - 3 for r in responses]"""
-DRIVER = """import importlib, json, sys, traceback, torch
+DRIVER = """import accelerate, importlib, json, os, sys, time, torch, traceback
 torch.distributed.destroy_process_group = lambda *_: None  # a run ends it, and there are more to come
+if os.environ["RANK"] == "1":  # a process that is late wherever the run folder is agreed on
+    broadcast = accelerate.utils.broadcast_object_list
+    accelerate.utils.broadcast_object_list = lambda *args, **kwargs: (broadcast(*args, **kwargs), time.sleep(0.3))[0]
 sys.path.insert(0, {root!r})
 for name, script, words in json.load(open("jobs.json")):
     module, code = importlib.import_module(script), 0
@@ -42,7 +45,7 @@ for name, script, words in json.load(open("jobs.json")):
         code = end.code
     except Exception:
         code = traceback.format_exc()
-    with open(name + "." + __import__("os").environ["RANK"], "w") as file:
+    with open(name + "." + os.environ["RANK"], "w") as file:
         json.dump(code, file)
 """
 
@@ -68,7 +71,7 @@ def two(scripts, tiny_lm, tiny_classifier, tiny_reviews, tmp_path_factory):
     jobs = [(script, script, flags_of(make(script, script, **SIZES[script][0] | SIZES[script][2]))) for script in ("sft", "reward_model")]
     for name, flags in PARTS.items():
         flags = flags | (dict(value_model_path=tiny_lm("llama")) if "value_model_path" in flags else {})
-        jobs.append((name, "ppo_sentiment", flags_of(make("ppo_sentiment", name, **flags))))
+        jobs.append((name, "ppo_sentiment", flags_of(make("ppo_sentiment", name, per_device_train_batch_size=1, **flags))))
     flags = dict(total_episodes=32, per_device_train_batch_size=2, reward_fn=reward_file(root, STOPPED))
     jobs.append(("stopped", "ppo_sentiment", flags_of(make("ppo_sentiment", "stopped", **flags))))
     jobs.append(("resumed", "ppo_sentiment", ["--resume", str(root / "stopped")]))
@@ -89,11 +92,13 @@ def assert_same_numbers(one, two):
     sizes = [json.loads((folder / "args.json").read_text())["world_size"] for folder in (one, two)]
     assert sizes == [1, 2]
     a, b = rows_of(one), rows_of(two)
-    assert len(a) == len(b) >= 2
+    assert len(a) == len(b) >= 2 and a[-1]["lr"] > 0
     for row, other in zip(a, b):
         names = [name for name in row if name != "eps" and not name.startswith("perf/")]
         assert {n: row[n] for n in names} == pytest.approx({n: other[n] for n in names}, abs=1e-5, rel=1e-5)
-    assert distance(weights(one / "model"), weights(two / "model")) < 1e-5
+    for file in ("model.safetensors", "adapter_model.safetensors", "critic/model.safetensors"):
+        if (one / "model" / file).exists():
+            assert distance(load_file(one / "model" / file), load_file(two / "model" / file)) < 1e-5
     tables = [json.loads((folder / "evaluation.json").read_text()) for folder in (one, two)]
     for value, other in zip(tables[0].values(), tables[1].values()):
         assert value == (pytest.approx(other, abs=1e-4, rel=1e-4) if isinstance(other, dict) else other)
@@ -121,11 +126,14 @@ def test_others_on_two_processes(scripts, small, two, tmp_path, script):
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_parts_on_two_processes(two, name):
-    """LoRA on 8 bit, frozen layers with recomputed activations, and a critic run on two processes."""
+def test_parts_on_two_processes(ppo, two, tiny_lm, tmp_path, name):
+    """LoRA on 8 bit, frozen layers with accumulated and recomputed passes, and a critic: the numbers of one process."""
     assert codes(two, name) == [0, 0]
-    row = rows_of(two / name)[0]
-    assert row["val/ratio"] == pytest.approx(1, abs=0.2) and row["val/ratio"] != 1 and (two / name / "model").exists()
+    flags = PARTS[name] | (dict(value_model_path=tiny_lm("llama")) if name == "critic" else {})
+    ppo("one", per_device_train_batch_size=2, **flags)
+    assert_same_numbers(tmp_path / "one", two / name)
+    heads = [next((folder / "model").rglob("value_head.safetensors")) for folder in (tmp_path / "one", two / name)]
+    assert distance(*map(load_file, heads)) < 1e-5 and load_file(heads[0])["weight"].abs().max() > 0
 
 
 def test_signal_and_resume_on_two_processes(two):

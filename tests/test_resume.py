@@ -94,6 +94,12 @@ def test_random_state_of_user_code(scripts, small, monkeypatch, capsys, tmp_path
     assert [row["objective/scores"] for row in rows_of(whole)] == [row["objective/scores"] for row in rows_of(parts)]
 
 
+def updates_of(folder):
+    """How many lines of metrics a run has written so far."""
+    file = folder / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
 def test_kills_at_random_moments(scripts, small, tmp_path):
     """SIGKILL three times at random moments; the run that went on each time ends with the same bytes."""
     module, flags = scripts["ppo_sentiment"], dict(total_episodes=8 * 40, save_every=1)
@@ -102,8 +108,8 @@ def test_kills_at_random_moments(scripts, small, tmp_path):
     words, rng, killed = script_words("ppo_sentiment", args), random.Random(), 0
     for _ in range(3):
         process = start_process(words, tmp_path)
-        seen = len(rows_of(folder)) if (folder / "metrics.jsonl").exists() else 0
-        while process.poll() is None and not ((folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_text().splitlines()) > seen):
+        seen = updates_of(folder)
+        while process.poll() is None and updates_of(folder) <= seen:
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 1.0))
         process.kill()

@@ -81,6 +81,30 @@ def test_sanity_finds_a_difference(script, small, monkeypatch, method):
         script.train(small("ppo_sentiment", sanity=True))
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
+def test_the_sampled_distribution_is_the_scored_one(script, tiny_lm, temperature):
+    """Tokens are drawn from softmax(logits / temperature), and their log-probabilities, old, new and reference, are of that."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm()).eval()
+    torch.manual_seed(3)
+    prompts, uniforms, room = [torch.randint(3, 1000, (n,)) for n in (2, 5, 6)], torch.rand(3, 7), torch.full((3,), 7)
+    ids = torch.stack([torch.nn.functional.pad(prompt, (6 - len(prompt), 0)) for prompt in prompts])
+    mask = script.length_mask(torch.tensor([2, 5, 6]), 6).flip(1)
+    tokens, lengths = script.generate(model, ids, mask, room, uniforms, -1, temperature)
+    whole = script.PolicyAndValue(model, model)
+    with torch.no_grad():
+        here = torch.cat([ids, tokens], 1), torch.cat([mask, torch.ones_like(tokens, dtype=torch.bool)], 1), 7, temperature
+        scored, entropies, _ = whole(*here)
+        torch.testing.assert_close(whole.reference_logprobs(*here), scored)
+        for i, prompt in enumerate(prompts):  # one by one, without pads, in plain transformers
+            logits = model(torch.cat([prompt, tokens[i]])[None]).logits[0, len(prompt) - 1 : -1]
+            logp = (logits / temperature).log_softmax(-1)
+            assert torch.equal(script.sample_tokens(logits / temperature, uniforms[i]), tokens[i])
+            torch.testing.assert_close(logp.gather(1, tokens[i][:, None])[:, 0], scored[i], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(-(logp.exp() * logp).sum(1), entropies[i], atol=1e-4, rtol=1e-4)
+            if temperature != 1:
+                assert not torch.equal(script.sample_tokens(logits, uniforms[i]), tokens[i])
+
+
 # ---- Architectures ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("arch", ["gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "llama", "qwen2"])
 def test_architectures(ppo, tiny_lm, arch):
@@ -393,7 +417,8 @@ def scores_of(script, small, **changes):
 
 def test_reward_label(script, small, tiny_classifier, tmp_path):
     """By name in any case or by number, in both orders of the labels, the reward is that label's logit."""
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(tiny_classifier()).eval(), AutoTokenizer.from_pretrained(tiny_classifier())
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_classifier()).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_classifier())
     with torch.no_grad():
         logits = torch.cat([model(**tokenizer(p + r, return_tensors="pt")).logits for p, r in zip(PROMPTS, RESPONSES)])  # one by one
     for label, column in {"positive": 1, "Positive": 1, "1": 1, "NEGATIVE": 0, "0": 0}.items():

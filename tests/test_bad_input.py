@@ -1,0 +1,186 @@
+"""What a user can get wrong: exit code 2, one line that names the culprit, no traceback, and nothing half written."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import transformers
+from run_tools import flags_of, reward_file, script_words, start_process, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytest_plugins = ["run_fixtures"]
+ALL = ("ppo_sentiment", "sft", "reward_model")
+TEXT = "A warm and clever film about a lighthouse keeper who learns to dance, told without one dull minute. "
+MISSING = "/no/such/folder"
+DISTILBERT = "distilbert dim=32 n_layers=1 n_heads=4 hidden_dim=64 max_position_embeddings=128"
+SIZES = {
+    "ppo_sentiment": ("total_episodes", "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs",
+                      "local_rollout_forward_batch_size", "response_length", "query_max_length"),
+    "sft": ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length"),
+    "reward_model": ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length"),
+}  # fmt: skip
+LEAST = dict(response_length=dict(response_min_length=0), query_max_length=dict(query_min_length=0))
+TABLE = [(script, f"{name}-0", {name: 0} | LEAST.get(name, {}), name.split("_")[0]) for script in ALL for name in SIZES[script]]
+TABLE += [(script, "model", dict(model_name_or_path=MISSING), MISSING) for script in ALL]
+TABLE += [(script, "model-hub", dict(model_name_or_path="nobody/no-such-model"), "nobody/no-such-model") for script in ALL]
+TABLE += [(script, "data", dict(dataset_name=MISSING), MISSING) for script in ALL]
+TABLE += [(script, f"{name}-data", dict(dataset_name=f"DATA/{name}"), word) for script in ALL for name, word in
+          (("other", "column"), ("empty", "DATA/empty"), ("single", "DATA/single"), ("broken", "DATA/broken"), ("numbers", "DATA/numbers"))]
+TABLE += [(script, f"optimizer-{name}", dict(optimizer=name), name) for script in ALL
+          for name in ("torch.optim.Nonsense", "nonsense", "torch.optim", "torch.nn.Linear")]  # fmt: skip
+TABLE += [(script, "lora", dict(lora_r=4, lora_target_modules="q_nonsense"), "q_nonsense") for script in ALL]
+TABLE += [
+    ("ppo_sentiment", "reward-model", dict(reward_model_path=MISSING), MISSING),
+    ("ppo_sentiment", "judge", dict(judge_model_path=MISSING), MISSING),
+    ("ppo_sentiment", "critic", dict(value_model_path=MISSING), MISSING),
+    ("ppo_sentiment", "critic-vocabulary", dict(value_model_path="DATA/small-vocabulary"), "small-vocabulary"),
+    ("ppo_sentiment", "critic-context", dict(value_model_path="DATA/short-context"), "context"),
+    ("ppo_sentiment", "label", dict(reward_label="splendid"), "splendid"),
+    ("ppo_sentiment", "label-number", dict(reward_label="7"), "7"),
+    ("ppo_sentiment", "context", dict(query_max_length=200, response_length=100), "context"),
+    ("ppo_sentiment", "context-by-one", dict(query_max_length=200, response_length=57), "context"),
+    ("ppo_sentiment", "query-order", dict(query_min_length=9, query_max_length=8), "query"),
+    ("ppo_sentiment", "response-order", dict(response_min_length=9, response_length=8), "response"),
+    ("ppo_sentiment", "temperature", dict(temperature=0.0), "temperature"),
+    ("ppo_sentiment", "kl-target", dict(kl_target=0.0), "kl"),
+    ("ppo_sentiment", "kl-horizon", dict(kl_target=1.0, kl_horizon=0.0), "kl"),
+    ("ppo_sentiment", "long-texts", dict(min_text_length=10**6), "text"),
+    ("ppo_sentiment", "no-eos", dict(model_name_or_path="DATA/no-eos"), "stop"),
+    ("ppo_sentiment", "reward-file", dict(reward_fn=f"{MISSING}.py:reward"), MISSING),
+    ("ppo_sentiment", "reward-name", dict(reward_fn="DATA/reward.py:nonsense"), "nonsense"),
+    ("ppo_sentiment", "reward-colon", dict(reward_fn="DATA/reward.py"), "FILE.py:function"),
+    ("ppo_sentiment", "reward-constant", dict(reward_fn="DATA/reward.py:SEVEN"), "SEVEN"),
+    ("sft", "context", dict(max_length=257), "context"),
+    ("sft", "no-eos", dict(model_name_or_path="DATA/no-eos"), "EOS"),
+    ("sft", "config-type", dict(from_config="nonsense n_layer=2"), "nonsense"),
+    ("sft", "config-value", dict(from_config="gpt2 n_layer=two"), "two"),
+    ("sft", "config-pair", dict(from_config="gpt2 n_layer"), "n_layer"),
+    ("sft", "config-heads", dict(from_config="gpt2 n_layer=1 n_embd=30 n_head=4"), "30"),
+    ("sft", "tokenizer-alone", dict(train_tokenizer=300), "tokenizer"),
+    ("reward_model", "context", dict(max_length=257), "context"),
+    ("reward_model", "tokenizer", dict(tokenizer_name_or_path=MISSING), MISSING),
+    ("reward_model", "config-type", dict(from_config="nonsense dim=2"), "nonsense"),
+    ("reward_model", "shard-form", dict(train_shard="half"), "half"),
+    ("reward_model", "shard-number", dict(train_shard="2/2"), "2/2"),
+    ("reward_model", "shard-none", dict(train_shard="0/0"), "0/0"),
+    ("reward_model", "few-names", dict(label_names="only", from_config=DISTILBERT), "label"),
+]
+
+
+@pytest.fixture(scope="module")
+def broken(tiny_lm, tmp_path_factory):
+    """A folder of data sets, models and code that are wrong, each in one way."""
+    root = tmp_path_factory.mktemp("broken") / "DATA"
+    write_rows(root / "other", train=[dict(review=TEXT, stars=i) for i in range(8)])
+    write_rows(root / "empty", train=[dict(text="", label=i % 2) for i in range(8)])
+    write_rows(root / "single", train=[dict(text=TEXT, label=1)])
+    write_rows(root / "numbers", train=[dict(text=i, label=i % 2) for i in range(8)])
+    (root / "broken").mkdir()
+    (root / "broken/train.jsonl").write_text('{"text": "a film"}\n{"text": \n')
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    for name, sizes in (("small-vocabulary", dict(vocab_size=300)), ("short-context", dict(vocab_size=1024, n_positions=8))):
+        config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=0, **sizes)
+        transformers.GPT2LMHeadModel(config).save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    AutoModelForCausalLM.from_pretrained(tiny_lm()).save_pretrained(root / "no-eos")
+    plain = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    plain.save_pretrained(root / "no-eos")
+    (root / "reward.py").write_text("SEVEN = 7\n")
+    return root
+
+
+def one_line(module, argv, capsys):
+    """Run main() with what must end in exit code 2 and one line on stderr. -> that line"""
+    with pytest.raises(SystemExit) as end:
+        module.main(argv)
+    lines = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and len(lines) == 1 and lines[0].startswith(f"{module.__name__}.py: "), lines
+    return lines[0]
+
+
+@pytest.mark.parametrize("script, name, changes, word", TABLE, ids=[f"{row[0]}-{row[1]}" for row in TABLE])
+def test_bad_input(scripts, small, broken, capsys, tmp_path, script, name, changes, word):
+    """Each line of the table ends before a run folder is made."""
+    changes = {name: x.replace("DATA/", f"{broken}/") if isinstance(x, str) else x for name, x in changes.items()}
+    argv = flags_of(small(script, **changes))
+    assert word in one_line(scripts[script], argv, capsys)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_unknown_recipe(scripts, capsys, script):
+    """It is named, and so are those that there are."""
+    line = one_line(scripts[script], ["gpt5-imdb"], capsys)
+    assert "gpt5-imdb" in line and all(name in line for name in scripts[script].RECIPES)
+
+
+@pytest.mark.parametrize("script", ALL)
+@pytest.mark.parametrize("flags", [["--learning-rat", "1"], ["--learning-rate", "fast"], ["--lr-scheduler-type", "magic"], ["--seed"]])
+def test_unknown_flags(scripts, capsys, script, flags):
+    """An unknown flag and a value of the wrong kind end in exit code 2 and name the flag."""
+    with pytest.raises(SystemExit) as end:
+        scripts[script].main(flags)
+    assert end.value.code == 2 and flags[0].strip("-")[:12] in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("script", ALL)
+@pytest.mark.parametrize("name", ["latest", "runs/nothing"])
+def test_resume_of_nothing(scripts, capsys, monkeypatch, tmp_path, script, name):
+    """No run is found, and the line says where."""
+    monkeypatch.chdir(tmp_path)
+    assert name in one_line(scripts[script], ["--resume", name], capsys)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_folder_that_holds_a_run(scripts, small, capsys, tmp_path, script):
+    """An output folder with a run in it is left as it is."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "args.json").write_text("{}")
+    line = one_line(scripts[script], flags_of(small(script)), capsys)
+    assert str(folder) in line and "--resume" in line
+    assert [path.name for path in folder.iterdir()] == ["args.json"] and (folder / "args.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_output_dir_that_is_a_file(scripts, small, capsys, tmp_path, script):
+    """An output folder that cannot be made is named."""
+    (tmp_path / "run").write_text("a file")
+    assert "run" in one_line(scripts[script], flags_of(small(script)), capsys)
+
+
+@pytest.mark.parametrize("body, word", [
+    ("return [float('nan')] * len(prompts)", "nan"),
+    ("return [1.0]", "list of"),
+    ("return 'good'", "list of"),
+])  # fmt: skip
+def test_reward_function_that_goes_wrong(scripts, small, capsys, tmp_path, body, word):
+    """What it returned is said in one line."""
+    assert word in one_line(scripts["ppo_sentiment"], flags_of(small("ppo_sentiment", reward_fn=reward_file(tmp_path, body))), capsys)
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_resume_of_another_scripts_run(scripts, small, capsys, tmp_path, script):
+    """A run folder of another script has other flags: it is refused and named."""
+    other = ALL[ALL.index(script) - 1]
+    (tmp_path / "args.json").write_text(json.dumps(dict(args=asdict(small(other)))))
+    assert str(tmp_path) in one_line(scripts[script], ["--resume", str(tmp_path)], capsys)
+
+
+@pytest.mark.parametrize("script, name", [("ppo_sentiment", "num_eval_prompts"), ("sft", "num_eval_rows"), ("sft", "num_samples"),
+                                          ("reward_model", "num_eval_rows"), ("ppo_sentiment", "num_sample_generations")])  # fmt: skip
+def test_no_evaluation(scripts, small, capsys, script, name):
+    """0 held-out rows: a run without that table, or one line; never a traceback."""
+    argv = flags_of(small(script, **{name: 0}))
+    try:
+        scripts[script].main(argv)
+    except SystemExit as end:
+        assert end.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_as_a_process(small, tmp_path):
+    """The same from a shell: exit code 2, one line on stderr and nothing else."""
+    process = start_process(script_words("ppo_sentiment", small("ppo_sentiment", dataset_name=MISSING)), tmp_path)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2 and len(errors.splitlines()) == 1 and MISSING in errors and not (tmp_path / "run").exists()
