@@ -198,9 +198,9 @@ class Args:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_mini_batches
 
 TINY = dict(
-    model_name_or_path=str(HERE / "checkpoints/reviews-lm"), reward_model_path=str(HERE / "checkpoints/reviews-sentiment"),
-    dataset_name=str(HERE / "data/reviews"), dtype="float32", total_episodes=7_680, per_device_train_batch_size=32,
-    num_mini_batches=4, learning_rate=2e-4, lr_scheduler_type="linear", kl_coef=0.1, num_sample_generations=3,
+    model_name_or_path="checkpoints/reviews-lm", reward_model_path="checkpoints/reviews-sentiment", dataset_name="data/reviews",
+    dtype="float32", total_episodes=7_680, per_device_train_batch_size=32, num_mini_batches=4, learning_rate=2e-4,
+    lr_scheduler_type="linear", kl_coef=0.1, num_sample_generations=3,
 )
 RECIPES = {
     "tiny": Args(**TINY),  # the small world of this project
@@ -228,8 +228,10 @@ def parse_args(argv):
     folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     if not (folder / "args.json").exists():
         raise UserError(f"--resume {args.resume}: there is no run (no args.json)")
-    saved = Args(**json.loads((folder / "args.json").read_text())["args"])
-    args = tyro.cli(Args, default=saved, args=flags)
+    saved = json.loads((folder / "args.json").read_text())["args"]
+    if set(saved) != set(asdict(args)):
+        raise UserError(f"--resume {args.resume}: the run is of another script or version, its flags are not the same")
+    args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
     free = ("resume", "save_every", "keep_checkpoints", "log_with")
     if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
         raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
@@ -352,8 +354,15 @@ def draws(seed, *place):
     return torch.Generator().manual_seed(random.Random(repr((seed, *place))).getrandbits(63))
 
 # ---- 5. Models -------------------------------------------------------------------------------------------------------
+def check_positive(args, *names):
+    """Refuse a size of 0 or less before anything is loaded."""
+    for name in names:
+        if getattr(args, name) <= 0:
+            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {getattr(args, name)}")
+
 def load(what, function, name, **kwargs):
     """function(name), with one line where it fails: a wrong path, no network, a broken file."""
+    name = next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)  # recipes name folders beside this file
     try:
         return function(name, **kwargs)
     except Exception as error:  # the libraries raise a dozen kinds
@@ -440,6 +449,8 @@ class PolicyAndValue(nn.Module):
 def build_policy(args):
     """Policy, reference and value function as the flags say. -> PolicyAndValue"""
     name, reference, eight_bit = args.model_name_or_path, None, {}
+    if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
+        raise UserError("--num-shared-layers goes neither with --lora-r, which shares all layers, nor with --load-in-8bit")
     if args.load_in_8bit:
         eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
@@ -499,7 +510,7 @@ def load_reward(args, device):
     """The reward as a function of prompts and responses (lists of str) -> fp32 [B]: a classifier's logit, or the user's own code."""
     if args.reward_fn:
         path, _, name = args.reward_fn.partition(":")
-        if not Path(path).is_file() or (function := runpy.run_path(path).get(name)) is None:
+        if not Path(path).is_file() or not callable(function := runpy.run_path(path).get(name)):
             raise UserError(f"--reward-fn {args.reward_fn}: expected FILE.py:function, and found no such file or function")
     else:
         classify, label = load_classifier(args.reward_model_path, args.reward_label, args.local_rollout_forward_batch_size, device)
@@ -517,8 +528,9 @@ def load_reward(args, device):
 
 def make_optimizer(args, parameters, updates):
     """The optimizer of the dotted name, and its schedule, which steps once an update."""
-    if (kind := locate(args.optimizer)) is None:
-        raise UserError(f"--optimizer {args.optimizer}: not found; a dotted name such as torch.optim.AdamW of an installed package?")
+    kind = locate(args.optimizer)
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        raise UserError(f"--optimizer {args.optimizer}: not an optimizer of an installed package; e.g. torch.optim.AdamW")
     options = dict(lr=args.learning_rate, eps=args.adam_eps, fused=True)  # as far as it takes them
     optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
     if args.lr_scheduler_type == "exponential":
@@ -646,9 +658,10 @@ class Run:
 
     def __init__(self, args, accelerator, updates, columns):
         name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        name, taken = accelerate.utils.broadcast_object_list([name, Path(name, "args.json").exists() and not args.resume])
+        taken = Path(name).is_file() or (Path(name, "args.json").exists() and not args.resume)
+        name, taken = accelerate.utils.broadcast_object_list([name, taken])
         if taken:
-            raise UserError(f"{name} holds a run: --resume {name} goes on with it, --output-dir names another folder")
+            raise UserError(f"{name} is a file or holds a run: --resume goes on with a run, --output-dir names another folder")
         self.folder = Path(name)
         self.args, self.accelerator, self.main = args, accelerator, accelerator.is_main_process
         self.console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not self.main)
@@ -662,8 +675,8 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
             versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, accelerate)}
-            self.write_json("args.json", dict(args=asdict(args), command=sys.argv, versions=versions, commit=commit,
-                                              world_size=accelerator.num_processes))
+            about = dict(command=sys.argv, versions=versions, commit=commit, world_size=accelerator.num_processes)
+            self.write("args.json", json.dumps(dict(args=asdict(args), **about), indent=2))
         if args.log_with != "none":
             accelerator.log_with, accelerator.project_configuration.logging_dir = [args.log_with], str(self.folder)
             accelerator.init_trackers(Path(__file__).stem, {k: str(v) for k, v in asdict(args).items()})
@@ -672,8 +685,8 @@ class Run:
         self.signal = number
         signal.signal(number, signal.SIG_DFL)
 
-    def write_json(self, name, value):
-        (self.folder / f".{name}").write_text(json.dumps(value, indent=2) + "\n")
+    def write(self, name, text):
+        (self.folder / f".{name}").write_text(text)
         os.replace(self.folder / f".{name}", self.folder / name)  # whole or not at all
 
     def log(self, metrics, complaints=()):
@@ -741,8 +754,8 @@ class Run:
             for later in [path for path in found if path > last] if self.main else ():  # what came later will come again
                 shutil.rmtree(later)
         for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples
-            lines = [line for line in file.read_text().splitlines(True) if json.loads(line)["update"] <= state["update"]]
-            file.write_text("".join(lines))
+            lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]  # a kill can tear the last one
+            self.write(file.name, "".join(line for line in lines if json.loads(line)["update"] <= state["update"]))
         return state
 
     def curves(self, *names):
@@ -793,9 +806,9 @@ def health(m, args):
 # ---- 10. Train -------------------------------------------------------------------------------------------------------
 def train(args):
     """The whole run, from the flags to the last table. -> (PolicyAndValue, run folder)"""
-    for name in ("local_batch_size", "total_episodes", "num_ppo_epochs", "temperature", "query_min_length", "response_min_length"):
-        if getattr(args, name) <= 0:
-            raise UserError(f"{name} must be more than 0; it is {getattr(args, name)}")
+    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs",
+                   "total_episodes", "local_rollout_forward_batch_size", "num_eval_prompts", "temperature", "query_min_length",
+                   "response_min_length", "kl_horizon", *(["kl_target"] if args.kl_target is not None else []))
     if args.query_min_length > args.query_max_length or args.response_min_length > args.response_length:
         raise UserError("the shortest query and response must not be longer than the longest")
     accelerator = start(args)
@@ -804,13 +817,16 @@ def train(args):
     updates = 2 if args.sanity else math.ceil(args.total_episodes / B)
     args = replace(args, learning_rate=0.0) if args.sanity else args
     bare, tokenizer = build_policy(args).to(device), load_tokenizer(args.model_name_or_path)
-    if getattr(bare.policy.config, "max_position_embeddings", 10**9) < args.query_max_length + T:
-        raise UserError(f"--query-max-length {args.query_max_length} + --response-length {T} is longer than the model's context")
+    for part in (bare.policy, bare.critic or bare.policy):
+        if getattr(part.config, "max_position_embeddings", 10**9) < args.query_max_length + T:
+            raise UserError(f"--query-max-length {args.query_max_length} + --response-length {T} is longer than the model's context")
     reward = load_reward(args, device)
     judge = args.judge_model_path and load_classifier(args.judge_model_path, args.reward_label, 64, device)
     train_queries, held_queries = (load_queries(rows, tokenizer, args) for rows in load_splits(args.dataset_name))
     optimizer, scheduler = make_optimizer(args, trainable(bare).values(), updates)
     stop_token_id = args.stop_token_id if args.stop_token_id is not None else tokenizer.eos_token_id if args.stop_token else -1
+    if stop_token_id is None:
+        raise UserError("the tokenizer has no EOS: name a --stop-token-id, or use --stop-token None")
     dtype = pick_dtype(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
 
@@ -942,7 +958,7 @@ def train(args):
         run.table(f"{len(before[1])} held-out prompts", [dict(metric=k, before=before[0][k], after=after[0][k]) for k in before[0]])
         about = dict(n=len(before[1]), judge=args.judge_model_path or args.reward_fn or args.reward_model_path,
                      decoding=f"sampling, temperature {args.temperature}, {args.response_min_length} to {T} tokens")
-        run.write_json("evaluation.json", dict(before=before[0], after=after[0], **about))
+        run.write("evaluation.json", json.dumps(dict(before=before[0], after=after[0], **about), indent=2))
         save_model(bare, tokenizer, run.folder / "model")
         run.curves("objective/scores", "objective/kl", "policy/entropy_avg", "loss/value_avg")
         say(f"saved {run.folder / 'model'}")

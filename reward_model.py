@@ -92,7 +92,7 @@ class Args:
     dataset_name: str = "stanfordnlp/imdb"
     """a Hub name or a folder of jsonl, with the columns text and label"""
     train_shard: str = "0/1"
-    """i/n: only the training rows whose number is i modulo n; two disjoint halves are 0/2 and 1/2"""
+    """i/n: part i of the shuffled training rows cut into n; 0/2 and 1/2 are two disjoint halves"""
     label_names: str | None = None
     """names of the classes in the order of their numbers, with commas; None: the data set's own, else the labels themselves"""
     max_length: int = 512
@@ -123,7 +123,7 @@ class Args:
     """gradients are scaled down to this norm; None: never"""
 
 TINY = dict(
-    model_name_or_path=str(HERE / "checkpoints/reviews-lm"), dataset_name=str(HERE / "data/reviews"), max_length=128, dtype="float32",
+    model_name_or_path="checkpoints/reviews-lm", dataset_name="data/reviews", max_length=128, dtype="float32",
     label_names="negative,positive", num_train_epochs=6.0, per_device_train_batch_size=32, learning_rate=1e-3,
     lr_scheduler_type="cosine", warmup_ratio=0.1,
 )
@@ -152,8 +152,10 @@ def parse_args(argv):
     folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     if not (folder / "args.json").exists():
         raise UserError(f"--resume {args.resume}: there is no run (no args.json)")
-    saved = Args(**json.loads((folder / "args.json").read_text())["args"])
-    args = tyro.cli(Args, default=saved, args=flags)
+    saved = json.loads((folder / "args.json").read_text())["args"]
+    if set(saved) != set(asdict(args)):
+        raise UserError(f"--resume {args.resume}: the run is of another script or version, its flags are not the same")
+    args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
     free = ("resume", "save_every", "keep_checkpoints", "log_with")
     if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
         raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
@@ -169,8 +171,15 @@ def draws(seed, *place):
     return torch.Generator().manual_seed(random.Random(repr((seed, *place))).getrandbits(63))
 
 # ---- 5. Models -------------------------------------------------------------------------------------------------------
+def check_positive(args, *names):
+    """Refuse a size of 0 or less before anything is loaded."""
+    for name in names:
+        if getattr(args, name) <= 0:
+            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {getattr(args, name)}")
+
 def load(what, function, name, **kwargs):
     """function(name), with one line where it fails: a wrong path, no network, a broken file."""
+    name = next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)  # recipes name folders beside this file
     try:
         return function(name, **kwargs)
     except Exception as error:  # the libraries raise a dozen kinds
@@ -235,6 +244,7 @@ def sequence_logits(model, input_ids, mask):
 
     A decoder is read at its last real token, by count: looking for `token != pad` misses a real EOS where pad is EOS.
     """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # under LoRA
     if not hasattr(model, "score"):  # BERT and its family
         return model(input_ids=input_ids, attention_mask=mask.long()).logits.float()
     hidden = hidden_states(model.base_model, input_ids, mask)  # [B, L, H]
@@ -242,8 +252,9 @@ def sequence_logits(model, input_ids, mask):
 
 def make_optimizer(args, parameters, updates):
     """The optimizer of the dotted name, and its schedule, which steps once an update."""
-    if (kind := locate(args.optimizer)) is None:
-        raise UserError(f"--optimizer {args.optimizer}: not found; a dotted name such as torch.optim.AdamW of an installed package?")
+    kind = locate(args.optimizer)
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        raise UserError(f"--optimizer {args.optimizer}: not an optimizer of an installed package; e.g. torch.optim.AdamW")
     options = dict(lr=args.learning_rate, eps=args.adam_eps, fused=True)  # as far as it takes them
     optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
     if args.lr_scheduler_type == "exponential":
@@ -301,10 +312,14 @@ def label_names_of(rows, args):
 
 def examples(rows, numbers, tokenizer, args):
     """(ids, label) of each row -> list of pairs."""
-    texts = tokenizer([text or "" for text in rows["text"]], truncation=True, max_length=args.max_length).input_ids
+    texts = [text if isinstance(text, str) else "" for text in rows["text"]]
+    texts = tokenizer(texts, truncation=True, max_length=args.max_length).input_ids
     for label in set(rows["label"]) - set(numbers):
         raise UserError(f"{args.dataset_name!r}: the label {label!r} is none of {', '.join(map(str, numbers))}")
-    return [(ids, numbers[label]) for ids, label in zip(texts, rows["label"]) if ids]
+    pairs = [(ids, numbers[label]) for ids, label in zip(texts, rows["label"]) if ids]
+    if not pairs:
+        raise UserError(f"{args.dataset_name!r}: no row has a text")
+    return pairs
 
 def collate_texts(pairs, device):
     """Pairs -> ids [B, L] padded on the right, bool mask [B, L], labels [B]."""
@@ -332,9 +347,10 @@ class Run:
 
     def __init__(self, args, accelerator, updates, columns):
         name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        name, taken = accelerate.utils.broadcast_object_list([name, Path(name, "args.json").exists() and not args.resume])
+        taken = Path(name).is_file() or (Path(name, "args.json").exists() and not args.resume)
+        name, taken = accelerate.utils.broadcast_object_list([name, taken])
         if taken:
-            raise UserError(f"{name} holds a run: --resume {name} goes on with it, --output-dir names another folder")
+            raise UserError(f"{name} is a file or holds a run: --resume goes on with a run, --output-dir names another folder")
         self.folder = Path(name)
         self.args, self.accelerator, self.main = args, accelerator, accelerator.is_main_process
         self.console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not self.main)
@@ -348,8 +364,8 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
             versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, accelerate)}
-            self.write_json("args.json", dict(args=asdict(args), command=sys.argv, versions=versions, commit=commit,
-                                              world_size=accelerator.num_processes))
+            about = dict(command=sys.argv, versions=versions, commit=commit, world_size=accelerator.num_processes)
+            self.write("args.json", json.dumps(dict(args=asdict(args), **about), indent=2))
         if args.log_with != "none":
             accelerator.log_with, accelerator.project_configuration.logging_dir = [args.log_with], str(self.folder)
             accelerator.init_trackers(Path(__file__).stem, {k: str(v) for k, v in asdict(args).items()})
@@ -358,8 +374,8 @@ class Run:
         self.signal = number
         signal.signal(number, signal.SIG_DFL)
 
-    def write_json(self, name, value):
-        (self.folder / f".{name}").write_text(json.dumps(value, indent=2) + "\n")
+    def write(self, name, text):
+        (self.folder / f".{name}").write_text(text)
         os.replace(self.folder / f".{name}", self.folder / name)  # whole or not at all
 
     def log(self, metrics, complaints=()):
@@ -427,8 +443,8 @@ class Run:
             for later in [path for path in found if path > last] if self.main else ():  # what came later will come again
                 shutil.rmtree(later)
         for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples
-            lines = [line for line in file.read_text().splitlines(True) if json.loads(line)["update"] <= state["update"]]
-            file.write_text("".join(lines))
+            lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]  # a kill can tear the last one
+            self.write(file.name, "".join(line for line in lines if json.loads(line)["update"] <= state["update"]))
         return state
 
     def curves(self, *names):
@@ -455,20 +471,23 @@ def start(args):
 # ---- 10. Train -------------------------------------------------------------------------------------------------------
 def train(args):
     """The whole run, from the flags to the last table. -> (model, run folder)"""
+    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "num_eval_rows")
     accelerator = start(args)
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path)
     train_rows, held_rows = load_splits(args.dataset_name)
     if not {"text", "label"} <= set(train_rows.column_names):
         raise UserError(f"data set {args.dataset_name!r} needs the columns text and label; it has {', '.join(train_rows.column_names)}")
-    part, parts = map(int, args.train_shard.split("/"))
-    train_rows = train_rows.shard(parts, part, contiguous=False)
+    part, _, parts = (int(x) if x.isdigit() else x for x in args.train_shard.partition("/"))
+    if not (isinstance(part, int) and isinstance(parts, int) and part < parts):
+        raise UserError(f"--train-shard {args.train_shard}: expected i/n with i less than n, such as 0/2")
+    train_rows = train_rows.shuffle(seed=0).shard(parts, part) if parts > 1 else train_rows  # files are often sorted by label
     names, numbers = label_names_of(train_rows, args)
     settings = dict(id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
     if args.from_config:
         model = draw_model(AutoModelForSequenceClassification, args.from_config, tokenizer, **settings)
     else:
-        model = load_model(AutoModelForSequenceClassification, args.model_name_or_path, settings)
+        model = load_model(AutoModelForSequenceClassification, args.model_name_or_path, settings, ignore_mismatched_sizes=True)
     model.config.pad_token_id = tokenizer.pad_token_id  # for transformers' pipeline, which finds a decoder's last token by it
     limit = min(args.max_length, getattr(model.config, "max_position_embeddings", args.max_length))
     if limit < args.max_length:
@@ -550,7 +569,8 @@ def train(args):
         accuracy = (counts.trace() / counts.sum()).item()
         table = [{"label \\ taken for": name} | dict(zip(names, map(int, row))) for name, row in zip(names, counts.tolist())]
         run.table(f"{len(held_pairs)} held-out texts, accuracy {accuracy:.4f}", table)
-        run.write_json("evaluation.json", dict(accuracy=accuracy, confusion=counts.tolist(), labels=names, n=len(held_pairs)))
+        numbers = dict(accuracy=accuracy, confusion=counts.tolist(), labels=names, n=len(held_pairs))
+        run.write("evaluation.json", json.dumps(numbers, indent=2))
         saved = bare.model.merge_and_unload() if args.lora_r else bare.model
         saved.save_pretrained(run.folder / "model")
         tokenizer.model_max_length = args.max_length

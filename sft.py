@@ -125,7 +125,7 @@ class Args:
     """gradients are scaled down to this norm; None: never"""
 
 TINY = dict(
-    from_config="gpt2 n_embd=128 n_layer=3 n_head=4 n_positions=256", train_tokenizer=1024, dataset_name=str(HERE / "data/reviews"),
+    from_config="gpt2 n_embd=128 n_layer=3 n_head=4 n_positions=256", train_tokenizer=1024, dataset_name="data/reviews",
     max_length=256, dtype="float32", num_train_epochs=12.0, per_device_train_batch_size=16, learning_rate=2e-3,
     lr_scheduler_type="cosine", warmup_ratio=0.05,
 )
@@ -154,8 +154,10 @@ def parse_args(argv):
     folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     if not (folder / "args.json").exists():
         raise UserError(f"--resume {args.resume}: there is no run (no args.json)")
-    saved = Args(**json.loads((folder / "args.json").read_text())["args"])
-    args = tyro.cli(Args, default=saved, args=flags)
+    saved = json.loads((folder / "args.json").read_text())["args"]
+    if set(saved) != set(asdict(args)):
+        raise UserError(f"--resume {args.resume}: the run is of another script or version, its flags are not the same")
+    args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
     free = ("resume", "save_every", "keep_checkpoints", "log_with")
     if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
         raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
@@ -176,8 +178,15 @@ def next_token_losses(logits, labels):
     return losses, logits.argmax(-1) == labels
 
 # ---- 5. Models -------------------------------------------------------------------------------------------------------
+def check_positive(args, *names):
+    """Refuse a size of 0 or less before anything is loaded."""
+    for name in names:
+        if getattr(args, name) <= 0:
+            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {getattr(args, name)}")
+
 def load(what, function, name, **kwargs):
     """function(name), with one line where it fails: a wrong path, no network, a broken file."""
+    name = next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)  # recipes name folders beside this file
     try:
         return function(name, **kwargs)
     except Exception as error:  # the libraries raise a dozen kinds
@@ -216,8 +225,9 @@ def trainable(module):
 
 def make_optimizer(args, parameters, updates):
     """The optimizer of the dotted name, and its schedule, which steps once an update."""
-    if (kind := locate(args.optimizer)) is None:
-        raise UserError(f"--optimizer {args.optimizer}: not found; a dotted name such as torch.optim.AdamW of an installed package?")
+    kind = locate(args.optimizer)
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        raise UserError(f"--optimizer {args.optimizer}: not an optimizer of an installed package; e.g. torch.optim.AdamW")
     options = dict(lr=args.learning_rate, eps=args.adam_eps, fused=True)  # as far as it takes them
     optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
     if args.lr_scheduler_type == "exponential":
@@ -361,9 +371,10 @@ class Run:
 
     def __init__(self, args, accelerator, updates, columns):
         name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        name, taken = accelerate.utils.broadcast_object_list([name, Path(name, "args.json").exists() and not args.resume])
+        taken = Path(name).is_file() or (Path(name, "args.json").exists() and not args.resume)
+        name, taken = accelerate.utils.broadcast_object_list([name, taken])
         if taken:
-            raise UserError(f"{name} holds a run: --resume {name} goes on with it, --output-dir names another folder")
+            raise UserError(f"{name} is a file or holds a run: --resume goes on with a run, --output-dir names another folder")
         self.folder = Path(name)
         self.args, self.accelerator, self.main = args, accelerator, accelerator.is_main_process
         self.console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not self.main)
@@ -377,8 +388,8 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
             versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, accelerate)}
-            self.write_json("args.json", dict(args=asdict(args), command=sys.argv, versions=versions, commit=commit,
-                                              world_size=accelerator.num_processes))
+            about = dict(command=sys.argv, versions=versions, commit=commit, world_size=accelerator.num_processes)
+            self.write("args.json", json.dumps(dict(args=asdict(args), **about), indent=2))
         if args.log_with != "none":
             accelerator.log_with, accelerator.project_configuration.logging_dir = [args.log_with], str(self.folder)
             accelerator.init_trackers(Path(__file__).stem, {k: str(v) for k, v in asdict(args).items()})
@@ -387,8 +398,8 @@ class Run:
         self.signal = number
         signal.signal(number, signal.SIG_DFL)
 
-    def write_json(self, name, value):
-        (self.folder / f".{name}").write_text(json.dumps(value, indent=2) + "\n")
+    def write(self, name, text):
+        (self.folder / f".{name}").write_text(text)
         os.replace(self.folder / f".{name}", self.folder / name)  # whole or not at all
 
     def log(self, metrics, complaints=()):
@@ -456,8 +467,8 @@ class Run:
             for later in [path for path in found if path > last] if self.main else ():  # what came later will come again
                 shutil.rmtree(later)
         for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples
-            lines = [line for line in file.read_text().splitlines(True) if json.loads(line)["update"] <= state["update"]]
-            file.write_text("".join(lines))
+            lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]  # a kill can tear the last one
+            self.write(file.name, "".join(line for line in lines if json.loads(line)["update"] <= state["update"]))
         return state
 
     def curves(self, *names):
@@ -484,6 +495,9 @@ def start(args):
 # ---- 10. Train -------------------------------------------------------------------------------------------------------
 def train(args):
     """The whole run, from the flags to the last table. -> (model, run folder)"""
+    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "num_eval_rows")
+    if args.train_tokenizer and not args.from_config:
+        raise UserError("--train-tokenizer goes with --from-config: a trained model knows only its own tokenizer")
     accelerator = start(args)
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
     train_rows, held_rows = load_splits(args.dataset_name)
@@ -496,12 +510,14 @@ def train(args):
         load_model(AutoModelForCausalLM, args.model_name_or_path)
     if args.max_length > getattr(model.config, "max_position_embeddings", args.max_length):
         raise UserError(f"--max-length {args.max_length}: the model's context is {model.config.max_position_embeddings} tokens")
+    if args.packing and "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UserError("--packing needs a model that takes position ids, and this one does not; use --no-packing")
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no EOS, so the model could not learn to stop")
     model = (add_lora(model, args) if args.lora_r else model).to(device)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
     train_rows = train_rows.select(range(min(len(train_rows), args.num_train_rows or len(train_rows))))
-    if args.packing and "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UserError("--packing needs a model that takes position ids, and this one does not; use --no-packing")
     train_pairs, held_pairs = documents(train_rows, tokenizer, args), documents(held_rows, tokenizer, args)[: args.num_eval_rows]
     rows, held = pack(train_pairs, args.max_length, args.packing), pack(held_pairs, args.max_length, args.packing)
     B = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
@@ -566,7 +582,7 @@ def train(args):
     after = held_out_numbers(bare, held, autocast, accelerator, args)
     if run.main:
         run.table(f"{len(held_pairs)} held-out documents", [dict(metric=k, before=before[k], after=after[k]) for k in before])
-        run.write_json("evaluation.json", dict(before=before, after=after, n=len(held_pairs)))
+        run.write("evaluation.json", json.dumps(dict(before=before, after=after, n=len(held_pairs)), indent=2))
         if args.num_samples > 0:
             run.table("samples", write_samples(bare, tokenizer, held_pairs, args), "samples.jsonl", update=updates)
         saved = bare.merge_and_unload() if args.lora_r else bare
