@@ -199,8 +199,8 @@ class Args:
 
 TINY = dict(
     model_name_or_path="checkpoints/reviews-lm", reward_model_path="checkpoints/reviews-sentiment", dataset_name="data/reviews",
-    dtype="float32", total_episodes=7_680, per_device_train_batch_size=32, num_mini_batches=4, learning_rate=2e-4,
-    lr_scheduler_type="linear", kl_coef=0.1, num_sample_generations=3,
+    dtype="float32", total_episodes=12_800, per_device_train_batch_size=32, num_mini_batches=4, learning_rate=1.5e-4,
+    lr_scheduler_type="linear", kl_coef=0.08, num_sample_generations=3,
 )
 RECIPES = {
     "tiny": Args(**TINY),  # the small world of this project
@@ -473,7 +473,7 @@ def build_policy(args):
         model.value_head.load_state_dict(load_file(head))
     for part in (policy, critic) if args.gradient_checkpointing else ():
         if part is not None:
-            part.gradient_checkpointing_enable(dict(use_reentrant=False))  # transformers does it in train mode, not in generate
+            part.activation_checkpointing_enable(dict(use_reentrant=False))  # transformers does it in train mode, not in generate
     return model
 
 @torch.no_grad()

@@ -498,7 +498,7 @@ def train(args):
         for name, p in model.named_parameters():
             p.requires_grad_(p.requires_grad or any(part in heads for part in name.split(".")))
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable(dict(use_reentrant=False))
+        model.activation_checkpointing_enable(dict(use_reentrant=False))
     bare = Classifier(model).to(device)
     train_pairs, held_pairs = examples(train_rows, numbers, tokenizer, args), examples(held_rows, numbers, tokenizer, args)
     keep = torch.randperm(len(held_pairs), generator=draws(args.seed, "held-out"))[: args.num_eval_rows].tolist()

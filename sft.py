@@ -516,7 +516,7 @@ def train(args):
         raise UserError("the tokenizer has no EOS, so the model could not learn to stop")
     model = (add_lora(model, args) if args.lora_r else model).to(device)
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable(dict(use_reentrant=False))
+        model.activation_checkpointing_enable(dict(use_reentrant=False))
     train_rows = train_rows.select(range(min(len(train_rows), args.num_train_rows or len(train_rows))))
     train_pairs, held_pairs = documents(train_rows, tokenizer, args), documents(held_rows, tokenizer, args)[: args.num_eval_rows]
     rows, held = pack(train_pairs, args.max_length, args.packing), pack(held_pairs, args.max_length, args.packing)
