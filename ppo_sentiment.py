@@ -9,7 +9,7 @@ If you know PPO from CleanRL's ppo.py, this is what language changes:
 4. Responses end early, so every tensor has a mask made from counts, never from `token != pad` (`length_mask`).
 5. The value function is a linear head on the policy's own backbone, zero at the start, or a critic with its own weights.
 
-    python ppo_sentiment.py                                # recipe tiny: no download, no GPU, about a minute on 2 cores
+    python ppo_sentiment.py                                # recipe tiny: no download, no GPU, 2 to 3 minutes on 2 cores
     python ppo_sentiment.py --learning-rate 1.41e-5        # every field of Args is a flag; --help lists them
     python ppo_sentiment.py gpt2-imdb                      # the published job, from the Hub
     python ppo_sentiment.py gpt2-imdb-lora --load-in-8bit  # LoRA on a base in 8 bit; the reference is the adapter turned off
@@ -199,8 +199,8 @@ class Args:
 
 TINY = dict(
     model_name_or_path="checkpoints/reviews-lm", reward_model_path="checkpoints/reviews-sentiment", dataset_name="data/reviews",
-    dtype="float32", total_episodes=12_800, per_device_train_batch_size=32, num_mini_batches=4, learning_rate=1.5e-4,
-    lr_scheduler_type="linear", kl_coef=0.08, num_sample_generations=3,
+    dtype="float32", total_episodes=17_920, per_device_train_batch_size=32, num_mini_batches=4, learning_rate=1.5e-4,
+    lr_scheduler_type="linear", kl_coef=0.06, num_sample_generations=3,
 )
 RECIPES = {
     "tiny": Args(**TINY),  # the small world of this project

@@ -1,0 +1,80 @@
+"""What README.md and docs/ promise: the snippet runs, the commands parse, every metric is explained and every flag exists."""
+
+import contextlib
+import io
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from conftest import SCRIPTS
+
+pytest_plugins = ["run_fixtures"]
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_readme_snippet_answers_a_prompt(ppo, tiny_lm):
+    """The Python block of the README, with its folder replaced by that of a run, prints the prompt and a continuation."""
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
+    _, folder, _ = ppo(model_name_or_path=tiny_lm())
+    block = block.replace("runs/ppo_sentiment/<your run>/model", str(folder / "model"))
+    assert str(folder) in block
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(block, {})
+    assert out.getvalue().startswith("The plot of this film") and len(out.getvalue().strip()) > len("The plot of this film")
+
+
+def code_commands():
+    """Those that stand in code blocks (four spaces), which a reader will paste."""
+    for text in [page.read_text() for page in PAGES] + [(ROOT / f"{name}.py").read_text().split('"""')[1] for name in SCRIPTS]:
+        for line in re.findall(r"^ {4}(?:\w+=\S+ )?(?:python|torchrun|accelerate)\b(.*)$", text, re.M):
+            words = shlex.split(line, comments=True)
+            at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+            if at is not None and Path(words[at]).stem in SCRIPTS:
+                yield Path(words[at]).stem, words[at + 1 :]
+
+
+@pytest.mark.parametrize("name, words", sorted({(name, tuple(words)) for name, words in code_commands()}))
+def test_a_documented_command_parses(scripts, name, words):
+    """Every command of README, docs and docstrings is one that the script takes (--resume needs a run and is left out)."""
+    if "--resume" in words or "--help" in words:
+        pytest.skip("needs a run folder")
+    assert scripts[name].parse_args(list(words))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_flag_named_in_the_docs_exists(scripts, name):
+    """`--flag` in a script's page is a field of some script's Args, or an option of torchrun, accelerate, pip or git."""
+    foreign = {"a_b", "nproc_per_node", "num_processes", "multi_gpu", "cpu", "help", "private", "repo_type", "no_packing"}
+    known = {field for script in scripts.values() for field in script.Args.__dataclass_fields__} | foreign
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    named = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][a-z0-9_-]+)", page)}
+    assert not named - known
+
+
+def test_every_logged_metric_is_explained(ppo, sft, reward, tiny_lm, tiny_classifier):
+    """The names in metrics.jsonl are the names in the tables of docs/, both ways."""
+    logged = {
+        "ppo_sentiment": set(ppo("a", model_name_or_path=tiny_lm())[2][0]),
+        "sft": set(sft("b", model_name_or_path=tiny_lm())[2][0]),
+        "reward_model": set(reward("c", model_name_or_path=tiny_classifier())[2][0]),
+    }
+    for name, metrics in logged.items():
+        section = (ROOT / "docs" / f"{name}.md").read_text().split("## Metrics")[1].split("\n## ")[0]
+        cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]
+        explained = {word for cell in cells for word in re.findall(r"`([^`]+)`", cell)}
+        assert metrics == explained
+
+
+def test_results_in_the_docs_are_those_of_the_benchmarks():
+    """Each number of the result tables stands in a committed evaluation.json."""
+    page = (ROOT / "docs" / "ppo_sentiment.md").read_text().split("## Results")[1]
+    for seed in (1, 2, 3):
+        numbers = json.loads((ROOT / f"benchmarks/ppo-sentiment-tiny/seed{seed}/evaluation.json").read_text())
+        for metric, value in numbers["after"].items():
+            row = next(line for line in page.splitlines() if line.startswith(f"| {metric} |"))
+            assert row.split("|")[1 + 2 * seed].strip() == f"{value:.3f}"
+            assert row.split("|")[2 * seed].strip() == f"{numbers['before'][metric]:.3f}"
