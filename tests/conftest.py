@@ -15,7 +15,7 @@ import tokenizers  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+torch.set_num_threads(1)  # as in the processes that tests start: the same bits need the same number of threads
 transformers.utils.logging.disable_progress_bar()
 
 SCRIPTS = [name for name in ("sft", "reward_model", "ppo_sentiment", "ppo_dialog", "rloo_tldr") if (ROOT / f"{name}.py").exists()]
