@@ -664,7 +664,7 @@ class Run:
             raise UserError(f"{name} is a file or holds a run: --resume goes on with a run, --output-dir names another folder")
         self.folder = Path(name)
         self.args, self.accelerator, self.main = args, accelerator, accelerator.is_main_process
-        self.console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not self.main)
+        self.console = Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty(), quiet=not self.main)
         parts = ("{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}")
         self.bar = Progress(*parts, console=self.console, disable=not (self.main and self.console.is_terminal))
         self.updates, self.columns, self.task = updates, columns, self.bar.add_task("", total=updates)
