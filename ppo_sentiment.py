@@ -12,13 +12,14 @@ If you know PPO from CleanRL's ppo.py, this is what language changes:
     python ppo_sentiment.py                                # recipe tiny: no download, no GPU, 2 to 3 minutes on 2 cores
     python ppo_sentiment.py --learning-rate 1.41e-5        # every field of Args is a flag; --help lists them
     python ppo_sentiment.py gpt2-imdb                      # the published job, from the Hub
-    python ppo_sentiment.py gpt2-imdb-lora --load-in-8bit  # LoRA on a base in 8 bit; the reference is the adapter turned off
-    torchrun --nproc_per_node 2 ppo_sentiment.py           # the same run on two processes (or: accelerate launch)
+    python ppo_sentiment.py gpt2-imdb-lora --load-in-8bit  # LoRA on a base in 8 bit; the reference is the policy without its adapter
+    torchrun --nproc_per_node 2 ppo_sentiment.py           # two processes, twice the batch (or: accelerate launch)
     python ppo_sentiment.py --resume latest                # go on after a kill, with the same bits
 
-Trick -> where: EOS penalty, score clip, order of steps -> train, step 3 | whitening -> masked_whiten | GAE -> gae | clipping ->
+Trick -> where: EOS penalty, score clip, order of steps -> train, steps 2 to 4 | whitening -> masked_whiten | GAE -> gae | clipping ->
 clipped_policy_loss, clipped_value_loss | logits never held whole -> token_logprobs | exact global sampling -> draws, sample_tokens |
-loss independent of micro-batches and processes -> train, step 5 | resume bit for bit -> Run.save | tokenizers that differ -> load_reward
+loss independent of micro-batches and processes -> train, step 5 | resume bit for bit -> Run.checkpoint, Run.restore |
+tokenizers that differ -> load_classifier
 
 Papers: PPO (Schulman et al. 2017), GAE (Schulman et al. 2016), Fine-tuning language models from human preferences (Ziegler et al.
 2019), The N+ implementation details of RLHF with PPO (Huang et al. 2024). Results, metrics, details: docs/ppo_sentiment.md.
@@ -823,7 +824,7 @@ def train(args):
     reward = load_reward(args, device)
     judge = args.judge_model_path and load_classifier(args.judge_model_path, args.reward_label, 64, device)
     train_queries, held_queries = (load_queries(rows, tokenizer, args) for rows in load_splits(args.dataset_name))
-    optimizer, scheduler = make_optimizer(args, trainable(bare).values(), updates)
+    optimizer, scheduler = make_optimizer(args, (parameters := trainable(bare)).values(), updates)
     stop_token_id = args.stop_token_id if args.stop_token_id is not None else tokenizer.eos_token_id if args.stop_token else -1
     if stop_token_id is None:
         raise UserError("the tokenizer has no EOS: name a --stop-token-id, or use --stop-token None")
@@ -846,7 +847,7 @@ def train(args):
     held_batch = [x.to(device) for x in draw_batch(held_queries, rows, args, "held-out")]
     with autocast:
         before = evaluate(bare, tokenizer, reward, judge, held_batch, stop_token_id, args)
-    state = {"kl_coef": args.kl_coef} | run.restore(trainable(bare), optimizer, scheduler)
+    state = {"kl_coef": args.kl_coef} | run.restore(parameters, optimizer, scheduler)
     kl_coef, skipped = state["kl_coef"], 0
     run.bar.start()
     for update in range(state["update"] + 1, updates + 1):
@@ -885,8 +886,9 @@ def train(args):
             micros = mb[rank * len(mb) // world : (rank + 1) * len(mb) // world].split(n)
             for i, rows in enumerate(micros):
                 m, old, old_values = b_mask[rows], b["logprobs"][rows], b["values"][rows]  # [n, T]
-                with autocast, accelerator.no_sync(model) if i + 1 < len(micros) else nullcontext():
-                    new, entropies, values = model(b["ids"][rows], b["mask"][rows], T, args.temperature)  # [n, T]
+                with accelerator.no_sync(model) if i + 1 < len(micros) else nullcontext():
+                    with autocast:
+                        new, entropies, values = model(b["ids"][rows], b["mask"][rows], T, args.temperature)  # [n, T]
                     # where before arithmetic: behind a response's end there may stand anything, and nan * 0 is nan
                     new, old, entropies, values, old_values = (torch.where(m, x, 0.0) for x in (new, old, entropies, values, old_values))
                     policy_loss = clipped_policy_loss(new, old, advantages[rows], args.cliprange)
@@ -899,7 +901,7 @@ def train(args):
                 mb_sums += torch.stack([x.detach().float().sum() for x in seen])
             mb_sums = accelerator.reduce(mb_sums)
             sums += mb_sums
-            norm = accelerator.clip_grad_norm_(trainable(bare).values(), args.max_grad_norm or math.inf)
+            norm = accelerator.clip_grad_norm_(parameters.values(), args.max_grad_norm or math.inf)
             if args.early_stop_approxkl is not None and mb_sums[4] / mb_tokens > args.early_stop_approxkl:
                 optimizer.zero_grad()
                 break
@@ -943,7 +945,7 @@ def train(args):
         if args.num_sample_generations and update % math.ceil(updates / args.num_sample_generations) == 0:
             rows = [dict(prompt=p, response=r, score=x) for p, r, x in zip(prompts[:4], responses, b["scores"].tolist())]
             run.table(f"samples of update {update}", rows, "samples.jsonl", update=update)
-        run.checkpoint(update, trainable(bare), optimizer, scheduler, kl_coef=kl_coef)
+        run.checkpoint(update, parameters, optimizer, scheduler, kl_coef=kl_coef)
 
     # 7. The same held-out prompts again, the table, and the model that the next script loads.
     run.bar.stop()

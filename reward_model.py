@@ -10,7 +10,7 @@ losses belong in section 4, their columns in section 6.
     python reward_model.py                      # recipe tiny: how checkpoints/reviews-sentiment was made
     python reward_model.py distilbert-imdb      # what lvwerra/distilbert-imdb is, from the Hub
     python reward_model.py --model-name-or-path my_lm --dataset-name my_folder --label-names negative,positive
-    torchrun --nproc_per_node 2 reward_model.py # the same run on two processes (or: accelerate launch)
+    torchrun --nproc_per_node 2 reward_model.py # two processes, twice the batch (or: accelerate launch)
 
 Results, metrics, details: docs/reward_model.md.
 """

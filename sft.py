@@ -12,7 +12,7 @@ If you know nanoGPT's train.py, this is what differs:
     python sft.py gpt2-imdb                           # GPT-2 on IMDB, from the Hub: what lvwerra/gpt2-imdb is
     python sft.py --model-name-or-path gpt2 --dataset-name my_folder --lora-r 16
     python sft.py --from-config "llama hidden_size=256 num_hidden_layers=4" --train-tokenizer 4096 --dataset-name my_folder
-    torchrun --nproc_per_node 2 sft.py                # the same run on two processes (or: accelerate launch)
+    torchrun --nproc_per_node 2 sft.py                # two processes, twice the batch (or: accelerate launch)
 
 Results, metrics, details: docs/sft.md.
 """
@@ -332,10 +332,11 @@ def predict(model, ids, positions):
 
     The mask is added to the attention scores, [B, 1, L, L]: not every architecture reads the borders from position ids (OPT does not).
     """
-    document = (positions == 0).cumsum(-1)  # [B, L]
     if not (positions[:, 1:] == 0).any():
         return model(input_ids=ids, use_cache=False).logits
-    apart = (document[:, None, :] != document[:, :, None]) | torch.ones_like(ids[0, :, None] * ids[0]).triu(1).bool()  # [B, L, L]
+    document = (positions == 0).cumsum(-1)  # [B, L], the number of the document in its row
+    later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).triu(1)  # [L, L]
+    apart = later | (document[:, None, :] != document[:, :, None])  # [B, L, L]
     mask = torch.zeros(apart.shape, device=ids.device).masked_fill(apart, torch.finfo(torch.bfloat16).min)[:, None]  # [B, 1, L, L]
     return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
 
