@@ -98,7 +98,7 @@ class Args:
     reward_label: str = "positive"
     """the label whose logit is the reward: its name in the classifier's config, in any case, or its number"""
     reward_fn: str | None = None
-    """FILE.py:function in place of the classifier; runs your code: (prompts, responses), lists of str -> list of float"""
+    """FILE.py:function in place of the reward model; runs your code: (prompts, responses), lists of str -> list of float"""
     judge_model_path: str | None = None
     """a second classifier that PPO never sees; its probability of reward_label joins the before / after table"""
     value_model_path: str | None = None
@@ -217,7 +217,7 @@ def parse_args(argv):
 
     --resume takes the flags of the run that it goes on with, and refuses others where they would change the result.
     """
-    named = any(word.split("=")[0].replace("_", "-") in ("--model-name-or-path", "--from-config") for word in argv)
+    named = any(word.split("=")[0].replace("_", "-") in ("--model-name-or-path", "--sft-model-path", "--from-config") for word in argv)
     recipe, flags = (argv[0], argv[1:]) if argv and argv[0][0] != "-" else ("custom" if named else "tiny", argv)
     if recipe not in (*RECIPES, "custom"):
         raise UserError(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
@@ -447,9 +447,9 @@ class PolicyAndValue(nn.Module):
         with self.policy.disable_adapter() if self.reference is None else nullcontext():
             return response_logprobs(self.reference or self.policy, input_ids, mask, T, temperature)[0]
 
-def build_policy(args):
-    """Policy, reference and value function as the flags say. -> PolicyAndValue"""
-    name, reference, eight_bit = args.model_name_or_path, None, {}
+def load_policy(args, name):
+    """The policy, ready to be trained, and the frozen reference; None where that is the policy with its adapter off."""
+    reference, eight_bit = None, {}
     if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
         raise UserError("--num-shared-layers goes neither with --lora-r, which shares all layers, nor with --load-in-8bit")
     if args.load_in_8bit:
@@ -466,15 +466,21 @@ def build_policy(args):
         reference = copy.deepcopy(policy, memo={id(p): p for p in shared})  # deepcopy takes what its memo holds as it is
     else:
         reference = load_model(AutoModelForCausalLM, name, **eight_bit)
+    if args.gradient_checkpointing:
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # transformers does it in train mode, not in generate
+    return policy, reference and reference.requires_grad_(False)
+
+def build_policy(args):
+    """Policy, reference and value function as the flags say. -> PolicyAndValue"""
+    policy, reference = load_policy(args, args.model_name_or_path)
     critic = load_model(AutoModel, args.value_model_path) if args.value_model_path else None
     if critic is not None and critic.config.vocab_size < policy.config.vocab_size:
         raise UserError(f"--value-model-path {args.value_model_path}: its vocabulary is smaller than the policy's")
-    model = PolicyAndValue(policy, reference and reference.requires_grad_(False), critic)
-    if (head := Path(args.value_model_path or name) / "value_head.safetensors").exists():
+    if critic is not None and args.gradient_checkpointing:
+        critic.activation_checkpointing_enable(dict(use_reentrant=False))
+    model = PolicyAndValue(policy, reference, critic)
+    if (head := Path(args.value_model_path or args.model_name_or_path) / "value_head.safetensors").exists():
         model.value_head.load_state_dict(load_file(head))
-    for part in (policy, critic) if args.gradient_checkpointing else ():
-        if part is not None:
-            part.activation_checkpointing_enable(dict(use_reentrant=False))  # transformers does it in train mode, not in generate
     return model
 
 @torch.no_grad()
@@ -507,25 +513,31 @@ def load_classifier(name, label, batch_size, device):
 
     return classify, numbers[label.lower()]
 
+def load_function(flag, name):
+    """The function that FILE.py:function names; the file may stand beside this one. It is code of the user's, and it runs here."""
+    path, _, function = name.partition(":")
+    path = next((str(place) for place in (Path(path), HERE / path) if place.is_file()), None)
+    if path is None or not callable(found := runpy.run_path(path).get(function)):
+        raise UserError(f"{flag} {name}: expected FILE.py:function, and found no such file or function")
+    return found
+
+def check_scores(scores, prompts, responses):
+    """Refuse what a reward function should not return, and name the response. -> fp32 [B]"""
+    if not isinstance(scores, list) or len(scores) != len(prompts) or not all(isinstance(x, (int, float)) for x in scores):
+        raise UserError(f"the reward function must return a list of {len(prompts)} floats; it returned {str(scores)[:100]}")
+    for score, prompt, response in zip(scores, prompts, responses):
+        if not math.isfinite(score):
+            raise UserError(f"the reward is {score} for the prompt {prompt!r} with the response {response!r}")
+    return torch.tensor(scores, dtype=torch.float32)
+
 def load_reward(args, device):
     """The reward as a function of prompts and responses (lists of str) -> fp32 [B]: a classifier's logit, or the user's own code."""
     if args.reward_fn:
-        path, _, name = args.reward_fn.partition(":")
-        if not Path(path).is_file() or not callable(function := runpy.run_path(path).get(name)):
-            raise UserError(f"--reward-fn {args.reward_fn}: expected FILE.py:function, and found no such file or function")
+        reward = load_function("--reward-fn", args.reward_fn)
     else:
         classify, label = load_classifier(args.reward_model_path, args.reward_label, args.local_rollout_forward_batch_size, device)
-
-    def reward(prompts, responses):
-        scores = function(prompts, responses) if args.reward_fn else classify(prompts, responses)[:, label].tolist()
-        if not isinstance(scores, list) or len(scores) != len(prompts) or not all(isinstance(x, (int, float)) for x in scores):
-            raise UserError(f"the reward function must return a list of {len(prompts)} floats; it returned {str(scores)[:100]}")
-        for score, prompt, response in zip(scores, prompts, responses):
-            if not math.isfinite(score):
-                raise UserError(f"the reward is {score} for the prompt {prompt!r} with the response {response!r}")
-        return torch.tensor(scores, dtype=torch.float32, device=device)
-
-    return reward
+        reward = lambda prompts, responses: classify(prompts, responses)[:, label].tolist()  # noqa: E731
+    return lambda prompts, responses: check_scores(reward(prompts, responses), prompts, responses).to(device)
 
 def make_optimizer(args, parameters, updates):
     """The optimizer of the dotted name, and its schedule, which steps once an update."""
@@ -598,16 +610,22 @@ def draw_batch(queries, rows, args, *place):
 # ---- 7. Rollout ------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def generate(model, ids, mask, room, uniforms, stop_token_id, temperature):
-    """Sample each row until its stop token or the end of its room. Pure sampling: no top-k, no top-p, no minimum length.
+    """Sample until the stop token or the end of the room. Pure sampling: no top-k, no top-p, no minimum length.
 
-    Left-padded ids, mask [B, C]; room [B]; uniforms [B, T] -> tokens [B, T], lengths [B]. A row that is done leaves the batch.
+    Left-padded ids, mask [B, C]; room [k * B]; uniforms [k * B, T] -> tokens [k * B, T], lengths [k * B]. Rows r, B + r, ... answer
+    prompt r, which runs through the model once. A row that is done leaves the batch.
     """
     body, head = body_and_head(model)
-    rows = torch.arange(len(ids), device=ids.device)  # the rows still being written
-    tokens = torch.zeros(uniforms.shape, dtype=torch.long, device=ids.device)
     cache = transformers.DynamicCache(config=body.config)
+    hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
+    if len(uniforms) > len(ids):
+        prompt = torch.arange(len(ids), device=ids.device).repeat(len(uniforms) // len(ids))  # [k * B]
+        cache.batch_select_indices(prompt)
+        hidden, mask = hidden[prompt], mask[prompt]
+    rows = torch.arange(len(uniforms), device=ids.device)  # the rows still being written
+    tokens = torch.zeros(uniforms.shape, dtype=torch.long, device=ids.device)
     for t in range(uniforms.shape[1]):
-        logits = F.linear(hidden_states(body, ids, mask, cache)[:, -1], head.weight, head.bias) / temperature  # [rows, V]
+        logits = F.linear(hidden, head.weight, head.bias) / temperature  # [rows, V]
         token = sample_tokens(logits, uniforms[rows, t])  # [rows]
         tokens[rows, t] = token
         going = ((token != stop_token_id) & (t + 1 < room[rows])).nonzero().squeeze(-1)
@@ -616,7 +634,8 @@ def generate(model, ids, mask, room, uniforms, stop_token_id, temperature):
         if len(going) < len(rows):
             cache.batch_select_indices(going)
             rows, mask, token = rows[going], mask[going], token[going]
-        ids, mask = token[:, None], F.pad(mask, (0, 1), value=True)
+        mask = F.pad(mask, (0, 1), value=True)
+        hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
     return tokens, torch.minimum(response_lengths(tokens, stop_token_id), room)
 
 @torch.no_grad()
@@ -716,6 +735,8 @@ class Run:
         if file and self.main:
             with open(self.folder / file, "a") as lines:
                 lines.writelines(json.dumps(extra | row) + "\n" for row in rows)
+        if file and self.args.log_with == "wandb":
+            self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=[list(row.values()) for row in rows])
 
     def checkpoint(self, update, parameters, optimizer, scheduler, **state):
         """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit."""
@@ -780,14 +801,16 @@ def start(args):
     torch.manual_seed(args.seed)  # the weights that start at random: LoRA's A, a new head
     return accelerator
 
-def save_model(model, tokenizer, folder):
+def save_policy(policy, tokenizer, folder):
     """What plain transformers and the next script load. LoRA is merged, but not into 8 bit: there the folder is the adapter."""
-    policy = model.policy
     if hasattr(policy, "merge_and_unload") and not getattr(policy.get_base_model(), "is_loaded_in_8bit", False):
         policy.save_pretrained(folder.parent / "adapter")
         policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+def save_value(model, folder):
+    """The value head, and the critic where there is one, beside the policy or below it."""
     if model.critic is not None:
         model.critic.save_pretrained(folder := folder / "critic")
     save_file({name: x.detach().cpu() for name, x in model.value_head.state_dict().items()}, folder / "value_head.safetensors")
@@ -799,6 +822,8 @@ def health(m, args):
         "ratio far from 1: the steps are too big; lower --learning-rate or --num-ppo-epochs": not 0.5 < m["val/ratio"] < 2,
         "the entropy is gone, the policy always says the same; raise --kl-coef": m["policy/entropy_avg"] < 0.1,
         "all rewards are equal: there is nothing to learn from": m["env/reward_std"] == 0,
+        "most prompts have equal rewards for all their responses: raise --temperature or --rloo-k":
+            m.get("frac_reward_zero_std", 0.0) > 0.5,
         "no response ended by itself: is --response-length long enough, was EOS learned?":
             args.missing_eos_penalty is not None and m["val/num_eos_tokens"] == 0,
     }  # fmt: skip
@@ -961,7 +986,8 @@ def train(args):
         about = dict(n=len(before[1]), judge=args.judge_model_path or args.reward_fn or args.reward_model_path,
                      decoding=f"sampling, temperature {args.temperature}, {args.response_min_length} to {T} tokens")
         run.write("evaluation.json", json.dumps(dict(before=before[0], after=after[0], **about), indent=2))
-        save_model(bare, tokenizer, run.folder / "model")
+        save_policy(bare.policy, tokenizer, run.folder / "model")
+        save_value(bare, run.folder / "model")
         run.curves("objective/scores", "objective/kl", "policy/entropy_avg", "loss/value_avg")
         say(f"saved {run.folder / 'model'}")
     accelerator.end_training()

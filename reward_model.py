@@ -1,18 +1,26 @@
-"""Reward model: a classifier of texts, whose logit of one label is a reward that PPO can climb.
+"""Reward model: preferences, rankings or labels of texts become a score that PPO and RLOO can climb.
 
-It is an ordinary classifier, with what its use as a reward asks for:
-1. A decoder's score is read at the last real token, found by count: looking for `token != pad` misses a real EOS where pad is EOS.
-2. Texts can be cut at random places while training: a rollout is the beginning of a text, and the score must mean something there.
-3. The names of the labels stand in config.json, so that a reward is asked for by name and not by a place in a list.
-What it saves loads with transformers.pipeline("text-classification", folder). Preference data (pairs, rankings) are not read yet: their
-losses belong in section 4, their columns in section 6.
+It is an ordinary classifier of texts, and what its use as a reward asks for:
+1. The columns decide. text, label: a classifier, whose logit of one label is the reward. prompt, chosen, rejected (or chosen and
+   rejected that begin alike) or prompt, responses (best first): one score a text, by Bradley-Terry (`preference_loss`, `ranking_loss`).
+2. A decoder's score is read at the last real token, found by count: looking for `token != pad` misses a real EOS where pad is EOS.
+3. A response is read as it was written: prompt, response, EOS, tokenised by the same rule as in sft.py and rloo_tldr.py, and what
+   is too long loses its beginning, never its EOS (`preference_ids`).
+4. A new head is drawn at 1 / sqrt(d + 1), so that the first scores are about 1 in size (N+, detail 11).
+5. Preferences do not say where 0 is. The mean score of reference responses is kept as reward_offset in config.json, and subtracted
+   by the scripts that read it (N+, detail 13); plain transformers gives the score plus that constant.
+6. Texts with labels can be cut at random places while training: a rollout is the beginning of a text (--min-prefix-length).
+What it saves loads with AutoModelForSequenceClassification, a classifier with transformers.pipeline("text-classification") too.
 
     python reward_model.py                      # recipe tiny: how checkpoints/reviews-sentiment was made
+    python reward_model.py tiny-tldr            # how checkpoints/tldr-reward was made, from pairs
     python reward_model.py distilbert-imdb      # what lvwerra/distilbert-imdb is, from the Hub
-    python reward_model.py --model-name-or-path my_lm --dataset-name my_folder --label-names negative,positive
+    python reward_model.py tldr-pythia-1b       # N+'s reward model, from the Hub
+    python reward_model.py --model-name-or-path my_lm --dataset-name my_folder
     torchrun --nproc_per_node 2 reward_model.py # two processes, twice the batch (or: accelerate launch)
 
-Results, metrics, details: docs/reward_model.md.
+Papers: Learning to summarize from human feedback (Stiennon et al. 2020), InstructGPT (Ouyang et al. 2022), The N+ implementation
+details of RLHF with PPO (Huang et al. 2024). Results, metrics, details: docs/reward_model.md.
 """
 
 # ---- 2. Imports ------------------------------------------------------------------------------------------------------
@@ -71,7 +79,7 @@ class Args:
     """where the metrics go besides metrics.jsonl; WANDB_MODE=offline works"""
     # model
     model_name_or_path: str = "distilbert/distilbert-base-uncased"
-    """where to start: a Hub name, or a folder (a LoRA adapter's too); a model without a classification head gets a new one"""
+    """where to start: a Hub name, or a folder (a LoRA adapter's too); a language model gets a new head"""
     from_config: str | None = None
     """weights at random instead: a model type or a folder with config.json, then sizes ("distilbert n_layers=2 dim=64")"""
     tokenizer_name_or_path: str | None = None
@@ -90,22 +98,24 @@ class Args:
     """names of the layers that get an adapter, with commas, or all-linear (c_attn: GPT-2's attention)"""
     # data
     dataset_name: str = "stanfordnlp/imdb"
-    """a Hub name or a folder of jsonl, with the columns text and label"""
+    """Hub name or folder of jsonl: text, label | prompt, chosen, rejected | chosen, rejected | prompt, responses (best first)"""
     train_shard: str = "0/1"
     """i/n: part i of the shuffled training rows cut into n; 0/2 and 1/2 are two disjoint halves"""
+    center_dataset_name: str | None = None
+    """preferences: prompts and completions whose mean score becomes 0 (N+); None: the preferred responses of the training rows"""
     label_names: str | None = None
     """names of the classes in the order of their numbers, with commas; None: the data set's own, else the labels themselves"""
     max_length: int = 512
-    """tokens; of a longer text the beginning is read"""
+    """tokens; of a longer text with a label the beginning is read, of a longer response with its prompt the end"""
     min_prefix_length: int = 0
-    """tokens: while training, cut each text at a random place from here on, since PPO will ask about beginnings (0: never)"""
+    """labels: while training, cut each text at a random token from here on, since PPO will ask about beginnings (0: never)"""
     num_eval_rows: int = 25_000
-    """held-out rows that are classified at the end"""
+    """held-out rows that are scored at the end"""
     # batch
     num_train_epochs: float = 2.0
     """passes over the rows"""
     per_device_train_batch_size: int = 16
-    """texts in one forward and backward pass"""
+    """rows in one forward and backward pass; all responses to a prompt are in the same one (InstructGPT)"""
     gradient_accumulation_steps: int = 1
     """passes for one optimizer step; batch = the two multiplied x processes"""
     # optimizer
@@ -127,9 +137,23 @@ TINY = dict(
     label_names="negative,positive", num_train_epochs=6.0, per_device_train_batch_size=32, learning_rate=1e-3,
     lr_scheduler_type="cosine", warmup_ratio=0.1,
 )
+TINY_TLDR = TINY | dict(
+    model_name_or_path="checkpoints/tldr-sft", dataset_name="data/tldr-preference", center_dataset_name="data/tldr", max_length=224,
+    label_names=None, num_train_epochs=4.0,
+)
 RECIPES = {
     "tiny": Args(**TINY),  # checkpoints/reviews-sentiment
+    "tiny-tldr": Args(**TINY_TLDR),  # checkpoints/tldr-reward
     "distilbert-imdb": Args(),  # what lvwerra/distilbert-imdb is
+    "tldr-pythia-1b": Args(  # N+, table 3
+        model_name_or_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr", dataset_name="trl-lib/tldr-preference",
+        center_dataset_name="trl-lib/tldr", max_length=638, num_train_epochs=1.0, per_device_train_batch_size=8,
+        gradient_accumulation_steps=8, learning_rate=3e-6, adam_eps=1e-5, lr_scheduler_type="cosine", num_eval_rows=2_000,
+    ),
+    "hh": Args(
+        model_name_or_path="EleutherAI/pythia-160m", dataset_name="Anthropic/hh-rlhf", num_train_epochs=1.0, learning_rate=1e-5,
+        per_device_train_batch_size=8, gradient_accumulation_steps=8, warmup_ratio=0.1, num_eval_rows=5_000,
+    ),
 }
 
 class UserError(Exception):
@@ -140,7 +164,7 @@ def parse_args(argv):
 
     --resume takes the flags of the run that it goes on with, and refuses others where they would change the result.
     """
-    named = any(word.split("=")[0].replace("_", "-") in ("--model-name-or-path", "--from-config") for word in argv)
+    named = any(word.split("=")[0].replace("_", "-") in ("--model-name-or-path", "--sft-model-path", "--from-config") for word in argv)
     recipe, flags = (argv[0], argv[1:]) if argv and argv[0][0] != "-" else ("custom" if named else "tiny", argv)
     if recipe not in (*RECIPES, "custom"):
         raise UserError(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
@@ -165,6 +189,24 @@ def parse_args(argv):
 def length_mask(lengths, max_length):
     """True on the first `lengths` positions of each row. [B] -> bool [B, T]"""
     return torch.arange(max_length, device=lengths.device) < lengths[:, None]  # [B, T]
+
+def preference_loss(chosen, rejected, margin=0.0):
+    """-log P(chosen is preferred), where P = sigmoid of the score difference (Bradley-Terry). [N], [N] -> [N], in nats
+
+    A margin, in units of the score, asks for more distance between texts that differ more (Llama 2, section 3.2.2).
+    """
+    return -F.logsigmoid((chosen - rejected).float() - margin)
+
+def ranking_loss(scores, mask):
+    """Mean of preference_loss over all pairs of a row, best first (Ouyang et al. 2022, eq. 1). [N, K], bool [N, K] -> [N]
+
+    The mask leaves out what pads a row of fewer responses; a row of one has no pair and loses 0.
+    """
+    scores = torch.where(mask, scores.float(), 0.0)
+    better, worse = torch.triu_indices(mask.shape[1], mask.shape[1], 1, device=mask.device)  # [K (K - 1) / 2] pairs
+    both = mask[:, better] & mask[:, worse]  # [N, pairs]
+    losses = preference_loss(scores[:, better], scores[:, worse])
+    return torch.where(both, losses, 0.0).sum(1) / both.sum(1).clamp(min=1)
 
 def draws(seed, *place):
     """A random generator for one place in the run, such as (seed, "tokens", update): no draw depends on an earlier one."""
@@ -250,6 +292,17 @@ def sequence_logits(model, input_ids, mask):
     hidden = hidden_states(model.base_model, input_ids, mask)  # [B, L, H]
     return model.score(hidden[torch.arange(len(hidden), device=mask.device), mask.sum(-1) - 1]).float()
 
+def new_head(model, name):
+    """Draw the weights of a decoder's head anew where the folder or Hub name has none: std 1 / sqrt(d + 1), d inputs. -> is it new?"""
+    known = load("model", AutoConfig.from_pretrained, name).architectures or () if name else ()
+    new = not any("ForSequenceClassification" in architecture for architecture in known)
+    if new and hasattr(model, "score"):
+        scale = (model.score.in_features + 1) ** -0.5  # N+, detail 11: scores of about 1 at the start
+        nn.init.normal_(model.score.weight, std=scale)
+        spread = model.score.weight.square().mean().sqrt() / scale
+        assert abs(spread - 1) < 4 / model.score.weight.numel() ** 0.5, "the new head is not what was drawn"  # 5.6 sigma
+    return new
+
 def make_optimizer(args, parameters, updates):
     """The optimizer of the dotted name, and its schedule, which steps once an update."""
     kind = locate(args.optimizer)
@@ -311,35 +364,110 @@ def label_names_of(rows, args):
     return list(map(str, names or labels)), {label: number for number, label in enumerate(labels)} | {n: i for i, n in enumerate(names)}
 
 def examples(rows, numbers, tokenizer, args):
-    """(ids, label) of each row -> list of pairs."""
+    """Rows with a text and a label -> list of ([ids], class)."""
     texts = [text if isinstance(text, str) else "" for text in rows["text"]]
     texts = tokenizer(texts, truncation=True, max_length=args.max_length).input_ids
     for label in set(rows["label"]) - set(numbers):
         raise UserError(f"{args.dataset_name!r}: the label {label!r} is none of {', '.join(map(str, numbers))}")
-    pairs = [(ids, numbers[label]) for ids, label in zip(texts, rows["label"]) if ids]
-    if not pairs:
+    found = [([ids], numbers[label]) for ids, label in zip(texts, rows["label"]) if ids]
+    if not found:
         raise UserError(f"{args.dataset_name!r}: no row has a text")
-    return pairs
+    return found
 
-def collate_texts(pairs, device):
-    """Pairs -> ids [B, L] padded on the right, bool mask [B, L], labels [B]."""
-    lengths = torch.tensor([len(ids) for ids, _ in pairs])
-    ids = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids, _ in pairs], batch_first=True)
-    return ids.to(device), length_mask(lengths, ids.shape[1]).to(device), torch.tensor([label for _, label in pairs], device=device)
+def preference_ids(tokenizer, prompts, responses, max_length):
+    """Token ids of prompt, response and EOS: the same rule in training and in rollouts -> list of lists
+
+    A response that was cut gets its EOS too, since the model learned to score at EOS, and learned that a cut text is a bad one. What
+    is too long loses its beginning. A tokenizer without EOS (BERT's family) marks the ends of a text in its own way.
+    """
+    if tokenizer.eos_token_id is None:
+        tokenizer.truncation_side = "left"
+        return tokenizer([p + r for p, r in zip(prompts, responses)], truncation=True, max_length=max_length).input_ids
+    parts = zip(*(tokenizer(list(texts), add_special_tokens=False).input_ids for texts in (prompts, responses)))
+    return [(prompt + response + [tokenizer.eos_token_id])[-max_length:] for prompt, response in parts]
+
+def preferences(rows, tokenizer, args):
+    """Rows with chosen and rejected, or responses, best first -> list of ([ids of each response], margin)."""
+    names = rows.column_names
+    groups = rows["responses"] if "responses" in names else [list(pair) for pair in zip(rows["chosen"], rows["rejected"])]
+    prompts = rows["prompt"] if "prompt" in names else [""] * len(groups)  # without: chosen and rejected begin alike, as in HH
+    margins = [float(margin or 0) for margin in rows["margin"]] if "margin" in names else [0.0] * len(groups)
+    kept = [row for row in zip(prompts, groups, margins) if isinstance(row[0], str) and isinstance(row[1], list)
+            and len(row[1]) > 1 and all(isinstance(text, str) and text.strip() for text in row[1])]  # fmt: skip
+    if not kept:
+        raise UserError(f"{args.dataset_name!r}: no row has two responses to compare")
+    flat = [(prompt, text) for prompt, group, _ in kept for text in group]
+    ids = iter(preference_ids(tokenizer, *zip(*flat), args.max_length))
+    return [([next(ids) for _ in group], margin) for _, group, margin in kept]
+
+def center_texts(train_rows, tokenizer, args):
+    """The responses whose mean score will be 0 -> list of ([ids], 0.0)."""
+    if not args.center_dataset_name:
+        return [(group[:1], 0.0) for group, _ in train_rows]
+    rows, _ = load_splits(args.center_dataset_name)
+    if not {"prompt", "completion"} <= set(rows.column_names):
+        raise UserError(f"--center-dataset-name {args.center_dataset_name}: it needs the columns prompt and completion")
+    kept = [row for row in zip(rows["prompt"], rows["completion"]) if all(isinstance(text, str) and text for text in row)]
+    return [([ids], 0.0) for ids in preference_ids(tokenizer, *zip(*kept), args.max_length)]
+
+def collate_texts(batch, device):
+    """Rows of K texts or fewer -> ids [N * K, L] padded on the right, bool mask [N * K, L], exists bool [N, K], targets [N].
+
+    A text that a row lacks is one token 0; `exists` leaves its score out.
+    """
+    counts = torch.tensor([len(texts) for texts, _ in batch])
+    texts = [torch.tensor(ids) for group, _ in batch for ids in group + [[0]] * (int(counts.max()) - len(group))]
+    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    mask = length_mask(torch.tensor([len(text) for text in texts]), ids.shape[1])
+    parts = ids, mask, length_mask(counts, int(counts.max())), torch.tensor([target for _, target in batch])
+    return [part.to(device) for part in parts]
+
+def row_losses(logits, exists, targets, classes):
+    """The loss of each row, how much of it was right (0 to 1), and the scores. [N * K, classes or 1] -> [N], [N], [N, K]"""
+    if classes > 1:
+        return F.cross_entropy(logits, targets, reduction="none"), (logits.argmax(-1) == targets).float(), logits
+    scores = logits.view(exists.shape)  # [N, K], best first
+    if scores.shape[1] == 2:
+        losses = preference_loss(scores[:, 0], scores[:, 1], targets)
+    else:
+        losses = ranking_loss(scores, exists)
+    better, worse = torch.triu_indices(*[scores.shape[1]] * 2, 1, device=scores.device)
+    both = exists[:, better] & exists[:, worse]
+    right = ((scores[:, better] > scores[:, worse]) & both).sum(1) / both.sum(1)
+    return losses, right, scores
 
 # ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
 @torch.no_grad()
-def confusion(model, pairs, classes, autocast, accelerator, args):
-    """Count the held-out texts of each label (rows) by what they were taken for (columns), on all processes. -> [classes, classes]"""
+def score_rows(model, rows, autocast, accelerator):
+    """Logits of the texts of held-out rows, on all processes. -> list of (logits [K, classes or 1], target), in any order"""
     model.eval()
-    counts = torch.zeros(classes, classes, device=accelerator.device)
-    pairs = sorted(pairs, key=lambda pair: len(pair[0]))[accelerator.process_index :: accelerator.num_processes]
-    for i in range(0, len(pairs), 64):
-        ids, mask, labels = collate_texts(pairs[i : i + 64], accelerator.device)
+    rows, found = sorted(rows, key=lambda row: len(row[0][0]))[accelerator.process_index :: accelerator.num_processes], []
+    for i in range(0, len(rows), 32):
+        ids, mask, exists, targets = collate_texts(part := rows[i : i + 32], accelerator.device)
         with autocast:
-            predicted = model(ids, mask).argmax(-1)
-        counts.index_put_((labels, predicted), torch.ones_like(labels, dtype=counts.dtype), accumulate=True)
-    return accelerator.reduce(counts)
+            logits = model(ids, mask).cpu().view(*exists.shape, -1)  # [N, K, classes or 1]
+        found += [(x[: len(texts)].tolist(), target) for x, (texts, target) in zip(logits, part)]
+    return accelerate.utils.gather_object(found)
+
+def classes_table(found, names):
+    """Accuracy, and the texts of each label (rows) by what they were taken for (columns). -> numbers, rows of the table"""
+    counts = torch.zeros(len(names), len(names), dtype=torch.long)
+    for logits, label in found:
+        counts[label, torch.tensor(logits[0]).argmax()] += 1
+    table = [{"label \\ taken for": name} | dict(zip(names, row)) for name, row in zip(names, counts.tolist())]
+    return dict(accuracy=(counts.trace() / counts.sum()).item(), confusion=counts.tolist(), labels=names, n=len(found)), table
+
+def calibration_table(found):
+    """Held-out pairs in five equal parts by their score difference: the share that is ordered right, and what the model expects,
+    the mean of sigmoid(difference). They agree where a difference means what Bradley-Terry says. -> numbers, rows of the table"""
+    scores = [torch.tensor(logits).squeeze(-1) for logits, _ in found]  # [K] each, best first
+    margins = torch.cat([(x[:, None] - x)[tuple(torch.triu_indices(len(x), len(x), 1))] for x in scores])  # [pairs]
+    table = []
+    for part in margins[margins.abs().argsort()].tensor_split(min(5, len(margins))):
+        ends = f"{part[0].abs():.2f} to {part[-1].abs():.2f}"
+        expected = part.abs().sigmoid().mean().item()
+        table.append({"score difference": ends, "pairs": len(part), "accuracy": (part > 0).float().mean().item(), "expected": expected})
+    return dict(accuracy=(margins > 0).float().mean().item(), margin=margins.mean().item(), calibration=table, n=len(found)), table
 
 # ---- 9. Logging and run folder ---------------------------------------------------------------------------------------
 class Run:
@@ -404,6 +532,8 @@ class Run:
         if file and self.main:
             with open(self.folder / file, "a") as lines:
                 lines.writelines(json.dumps(extra | row) + "\n" for row in rows)
+        if file and self.args.log_with == "wandb":
+            self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=[list(row.values()) for row in rows])
 
     def checkpoint(self, update, parameters, optimizer, scheduler, **state):
         """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit."""
@@ -476,18 +606,23 @@ def train(args):
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path)
     train_rows, held_rows = load_splits(args.dataset_name)
-    if not {"text", "label"} <= set(train_rows.column_names):
-        raise UserError(f"data set {args.dataset_name!r} needs the columns text and label; it has {', '.join(train_rows.column_names)}")
+    columns, kinds = set(train_rows.column_names), ({"text", "label"}, {"chosen", "rejected"}, {"prompt", "responses"})
+    if not any(kind <= columns for kind in kinds):
+        raise UserError(f"data set {args.dataset_name!r} needs the columns text and label, or chosen and rejected, or prompt and "
+                        f"responses; it has {', '.join(train_rows.column_names)}")
     part, _, parts = (int(x) if x.isdigit() else x for x in args.train_shard.partition("/"))
     if not (isinstance(part, int) and isinstance(parts, int) and part < parts):
         raise UserError(f"--train-shard {args.train_shard}: expected i/n with i less than n, such as 0/2")
     train_rows = train_rows.shuffle(seed=0).shard(parts, part) if parts > 1 else train_rows  # files are often sorted by label
-    names, numbers = label_names_of(train_rows, args)
-    settings = dict(id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
+    labels, names, settings = kinds[0] <= columns, ["score"], dict(num_labels=1)
+    if labels:
+        names, numbers = label_names_of(train_rows, args)
+        settings = dict(id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
     if args.from_config:
         model = draw_model(AutoModelForSequenceClassification, args.from_config, tokenizer, **settings)
     else:
         model = load_model(AutoModelForSequenceClassification, args.model_name_or_path, settings, ignore_mismatched_sizes=True)
+    new = new_head(model, None if args.from_config else args.model_name_or_path)
     model.config.pad_token_id = tokenizer.pad_token_id  # for transformers' pipeline, which finds a decoder's last token by it
     limit = min(args.max_length, getattr(model.config, "max_position_embeddings", args.max_length))
     if limit < args.max_length:
@@ -500,21 +635,24 @@ def train(args):
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable(dict(use_reentrant=False))
     bare = Classifier(model).to(device)
-    train_pairs, held_pairs = examples(train_rows, numbers, tokenizer, args), examples(held_rows, numbers, tokenizer, args)
-    keep = torch.randperm(len(held_pairs), generator=draws(args.seed, "held-out"))[: args.num_eval_rows].tolist()
-    held_pairs = [held_pairs[i] for i in keep]
+    keep = torch.randperm(len(held_rows), generator=draws(args.seed, "held-out"))[: args.num_eval_rows].tolist()
+    read = (lambda rows: examples(rows, numbers, tokenizer, args)) if labels else (lambda rows: preferences(rows, tokenizer, args))
+    train_rows, held_rows = read(train_rows), read(held_rows.select(keep))
+    references = [] if labels else center_texts(train_rows, tokenizer, args)
     B = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
-    updates = max(1, round(args.num_train_epochs * len(train_pairs) / B))
+    updates = max(1, round(args.num_train_epochs * len(train_rows) / B))
     optimizer, scheduler = make_optimizer(args, trainable(bare).values(), updates)
     dtype = pick_dtype(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
 
-    run = Run(args, accelerator, updates, {"loss": "loss", "accuracy": "accuracy"})
+    run = Run(args, accelerator, updates, {"loss": "loss", "accuracy": "accuracy"} | ({} if labels else {"margin": "margin"}))
     say = run.console.print
     say(f"recipe {args.recipe}: {args.from_config or args.model_name_or_path} on {args.dataset_name}, {device}, {dtype}; {run.folder}")
-    say(f"{len(train_pairs):,} texts, {len(names)} classes: {', '.join(names)}; batch: {args.per_device_train_batch_size} texts a pass x "
+    say(f"{len(train_rows):,} rows, {f'{len(names)} classes: ' + ', '.join(names) if labels else 'preferences'}, "
+        f"{'a new head' if new else 'the head as it was saved'}; batch: {args.per_device_train_batch_size} rows a pass x "
         f"{args.gradient_accumulation_steps} accumulated x {world} processes = {B}; {updates} optimizer steps")
-    say(describe_memory(model, model.config, args.per_device_train_batch_size, args.max_length, device))
+    texts = args.per_device_train_batch_size * max(len(group) for group, _ in train_rows)
+    say(describe_memory(model, model.config, texts, args.max_length, device))
     model, optimizer = accelerator.prepare(bare, optimizer)
     state = run.restore(trainable(bare), optimizer, scheduler)
     skipped = 0
@@ -523,23 +661,24 @@ def train(args):
         # 1. The batch is drawn for all processes, and cut to prefixes; this one takes its rows, the similar lengths together.
         began = time.time()
         bare.train()
-        batch = [train_pairs[i] for i in stream_rows(len(train_pairs), (update - 1) * B, B, args.seed)]
-        if args.min_prefix_length:
+        batch = [train_rows[i] for i in stream_rows(len(train_rows), (update - 1) * B, B, args.seed)]
+        if labels and args.min_prefix_length:
             shares = torch.rand(B, generator=draws(args.seed, "prefix", update)).tolist()
-            cuts = [args.min_prefix_length + round(share * (len(ids) - args.min_prefix_length)) for share, (ids, _) in zip(shares, batch)]
-            batch = [(ids[:cut], label) for cut, (ids, label) in zip(cuts, batch)]
-        batch = sorted(batch[rank * B // world : (rank + 1) * B // world], key=lambda pair: len(pair[0]))
+            cuts = [args.min_prefix_length + round(share * (len(ids) - args.min_prefix_length)) for share, ([ids], _) in zip(shares, batch)]
+            batch = [([ids[:cut]], label) for cut, ([ids], label) in zip(cuts, batch)]
+        batch = sorted(batch[rank * B // world : (rank + 1) * B // world], key=lambda row: max(map(len, row[0])))
 
-        # 2. Gradients: each micro-batch adds its sum / the size of the whole batch.
-        sums, n = torch.zeros(2, device=device), args.per_device_train_batch_size
+        # 2. Gradients: each micro-batch adds its sum / the size of the whole batch. All responses to a prompt are in one pass.
+        sums, seen, n = torch.zeros(3, device=device), [], args.per_device_train_batch_size
         for i in range(0, len(batch), n):
             with accelerator.no_sync(model) if i + n < len(batch) else nullcontext():
-                ids, mask, labels = collate_texts(batch[i : i + n], device)
+                ids, mask, exists, targets = collate_texts(batch[i : i + n], device)
                 with autocast:
-                    logits = model(ids, mask)  # [n, classes]
-                    losses = F.cross_entropy(logits, labels, reduction="none")  # [n]
+                    losses, right, scores = row_losses(model(ids, mask), exists, targets, len(names))  # [n], [n], [n, K]
                 accelerator.backward(losses.sum() / B * world)  # DDP divides by the number of processes
-            sums += torch.stack([losses.detach().sum(), (logits.argmax(-1) == labels).sum()])
+            seen += [] if labels else [scores.detach()[exists]]
+            worst = scores.gather(1, exists.sum(1, keepdim=True) - 1).squeeze(1)  # [n], the last response's
+            sums += torch.stack([losses.detach().sum(), right.sum(), (scores[:, 0] - worst).detach().sum()])
 
         # 3. Step, unless the gradient is broken.
         norm = accelerator.clip_grad_norm_(trainable(bare).values(), args.max_grad_norm or math.inf)
@@ -555,21 +694,31 @@ def train(args):
         scheduler.step()
 
         # 4. Log and save.
-        loss, accuracy = (accelerator.reduce(sums) / B).tolist()
+        loss, accuracy, margin = (accelerator.reduce(sums) / B).tolist()
+        metrics = {"update": update, "epoch": update * B / len(train_rows), "lr": lr, "loss": loss, "accuracy": accuracy}
+        if not labels:
+            scores = torch.cat(seen)
+            total, count = accelerator.reduce(torch.stack([scores.sum(), torch.tensor(float(len(scores)), device=device)])).tolist()
+            ends = accelerator.gather(torch.stack([scores.min(), -scores.max()])[None]).amin(0).tolist()
+            metrics |= {"margin": margin, "min_reward": ends[0], "mean_reward": total / count, "max_reward": -ends[1]}
         seconds = time.time() - began
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
-        run.log({"update": update, "epoch": update * B / len(train_pairs), "lr": lr, "loss": loss, "accuracy": accuracy,
-                 "grad_norm": norm.item(), "perf/seconds": seconds, "perf/peak_memory_mb": peak / 2**20})
+        run.log(metrics | {"grad_norm": norm.item(), "perf/seconds": seconds, "perf/peak_memory_mb": peak / 2**20})
         run.checkpoint(update, trainable(bare), optimizer, scheduler)
 
-    # 5. Held-out texts: accuracy and the confusion table; then the model that PPO and transformers' pipeline load.
+    # 5. Held-out rows: accuracy, and a table of what is confused or how well differences are calibrated.
     run.bar.stop()
-    counts = confusion(bare, held_pairs, len(names), autocast, accelerator, args)
+    found = score_rows(bare, held_rows, autocast, accelerator)
+    numbers, table = classes_table(found, names) if labels else calibration_table(found)
+
+    # 6. Put the mean score of reference responses at 0, and save what PPO, RLOO and plain transformers load.
+    if not labels:
+        few = torch.randperm(len(references), generator=draws(args.seed, "center"))[:1000].tolist()
+        found = score_rows(bare, [references[i] for i in few], autocast, accelerator)
+        bare.model.config.reward_offset = numbers["reward_offset"] = sum(logits[0][0] for logits, _ in found) / len(found)
+        say(f"{len(found)} reference responses score {numbers['reward_offset']:.3f}, which is subtracted from now on")
     if run.main:
-        accuracy = (counts.trace() / counts.sum()).item()
-        table = [{"label \\ taken for": name} | dict(zip(names, map(int, row))) for name, row in zip(names, counts.tolist())]
-        run.table(f"{len(held_pairs)} held-out texts, accuracy {accuracy:.4f}", table)
-        numbers = dict(accuracy=accuracy, confusion=counts.tolist(), labels=names, n=len(held_pairs))
+        run.table(f"{numbers['n']} held-out rows, accuracy {numbers['accuracy']:.4f}", table)
         run.write("evaluation.json", json.dumps(numbers, indent=2))
         saved = bare.model.merge_and_unload() if args.lora_r else bare.model
         saved.save_pretrained(run.folder / "model")

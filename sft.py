@@ -9,6 +9,7 @@ If you know nanoGPT's train.py, this is what differs:
 4. The loss is a sum / the token count of the whole batch, so micro-batches, accumulation and processes do not change the gradient.
 
     python sft.py                                     # recipe tiny: how checkpoints/reviews-lm was made
+    python sft.py tiny-tldr                           # how checkpoints/tldr-sft was made
     python sft.py gpt2-imdb                           # GPT-2 on IMDB, from the Hub: what lvwerra/gpt2-imdb is
     python sft.py --model-name-or-path gpt2 --dataset-name my_folder --lora-r 16
     python sft.py --from-config "llama hidden_size=256 num_hidden_layers=4" --train-tokenizer 4096 --dataset-name my_folder
@@ -129,9 +130,18 @@ TINY = dict(
     max_length=256, dtype="float32", num_train_epochs=12.0, per_device_train_batch_size=16, learning_rate=2e-3,
     lr_scheduler_type="cosine", warmup_ratio=0.05,
 )
+TINY_TLDR = TINY | dict(
+    from_config="gpt_neox hidden_size=128 num_hidden_layers=3 num_attention_heads=4 intermediate_size=512 max_position_embeddings=256 "
+                "rotary_pct=1.0", dataset_name="data/tldr", num_train_epochs=10.0, learning_rate=3e-3,
+)  # fmt: skip
 RECIPES = {
     "tiny": Args(**TINY),  # checkpoints/reviews-lm
+    "tiny-tldr": Args(**TINY_TLDR),  # checkpoints/tldr-sft
     "gpt2-imdb": Args(),  # what lvwerra/gpt2-imdb is: GPT-2, one pass over IMDB
+    "tldr-pythia-1b": Args(  # N+, table 2: batch 128, 1 epoch
+        model_name_or_path="EleutherAI/pythia-1b-deduped", dataset_name="trl-lib/tldr", max_length=640, per_device_train_batch_size=8,
+        gradient_accumulation_steps=16, learning_rate=3e-6, adam_eps=1e-5, lr_scheduler_type="cosine",
+    ),
 }
 
 class UserError(Exception):
@@ -142,7 +152,7 @@ def parse_args(argv):
 
     --resume takes the flags of the run that it goes on with, and refuses others where they would change the result.
     """
-    named = any(word.split("=")[0].replace("_", "-") in ("--model-name-or-path", "--from-config") for word in argv)
+    named = any(word.split("=")[0].replace("_", "-") in ("--model-name-or-path", "--sft-model-path", "--from-config") for word in argv)
     recipe, flags = (argv[0], argv[1:]) if argv and argv[0][0] != "-" else ("custom" if named else "tiny", argv)
     if recipe not in (*RECIPES, "custom"):
         raise UserError(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
@@ -429,6 +439,8 @@ class Run:
         if file and self.main:
             with open(self.folder / file, "a") as lines:
                 lines.writelines(json.dumps(extra | row) + "\n" for row in rows)
+        if file and self.args.log_with == "wandb":
+            self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=[list(row.values()) for row in rows])
 
     def checkpoint(self, update, parameters, optimizer, scheduler, **state):
         """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit."""

@@ -1,9 +1,11 @@
 """What all tests share: the scripts as modules, and tiny models and data that are made on the spot, without network."""
 
+import gzip
 import importlib
 import json
 import os
 import sys
+import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +38,8 @@ KERNELS = {  # kernel -> the scripts that must ship it
     "adaptive_kl_coef": PPO,
     "sample_tokens": RL,
     "next_token_losses": ("sft",),
+    "preference_loss": ("reward_model",),
+    "ranking_loss": ("reward_model",),
 }
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 WIDTH, LAYERS, HEADS, CONTEXT = 32, 2, 4, 256
@@ -131,16 +135,69 @@ def tiny_classifier(tmp_path_factory):
     return make
 
 
-def reviews(split, count):
-    """The first rows of data/reviews."""
-    with open(ROOT / f"data/reviews/{split}.jsonl") as file:
+@pytest.fixture(scope="session")
+def tiny_preference_model(tiny_lm, tmp_path_factory):
+    """tiny_preference_model(arch="gpt_neox") -> folder of a random model with one score, whose config says reward_offset 0.25."""
+    made = {}
+
+    def make(arch="gpt_neox"):
+        if arch not in made:
+            config = transformers.AutoConfig.from_pretrained(tiny_lm(arch), num_labels=1)
+            config.reward_offset = 0.25
+            torch.manual_seed(2)
+            made[arch] = str(tmp_path_factory.mktemp(f"preferences-{arch}"))
+            transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(made[arch])
+            byte_level_tokenizer().save_pretrained(made[arch])
+        return made[arch]
+
+    return make
+
+
+def rows_of_data(name, count):
+    """The first rows of a file of data/."""
+    path = ROOT / f"data/{name}.jsonl"
+    with open(path) if path.exists() else gzip.open(f"{path}.gz", "rt") as file:
         return [json.loads(line) for line, _ in zip(file, range(count))]
 
 
+def reviews(split, count):
+    """The first rows of data/reviews."""
+    return rows_of_data(f"reviews/{split}", count)
+
+
 @pytest.fixture(scope="session")
-def tiny_reviews(tmp_path_factory):
-    """A folder with train.jsonl (48 rows) and test.jsonl (24 rows), columns text and label, from data/reviews."""
-    folder = tmp_path_factory.mktemp("reviews")
-    for split, count in (("train", 48), ("test", 24)):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in reviews(split, count)))
-    return str(folder)
+def small_folder(tmp_path_factory):
+    """small_folder(name) -> a folder with the first 48 rows of data/<name>'s train.jsonl and the first 24 of its test.jsonl."""
+
+    def make(name):
+        folder = tmp_path_factory.mktemp(name)
+        for split, count in (("train", 48), ("test", 24)):
+            (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_data(f"{name}/{split}", count)))
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_posts(small_folder):
+    """Columns prompt and completion, from data/tldr."""
+    return small_folder("tldr")
+
+
+@pytest.fixture(scope="session")
+def tiny_pairs(small_folder):
+    """Columns prompt, chosen and rejected, from data/tldr-preference."""
+    return small_folder("tldr-preference")
+
+
+@pytest.fixture(scope="session")
+def world(tiny_lm, tiny_classifier, tiny_preference_model, tiny_reviews, tiny_posts):
+    """All that small runs need."""
+    models = dict(lm=tiny_lm, classifier=tiny_classifier, preference_model=tiny_preference_model)
+    return types.SimpleNamespace(**models, reviews=tiny_reviews, posts=tiny_posts)
+
+
+@pytest.fixture(scope="session")
+def tiny_reviews(small_folder):
+    """Columns text and label, from data/reviews."""
+    return small_folder("reviews")

@@ -127,6 +127,27 @@ def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
     return kl_coef * (1 + episodes / horizon * error)
 
 
+def rloo_advantages(rewards, rloo_k):
+    """Ahmadian et al. 2024, section 3: R(y_i) minus the mean of R(y_j) over the prompt's other responses; TRL's order of the rows."""
+    prompts, advantages = len(rewards) // rloo_k, []
+    for i, reward in enumerate(rewards):
+        others = [rewards[j * prompts + i % prompts] for j in range(rloo_k) if j != i // prompts]
+        advantages.append(reward - sum(others) / len(others))
+    return advantages
+
+
+def preference_loss(chosen, rejected, margin=0.0):
+    """Stiennon et al. 2020, section 3.4: - log sigma(r_chosen - r_rejected), less the margin of Llama 2, section 3.2.2."""
+    x = chosen - rejected - margin
+    return math.log1p(math.exp(-x)) if x > 0 else -x + math.log1p(math.exp(x))
+
+
+def ranking_loss(scores):
+    """Ouyang et al. 2022, eq. 1, of one prompt: the mean over its K (K - 1) / 2 pairs, the better response first."""
+    pairs = [(scores[i], scores[j]) for i in range(len(scores)) for j in range(i + 1, len(scores))]
+    return sum(preference_loss(better, worse) for better, worse in pairs) / max(1, len(pairs))
+
+
 def sample_token(logits, uniform):
     """Inversion (Devroye 1986, chapter III.2): the first token whose cumulative probability is above the uniform."""
     probabilities = [math.exp(x) for x in log_softmax(logits)]

@@ -17,9 +17,9 @@ def signal_handlers():
 
 
 @pytest.fixture
-def small(scripts, tiny_lm, tiny_classifier, tiny_reviews, tmp_path):
+def small(scripts, world, tmp_path):
     """small(script, folder="run", **changes) -> Args of a run of a second or two; the folder is in tmp_path."""
-    return maker(scripts, tiny_lm, tiny_classifier, tiny_reviews, tmp_path)
+    return maker(scripts, world, tmp_path)
 
 
 def small_fixture(script):
@@ -36,4 +36,4 @@ def small_fixture(script):
     return fixture
 
 
-ppo, sft, reward = (small_fixture(script) for script in ("ppo_sentiment", "sft", "reward_model"))
+ppo, rloo, sft, reward = (small_fixture(script) for script in ("ppo_sentiment", "rloo_tldr", "sft", "reward_model"))

@@ -22,19 +22,26 @@ SMALL = {
         dtype="float32", max_length=128, num_train_rows=16, num_eval_rows=4, num_samples=1, per_device_train_batch_size=4,
         learning_rate=1e-2,
     ),
+    "rloo_tldr": dict(
+        dtype="float32", total_episodes=16, per_device_train_batch_size=4, num_mini_batches=2, num_ppo_epochs=2, learning_rate=1e-2,
+        max_prompt_length=200, response_length=6, num_examples=4, num_sample_generations=1, local_rollout_forward_batch_size=8,
+        missing_eos_penalty=1.0,
+    ),
     "reward_model": dict(
         dtype="float32", max_length=64, num_eval_rows=8, num_train_epochs=1.0, per_device_train_batch_size=8, learning_rate=1e-2,
     ),
 }  # fmt: skip
 
 
-def maker(scripts, tiny_lm, tiny_classifier, tiny_reviews, root):
+def maker(scripts, world, root):
     """make(script, folder="run", **changes) -> Args of a run of a second or two; the folder is in root."""
 
     def make(script, folder="run", **changes):
-        start = dict(model_name_or_path=tiny_classifier() if script == "reward_model" else tiny_lm(), dataset_name=tiny_reviews)
+        start = dict(model_name_or_path=world.classifier() if script == "reward_model" else world.lm(), dataset_name=world.reviews)
         if script == "ppo_sentiment":
-            start["reward_model_path"] = tiny_classifier()
+            start["reward_model_path"] = world.classifier()
+        if script == "rloo_tldr":
+            start |= dict(reward_model_path=world.preference_model(), dataset_name=world.posts)
         return scripts[script].Args(**(start | SMALL[script] | dict(output_dir=str(root / folder)) | changes))
 
     return make

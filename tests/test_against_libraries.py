@@ -344,7 +344,7 @@ def test_sequence_logits_do_not_depend_on_padding(scripts, classifier_folder, ar
     rows = [[5, 6, 7, 8, 9], [11], [12, 13, 0], [0, 0]]
     theirs = logits_alone(folder, rows)
     model = k.load_model(transformers.AutoModelForSequenceClassification, folder).eval()
-    ids, mask, _ = k.collate_texts([(row, 0) for row in rows], "cpu")
+    ids, mask, *_ = k.collate_texts([([row], 0) for row in rows], "cpu")
     close(k.sequence_logits(model, ids, mask), theirs)
     for other in (0, 1, TOO_LARGE):
         wide, wide_mask = torch.full((4, 9), other), torch.nn.functional.pad(mask, (0, 4), value=False)
@@ -356,7 +356,7 @@ def test_sequence_logits_of_an_encoder(scripts, classifier_folder):
     k, folder = scripts["reward_model"], classifier_folder("distilbert")
     rows = [[5, 6, 7, 8, 9], [11], [12, 13, 0]]
     model = k.load_model(transformers.AutoModelForSequenceClassification, folder).eval()
-    ids, mask, _ = k.collate_texts([(row, 0) for row in rows], "cpu")
+    ids, mask, *_ = k.collate_texts([([row], 0) for row in rows], "cpu")
     close(k.sequence_logits(model, ids, mask), logits_alone(folder, rows))
     close(k.Classifier(model).train()(ids, mask), logits_alone(folder, rows))  # no dropout is left
 

@@ -9,18 +9,20 @@ from run_tools import flags_of, reward_file, script_words, start_process, write_
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
-ALL = ("ppo_sentiment", "sft", "reward_model")
+ALL = ("ppo_sentiment", "sft", "reward_model", "rloo_tldr")
 TEXT = "A warm and clever film about a lighthouse keeper who learns to dance, told without one dull minute. "
 MISSING = "/no/such/folder"
 DISTILBERT = "distilbert dim=32 n_layers=1 n_heads=4 hidden_dim=64 max_position_embeddings=128"
 SIZES = {
     "ppo_sentiment": ("total_episodes", "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs",
                       "local_rollout_forward_batch_size", "response_length", "query_max_length"),
+    "rloo_tldr": ("total_episodes", "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs",
+                  "local_rollout_forward_batch_size", "response_length", "num_examples"),
     "sft": ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length"),
     "reward_model": ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length"),
 }  # fmt: skip
-LEAST = dict(response_length=dict(response_min_length=0), query_max_length=dict(query_min_length=0))
-TABLE = [(script, f"{name}-0", {name: 0} | LEAST.get(name, {}), name.split("_")[0]) for script in ALL for name in SIZES[script]]
+LEAST = {("ppo_sentiment", "response_length"): dict(response_min_length=0), ("ppo_sentiment", "query_max_length"): dict(query_min_length=0)}
+TABLE = [(script, f"{name}-0", {name: 0} | LEAST.get((script, name), {}), name.split("_")[0]) for script in ALL for name in SIZES[script]]
 TABLE += [(script, "model", dict(model_name_or_path=MISSING), MISSING) for script in ALL]
 TABLE += [(script, "model-hub", dict(model_name_or_path="nobody/no-such-model"), "nobody/no-such-model") for script in ALL]
 TABLE += [(script, "data", dict(dataset_name=MISSING), MISSING) for script in ALL]
@@ -50,6 +52,23 @@ TABLE += [
     ("ppo_sentiment", "reward-name", dict(reward_fn="DATA/reward.py:nonsense"), "nonsense"),
     ("ppo_sentiment", "reward-colon", dict(reward_fn="DATA/reward.py"), "FILE.py:function"),
     ("ppo_sentiment", "reward-constant", dict(reward_fn="DATA/reward.py:SEVEN"), "SEVEN"),
+    ("rloo_tldr", "reward-model", dict(reward_model_path=MISSING), MISSING),
+    ("rloo_tldr", "sft-model", dict(sft_model_path=MISSING), MISSING),
+    ("rloo_tldr", "k-1", dict(rloo_k=1), "rloo-k"),
+    ("rloo_tldr", "k-3", dict(rloo_k=3), "rloo-k"),
+    ("rloo_tldr", "kl-in-loss", dict(kl_in_loss=True), "k1"),
+    ("rloo_tldr", "classifier", dict(reward_model_path="DATA/classifier"), "2 labels"),
+    ("rloo_tldr", "judge-file", dict(judge_fn=f"{MISSING}.py:gold"), MISSING),
+    ("rloo_tldr", "judge-name", dict(judge_fn="DATA/reward.py:nonsense"), "nonsense"),
+    ("rloo_tldr", "reward-colon", dict(reward_fn="DATA/reward.py"), "FILE.py:function"),
+    ("rloo_tldr", "context", dict(response_length=250), "context"),
+    ("rloo_tldr", "long-prompts", dict(max_prompt_length=3), "max-prompt-length"),
+    ("rloo_tldr", "temperature", dict(temperature=0.0), "temperature"),
+    ("rloo_tldr", "no-eos", dict(model_name_or_path="DATA/no-eos"), "stop"),
+    ("reward_model", "center", dict(model_name_or_path="DATA/lm", dataset_name="DATA/pairs", center_dataset_name=MISSING), MISSING),
+    ("reward_model", "center-columns", dict(model_name_or_path="DATA/lm", dataset_name="DATA/pairs", center_dataset_name="DATA/pairs"),
+     "completion"),
+    ("reward_model", "no-pairs", dict(model_name_or_path="DATA/lm", dataset_name="DATA/empty-pairs"), "two responses"),
     ("sft", "context", dict(max_length=257), "context"),
     ("sft", "no-eos", dict(model_name_or_path="DATA/no-eos"), "EOS"),
     ("sft", "config-type", dict(from_config="nonsense n_layer=2"), "nonsense"),
@@ -68,7 +87,7 @@ TABLE += [
 
 
 @pytest.fixture(scope="module")
-def broken(tiny_lm, tmp_path_factory):
+def broken(tiny_lm, tiny_classifier, tmp_path_factory):
     """A folder of data sets, models and code that are wrong, each in one way."""
     root = tmp_path_factory.mktemp("broken") / "DATA"
     write_rows(root / "other", train=[dict(review=TEXT, stars=i) for i in range(8)])
@@ -86,6 +105,10 @@ def broken(tiny_lm, tmp_path_factory):
     plain = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     plain.save_pretrained(root / "no-eos")
     (root / "reward.py").write_text("SEVEN = 7\n")
+    for name, link in (("lm", tiny_lm()), ("classifier", tiny_classifier())):
+        (root / name).symlink_to(link)
+    write_rows(root / "pairs", train=[dict(prompt=TEXT, chosen=" good", rejected=" bad")] * 8)
+    write_rows(root / "empty-pairs", train=[dict(prompt=TEXT, chosen=" ", rejected=" bad")] * 8)
     return root
 
 

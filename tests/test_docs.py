@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import SCRIPTS
+from run_tools import reward_file
 
 pytest_plugins = ["run_fixtures"]
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +43,7 @@ def test_a_documented_command_parses(scripts, name, words):
     """Every command of README, docs and docstrings is one that the script takes (--resume needs a run and is left out)."""
     if "--resume" in words or "--help" in words:
         pytest.skip("needs a run folder")
-    assert scripts[name].parse_args(list(words))
+    assert scripts[name].parse_args(list(words[words[0] == "judge" if words else 0 :]))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -55,12 +56,14 @@ def test_every_flag_named_in_the_docs_exists(scripts, name):
     assert not named - known
 
 
-def test_every_logged_metric_is_explained(ppo, sft, reward, tiny_lm, tiny_classifier):
+def test_every_logged_metric_is_explained(ppo, rloo, sft, reward, tiny_lm, tiny_classifier, tiny_pairs, tmp_path):
     """The names in metrics.jsonl are the names in the tables of docs/, both ways."""
     logged = {
         "ppo_sentiment": set(ppo("a", model_name_or_path=tiny_lm())[2][0]),
         "sft": set(sft("b", model_name_or_path=tiny_lm())[2][0]),
-        "reward_model": set(reward("c", model_name_or_path=tiny_classifier())[2][0]),
+        "reward_model": set(reward("c", model_name_or_path=tiny_classifier())[2][0])
+        | set(reward("d", model_name_or_path=tiny_lm(), dataset_name=tiny_pairs, max_length=200)[2][0]),
+        "rloo_tldr": set(rloo("e", judge_fn=reward_file(tmp_path, "return [0.0] * len(prompts)"))[2][0]),
     }
     for name, metrics in logged.items():
         section = (ROOT / "docs" / f"{name}.md").read_text().split("## Metrics")[1].split("\n## ")[0]

@@ -760,6 +760,87 @@ def test_three_tokens_by_hand(k, pads):
     close(model(ids, torch.arange(3 + pads)[None] >= pads, 2, 0.5)[0], [[math.log(4 / 6), math.log(36 / 46)]])
 
 
+# ---- RLOO ------------------------------------------------------------------------------------------------------------
+groups = st.integers(2, 5).flatmap(
+    lambda k: st.tuples(st.just(k), st.lists(st.lists(st.floats(-9, 9, width=32), min_size=k, max_size=k), min_size=1, max_size=4))
+)
+
+
+@shipping("rloo_advantages")
+@quick
+@given(case=groups)
+def test_rloo_advantages_agree_with_naive(k, case):
+    """And they sum to 0 over the responses to a prompt."""
+    rloo_k, rows = case
+    rewards = [row[i] for i in range(rloo_k) for row in rows]  # first responses of all prompts, then second ones
+    ours = k.rloo_advantages(torch.tensor(rewards), rloo_k)
+    close(ours, naive.rloo_advantages(rewards, rloo_k), atol=1e-4)
+    close(ours.view(rloo_k, -1).sum(0), [0.0] * len(rows), atol=1e-4)
+
+
+@shipping("rloo_advantages")
+def test_rloo_advantages_of_trls_page(k):
+    """Trick 25: the example of TRL's RLOO page, three prompts with four completions each."""
+    rewards = torch.tensor([1, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    advantages = k.rloo_advantages(rewards, 4)
+    close(advantages[0], 1 - (2 + 5 + 8) / 3)  # first reward of the first prompt
+    close(advantages[7], 6 - (3 + 2 + 9) / 3)  # third reward of the second prompt
+
+
+@shipping("rloo_advantages")
+def test_rloo_advantages_edges(k):
+    """Trick 26: no division by a standard deviation; a constant changes nothing, and equal rewards give 0."""
+    close(k.rloo_advantages(torch.tensor([1.0, 0, 0, 0]), 4), [1, -1 / 3, -1 / 3, -1 / 3])
+    close(k.rloo_advantages(torch.full((6,), 7.0), 3), [0.0] * 6)
+    x = normal(8)
+    close(k.rloo_advantages(x + 100, 2), k.rloo_advantages(x, 2), atol=1e-4)
+    close(k.rloo_advantages(torch.tensor([3.0, 1.0]), 2), [2.0, -2.0])  # one prompt, k = 2
+    close(k.rloo_advantages(torch.tensor([0.001, 0.0]), 2), [0.001, -0.001])  # nearly equal rewards stay nearly 0
+    assert k.rloo_advantages(x.bfloat16(), 2).dtype is torch.float32
+
+
+# ---- preferences -----------------------------------------------------------------------------------------------------
+@shipping("preference_loss")
+def test_preference_loss_agrees_with_naive(k):
+    """Also far out, where exp would overflow; a margin asks for more distance."""
+    for chosen, rejected, margin in ((0.0, 0.0, 0.0), (2.0, -1.0, 0.0), (-3.0, 1.5, 0.5), (100.0, -100.0, 0.0), (-100.0, 100.0, 1.0)):
+        ours = k.preference_loss(torch.tensor([chosen]), torch.tensor([rejected]), margin)
+        close(ours, [naive.preference_loss(chosen, rejected, margin)])
+    close(k.preference_loss(torch.zeros(2), torch.zeros(2)), [math.log(2)] * 2)
+    margins = torch.tensor([0.0, 2.0])
+    close(k.preference_loss(torch.ones(2), torch.zeros(2), margins), [naive.preference_loss(1, 0, m) for m in (0.0, 2.0)])
+    assert k.preference_loss(torch.ones(1).bfloat16(), torch.zeros(1).bfloat16()).dtype is torch.float32
+
+
+@shipping("preference_loss")
+def test_preference_loss_gradients(k):
+    """d loss / d chosen = -sigma(rejected - chosen): it fades where the order is right, and the two sides are opposite."""
+    chosen, rejected = normal(5).requires_grad_(), normal(5, seed=1).requires_grad_()
+    k.preference_loss(chosen, rejected).sum().backward()
+    close(chosen.grad, [-1 / (1 + math.exp(c - r)) for c, r in zip(chosen.tolist(), rejected.tolist())])
+    close(chosen.grad, -rejected.grad)
+
+
+@shipping("ranking_loss")
+@quick
+@given(rows=st.lists(st.lists(st.floats(-9, 9, width=32), min_size=1, max_size=5), min_size=1, max_size=4))
+def test_ranking_loss_agrees_with_naive(k, rows):
+    """Rows of unequal length: what pads them may be nan, in the loss and in its gradient; a row of one loses 0."""
+    K = max(map(len, rows))
+    mask = torch.tensor([[i < len(row) for i in range(K)] for row in rows])
+    scores = torch.tensor([row + [NAN] * (K - len(row)) for row in rows]).requires_grad_()
+    losses = k.ranking_loss(scores, mask)
+    close(losses, [naive.ranking_loss(row) for row in rows])
+    losses.sum().backward()
+    assert scores.grad.isfinite().all() and not scores.grad[~mask].any()
+
+
+@shipping("ranking_loss", "preference_loss")
+def test_ranking_of_two_is_a_pair(k):
+    scores = normal(4, 2)
+    close(k.ranking_loss(scores, torch.ones(4, 2, dtype=torch.bool)), k.preference_loss(scores[:, 0], scores[:, 1]))
+
+
 # ---- sft -------------------------------------------------------------------------------------------------------------
 @shipping("next_token_losses")
 def test_next_token_losses_agree_with_naive(k):

@@ -14,6 +14,11 @@ SIZES = {  # flags of both, then the same global batch for one process and for t
         dict(per_device_train_batch_size=4, num_mini_batches=2),
         dict(per_device_train_batch_size=2, num_mini_batches=2),
     ),
+    "rloo_tldr": (
+        SGD | dict(total_episodes=24, whiten_rewards=True, kl_coef=0.2, num_examples=5),
+        dict(per_device_train_batch_size=4, num_mini_batches=2),
+        dict(per_device_train_batch_size=2, num_mini_batches=2),
+    ),
     "sft": (SGD | dict(num_train_rows=8, num_eval_rows=7), dict(per_device_train_batch_size=4), dict(per_device_train_batch_size=2)),
     "reward_model": (
         SGD | dict(num_train_epochs=0.4, min_prefix_length=4, num_eval_rows=9),
@@ -21,6 +26,7 @@ SIZES = {  # flags of both, then the same global batch for one process and for t
         dict(per_device_train_batch_size=4),
     ),
 }
+OTHERS = ("sft", "reward_model", "rloo_tldr")
 PARTS = {
     "lora-8bit": SGD | dict(lora_r=4, load_in_8bit=True, total_episodes=8),
     "shared": SGD | dict(num_shared_layers=1, gradient_accumulation_steps=2, gradient_checkpointing=True, total_episodes=16),
@@ -64,11 +70,11 @@ def accelerate_words(*flags):
 
 
 @pytest.fixture(scope="module")
-def two(scripts, tiny_lm, tiny_classifier, tiny_reviews, tmp_path_factory):
+def two(scripts, tiny_lm, world, tmp_path_factory):
     """Many small runs, one after the other, on the same two processes, which accelerate launch starts. -> their folder"""
     root = tmp_path_factory.mktemp("two")
-    make = maker(scripts, tiny_lm, tiny_classifier, tiny_reviews, root)
-    jobs = [(script, script, flags_of(make(script, script, **SIZES[script][0] | SIZES[script][2]))) for script in ("sft", "reward_model")]
+    make = maker(scripts, world, root)
+    jobs = [(script, script, flags_of(make(script, script, **SIZES[script][0] | SIZES[script][2]))) for script in OTHERS]
     for name, flags in PARTS.items():
         flags = flags | (dict(value_model_path=tiny_lm("llama")) if "value_model_path" in flags else {})
         jobs.append((name, "ppo_sentiment", flags_of(make("ppo_sentiment", name, per_device_train_batch_size=1, **flags))))
@@ -117,7 +123,7 @@ def test_ppo_on_two_processes(scripts, small, tmp_path):
     assert distance(*(load_file(folder / "model/value_head.safetensors") for folder in (one, two))) < 1e-5
 
 
-@pytest.mark.parametrize("script", ["sft", "reward_model"])
+@pytest.mark.parametrize("script", OTHERS)
 def test_others_on_two_processes(scripts, small, two, tmp_path, script):
     """Losses, weights and held-out numbers of one process."""
     assert codes(two, script) == [0, 0]

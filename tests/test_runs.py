@@ -143,8 +143,8 @@ def test_lora_trains_the_adapter_alone(ppo, script, tiny_lm, monkeypatch):
         seen.update({name: p.detach().clone() for name, p in model.policy.named_parameters()})
         return save(model, *rest)
 
-    save = script.save_model
-    monkeypatch.setattr(script, "save_model", look)
+    save = script.save_policy
+    monkeypatch.setattr(script, "save_policy", look)
     model, folder, metrics = ppo(**LORA)
     start = dict(AutoModelForCausalLM.from_pretrained(tiny_lm()).named_parameters())
     base = {name.removeprefix("base_model.model.").replace("base_layer.", ""): p for name, p in seen.items() if "lora_" not in name}

@@ -179,7 +179,7 @@ def assert_same_as_pipeline(scripts, folder, names):
     pipe = transformers.pipeline("text-classification", model=str(folder), top_k=None)
     ids = tokenizer(SHORT).input_ids
     with torch.no_grad():
-        ours = script.sequence_logits(model, *script.collate_texts([(x, 0) for x in ids], "cpu")[:2]).softmax(-1)
+        ours = script.sequence_logits(model, *script.collate_texts([([x], 0) for x in ids], "cpu")[:2]).softmax(-1)
     for row, said in zip(ours, pipe(SHORT)):
         said = {entry["label"]: entry["score"] for entry in said}
         assert list(said.keys() & set(names)) and set(said) == set(names)
