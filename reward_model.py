@@ -88,6 +88,8 @@ class Args:
     """bfloat16: products in bf16, weights and sums in fp32; auto: bfloat16 where the hardware multiplies it fast"""
     bf16: bool = False
     """the same as --dtype bfloat16 (TRL's spelling)"""
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
+    """of the weights in model/; bfloat16 halves the file, and every script loads it in float32"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     lora_r: int = 0
@@ -139,7 +141,7 @@ TINY = dict(
 )
 TINY_TLDR = TINY | dict(
     model_name_or_path="checkpoints/tldr-sft", dataset_name="data/tldr-preference", center_dataset_name="data/tldr", max_length=224,
-    label_names=None, num_train_epochs=4.0,
+    label_names=None, save_dtype="bfloat16", num_train_epochs=4.0,
 )
 RECIPES = {
     "tiny": Args(**TINY),  # checkpoints/reviews-sentiment
@@ -721,7 +723,7 @@ def train(args):
         run.table(f"{numbers['n']} held-out rows, accuracy {numbers['accuracy']:.4f}", table)
         run.write("evaluation.json", json.dumps(numbers, indent=2))
         saved = bare.model.merge_and_unload() if args.lora_r else bare.model
-        saved.save_pretrained(run.folder / "model")
+        saved.to(getattr(torch, args.save_dtype)).save_pretrained(run.folder / "model")
         tokenizer.model_max_length = args.max_length
         tokenizer.save_pretrained(run.folder / "model")
         run.curves("loss", "accuracy", "lr")

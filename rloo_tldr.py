@@ -187,9 +187,9 @@ class Args:
 
 TINY = dict(
     model_name_or_path="checkpoints/tldr-sft", reward_model_path="checkpoints/tldr-reward", dataset_name="data/tldr",
-    judge_fn="data/make_tldr.py:gold_score", dtype="float32", total_episodes=10_240, rloo_k=4, response_length=40, missing_eos_penalty=1.0,
-    per_device_train_batch_size=64, num_mini_batches=2, num_ppo_epochs=1, local_rollout_forward_batch_size=128, learning_rate=3e-4,
-    kl_coef=0.05, num_sample_generations=3,
+    judge_fn="data/make_tldr.py:gold_score", dtype="float32", total_episodes=10_240, rloo_k=4, response_length=40, temperature=1.0,
+    missing_eos_penalty=1.0, per_device_train_batch_size=64, num_mini_batches=2, num_ppo_epochs=1, local_rollout_forward_batch_size=128,
+    learning_rate=4e-4, num_examples=300, num_sample_generations=3,
 )
 PYTHIA_1B = dict(
     sft_model_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr", num_ppo_epochs=2, num_mini_batches=2,
@@ -700,13 +700,16 @@ def load_judge(args, score, device):
         return chat_judge(args)
 
     def compare(prompts, responses, references):
-        ours, theirs = score(prompts, responses), score(prompts, references)
+        ours, theirs = score(list(prompts), list(responses)), score(list(prompts), list(references))
         return (((ours > theirs).float() + (ours >= theirs).float()) / 2).tolist()
 
     return compare
 
 def win_rate(model, tokenizer, score, judge, batch, references, stop_token_id, args):
-    """Answer the held-out prompts once, with the same draws before and after. -> numbers of the table, prompts, responses, scores"""
+    """Answer the held-out prompts once, with the same draws before and after. -> numbers of the table, prompts, responses, scores
+
+    The win rate is of the prompts that have a reference and a verdict; a tie counts half; 1.96 standard errors to either side.
+    """
     model.eval()
     b, prompts, responses = rollout_groups(model, tokenizer, score, batch, stop_token_id, args)
     valid = length_mask(b["lengths"], args.response_length)  # [B, T]
@@ -715,12 +718,13 @@ def win_rate(model, tokenizer, score, judge, batch, references, stop_token_id, a
                "ended by itself": b["stopped"].float().mean(), "tokens a response": b["lengths"].float().mean(),
                "perplexity under the reference": torch.exp(-masked_mean(b["ref_logprobs"], valid)),
                "distinct responses": len(set(responses)) / len(responses)}
-    if any(references):
-        verdicts = torch.tensor([x for x in judge(prompts, responses, references) if x is not None])
+    if judge and any(references):
+        given = judge(*zip(*[row for row in zip(prompts, responses, references) if row[2]]))
+        verdicts = torch.tensor([x for x in given if x is not None])
         if len(verdicts):
             half = 1.96 * (verdicts.var(correction=0) / len(verdicts)) ** 0.5
             numbers = {"win rate": verdicts.mean(), "+- (95 % interval)": half, "ties": (verdicts == 0.5).float().mean()} | numbers
-        numbers["no verdict"] = 1 - len(verdicts) / len(prompts)
+        numbers["no verdict"] = 1 - len(verdicts) / len(given)
     return {name: float(value) for name, value in numbers.items()}, prompts, responses, b["scores"].tolist()
 
 # ---- 9. Logging and run folder ---------------------------------------------------------------------------------------
@@ -891,7 +895,8 @@ def train(args):
     name, tokenizer = args.sft_model_path or args.model_name_or_path, load_tokenizer(args.model_name_or_path)
     bare = PolicyAndReference(*load_policy(args, name)).to(device)
     score = load_scores(args, device)
-    judge, gold = load_judge(args, score, device), load_function("--judge-fn", args.judge_fn) if args.judge_fn else None
+    judge = load_judge(args, score, device) if accelerator.is_main_process else None  # a chat model is asked by one process
+    gold = load_function("--judge-fn", args.judge_fn) if args.judge_fn else None
     train_posts, held_posts = (load_posts(rows, tokenizer, args) for rows in load_splits(args.dataset_name))
     longest, config = max(len(ids) for ids, *_ in train_posts + held_posts), bare.policy.config
     if getattr(config, "max_position_embeddings", 10**9) < longest + T:

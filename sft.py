@@ -85,6 +85,8 @@ class Args:
     """bfloat16: products in bf16, weights and sums in fp32; auto: bfloat16 where the hardware multiplies it fast"""
     bf16: bool = False
     """the same as --dtype bfloat16 (TRL's spelling)"""
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
+    """of the weights in model/; bfloat16 halves the file, and every script loads it in float32"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     lora_r: int = 0
@@ -98,6 +100,8 @@ class Args:
     """a Hub name or a folder of jsonl, with the column text, or the columns prompt and completion"""
     max_length: int = 512
     """tokens of a row; a longer document is cut (and then ends without EOS, since it did not end)"""
+    completion_only_loss: bool = True
+    """with the columns prompt and completion: the loss is on the completion alone; False: on the prompt too (TRL)"""
     packing: bool = True
     """fill rows with several documents that do not see each other"""
     num_train_rows: int | None = None
@@ -131,9 +135,9 @@ TINY = dict(
     lr_scheduler_type="cosine", warmup_ratio=0.05,
 )
 TINY_TLDR = TINY | dict(
-    from_config="gpt_neox hidden_size=128 num_hidden_layers=3 num_attention_heads=4 intermediate_size=512 max_position_embeddings=256 "
-                "rotary_pct=1.0", dataset_name="data/tldr", num_train_epochs=10.0, learning_rate=3e-3,
-)  # fmt: skip
+    from_config="gpt_neox hidden_size=128 num_hidden_layers=3 num_attention_heads=4 intermediate_size=512 max_position_embeddings=256",
+    dataset_name="data/tldr", save_dtype="bfloat16", num_train_epochs=10.0, learning_rate=3e-3,
+)
 RECIPES = {
     "tiny": Args(**TINY),  # checkpoints/reviews-lm
     "tiny-tldr": Args(**TINY_TLDR),  # checkpoints/tldr-sft
@@ -304,7 +308,8 @@ def documents(rows, tokenizer, args):
     columns = [[text if isinstance(text, str) else "" for text in rows[name]] for name in names]
     parts = [tokenizer(column, add_special_tokens=False).input_ids for column in columns]
     prompts, texts = parts if len(parts) == 2 else ([[]] * len(parts[0]), parts[0])
-    pairs = [(p + t + [tokenizer.eos_token_id], [-100] * len(p) + t + [tokenizer.eos_token_id]) for p, t in zip(prompts, texts) if t]
+    rows = [(p, t + [tokenizer.eos_token_id]) for p, t in zip(prompts, texts) if t]
+    pairs = [(p + t, ([-100] * len(p) if args.completion_only_loss else p) + t) for p, t in rows]
     pairs = [(ids[: args.max_length], labels[: args.max_length]) for ids, labels in pairs]
     pairs = [(ids, labels) for ids, labels in pairs if any(label != -100 for label in labels[1:])]
     if not pairs:
@@ -599,7 +604,7 @@ def train(args):
         if args.num_samples > 0:
             run.table("samples", write_samples(bare, tokenizer, held_pairs, args), "samples.jsonl", update=updates)
         saved = bare.merge_and_unload() if args.lora_r else bare
-        saved.save_pretrained(run.folder / "model")
+        saved.to(getattr(torch, args.save_dtype)).save_pretrained(run.folder / "model")
         tokenizer.save_pretrained(run.folder / "model")
         run.curves("loss", "mean_token_accuracy", "lr")
         say(f"saved {run.folder / 'model'}")

@@ -497,6 +497,14 @@ def test_labels_stand_on_completions_alone(sft, tiny_lm):
         assert ids == before + after and labels == [-100] * len(before) + after
 
 
+def test_labels_stand_on_prompts_too_where_asked(sft, tiny_lm):
+    """--no-completion-only-loss: every token is a label, the prompt's too."""
+    tokenizer = sft.load_tokenizer(tiny_lm())
+    rows = sft.datasets.Dataset.from_dict(dict(prompt=["A question?"], completion=[" An answer."]))
+    [(ids, labels)] = sft.documents(rows, tokenizer, sft_args(sft, completion_only_loss=False))
+    assert ids == labels == tokenizer("A question?").input_ids + tokenizer(" An answer.").input_ids + [tokenizer.eos_token_id]
+
+
 def test_a_cut_document_has_no_eos(sft, tiny_lm):
     """And documents with nothing to learn, or nothing within max_length, are left out."""
     tokenizer = sft.load_tokenizer(tiny_lm("gpt2"))

@@ -72,12 +72,20 @@ def test_every_logged_metric_is_explained(ppo, rloo, sft, reward, tiny_lm, tiny_
         assert metrics == explained
 
 
-def test_results_in_the_docs_are_those_of_the_benchmarks():
+@pytest.mark.parametrize("script, folder", [("ppo_sentiment", "ppo-sentiment-tiny"), ("rloo_tldr", "rloo-tiny")])
+def test_results_in_the_docs_are_those_of_the_benchmarks(script, folder):
     """Each number of the result tables stands in a committed evaluation.json."""
-    page = (ROOT / "docs" / "ppo_sentiment.md").read_text().split("## Results")[1]
+    page = (ROOT / "docs" / f"{script}.md").read_text().split("## Results")[1]
     for seed in (1, 2, 3):
-        numbers = json.loads((ROOT / f"benchmarks/ppo-sentiment-tiny/seed{seed}/evaluation.json").read_text())
+        numbers = json.loads((ROOT / f"benchmarks/{folder}/seed{seed}/evaluation.json").read_text())
         for metric, value in numbers["after"].items():
             row = next(line for line in page.splitlines() if line.startswith(f"| {metric} |"))
             assert row.split("|")[1 + 2 * seed].strip() == f"{value:.3f}"
             assert row.split("|")[2 * seed].strip() == f"{numbers['before'][metric]:.3f}"
+
+
+def test_results_on_imdb_are_those_of_the_benchmark():
+    page = (ROOT / "docs/ppo_sentiment.md").read_text().split("### Real reviews")[1]
+    numbers = json.loads((ROOT / "benchmarks/imdb/ppo/evaluation.json").read_text())
+    for metric, value in numbers["after"].items():
+        assert f"| {metric} | {numbers['before'][metric]:.3f} | {value:.3f} |" in page
