@@ -42,6 +42,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from numbers import Real
 from pathlib import Path
 from pydoc import locate
 from typing import Literal
@@ -233,7 +234,7 @@ def parse_args(argv):
     if set(saved) != set(asdict(args)):
         raise UserError(f"--resume {args.resume}: the run is of another script or version, its flags are not the same")
     args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
-    free = ("resume", "save_every", "keep_checkpoints", "log_with")
+    free = ("resume", "save_every", "keep_checkpoints", "log_with", "judge_fn", "judge_model", "judge_url")
     if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
         raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
     return replace(args, output_dir=str(folder))
@@ -391,8 +392,10 @@ def add_lora(model, args):
     """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
     import peft
     target = args.lora_target_modules if args.lora_target_modules == "all-linear" else args.lora_target_modules.split(",")
+    heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
+    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
     try:
-        return peft.get_peft_model(model, peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target))
+        return peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
 
@@ -450,6 +453,8 @@ class PolicyAndValue(nn.Module):
 def load_policy(args, name):
     """The policy, ready to be trained, and the frozen reference; None where that is the policy with its adapter off."""
     reference, eight_bit = None, {}
+    if args.num_shared_layers < 0:
+        raise UserError(f"--num-shared-layers must be 0 or more; it is {args.num_shared_layers}")
     if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
         raise UserError("--num-shared-layers goes neither with --lora-r, which shares all layers, nor with --load-in-8bit")
     if args.load_in_8bit:
@@ -461,6 +466,8 @@ def load_policy(args, name):
     elif args.num_shared_layers:
         body, _ = body_and_head(policy)
         blocks = max((m for m in body.modules() if isinstance(m, nn.ModuleList)), key=len)
+        if args.num_shared_layers > len(blocks):
+            raise UserError(f"--num-shared-layers {args.num_shared_layers}: the model has {len(blocks)} layers")
         shared = [m for m in body.modules() if isinstance(m, nn.Embedding)] + list(blocks[: args.num_shared_layers])
         shared = [p.requires_grad_(False) for module in shared for p in module.parameters()]
         reference = copy.deepcopy(policy, memo={id(p): p for p in shared})  # deepcopy takes what its memo holds as it is
@@ -523,8 +530,8 @@ def load_function(flag, name):
 
 def check_scores(scores, prompts, responses):
     """Refuse what a reward function should not return, and name the response. -> fp32 [B]"""
-    if not isinstance(scores, list) or len(scores) != len(prompts) or not all(isinstance(x, (int, float)) for x in scores):
-        raise UserError(f"the reward function must return a list of {len(prompts)} floats; it returned {str(scores)[:100]}")
+    if not isinstance(scores, list) or len(scores) != len(prompts) or not all(isinstance(x, Real) for x in scores):
+        raise UserError(f"the reward or judge function must return a list of {len(prompts)} floats; it returned {str(scores)[:100]}")
     for score, prompt, response in zip(scores, prompts, responses):
         if not math.isfinite(score):
             raise UserError(f"the reward is {score} for the prompt {prompt!r} with the response {response!r}")
@@ -678,7 +685,7 @@ class Run:
 
     def __init__(self, args, accelerator, updates, columns):
         name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        taken = Path(name).is_file() or (Path(name, "args.json").exists() and not args.resume)
+        taken = Path(name).is_file() or (not args.resume and any(Path(name, file).exists() for file in ("args.json", "metrics.jsonl")))
         name, taken = accelerate.utils.broadcast_object_list([name, taken])
         if taken:
             raise UserError(f"{name} is a file or holds a run: --resume goes on with a run, --output-dir names another folder")
@@ -775,7 +782,8 @@ class Run:
             self.console.print(f"resumed after update {state['update']}, from {last}")
             for later in [path for path in found if path > last] if self.main else ():  # what came later will come again
                 shutil.rmtree(later)
-        for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples
+        files = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")] if self.main else []
+        for file in filter(Path.exists, files):
             lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]  # a kill can tear the last one
             self.write(file.name, "".join(line for line in lines if json.loads(line)["update"] <= state["update"]))
         return state
@@ -965,9 +973,10 @@ def train(args):
         if args.kl_target is not None:
             kl_coef = adaptive_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, B)
         limit = 1e-5 if dtype is torch.float32 else 1e-2
-        if args.sanity and not (abs(off) < limit and abs(metrics["objective/kl"]) < limit and all(map(math.isfinite, metrics.values()))):
+        kl_limit = 1.0 if args.load_in_8bit else limit  # rounded weights are another model
+        if args.sanity and not (abs(off) < limit and abs(metrics["objective/kl"]) < kl_limit and all(map(math.isfinite, metrics.values()))):
             raise UserError(f"--sanity: at learning rate 0 the ratio should be 1, the KL 0 and all finite: {metrics}")
-        if args.num_sample_generations and update % math.ceil(updates / args.num_sample_generations) == 0:
+        if args.num_sample_generations and update % max(1, updates // args.num_sample_generations) == 0:
             rows = [dict(prompt=p, response=r, score=x) for p, r, x in zip(prompts[:4], responses, b["scores"].tolist())]
             run.table(f"samples of update {update}", rows, "samples.jsonl", update=update)
         run.checkpoint(update, parameters, optimizer, scheduler, kl_coef=kl_coef)

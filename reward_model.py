@@ -182,7 +182,7 @@ def parse_args(argv):
     if set(saved) != set(asdict(args)):
         raise UserError(f"--resume {args.resume}: the run is of another script or version, its flags are not the same")
     args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
-    free = ("resume", "save_every", "keep_checkpoints", "log_with")
+    free = ("resume", "save_every", "keep_checkpoints", "log_with", "judge_fn", "judge_model", "judge_url")
     if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
         raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
     return replace(args, output_dir=str(folder))
@@ -263,8 +263,10 @@ def add_lora(model, args):
     """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
     import peft
     target = args.lora_target_modules if args.lora_target_modules == "all-linear" else args.lora_target_modules.split(",")
+    heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
+    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
     try:
-        return peft.get_peft_model(model, peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target))
+        return peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
 
@@ -294,12 +296,23 @@ def sequence_logits(model, input_ids, mask):
     hidden = hidden_states(model.base_model, input_ids, mask)  # [B, L, H]
     return model.score(hidden[torch.arange(len(hidden), device=mask.device), mask.sum(-1) - 1]).float()
 
+def base_of(name):
+    """The model under a LoRA adapter's folder; any other name as it is."""
+    if not (Path(name) / "adapter_config.json").exists():
+        return name
+    import peft
+    return peft.PeftConfig.from_pretrained(name).base_model_name_or_path
+
 def new_head(model, name):
-    """Draw the weights of a decoder's head anew where the folder or Hub name has none: std 1 / sqrt(d + 1), d inputs. -> is it new?"""
-    known = load("model", AutoConfig.from_pretrained, name).architectures or () if name else ()
-    new = not any("ForSequenceClassification" in architecture for architecture in known)
+    """Draw the weights of a decoder's head anew where the folder or Hub name has none of that size -> is it new?
+
+    std 1 / sqrt(d + 1) with d inputs, so that scores begin at about 1 in size (N+, detail 11). No name: all weights are new.
+    """
+    config = load("model", AutoConfig.from_pretrained, base_of(name)) if name else None
+    known = config and any("ForSequenceClassification" in architecture for architecture in config.architectures or ())
+    new = not known or config.num_labels != model.config.num_labels
     if new and hasattr(model, "score"):
-        scale = (model.score.in_features + 1) ** -0.5  # N+, detail 11: scores of about 1 at the start
+        scale = (model.score.in_features + 1) ** -0.5
         nn.init.normal_(model.score.weight, std=scale)
         spread = model.score.weight.square().mean().sqrt() / scale
         assert abs(spread - 1) < 4 / model.score.weight.numel() ** 0.5, "the new head is not what was drawn"  # 5.6 sigma
@@ -362,6 +375,8 @@ def stream_rows(num_rows, start, count, seed):
 def label_names_of(rows, args):
     """Names of the classes in the order of their numbers, and label -> number."""
     names = args.label_names.split(",") if args.label_names else getattr(rows.features["label"], "names", ())
+    if None in rows["label"]:
+        raise UserError(f"{args.dataset_name!r}: a row has no label")
     labels = range(len(names)) if names else sorted(set(rows["label"]))
     return list(map(str, names or labels)), {label: number for number, label in enumerate(labels)} | {n: i for i, n in enumerate(names)}
 
@@ -380,9 +395,9 @@ def preference_ids(tokenizer, prompts, responses, max_length):
     """Token ids of prompt, response and EOS: the same rule in training and in rollouts -> list of lists
 
     A response that was cut gets its EOS too, since the model learned to score at EOS, and learned that a cut text is a bad one. What
-    is too long loses its beginning. A tokenizer without EOS (BERT's family) marks the ends of a text in its own way.
+    is too long loses its beginning. An encoder's tokenizer (BERT's family) marks the ends of a text in its own way.
     """
-    if tokenizer.eos_token_id is None:
+    if tokenizer.eos_token_id is None or tokenizer.cls_token_id is not None:
         tokenizer.truncation_side = "left"
         return tokenizer([p + r for p, r in zip(prompts, responses)], truncation=True, max_length=max_length).input_ids
     parts = zip(*(tokenizer(list(texts), add_special_tokens=False).input_ids for texts in (prompts, responses)))
@@ -391,13 +406,17 @@ def preference_ids(tokenizer, prompts, responses, max_length):
 def preferences(rows, tokenizer, args):
     """Rows with chosen and rejected, or responses, best first -> list of ([ids of each response], margin)."""
     names = rows.column_names
+    if {"margin", "responses"} <= set(names):
+        raise UserError(f"{args.dataset_name!r}: a margin goes with chosen and rejected, and not with a ranking of responses")
     groups = rows["responses"] if "responses" in names else [list(pair) for pair in zip(rows["chosen"], rows["rejected"])]
     prompts = rows["prompt"] if "prompt" in names else [""] * len(groups)  # without: chosen and rejected begin alike, as in HH
-    margins = [float(margin or 0) for margin in rows["margin"]] if "margin" in names else [0.0] * len(groups)
+    margins = rows["margin"] if "margin" in names else [0.0] * len(groups)
+    if not all(isinstance(margin, (int, float)) for margin in margins):
+        raise UserError(f"{args.dataset_name!r}: every margin must be a number")
     kept = [row for row in zip(prompts, groups, margins) if isinstance(row[0], str) and isinstance(row[1], list)
             and len(row[1]) > 1 and all(isinstance(text, str) and text.strip() for text in row[1])]  # fmt: skip
     if not kept:
-        raise UserError(f"{args.dataset_name!r}: no row has two responses to compare")
+        raise UserError(f"{args.dataset_name!r}: no row has two responses to compare (as strings, none of them empty)")
     flat = [(prompt, text) for prompt, group, _ in kept for text in group]
     ids = iter(preference_ids(tokenizer, *zip(*flat), args.max_length))
     return [([next(ids) for _ in group], margin) for _, group, margin in kept]
@@ -410,6 +429,8 @@ def center_texts(train_rows, tokenizer, args):
     if not {"prompt", "completion"} <= set(rows.column_names):
         raise UserError(f"--center-dataset-name {args.center_dataset_name}: it needs the columns prompt and completion")
     kept = [row for row in zip(rows["prompt"], rows["completion"]) if all(isinstance(text, str) and text for text in row)]
+    if not kept:
+        raise UserError(f"--center-dataset-name {args.center_dataset_name}: no row has a prompt and a completion")
     return [([ids], 0.0) for ids in preference_ids(tokenizer, *zip(*kept), args.max_length)]
 
 def collate_texts(batch, device):
@@ -477,7 +498,7 @@ class Run:
 
     def __init__(self, args, accelerator, updates, columns):
         name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        taken = Path(name).is_file() or (Path(name, "args.json").exists() and not args.resume)
+        taken = Path(name).is_file() or (not args.resume and any(Path(name, file).exists() for file in ("args.json", "metrics.jsonl")))
         name, taken = accelerate.utils.broadcast_object_list([name, taken])
         if taken:
             raise UserError(f"{name} is a file or holds a run: --resume goes on with a run, --output-dir names another folder")
@@ -574,7 +595,8 @@ class Run:
             self.console.print(f"resumed after update {state['update']}, from {last}")
             for later in [path for path in found if path > last] if self.main else ():  # what came later will come again
                 shutil.rmtree(later)
-        for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples
+        files = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")] if self.main else []
+        for file in filter(Path.exists, files):
             lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]  # a kill can tear the last one
             self.write(file.name, "".join(line for line in lines if json.loads(line)["update"] <= state["update"]))
         return state
@@ -609,7 +631,7 @@ def train(args):
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path)
     train_rows, held_rows = load_splits(args.dataset_name)
     columns, kinds = set(train_rows.column_names), ({"text", "label"}, {"chosen", "rejected"}, {"prompt", "responses"})
-    if not any(kind <= columns for kind in kinds):
+    if not any(kind <= columns and kind <= set(held_rows.column_names) for kind in kinds):
         raise UserError(f"data set {args.dataset_name!r} needs the columns text and label, or chosen and rejected, or prompt and "
                         f"responses; it has {', '.join(train_rows.column_names)}")
     part, _, parts = (int(x) if x.isdigit() else x for x in args.train_shard.partition("/"))

@@ -44,6 +44,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from numbers import Real
 from pathlib import Path
 from pydoc import locate
 from typing import Literal
@@ -150,9 +151,9 @@ class Args:
     kl_coef: float = 0.05
     """price of one nat of KL to the reference"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """of the KL (Schulman 2020): in the reward only k1, in the loss k2 gives the gradient of KL(policy || reference)"""
+    """of the KL, token by token (Schulman 2020): in the reward use k1, in the loss k2 or k3"""
     kl_in_loss: bool = False
-    """the KL is a term of the loss and not of the reward; k3 is GRPO's, k1 has no gradient there and is refused"""
+    """the KL is a term of the loss, token by token (k3: as GRPO), and not of the reward; k1 has no gradient there and is refused"""
     cliprange: float = 0.2
     """epsilon of the clipped policy loss"""
     whiten_rewards: bool = False
@@ -229,7 +230,7 @@ def parse_args(argv):
     if set(saved) != set(asdict(args)):
         raise UserError(f"--resume {args.resume}: the run is of another script or version, its flags are not the same")
     args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
-    free = ("resume", "save_every", "keep_checkpoints", "log_with")
+    free = ("resume", "save_every", "keep_checkpoints", "log_with", "judge_fn", "judge_model", "judge_url")
     if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
         raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
     return replace(args, output_dir=str(folder))
@@ -350,8 +351,10 @@ def add_lora(model, args):
     """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
     import peft
     target = args.lora_target_modules if args.lora_target_modules == "all-linear" else args.lora_target_modules.split(",")
+    heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
+    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
     try:
-        return peft.get_peft_model(model, peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target))
+        return peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
 
@@ -403,6 +406,8 @@ class PolicyAndReference(nn.Module):
 def load_policy(args, name):
     """The policy, ready to be trained, and the frozen reference; None where that is the policy with its adapter off."""
     reference, eight_bit = None, {}
+    if args.num_shared_layers < 0:
+        raise UserError(f"--num-shared-layers must be 0 or more; it is {args.num_shared_layers}")
     if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
         raise UserError("--num-shared-layers goes neither with --lora-r, which shares all layers, nor with --load-in-8bit")
     if args.load_in_8bit:
@@ -414,6 +419,8 @@ def load_policy(args, name):
     elif args.num_shared_layers:
         body, _ = body_and_head(policy)
         blocks = max((m for m in body.modules() if isinstance(m, nn.ModuleList)), key=len)
+        if args.num_shared_layers > len(blocks):
+            raise UserError(f"--num-shared-layers {args.num_shared_layers}: the model has {len(blocks)} layers")
         shared = [m for m in body.modules() if isinstance(m, nn.Embedding)] + list(blocks[: args.num_shared_layers])
         shared = [p.requires_grad_(False) for module in shared for p in module.parameters()]
         reference = copy.deepcopy(policy, memo={id(p): p for p in shared})  # deepcopy takes what its memo holds as it is
@@ -444,12 +451,23 @@ def sequence_logits(model, input_ids, mask):
     hidden = hidden_states(model.base_model, input_ids, mask)  # [B, L, H]
     return model.score(hidden[torch.arange(len(hidden), device=mask.device), mask.sum(-1) - 1]).float()
 
+def base_of(name):
+    """The model under a LoRA adapter's folder; any other name as it is."""
+    if not (Path(name) / "adapter_config.json").exists():
+        return name
+    import peft
+    return peft.PeftConfig.from_pretrained(name).base_model_name_or_path
+
 def new_head(model, name):
-    """Draw the weights of a decoder's head anew where the folder or Hub name has none: std 1 / sqrt(d + 1), d inputs. -> is it new?"""
-    known = load("model", AutoConfig.from_pretrained, name).architectures or () if name else ()
-    new = not any("ForSequenceClassification" in architecture for architecture in known)
+    """Draw the weights of a decoder's head anew where the folder or Hub name has none of that size -> is it new?
+
+    std 1 / sqrt(d + 1) with d inputs, so that scores begin at about 1 in size (N+, detail 11). No name: all weights are new.
+    """
+    config = load("model", AutoConfig.from_pretrained, base_of(name)) if name else None
+    known = config and any("ForSequenceClassification" in architecture for architecture in config.architectures or ())
+    new = not known or config.num_labels != model.config.num_labels
     if new and hasattr(model, "score"):
-        scale = (model.score.in_features + 1) ** -0.5  # N+, detail 11: scores of about 1 at the start
+        scale = (model.score.in_features + 1) ** -0.5
         nn.init.normal_(model.score.weight, std=scale)
         spread = model.score.weight.square().mean().sqrt() / scale
         assert abs(spread - 1) < 4 / model.score.weight.numel() ** 0.5, "the new head is not what was drawn"  # 5.6 sigma
@@ -460,7 +478,7 @@ def load_scorer(name, batch_size, device):
 
     Decoded and tokenised again, since its tokenizer need not be the policy's; the reward_offset of its config.json is subtracted.
     """
-    config = load("model", AutoConfig.from_pretrained, name)
+    config = load("model", AutoConfig.from_pretrained, base_of(name))
     settings = {} if any("ForSequenceClassification" in architecture for architecture in config.architectures or ()) else dict(num_labels=1)
     model, tokenizer = load_model(AutoModelForSequenceClassification, name, settings), load_tokenizer(name)
     if new_head(model, name):
@@ -492,8 +510,8 @@ def load_function(flag, name):
 
 def check_scores(scores, prompts, responses):
     """Refuse what a reward function should not return, and name the response. -> fp32 [B]"""
-    if not isinstance(scores, list) or len(scores) != len(prompts) or not all(isinstance(x, (int, float)) for x in scores):
-        raise UserError(f"the reward function must return a list of {len(prompts)} floats; it returned {str(scores)[:100]}")
+    if not isinstance(scores, list) or len(scores) != len(prompts) or not all(isinstance(x, Real) for x in scores):
+        raise UserError(f"the reward or judge function must return a list of {len(prompts)} floats; it returned {str(scores)[:100]}")
     for score, prompt, response in zip(scores, prompts, responses):
         if not math.isfinite(score):
             raise UserError(f"the reward is {score} for the prompt {prompt!r} with the response {response!r}")
@@ -555,9 +573,9 @@ def preference_ids(tokenizer, prompts, responses, max_length):
     """Token ids of prompt, response and EOS: the same rule in training and in rollouts -> list of lists
 
     A response that was cut gets its EOS too, since the model learned to score at EOS, and learned that a cut text is a bad one. What
-    is too long loses its beginning. A tokenizer without EOS (BERT's family) marks the ends of a text in its own way.
+    is too long loses its beginning. An encoder's tokenizer (BERT's family) marks the ends of a text in its own way.
     """
-    if tokenizer.eos_token_id is None:
+    if tokenizer.eos_token_id is None or tokenizer.cls_token_id is not None:
         tokenizer.truncation_side = "left"
         return tokenizer([p + r for p, r in zip(prompts, responses)], truncation=True, max_length=max_length).input_ids
     parts = zip(*(tokenizer(list(texts), add_special_tokens=False).input_ids for texts in (prompts, responses)))
@@ -574,6 +592,25 @@ def load_posts(rows, tokenizer, args):
     if not posts:
         raise UserError(f"data set {args.dataset_name!r}: no prompt of --max-prompt-length {args.max_prompt_length} tokens or fewer")
     return posts
+
+def check_fit(args, tokenizer, policy, posts):
+    """Refuse posts that do not fit the context, and a stop token that does not exist. -> tokens of the longest prompt, stop token's id"""
+    longest, T = max(len(ids) for ids, *_ in posts), args.response_length
+    if getattr(policy.config, "max_position_embeddings", 10**9) < longest + T:
+        raise UserError(f"the longest prompt, {longest} tokens, + --response-length {T} is longer than the model's context; lower "
+                        "--max-prompt-length")
+    stop_token_id = args.stop_token_id if args.stop_token_id is not None else tokenizer.eos_token_id if args.stop_token else -1
+    if stop_token_id is None:
+        raise UserError("the tokenizer has no EOS: name a --stop-token-id, or use --stop-token None")
+    if stop_token_id == -1 and args.missing_eos_penalty is not None:
+        raise UserError("--missing-eos-penalty without a stop token would punish every response alike")
+    return longest, stop_token_id
+
+def held_out_posts(posts, args):
+    """num_examples posts to judge, with references if any has one, and their draws. -> references, (ids, mask, uniforms)"""
+    posts = [post for post in posts if post[2]] or posts
+    rows = stream_rows(len(posts), 0, min(args.num_examples, len(posts)), args.seed)
+    return [posts[i][2] for i in rows.tolist()], draw_posts(posts, rows, replace(args, rloo_k=1), "held-out")
 
 def draw_posts(posts, rows, args, *place):
     """Prompts left-padded to the longest of the batch, and the uniforms that will sample rloo_k responses to each.
@@ -634,9 +671,11 @@ def rollout_groups(model, tokenizer, score, batch, stop_token_id, args):
         tokens[:, part], lengths[:, part] = out[0].view(k, -1, T), out[1].view(k, -1)
     tokens, lengths = tokens.view(k * P, T), lengths.view(k * P)
     stopped = tokens.gather(1, lengths[:, None] - 1).squeeze(1) == stop_token_id  # [k * P]
-    prompts = tokenizer.batch_decode([x[m].tolist() for x, m in zip(ids, mask)]) * k
+    asked = [x[m].tolist() for x, m in zip(ids, mask)] * k
     words = [x[:n].tolist() for x, n in zip(tokens, lengths - stopped.long())]  # without the stop token
-    responses = tokenizer.batch_decode(words, skip_special_tokens=True)
+    prompts = tokenizer.batch_decode(asked, skip_special_tokens=True)
+    texts = tokenizer.batch_decode([a + w for a, w in zip(asked, words)], skip_special_tokens=True)
+    responses = [text[len(prompt):] for prompt, text in zip(prompts, texts)]  # alone, some tokenizers would drop its first space
     scores = score(prompts, responses)
     ids = torch.cat([ids.repeat(k, 1), tokens], 1)  # [k * P, C + T]
     mask = torch.cat([mask.repeat(k, 1), length_mask(lengths, T)], 1)
@@ -658,13 +697,18 @@ Summary B:{b}
 
 Answer with one letter, A or B, and nothing else."""
 
+def check_judge(args):
+    """Refuse an address without a name, before anything is loaded."""
+    if args.judge_url and not args.judge_model:
+        raise UserError("--judge-url needs the --judge-model that is asked there")
+
 def chat_judge(args):
     """A chat model as a function of prompts, responses, references -> list of 1 (wins), 0 (loses) or None (no verdict)."""
     import httpx
     import huggingface_hub
     if args.judge_url:  # huggingface_hub's own client refuses any server under HF_HUB_OFFLINE, one on this machine too
         huggingface_hub.set_client_factory(lambda: httpx.Client(timeout=300))
-    key = os.environ.get("OPENAI_API_KEY", "none" if args.judge_url else None)
+    key = os.environ.get("OPENAI_API_KEY", "none") if args.judge_url else None  # None: the Hugging Face token
     client = huggingface_hub.InferenceClient(base_url=args.judge_url, api_key=key)
 
     def ask(prompt, response, reference, first):
@@ -690,20 +734,24 @@ def chat_judge(args):
 
 def load_judge(args, score, device):
     """The judge as a function of prompts, responses, references -> list of 1 (wins), 0 (loses), 0.5 (tie), None (no verdict)."""
-    if args.judge_fn:
-        function = load_function("--judge-fn", args.judge_fn)
-        score = lambda prompts, responses: check_scores(function(prompts, responses), prompts, responses)  # noqa: E731
-    elif args.judge_model and any((place / args.judge_model / "config.json").exists() for place in (Path(), HERE)) and not args.judge_url:
+    if args.judge_model and (args.judge_url or not any((place / args.judge_model).is_dir() for place in (Path(), HERE))):
+        return chat_judge(args)
+    if args.judge_model:
         judge = load_scorer(args.judge_model, args.local_rollout_forward_batch_size, device)
         score = lambda prompts, responses: torch.tensor(judge(prompts, responses))  # noqa: E731
-    elif args.judge_model:
-        return chat_judge(args)
+    elif args.judge_fn:
+        function = load_function("--judge-fn", args.judge_fn)
+        score = lambda prompts, responses: check_scores(function(prompts, responses), prompts, responses)  # noqa: E731
 
     def compare(prompts, responses, references):
         ours, theirs = score(list(prompts), list(responses)), score(list(prompts), list(references))
         return (((ours > theirs).float() + (ours >= theirs).float()) / 2).tolist()
 
     return compare
+
+def judge_name(args):
+    """Who load_judge's judge is."""
+    return args.judge_model or args.judge_fn or args.reward_fn or args.reward_model_path
 
 def win_rate(model, tokenizer, score, judge, batch, references, stop_token_id, args):
     """Answer the held-out prompts once, with the same draws before and after. -> numbers of the table, prompts, responses, scores
@@ -733,7 +781,7 @@ class Run:
 
     def __init__(self, args, accelerator, updates, columns):
         name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        taken = Path(name).is_file() or (Path(name, "args.json").exists() and not args.resume)
+        taken = Path(name).is_file() or (not args.resume and any(Path(name, file).exists() for file in ("args.json", "metrics.jsonl")))
         name, taken = accelerate.utils.broadcast_object_list([name, taken])
         if taken:
             raise UserError(f"{name} is a file or holds a run: --resume goes on with a run, --output-dir names another folder")
@@ -830,7 +878,8 @@ class Run:
             self.console.print(f"resumed after update {state['update']}, from {last}")
             for later in [path for path in found if path > last] if self.main else ():  # what came later will come again
                 shutil.rmtree(later)
-        for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples
+        files = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")] if self.main else []
+        for file in filter(Path.exists, files):
             lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]  # a kill can tear the last one
             self.write(file.name, "".join(line for line in lines if json.loads(line)["update"] <= state["update"]))
         return state
@@ -885,6 +934,7 @@ def train(args):
                    "total_episodes", "local_rollout_forward_batch_size", "num_examples", "temperature", "response_length")
     if args.rloo_k < 2 or args.local_batch_size % args.rloo_k:
         raise UserError(f"--rloo-k {args.rloo_k} must be 2 or more and divide the {args.local_batch_size} episodes of a process's batch")
+    check_judge(args)
     if args.kl_in_loss and args.kl_estimator == "k1":
         raise UserError("--kl-in-loss with --kl-estimator k1 has no gradient in expectation; use k2, or k3 as GRPO does")
     accelerator = start(args)
@@ -898,14 +948,8 @@ def train(args):
     judge = load_judge(args, score, device) if accelerator.is_main_process else None  # a chat model is asked by one process
     gold = load_function("--judge-fn", args.judge_fn) if args.judge_fn else None
     train_posts, held_posts = (load_posts(rows, tokenizer, args) for rows in load_splits(args.dataset_name))
-    longest, config = max(len(ids) for ids, *_ in train_posts + held_posts), bare.policy.config
-    if getattr(config, "max_position_embeddings", 10**9) < longest + T:
-        raise UserError(f"the longest prompt, {longest} tokens, + --response-length {T} is longer than the model's context; lower "
-                        "--max-prompt-length")
+    config, (longest, stop_token_id) = bare.policy.config, check_fit(args, tokenizer, bare.policy, train_posts + held_posts)
     optimizer, scheduler = make_optimizer(args, (parameters := trainable(bare)).values(), updates)
-    stop_token_id = args.stop_token_id if args.stop_token_id is not None else tokenizer.eos_token_id if args.stop_token else -1
-    if stop_token_id is None:
-        raise UserError("the tokenizer has no EOS: name a --stop-token-id, or use --stop-token None")
     dtype = pick_dtype(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
 
@@ -921,9 +965,8 @@ def train(args):
         say(f"LoRA trains {trained:,} of {total:,} parameters = {trained / total:.3%}")
     model, optimizer = accelerator.prepare(bare, optimizer)
 
-    rows = stream_rows(len(held_posts), 0, min(args.num_examples, len(held_posts)), args.seed)
-    references = [held_posts[i][2] for i in rows.tolist()]
-    held_batch = [x.to(device) for x in draw_posts(held_posts, rows, replace(args, rloo_k=1), "held-out")]
+    references, held_batch = held_out_posts(held_posts, args)
+    held_batch = [x.to(device) for x in held_batch]
     with autocast:
         before = win_rate(bare, tokenizer, score, judge, held_batch, references, stop_token_id, args)
     state = run.restore(parameters, optimizer, scheduler)
@@ -1020,9 +1063,10 @@ def train(args):
         metrics = {key: x.item() if isinstance(x, torch.Tensor) else x for key, x in metrics.items()}
         run.log(metrics, health(metrics, args))
         limit = 1e-4 if dtype is torch.float32 else 1e-1  # of a whole response, a sum of T log-probabilities
-        if args.sanity and not (abs(off) < limit and abs(metrics["objective/kl"]) < limit and all(map(math.isfinite, metrics.values()))):
+        kl_limit = 1.0 if args.load_in_8bit else limit  # rounded weights are another model
+        if args.sanity and not (abs(off) < limit and abs(metrics["objective/kl"]) < kl_limit and all(map(math.isfinite, metrics.values()))):
             raise UserError(f"--sanity: at learning rate 0 the ratio should be 1, the KL 0 and all finite: {metrics}")
-        if args.num_sample_generations and update % math.ceil(updates / args.num_sample_generations) == 0:
+        if args.num_sample_generations and update % max(1, updates // args.num_sample_generations) == 0:
             ends = [tokenizer.eos_token if end else " ..." for end in local["stopped"].tolist()]
             rows = zip(prompts[:3], responses, ends, local["scores"].tolist())
             rows = [{"query": p, "model response": r + end, "score": x} for p, r, end, x in rows]
@@ -1040,7 +1084,7 @@ def train(args):
         for post, reference, *texts in [*zip(before[1], references, before[2], after[2], before[3], after[3])][:2]:
             rows = zip((post, "reference", "before", "after"), ("", reference, *texts[:2]), ("", "", *(f"{x:.3f}" for x in texts[2:])))
             run.table("a held-out post", [dict(zip(("post", "summary", "score"), row)) for row in rows])
-        about = dict(n=len(references), judge=args.judge_fn or args.judge_model or args.reward_fn or args.reward_model_path,
+        about = dict(n=len(references), judge=judge_name(args),
                      decoding=f"sampling, temperature {args.temperature}, at most {T} tokens")
         table = [dict(metric=key, before=before[0].get(key, math.nan), after=after[0][key]) for key in after[0]]
         run.table(f"{about['n']} held-out posts against their references; judge: {about['judge']}; {about['decoding']}", table)
@@ -1053,28 +1097,30 @@ def train(args):
 
 def judge_alone(args):
     """The verb judge: the win rate of one model against the references, as TRL's judge_tldr.py. -> numbers"""
-    check_positive(args, "num_examples", "temperature", "response_length", "per_device_train_batch_size")
+    check_positive(args, "num_examples", "temperature", "response_length", "per_device_train_batch_size",
+                   "local_rollout_forward_batch_size")
+    check_judge(args)
     accelerator, name = start(args), args.sft_model_path or args.model_name_or_path
     device, tokenizer = accelerator.device, load_tokenizer(args.model_name_or_path)
     policy = load_model(AutoModelForCausalLM, name).to(device)
+    check_head(policy, name)
     nothing = lambda prompts, *_: torch.zeros(len(prompts), device=device)  # noqa: E731
     score = nothing if args.judge_fn or args.judge_model else load_scores(args, device)
     posts = load_posts(load_splits(args.dataset_name)[1], tokenizer, args)
-    rows = stream_rows(len(posts), 0, min(args.num_examples, len(posts)), args.seed)
-    references = [posts[i][2] for i in rows.tolist()]
+    _, stop = check_fit(args, tokenizer, policy, posts)
+    references, batch = held_out_posts(posts, args)
     if not any(references):
         raise UserError(f"data set {args.dataset_name!r}: judge needs references, in a column completion")
-    batch = [x.to(device) for x in draw_posts(posts, rows, replace(args, rloo_k=1), "held-out")]
-    stop = args.stop_token_id if args.stop_token_id is not None else tokenizer.eos_token_id if args.stop_token else -1
+    batch = [x.to(device) for x in batch]
     judge, model = load_judge(args, score, device), PolicyAndReference(policy, policy)
     with torch.autocast(device.type, torch.bfloat16, enabled=pick_dtype(args, device) is torch.bfloat16):
         numbers, *_ = win_rate(model, tokenizer, score, judge, batch, references, stop, args)
     if "win rate" not in numbers:
         raise UserError("the judge gave no verdict at all")
-    who = args.judge_fn or args.judge_model or args.reward_fn or args.reward_model_path
+    judged = round(len(references) * (1 - numbers["no verdict"]))
     if accelerator.is_main_process:
-        print(f"Model win rate: {numbers['win rate']:.2%} +- {numbers['+- (95 % interval)']:.2%} ({numbers['ties']:.1%} ties, "
-              f"{numbers['no verdict']:.1%} without verdict), n = {len(references)}, judge {who}, temperature {args.temperature}, "
+        print(f"Model win rate: {numbers['win rate']:.2%} +- {numbers['+- (95 % interval)']:.2%} ({numbers['ties']:.1%} ties; "
+              f"{len(references) - judged} posts without verdict), n = {judged}, judge {judge_name(args)}, temperature {args.temperature}, "
               f"at most {args.response_length} tokens")
     return numbers
 

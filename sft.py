@@ -172,7 +172,7 @@ def parse_args(argv):
     if set(saved) != set(asdict(args)):
         raise UserError(f"--resume {args.resume}: the run is of another script or version, its flags are not the same")
     args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
-    free = ("resume", "save_every", "keep_checkpoints", "log_with")
+    free = ("resume", "save_every", "keep_checkpoints", "log_with", "judge_fn", "judge_model", "judge_url")
     if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
         raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
     return replace(args, output_dir=str(folder))
@@ -228,8 +228,10 @@ def add_lora(model, args):
     """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
     import peft
     target = args.lora_target_modules if args.lora_target_modules == "all-linear" else args.lora_target_modules.split(",")
+    heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
+    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
     try:
-        return peft.get_peft_model(model, peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target))
+        return peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
 
@@ -387,7 +389,7 @@ class Run:
 
     def __init__(self, args, accelerator, updates, columns):
         name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        taken = Path(name).is_file() or (Path(name, "args.json").exists() and not args.resume)
+        taken = Path(name).is_file() or (not args.resume and any(Path(name, file).exists() for file in ("args.json", "metrics.jsonl")))
         name, taken = accelerate.utils.broadcast_object_list([name, taken])
         if taken:
             raise UserError(f"{name} is a file or holds a run: --resume goes on with a run, --output-dir names another folder")
@@ -484,7 +486,8 @@ class Run:
             self.console.print(f"resumed after update {state['update']}, from {last}")
             for later in [path for path in found if path > last] if self.main else ():  # what came later will come again
                 shutil.rmtree(later)
-        for file in self.folder.glob("*s.jsonl") if self.main else ():  # metrics, samples
+        files = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")] if self.main else []
+        for file in filter(Path.exists, files):
             lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]  # a kill can tear the last one
             self.write(file.name, "".join(line for line in lines if json.loads(line)["update"] <= state["update"]))
         return state

@@ -238,14 +238,16 @@ def disturb(module, names="lora_"):
             p += 0.2 * torch.randn_like(p)
 
 
-def policy_args(k, folder, **flags):
-    return k.Args(model_name_or_path=str(folder), dtype="float32", **flags)
+def policy_of(k, folder, **flags):
+    """Policy and reference in the script's own module, with or without a value function."""
+    args = k.Args(model_name_or_path=str(folder), dtype="float32", **flags)
+    return k.build_policy(args) if hasattr(k, "build_policy") else k.PolicyAndReference(*k.load_policy(args, args.model_name_or_path))
 
 
 @rollouts
 @pytest.mark.parametrize("arch", LAYERS_WITH_LORA)
 def test_the_adapter_turned_off_is_the_base(k, tiny_lm, language_model, arch):
-    model = k.build_policy(policy_args(k, tiny_lm(arch), lora_r=4, lora_target_modules=LAYERS_WITH_LORA[arch]))
+    model = policy_of(k, tiny_lm(arch), lora_r=4, lora_target_modules=LAYERS_WITH_LORA[arch])
     ids, mask, rows, T = padded_batch()
     valid = mask[:, -T:]
     base = k.response_logprobs(language_model(arch), ids, mask, T, 1.0)[0]
@@ -275,7 +277,7 @@ def test_the_reference_of_an_adapter_is_the_adapter(k, adapter, rank):
     ids, mask, rows, T = padded_batch()
     valid = mask[:, -T:]
     theirs = torch.cat([tokens_behind(alone(adapter[0], torch.cat(row)), *row) for row in rows])
-    model = k.build_policy(policy_args(k, adapter[1], lora_r=rank))
+    model = policy_of(k, adapter[1], lora_r=rank)
     close(model(ids, mask, T, 1.0)[0][valid], theirs)
     disturb(model, "lora_" if rank else "policy")
     close(model.reference_logprobs(ids, mask, T, 1.0)[valid], theirs)
@@ -295,7 +297,7 @@ def test_a_merged_adapter_is_trainable(scripts, name, adapter):
 @rollouts
 @every_architecture
 def test_shared_layers_stay_and_the_reference_with_them(k, tiny_lm, language_model, arch):
-    model = k.build_policy(policy_args(k, tiny_lm(arch), num_shared_layers=1))
+    model = policy_of(k, tiny_lm(arch), num_shared_layers=1)
     mine, theirs = ({p.data_ptr() for p in part.parameters()} for part in (model.policy, model.reference))
     assert mine & theirs and theirs - mine
     assert not [name for name, p in model.reference.named_parameters() if p.requires_grad]
@@ -361,7 +363,7 @@ def test_sequence_logits_of_an_encoder(scripts, classifier_folder):
     close(k.Classifier(model).train()(ids, mask), logits_alone(folder, rows))  # no dropout is left
 
 
-@rollouts
+@shipping("gae")
 @pytest.mark.parametrize("arch, pad", [("distilbert", "own"), ("gpt2", "own"), ("gpt2", "eos"), ("llama", "eos")])
 def test_the_reward_of_a_text_is_the_classifiers(k, classifier_folder, arch, pad):
     """In batches of 2, as transformers' for each text alone."""
@@ -373,7 +375,7 @@ def test_the_reward_of_a_text_is_the_classifiers(k, classifier_folder, arch, pad
     close(classify([text[:4] for text in texts], [text[4:] for text in texts]), logits_alone(folder, tokenizer(texts).input_ids))
 
 
-@rollouts
+@shipping("gae")
 @pytest.mark.parametrize("labels", [("negative", "positive"), ("POSITIVE", "NEGATIVE")])
 def test_the_reward_is_asked_for_by_name(k, classifier_folder, labels):
     """Trick 22: by the label's name or number, not by its place after sorting by score."""
@@ -387,7 +389,7 @@ def test_the_reward_is_asked_for_by_name(k, classifier_folder, labels):
         k.load_reward(k.Args(reward_model_path=folder, reward_label="joy"), torch.device("cpu"))
 
 
-@rollouts
+@shipping("gae")
 def test_a_reward_model_may_have_another_tokenizer(k, tiny_classifier):
     """Trick 23."""
     folder = tiny_classifier("other")

@@ -70,6 +70,10 @@ def test_pairs_with_a_common_beginning(pairs, tmp_path):
     data = write_rows(tmp_path / "hh", train=whole * 4, test=whole)
     _, folder, rows = pairs(dataset_name=data, num_train_epochs=20.0, learning_rate=3e-3)
     assert rows[-1]["accuracy"] == 1 and numbers_of(folder)["accuracy"] == 1 and numbers_of(folder)["n"] == 3
+    split = [dict(prompt="Human: hi", chosen=g, rejected=b) for g, b in zip(GOOD, BAD)]
+    data = write_rows(tmp_path / "split", train=split * 4, test=split)
+    _, _, others = pairs("split", dataset_name=data, num_train_epochs=20.0, learning_rate=3e-3)
+    assert [row["loss"] for row in others] == pytest.approx([row["loss"] for row in rows], rel=1e-3, abs=1e-4)
 
 
 def test_rankings(pairs, script, tmp_path, monkeypatch):
@@ -93,6 +97,12 @@ def test_missing_columns_are_named(script, small, tmp_path, tiny_lm):
     data = write_rows(tmp_path / "data", train=[dict(prompt="a", chosen="b")] * 8)
     with pytest.raises(script.UserError, match="chosen and rejected"):
         script.train(small("reward_model", dataset_name=data, model_name_or_path=tiny_lm()))
+    for name, row, word in (("margin", dict(prompt="a", chosen="b", rejected="c", margin="1"), "margin"),
+                            ("both", dict(prompt="a", responses=["b", "c"], margin=1.0), "margin"),
+                            ("messages", dict(prompt="a", chosen=[dict(content="b")], rejected=[dict(content="c")]), "strings")):
+        data = write_rows(tmp_path / name, train=[row] * 8)
+        with pytest.raises(script.UserError, match=word):
+            script.train(small("reward_model", dataset_name=data, model_name_or_path=tiny_lm()))
     data = write_rows(tmp_path / "empty", train=[dict(prompt="a", chosen="", rejected="b")] * 8)
     with pytest.raises(script.UserError, match="two responses"):
         script.train(small("reward_model", dataset_name=data, model_name_or_path=tiny_lm()))
@@ -115,12 +125,28 @@ def test_what_is_too_long_loses_its_beginning(scripts, tiny_lm, tiny_classifier)
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     [ids] = scripts["reward_model"].preference_ids(tokenizer, ["one two three four five six"], [" seven"], 4)
     assert len(ids) == 4 and ids[-1] == tokenizer.eos_token_id and tokenizer.decode(ids).endswith(f"seven{EOS}")
-    tokenizer.eos_token = None
+    tokenizer.cls_token = "<|pad|>"  # an encoder's, which marks the ends itself
     [ids] = scripts["reward_model"].preference_ids(tokenizer, ["one two three four five six"], [" seven"], 4)
     assert len(ids) == 4 and tokenizer.decode(ids).endswith("seven")
 
 
 # ---- Head and offset -------------------------------------------------------------------------------------------------
+def test_heads_of_another_size_are_new(pairs, script, tiny_lm, tmp_path, capsys):
+    """Pairs from a decoder with 2 labels: its head does not fit, the new one is drawn as documented, and the screen says so."""
+    config = AutoConfig.from_pretrained(tiny_lm("llama"), num_labels=2)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "two")
+    AutoTokenizer.from_pretrained(tiny_lm("llama")).save_pretrained(tmp_path / "two")
+    pairs(model_name_or_path=str(tmp_path / "two"), num_train_epochs=0.2)
+    assert "a new head" in capsys.readouterr().out
+
+
+def test_from_an_adapter(pairs, rloo, tiny_lm):
+    """A LoRA folder that rloo_tldr.py saved is a start like any other."""
+    _, run, _ = rloo("policy", lora_r=4, model_name_or_path=tiny_lm("llama"))
+    _, folder, rows = pairs(model_name_or_path=str(run / "adapter"), tokenizer_name_or_path=tiny_lm("llama"), num_train_epochs=0.2)
+    assert math.isfinite(rows[0]["loss"]) and (folder / "model/model.safetensors").exists()
+
+
 def test_a_new_head_has_the_documented_spread(script, tiny_lm, tmp_path):
     """1 / sqrt(d + 1) where the folder is a language model; a head that was saved stays as it is (trick 35)."""
     config = AutoConfig.from_pretrained(tiny_lm("gpt_neox"), hidden_size=512, num_hidden_layers=1, intermediate_size=64)
@@ -170,8 +196,10 @@ def test_gradient_does_not_depend_on_micro_batches(pairs):
 
 
 def test_lora_trains_adapter_and_head(pairs, script, tiny_lm):
-    """The saved model is merged and carries its head; resuming is the same run."""
-    _, folder, rows = pairs(lora_r=4, save_every=2, learning_rate=5e-2)
+    """The adapter is on no head, which is trained whole; the saved model is merged and carries its head."""
+    _, folder, rows = pairs(lora_r=4, learning_rate=5e-2)
+    state = torch.load(folder / "checkpoints/000006/state.pt", weights_only=True)["parameters"]
+    assert [name for name in state if "score" in name] == ["model.base_model.model.score.weight"] and any("lora_" in name for name in state)
     assert len(rows) == 6
     start = script.load_model(AutoModelForSequenceClassification, tiny_lm("gpt_neox"), dict(num_labels=1))
     after = weights(folder / "model")

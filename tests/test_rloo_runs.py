@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from run_tools import distance, free_port, reward_file, rows_of, same, spy, start_process, weights
+from run_tools import distance, free_port, reward_file, rows_of, same, spy, start_process, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -127,7 +127,7 @@ def test_kl_in_the_loss_pulls_to_the_reference(rloo, script, monkeypatch):
         flags = dict(kl_in_loss=True, kl_estimator="k2", kl_coef=coef, num_mini_batches=1, per_device_train_batch_size=8, total_episodes=32)
         _, _, rows = rloo(f"run{coef}", learning_rate=1e-4, optimizer="torch.optim.SGD", num_ppo_epochs=4, max_grad_norm=1.0, **flags)
         moved.append(abs(rows[-1]["objective/kl"]))
-    assert moved[1] != moved[0]
+    assert moved[1] < moved[0]
 
 
 def test_loss_is_of_whole_responses(rloo, script, monkeypatch):
@@ -219,7 +219,7 @@ def test_custom_stop_token(rloo, script, monkeypatch):
     n = tokens[0].tolist().index(stop) + 1
     assert b["stopped"][0] and int(b["lengths"][0]) == n and b["logprobs"].shape[1] == 6
     calls.clear()
-    _, _, rows = rloo("none", stop_token=None)
+    _, _, rows = rloo("none", stop_token=None, missing_eos_penalty=None)
     assert not calls[1][1][0]["stopped"].any() and rows[0]["completions/min_length"] == 6 and rows[0]["val/num_eos_tokens"] == 0
 
 
@@ -239,7 +239,7 @@ def test_parts(rloo, tiny_lm, flags):
     _, folder, rows = rloo(total_episodes=24, **flags)
     assert abs(rows[0]["objective/kl"]) < (0.5 if "load_in_8bit" in flags or "bf16" in flags else 1e-6)
     assert abs(rows[-1]["objective/kl"]) > 1e-3
-    assert rows[0]["val/ratio"] == pytest.approx(rows[0]["val/ratio"]) and (folder / "model").exists()
+    assert all(math.isfinite(x) for row in rows for x in row.values()) and (folder / "model").exists()
 
 
 @pytest.mark.parametrize("arch", ["gpt_neo", "gpt_neox", "opt", "bloom", "llama", "qwen2"])
@@ -323,6 +323,63 @@ def test_win_rate_by_a_function(rloo, tmp_path):
     assert table["win rate"] == pytest.approx((1 + 0.5 + 0 + 0) / 4) and table["ties"] == 0.25
     spread = torch.tensor([1, 0.5, 0, 0]).var(correction=0).item()
     assert table["+- (95 % interval)"] == pytest.approx(1.96 * math.sqrt(spread / 4))
+
+
+def test_a_named_judge_is_the_judge(script, tiny_preference_model, small):
+    """--judge-model and --judge-url come before the gold scorer of recipe tiny; an address without a name is refused."""
+    tiny = script.parse_args(["--judge-model", "m", "--judge-url", "http://here/v1"])
+    assert tiny.judge_fn and script.judge_name(tiny) == "m"
+    assert script.load_judge(tiny, None, "cpu").__qualname__.startswith("chat_judge")
+    model = script.load_judge(replace(tiny, judge_model=tiny_preference_model(), judge_url=None), None, torch.device("cpu"))
+    assert model(["a post"], [" x"], [" x"]) == [0.5]
+    with pytest.raises(script.UserError, match="--judge-url"):
+        script.train(small("rloo_tldr", judge_url="http://here/v1"))
+
+
+def test_keys_go_to_their_own_server(script, monkeypatch):
+    """OPENAI_API_KEY is for --judge-url alone; Hugging Face's service gets the token that huggingface_hub knows."""
+    import huggingface_hub
+
+    chat = Chat(None)
+    monkeypatch.setattr(huggingface_hub, "InferenceClient", chat)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    script.chat_judge(script.Args(judge_model="m"))
+    assert chat.about == dict(base_url=None, api_key=None)
+    script.chat_judge(script.Args(judge_model="m", judge_url="http://here/v1"))
+    assert chat.about == dict(base_url="http://here/v1", api_key="secret")
+
+
+def test_only_posts_with_references_are_judged(rloo, tmp_path):
+    """Where some rows have no reference, the win rate is of the others, and n says how many."""
+    rows = [dict(prompt=f"Post {i}.\n\nTL;DR:", completion=" A summary." if i % 2 else None) for i in range(12)]
+    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    _, folder, _ = rloo(dataset_name=data, num_examples=10)
+    assert json.loads((folder / "evaluation.json").read_text())["n"] == 6
+
+
+def test_a_judge_that_fails_at_the_end(rloo, script, small, tmp_path):
+    """Nothing is lost: --resume with another judge evaluates and saves the model."""
+    body = "if len(os.listdir(os.path.dirname(__file__))) and os.path.exists(__file__ + '.fail'): return [float('nan')] * len(prompts)"
+    judge = reward_file(tmp_path, body + "\nreturn [float(len(r)) for r in responses]", "judge")
+    args = small("rloo_tldr", judge_fn=judge, total_episodes=8, num_sample_generations=0)
+    log = script.Run.checkpoint
+
+    def failing(self, *rest, **state):
+        log(self, *rest, **state)
+        (tmp_path / "judge.py.fail").touch()
+
+    script.Run.checkpoint = failing
+    try:
+        with pytest.raises(script.UserError, match="nan"):
+            script.train(args)
+    finally:
+        script.Run.checkpoint = log
+    assert not (tmp_path / "run/model").exists()
+    (tmp_path / "judge.py.fail").unlink()
+    other = reward_file(tmp_path, "return [0.0] * len(prompts)", "other")
+    _, folder = script.train(script.parse_args(["--resume", args.output_dir, "--judge-fn", other]))
+    assert (folder / "model/model.safetensors").exists()
+    assert json.loads((folder / "evaluation.json").read_text())["judge"] == other
 
 
 def test_win_rate_by_another_model(rloo, script, tiny_preference_model, tiny_posts):
@@ -441,7 +498,7 @@ def test_the_verb_judge(script, small, capsys, tiny_lm, tiny_posts, tmp_path):
     flags = ["--model_name_or_path", tiny_lm(), "--judge_fn", judge, "--num_examples", "5", "--dataset_name", tiny_posts]
     script.main(["judge", *flags, "--response_length", "2", "--max_prompt_length", "200"])
     out = capsys.readouterr().out
-    assert out.startswith("Model win rate: 0.00% +- 0.00% (0.0% ties") and "n = 5" in out
+    assert out.startswith("Model win rate: 0.00% +- 0.00% (0.0% ties; 0 posts without verdict), n = 5, judge ")
     with pytest.raises(SystemExit):
         script.main(["judge", *flags[:2], "--judge_model", "/no/such/folder", "--judge_url", "http://localhost:9/v1", *flags[4:],
                      "--max_prompt_length", "200"])  # fmt: skip

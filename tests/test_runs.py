@@ -139,9 +139,9 @@ def test_lora_trains_the_adapter_alone(ppo, script, tiny_lm, monkeypatch):
 
     seen = {}
 
-    def look(model, *rest):  # before the adapter is merged
-        seen.update({name: p.detach().clone() for name, p in model.policy.named_parameters()})
-        return save(model, *rest)
+    def look(policy, *rest):  # before the adapter is merged
+        seen.update({name: p.detach().clone() for name, p in policy.named_parameters()})
+        return save(policy, *rest)
 
     save = script.save_policy
     monkeypatch.setattr(script, "save_policy", look)

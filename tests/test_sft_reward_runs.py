@@ -251,7 +251,7 @@ def test_prefixes_while_training(reward, scripts, monkeypatch):
     with monkeypatch.context() as patch:
         calls = spy(patch, scripts["reward_model"], "collate_texts")
         reward(min_prefix_length=4)
-    trained = [mask.sum(1) for _, (_, mask, _) in calls[:6]]
+    trained = [mask.sum(1) for _, (_, mask, *_) in calls[:6]]
     held = calls[-1][1][1].sum(1)
     assert min(x.min() for x in trained) >= 4 and min(x.min() for x in trained) < 15 and held.min() > 15
     assert len(torch.cat(trained).unique()) > 15
