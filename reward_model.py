@@ -8,7 +8,7 @@ It is an ordinary classifier of texts, and what its use as a reward asks for:
    is too long loses its beginning, never its EOS (`preference_ids`).
 4. A new head is drawn at 1 / sqrt(d + 1), so that the first scores are about 1 in size (N+, detail 11).
 5. Preferences do not say where 0 is. The mean score of reference responses is kept as reward_offset in config.json, and subtracted
-   by the scripts that read it (N+, detail 13); plain transformers gives the score plus that constant.
+   by rloo_tldr.py (N+, detail 13); plain transformers gives the score plus that constant.
 6. Texts with labels can be cut at random places while training: a rollout is the beginning of a text (--min-prefix-length).
 What it saves loads with AutoModelForSequenceClassification, a classifier with transformers.pipeline("text-classification") too.
 
