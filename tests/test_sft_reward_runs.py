@@ -165,6 +165,18 @@ def test_sft_gradient_checkpointing_and_bf16(sft):
     assert results["half"][0] == pytest.approx(results["plain"][0], rel=1e-2) and results["half"][0] != results["plain"][0]
 
 
+def test_save_dtype(sft, reward, scripts, tiny_lm):
+    """bfloat16 halves model/, and the scripts load it in float32: the same numbers, rounded."""
+    for run, auto_class in ((sft, AutoModelForCausalLM), (reward, AutoModelForSequenceClassification)):
+        script = "sft" if run is sft else "reward_model"
+        _, full, _ = run(f"{script}-32")
+        _, half, _ = run(f"{script}-16", save_dtype="bfloat16")
+        a, b = weights(full / "model"), weights(half / "model")
+        assert all(b[name].dtype is torch.bfloat16 and torch.equal(b[name], a[name].bfloat16()) for name in a)
+        model = scripts[script].load_model(auto_class, str(half / "model"))
+        assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
 # ---- reward_model.py -------------------------------------------------------------------------------------------------
 def labelled(folder, tiny_reviews, count=24):
     """A data set whose held-out rows are its training rows. -> str"""
