@@ -655,8 +655,10 @@ def rollout(model, tokenizer, reward, batch, stop_token_id, args):
     parts = zip(*(x.split(args.local_rollout_forward_batch_size) for x in batch))
     tokens, lengths = (torch.cat(x) for x in zip(*(generate(model.policy, *p, stop_token_id, args.temperature) for p in parts)))
     valid = length_mask(lengths, tokens.shape[1])  # [B, T]
-    prompts = tokenizer.batch_decode([q[m].tolist() for q, m in zip(*batch[:2])], skip_special_tokens=True)
-    responses = tokenizer.batch_decode([t[v].tolist() for t, v in zip(tokens, valid)], skip_special_tokens=True)
+    asked = [q[m].tolist() for q, m in zip(*batch[:2])]
+    prompts = tokenizer.batch_decode(asked, skip_special_tokens=True)
+    texts = tokenizer.batch_decode([a + t[v].tolist() for a, t, v in zip(asked, tokens, valid)], skip_special_tokens=True)
+    responses = [text[len(prompt):] for prompt, text in zip(prompts, texts)]  # alone, some tokenizers would drop its first space
     stopped = tokens.gather(1, lengths[:, None] - 1).squeeze(1) == stop_token_id  # [B]
     ids, mask = torch.cat([batch[0], tokens], 1), torch.cat([batch[1], valid], 1)  # [B, C + T]
     n, rest = args.per_device_train_batch_size, (tokens.shape[1], args.temperature)

@@ -109,6 +109,23 @@ def tiny_lm(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def metaspace_lm(tmp_path_factory):
+    """A random GPT-2 whose tokenizer marks spaces as Llama's: decoded alone, a response loses its first space. -> folder"""
+    learned = tokenizers.Tokenizer(tokenizers.models.BPE())
+    learned.pre_tokenizer, learned.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=[PAD, EOS], show_progress=False)
+    learned.train_from_iterator([row["text"] for row in reviews("test", 100)], trainer)
+    ends = dict(bos_token=EOS, eos_token=EOS, pad_token=PAD)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=learned, clean_up_tokenization_spaces=False, **ends)
+    folder = tmp_path_factory.mktemp("metaspace")
+    torch.manual_seed(4)
+    config = transformers.AutoConfig.for_model("gpt2", **SIZES["gpt2"], **ids_of(tokenizer))
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
 def tiny_classifier(tmp_path_factory):
     """tiny_classifier(tokenizer="own" | "other") -> folder of a random DistilBERT with the labels negative and positive.
 

@@ -207,6 +207,16 @@ def test_bare_language_model_as_reward(rloo, tiny_lm, capsys):
     assert "its new head is random" in capsys.readouterr().err and rows[0]["env/reward_std"] > 0
 
 
+def test_responses_keep_their_first_space(rloo, script, metaspace_lm, monkeypatch):
+    """Trick 7: prompt + response is the text of all tokens, also where a tokenizer drops the first space of what it decodes."""
+    calls = spy(monkeypatch, script, "rollout_groups")
+    rloo(model_name_or_path=metaspace_lm)
+    b, prompts, responses = calls[1][1]
+    tokenizer = AutoTokenizer.from_pretrained(metaspace_lm)
+    whole = tokenizer.batch_decode([row[m].tolist() for row, m in zip(b["ids"], b["mask"])], skip_special_tokens=True)
+    assert [p + r for p, r in zip(prompts, responses)] == whole and any(r.startswith(" ") for r in responses)
+
+
 def test_custom_stop_token(rloo, script, monkeypatch):
     """Trick 16: a response ends at the named token, which is not part of its text, and is not punished."""
     calls = spy(monkeypatch, script, "rollout_groups")

@@ -105,6 +105,16 @@ def test_the_sampled_distribution_is_the_scored_one(script, tiny_lm, temperature
                 assert not torch.equal(script.sample_tokens(logits, uniforms[i]), tokens[i])
 
 
+def test_responses_keep_their_first_space(ppo, script, metaspace_lm, monkeypatch):
+    """Trick 7: prompt + response is the text of all tokens, also where a tokenizer drops the first space of what it decodes."""
+    calls = spy(monkeypatch, script, "rollout")
+    ppo(model_name_or_path=metaspace_lm)
+    b, prompts, responses = calls[1][1]
+    tokenizer = AutoTokenizer.from_pretrained(metaspace_lm)
+    whole = tokenizer.batch_decode([row[m].tolist() for row, m in zip(b["ids"], b["mask"])], skip_special_tokens=True)
+    assert [p + r for p, r in zip(prompts, responses)] == whole and any(r.startswith(" ") for r in responses)
+
+
 # ---- Architectures ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("arch", ["gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "llama", "qwen2"])
 def test_architectures(ppo, tiny_lm, arch):
