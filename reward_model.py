@@ -394,8 +394,8 @@ def examples(rows, numbers, tokenizer, args):
 def preference_ids(tokenizer, prompts, responses, max_length):
     """Token ids of prompt, response and EOS: the same rule in training and in rollouts -> list of lists
 
-    A response that was cut gets its EOS too, since the model learned to score at EOS, and learned that a cut text is a bad one. What
-    is too long loses its beginning. An encoder's tokenizer (BERT's family) marks the ends of a text in its own way.
+    A response that was cut gets its EOS too, since the model learned to score there and nowhere else. What is too long loses its
+    beginning. An encoder's tokenizer (BERT's family) marks the ends of a text in its own way.
     """
     if tokenizer.eos_token_id is None or tokenizer.cls_token_id is not None:
         tokenizer.truncation_side = "left"

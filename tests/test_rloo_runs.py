@@ -79,6 +79,21 @@ def test_a_group_answers_one_prompt(rloo, script, monkeypatch):
     assert len(set(responses)) > 2 and len(set(prompts)) == 2
 
 
+def test_a_prompt_runs_through_the_model_once(script, tiny_lm, monkeypatch):
+    """The first forward has P rows for k * P responses, and these are what k copies of the prompts would have got."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm()).eval()
+    ids, uniforms = torch.randint(3, 1000, (2, 5), generator=torch.Generator().manual_seed(0)), torch.rand(3, 2, 6)
+    mask, room = torch.tensor([[False, True, True, True, True], [True] * 5]), torch.full((6,), 6)
+    calls = spy(monkeypatch, script, "hidden_states")
+    tokens, lengths = script.generate(model, ids, mask, room, uniforms.flatten(0, 1), 0, 1.0)
+    assert [args[1].shape for args, _ in calls[:2]] == [(2, 5), (6, 1)]
+    for i in range(3):
+        alone = script.generate(model, ids, mask, room[:2], uniforms[i], 0, 1.0)
+        assert torch.equal(lengths[2 * i : 2 * i + 2], alone[1])
+        valid = script.length_mask(alone[1], 6)
+        assert torch.equal(tokens[2 * i : 2 * i + 2][valid], alone[0][valid])
+
+
 def test_mixed_groups_are_noticed(rloo, script, monkeypatch):
     """A rollout that orders its rows prompt by prompt ends with an assertion."""
     original = script.rollout_groups
@@ -369,7 +384,7 @@ def test_only_posts_with_references_are_judged(rloo, tmp_path):
 
 def test_a_judge_that_fails_at_the_end(rloo, script, small, tmp_path):
     """Nothing is lost: --resume with another judge evaluates and saves the model."""
-    body = "if len(os.listdir(os.path.dirname(__file__))) and os.path.exists(__file__ + '.fail'): return [float('nan')] * len(prompts)"
+    body = "if os.path.exists(__file__ + '.fail'): return [float('nan')] * len(prompts)"
     judge = reward_file(tmp_path, body + "\nreturn [float(len(r)) for r in responses]", "judge")
     args = small("rloo_tldr", judge_fn=judge, total_episodes=8, num_sample_generations=0)
     log = script.Run.checkpoint
