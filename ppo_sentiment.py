@@ -500,25 +500,35 @@ def check_head(model, name):
     if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3):
         raise UserError(f"{name}: its head is more than hidden @ weight (a soft cap, a scale); it would be trained wrongly here")
 
-def load_classifier(name, label, batch_size, device):
-    """A classifier as a function from prompts and responses (lists of str) to logits [B, classes], and the label's number."""
+def load_classifier(name, batch_size, device):
+    """A classifier as a function from texts (list of str) to logits [B, classes], and the model."""
     model, tokenizer = load_model(AutoModelForSequenceClassification, name).to(device).eval(), load_tokenizer(name)
     model.config.pad_token_id, tokenizer.padding_side = tokenizer.pad_token_id, "right"  # how a decoder finds its last token
-    numbers = {str(key).lower(): i for i, text in model.config.id2label.items() for key in (i, text)}
-    if label.lower() not in numbers:
-        raise UserError(f"--reward-label {label}: the labels of {name} are {', '.join(model.config.id2label.values())}")
+    tokenizer.truncation_side = "left"  # the response is the end
     limit = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", 10**6))
 
     @torch.no_grad()
-    def classify(prompts, responses):
-        texts = [p + r for p, r in zip(prompts, responses)]  # decoded and tokenised again: the tokenizers need not be the same
-        logits = torch.zeros(len(texts), len(model.config.id2label), device=device)
+    def classify(texts):  # decoded, and tokenised again: the tokenizers need not be the same
+        logits = torch.zeros(len(texts), model.config.num_labels, device=device)
         for rows in torch.tensor([len(text) for text in texts]).argsort().split(batch_size):  # similar lengths: little padding
             batch = tokenizer([texts[i] for i in rows], truncation=True, max_length=limit, padding=True, return_tensors="pt")
             logits[rows] = model(**batch.to(device)).logits.float()
         return logits
 
-    return classify, numbers[label.lower()]
+    return classify, model
+
+def opinion_of(label, name, batch_size, device):
+    """What a classifier says of a label (its name or number): prompts, responses (lists of str) -> logits [B], probabilities [B]"""
+    classify, model = load_classifier(name, batch_size, device)
+    numbers = {str(key).lower(): i for i, text in model.config.id2label.items() for key in (i, text)}
+    if label.lower() not in numbers:
+        raise UserError(f"--reward-label {label}: the labels of {name} are {', '.join(model.config.id2label.values())}")
+
+    def opinion(prompts, responses):
+        logits = classify([prompt + response for prompt, response in zip(prompts, responses)])  # [B, classes]
+        return logits[:, numbers[label.lower()]], logits.softmax(-1)[:, numbers[label.lower()]]
+
+    return opinion
 
 def load_function(flag, name):
     """The function that FILE.py:function names; the file may stand beside this one. It is code of the user's, and it runs here."""
@@ -542,8 +552,8 @@ def load_reward(args, device):
     if args.reward_fn:
         reward = load_function("--reward-fn", args.reward_fn)
     else:
-        classify, label = load_classifier(args.reward_model_path, args.reward_label, args.local_rollout_forward_batch_size, device)
-        reward = lambda prompts, responses: classify(prompts, responses)[:, label].tolist()  # noqa: E731
+        opinion = opinion_of(args.reward_label, args.reward_model_path, args.local_rollout_forward_batch_size, device)
+        reward = lambda prompts, responses: opinion(prompts, responses)[0].tolist()  # noqa: E731
     return lambda prompts, responses: check_scores(reward(prompts, responses), prompts, responses).to(device)
 
 def make_optimizer(args, parameters, updates):
@@ -678,7 +688,7 @@ def evaluate(model, tokenizer, reward, judge, batch, stop_token_id, args):
                "perplexity under the reference": torch.exp(-masked_mean(b["ref_logprobs"], valid)),
                "distinct responses": len(set(responses)) / len(responses), "tokens a response": b["lengths"].float().mean()}
     if judge:
-        numbers[f"judge: P({args.reward_label})"] = judge[0](prompts, responses).softmax(-1)[:, judge[1]].mean()
+        numbers[f"judge: P({args.reward_label})"] = judge(prompts, responses)[1].mean()
     return {name: float(value) for name, value in numbers.items()}, prompts, responses, b["scores"].tolist()
 
 # ---- 9. Logging and run folder ---------------------------------------------------------------------------------------
@@ -802,7 +812,8 @@ class Run:
 
 def start(args):
     """The accelerator: CPU, GPU, or one process of several. Refuses to run on fewer processes than were asked for."""
-    accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available())
+    ddp = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)  # they are constants, and an offloaded model's are elsewhere
+    accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[ddp])
     words = [*psutil.Process(os.getppid()).cmdline(), ""]  # accelerate 1.15 starts one for `launch --cpu --num_processes 2`
     asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"] or ["1"]
     asked, runs = os.environ.get("WORLD_SIZE", asked[0]), accelerator.num_processes
@@ -857,7 +868,7 @@ def train(args):
         if getattr(part.config, "max_position_embeddings", 10**9) < args.query_max_length + T:
             raise UserError(f"--query-max-length {args.query_max_length} + --response-length {T} is longer than the model's context")
     reward = load_reward(args, device)
-    judge = args.judge_model_path and load_classifier(args.judge_model_path, args.reward_label, 64, device)
+    judge = args.judge_model_path and opinion_of(args.reward_label, args.judge_model_path, 64, device)
     train_queries, held_queries = (load_queries(rows, tokenizer, args) for rows in load_splits(args.dataset_name))
     optimizer, scheduler = make_optimizer(args, (parameters := trainable(bare)).values(), updates)
     stop_token_id = args.stop_token_id if args.stop_token_id is not None else tokenizer.eos_token_id if args.stop_token else -1
@@ -931,8 +942,10 @@ def train(args):
                     loss = (policy_loss + args.vf_coef * value_loss).sum() / mb_tokens
                     accelerator.backward(loss * world)  # DDP divides by the number of processes
                 ratio = torch.exp(new.detach() - old)  # 1 outside the mask; clipped: where the clipped loss is the larger one
-                seen = (policy_loss, value_loss, policy_loss > -advantages[rows] * ratio, value_loss > 0.5 * (values - returns[rows]) ** 2,
-                        0.5 * (new - old) ** 2, entropies, ratio - 1, (ratio - 1) ** 2, m)
+                far = (values - old_values).abs() > args.cliprange_value  # nearer ones differ by rounding
+                seen = (policy_loss, value_loss, policy_loss > -advantages[rows] * ratio,
+                        far & (value_loss > 0.5 * (values - returns[rows]) ** 2), 0.5 * (new - old) ** 2, entropies, ratio - 1,
+                        (ratio - 1) ** 2, m)
                 mb_sums += torch.stack([x.detach().float().sum() for x in seen])
             mb_sums = accelerator.reduce(mb_sums)
             sums += mb_sums

@@ -1,7 +1,8 @@
 """Reward model: preferences, rankings or labels of texts become a score that PPO and RLOO can climb.
 
 It is an ordinary classifier of texts, and what its use as a reward asks for:
-1. The columns decide. text, label: a classifier, whose logit of one label is the reward. prompt, chosen, rejected (or chosen and
+1. The columns decide. text, label: a classifier, whose logit of one label is the reward; dialog, act: one that reads an utterance and
+   the answer, and names the answer's act (ppo_dialog.py's intent). prompt, chosen, rejected (or chosen and
    rejected that begin alike) or prompt, responses (best first): one score a text, by Bradley-Terry (`preference_loss`, `ranking_loss`).
 2. A decoder's score is read at the last real token, found by count: looking for `token != pad` misses a real EOS where pad is EOS.
 3. A response is read as it was written: prompt, response, EOS, tokenised by the same rule as in sft.py and rloo_tldr.py, and what
@@ -14,6 +15,7 @@ What it saves loads with AutoModelForSequenceClassification, a classifier with t
 
     python reward_model.py                      # recipe tiny: how checkpoints/reviews-sentiment was made
     python reward_model.py tiny-tldr            # how checkpoints/tldr-reward was made, from pairs
+    python reward_model.py tiny-dialog          # how checkpoints/dialogs-intent was made
     python reward_model.py distilbert-imdb      # what lvwerra/distilbert-imdb is, from the Hub
     python reward_model.py tldr-pythia-1b       # N+'s reward model, from the Hub
     python reward_model.py --model-name-or-path my_lm --dataset-name my_folder
@@ -100,7 +102,7 @@ class Args:
     """names of the layers that get an adapter, with commas, or all-linear (c_attn: GPT-2's attention)"""
     # data
     dataset_name: str = "stanfordnlp/imdb"
-    """Hub name or folder of jsonl: text, label | prompt, chosen, rejected | chosen, rejected | prompt, responses (best first)"""
+    """Hub name or folder of jsonl: text, label | dialog, act | [prompt,] chosen, rejected | prompt, responses (best first)"""
     train_shard: str = "0/1"
     """i/n: part i of the shuffled training rows cut into n; 0/2 and 1/2 are two disjoint halves"""
     center_dataset_name: str | None = None
@@ -143,9 +145,15 @@ TINY_TLDR = TINY | dict(
     model_name_or_path="checkpoints/tldr-sft", dataset_name="data/tldr-preference", center_dataset_name="data/tldr", max_length=224,
     label_names=None, save_dtype="bfloat16", num_train_epochs=4.0,
 )
+TINY_DIALOG = TINY | dict(
+    from_config="gpt2 n_embd=96 n_layer=2 n_head=4 n_positions=128", tokenizer_name_or_path="checkpoints/dialogs-lm",
+    dataset_name="data/dialogs", max_length=64, label_names="inform,question,directive,commissive", save_dtype="bfloat16",
+    num_train_epochs=2.0, per_device_train_batch_size=64, learning_rate=2e-3,
+)
 RECIPES = {
     "tiny": Args(**TINY),  # checkpoints/reviews-sentiment
     "tiny-tldr": Args(**TINY_TLDR),  # checkpoints/tldr-reward
+    "tiny-dialog": Args(**TINY_DIALOG),  # checkpoints/dialogs-intent
     "distilbert-imdb": Args(),  # what lvwerra/distilbert-imdb is
     "tldr-pythia-1b": Args(  # N+, table 3
         model_name_or_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr", dataset_name="trl-lib/tldr-preference",
@@ -155,6 +163,10 @@ RECIPES = {
     "hh": Args(
         model_name_or_path="EleutherAI/pythia-160m", dataset_name="Anthropic/hh-rlhf", num_train_epochs=1.0, learning_rate=1e-5,
         per_device_train_batch_size=8, gradient_accumulation_steps=8, warmup_ratio=0.1, num_eval_rows=5_000,
+    ),
+    "roberta-dailydialog": Args(  # as rajkumarrrk/roberta-daily-dialog-intent-classifier
+        model_name_or_path="FacebookAI/roberta-base", dataset_name="OpenRL/daily_dialog", max_length=128, learning_rate=2e-5,
+        label_names="inform,question,directive,commissive", warmup_ratio=0.1,
     ),
 }
 
@@ -371,6 +383,25 @@ def stream_rows(num_rows, start, count, seed):
     passes = range(start // num_rows, (start + count - 1) // num_rows + 1)
     stream = torch.cat([torch.randperm(num_rows, generator=draws(seed, "pass", p)) for p in passes])
     return stream[start - passes[0] * num_rows :][:count]
+
+def dialogues(rows):
+    """The dialogues of two or more utterances, none of them blank, and their acts, if they have any. -> list of (list of str, acts)"""
+    acts = rows["act"] if "act" in rows.column_names else [None] * len(rows)
+    return [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
+            and all(isinstance(text, str) and text.strip() for text in utterances)]  # fmt: skip
+
+def intent_texts(previous, answers):
+    """What the intent classifier reads: the last utterance and the answer, and nothing before (RL4LMs). -> list of str"""
+    return [f"{' '.join(last.split())} {' '.join(answer.split())}" for last, answer in zip(previous, answers)]
+
+def act_rows(rows, args):
+    """Columns dialog and act -> text, the last utterance and the answer, and label, the answer's act - 1: acts begin at 1."""
+    found = [(*pair, act - 1) for utterances, acts in dialogues(rows) if isinstance(acts, list) and len(acts) == len(utterances)
+             for *pair, act in zip(utterances, utterances[1:], acts[1:]) if isinstance(act, int) and act > 0]  # fmt: skip
+    if not found:
+        raise UserError(f"{args.dataset_name!r}: no dialogue has two utterances, none of them blank, and an act (1, 2, ...) for each")
+    previous, answers, labels = zip(*found)
+    return datasets.Dataset.from_dict(dict(text=intent_texts(previous, answers), label=list(labels)))
 
 def label_names_of(rows, args):
     """Names of the classes in the order of their numbers, and label -> number."""
@@ -613,7 +644,8 @@ class Run:
 
 def start(args):
     """The accelerator: CPU, GPU, or one process of several. Refuses to run on fewer processes than were asked for."""
-    accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available())
+    ddp = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)  # they are constants, and an offloaded model's are elsewhere
+    accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[ddp])
     words = [*psutil.Process(os.getppid()).cmdline(), ""]  # accelerate 1.15 starts one for `launch --cpu --num_processes 2`
     asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"] or ["1"]
     asked, runs = os.environ.get("WORLD_SIZE", asked[0]), accelerator.num_processes
@@ -630,10 +662,13 @@ def train(args):
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path)
     train_rows, held_rows = load_splits(args.dataset_name)
+    if {"dialog", "act"} <= set(train_rows.column_names) & set(held_rows.column_names):
+        train_rows, held_rows = act_rows(train_rows, args), act_rows(held_rows, args)
+        tokenizer.truncation_side = "left"  # the answer is the end
     columns, kinds = set(train_rows.column_names), ({"text", "label"}, {"chosen", "rejected"}, {"prompt", "responses"})
     if not any(kind <= columns and kind <= set(held_rows.column_names) for kind in kinds):
-        raise UserError(f"data set {args.dataset_name!r} needs the columns text and label, or chosen and rejected, or prompt and "
-                        f"responses; it has {', '.join(train_rows.column_names)}")
+        raise UserError(f"data set {args.dataset_name!r} needs the columns text and label, or dialog and act, or chosen and rejected, "
+                        f"or prompt and responses; it has {', '.join(train_rows.column_names)}")
     part, _, parts = (int(x) if x.isdigit() else x for x in args.train_shard.partition("/"))
     if not (isinstance(part, int) and isinstance(parts, int) and part < parts):
         raise UserError(f"--train-shard {args.train_shard}: expected i/n with i less than n, such as 0/2")

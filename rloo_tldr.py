@@ -895,7 +895,8 @@ class Run:
 
 def start(args):
     """The accelerator: CPU, GPU, or one process of several. Refuses to run on fewer processes than were asked for."""
-    accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available())
+    ddp = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)  # they are constants, and an offloaded model's are elsewhere
+    accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[ddp])
     words = [*psutil.Process(os.getppid()).cmdline(), ""]  # accelerate 1.15 starts one for `launch --cpu --num_processes 2`
     asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"] or ["1"]
     asked, runs = os.environ.get("WORLD_SIZE", asked[0]), accelerator.num_processes

@@ -6,10 +6,12 @@ If you know nanoGPT's train.py, this is what differs:
 2. Documents are packed into rows without seeing each other: positions start at 0 in each, and attention stays inside it.
 3. With the columns prompt and completion, the loss is on the completion (and its EOS) alone. The two are tokenised apart, as they are
    in reward_model.py and in rollouts: a completion begins with its own space.
-4. The loss is a sum / the token count of the whole batch, so micro-batches, accumulation and processes do not change the gradient.
+4. A dialogue is its utterances, each behind a space and with an end mark, tokenised one by one: ppo_dialog.py asks by the same rule.
+5. The loss is a sum / the token count of the whole batch, so micro-batches, accumulation and processes do not change the gradient.
 
     python sft.py                                     # recipe tiny: how checkpoints/reviews-lm was made
     python sft.py tiny-tldr                           # how checkpoints/tldr-sft was made
+    python sft.py tiny-dialog                         # how checkpoints/dialogs-lm was made
     python sft.py gpt2-imdb                           # GPT-2 on IMDB, from the Hub: what lvwerra/gpt2-imdb is
     python sft.py --model-name-or-path gpt2 --dataset-name my_folder --lora-r 16
     python sft.py --from-config "llama hidden_size=256 num_hidden_layers=4" --train-tokenizer 4096 --dataset-name my_folder
@@ -97,7 +99,9 @@ class Args:
     """names of the layers that get an adapter, with commas, or all-linear (c_attn: GPT-2's attention)"""
     # data
     dataset_name: str = "stanfordnlp/imdb"
-    """a Hub name or a folder of jsonl, with the column text, or the columns prompt and completion"""
+    """a Hub name or a folder of jsonl, with the column text, or the columns prompt and completion, or dialog (list of utterances)"""
+    utterance_end: str = " <EOU>"
+    """the text that ends an utterance of a dialogue (RL4LMs' models); eos: the tokenizer's EOS does (DialoGPT)"""
     max_length: int = 512
     """tokens of a row; a longer document is cut (and then ends without EOS, since it did not end)"""
     completion_only_loss: bool = True
@@ -138,14 +142,20 @@ TINY_TLDR = TINY | dict(
     from_config="gpt_neox hidden_size=128 num_hidden_layers=3 num_attention_heads=4 intermediate_size=512 max_position_embeddings=256",
     dataset_name="data/tldr", save_dtype="bfloat16", num_train_epochs=10.0, learning_rate=3e-3,
 )
+TINY_DIALOG = TINY | dict(  # without dropout of attention, and with a fused GELU, which is faster on a CPU
+    from_config=f"{TINY['from_config']} attn_pdrop=0.0 activation_function=\"gelu_pytorch_tanh\"", dataset_name="data/dialogs",
+    utterance_end="eos", save_dtype="bfloat16", per_device_train_batch_size=8,
+)
 RECIPES = {
     "tiny": Args(**TINY),  # checkpoints/reviews-lm
     "tiny-tldr": Args(**TINY_TLDR),  # checkpoints/tldr-sft
+    "tiny-dialog": Args(**TINY_DIALOG),  # checkpoints/dialogs-lm
     "gpt2-imdb": Args(),  # what lvwerra/gpt2-imdb is: GPT-2, one pass over IMDB
     "tldr-pythia-1b": Args(  # N+, table 2: batch 128, 1 epoch
         model_name_or_path="EleutherAI/pythia-1b-deduped", dataset_name="trl-lib/tldr", max_length=640, per_device_train_batch_size=8,
         gradient_accumulation_steps=16, learning_rate=3e-6, adam_eps=1e-5, lr_scheduler_type="cosine",
     ),
+    "gpt2-dailydialog": Args(dataset_name="OpenRL/daily_dialog", num_train_epochs=3.0),  # as rajkumarrrk/gpt2-fine-tuned-on-daily-dialog
 }
 
 class UserError(Exception):
@@ -302,13 +312,35 @@ def stream_rows(num_rows, start, count, seed):
     stream = torch.cat([torch.randperm(num_rows, generator=draws(seed, "pass", p)) for p in passes])
     return stream[start - passes[0] * num_rows :][:count]
 
+def dialogues(rows):
+    """The dialogues of two or more utterances, none of them blank, and their acts, if they have any. -> list of (list of str, acts)"""
+    acts = rows["act"] if "act" in rows.column_names else [None] * len(rows)
+    return [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
+            and all(isinstance(text, str) and text.strip() for text in utterances)]  # fmt: skip
+
+def utterance_ids(tokenizer, utterances, end):
+    """Token ids of each utterance: a space, its text, the end mark; the same rule in training, rollouts and chat. -> list of lists
+
+    Tokenised one by one: no merge crosses the border of two, and a prompt has the very ids with which its dialogue begins.
+    """
+    mark, last = ("", [tokenizer.eos_token_id]) if end == "eos" else (end, [])
+    texts = [f" {' '.join(text.split())}{mark}" for text in utterances]
+    return [ids + last for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+
 def documents(rows, tokenizer, args):
-    """(ids, labels) of each row: text + EOS, or prompt + completion + EOS with -100 on the prompt. -> list of pairs of lists"""
-    names = ("text",) if "text" in rows.column_names else ("prompt", "completion")
-    if not set(names) <= set(rows.column_names):
-        raise UserError(f"{args.dataset_name!r} needs a column text, or prompt and completion; it has {', '.join(rows.column_names)}")
-    columns = [[text if isinstance(text, str) else "" for text in rows[name]] for name in names]
-    parts = [tokenizer(column, add_special_tokens=False).input_ids for column in columns]
+    """(ids, labels) of each row: text + EOS, prompt + completion + EOS with -100 on the prompt, or a dialogue. -> list of pairs of lists"""
+    kinds = [names for names in (("text",), ("prompt", "completion"), ("dialog",)) if set(names) <= set(rows.column_names)]
+    if not kinds:
+        raise UserError(f"{args.dataset_name!r} needs a column text, or prompt and completion, or dialog; "
+                        f"it has {', '.join(rows.column_names)}")
+    if kinds[0] == ("dialog",):
+        if not args.utterance_end.strip():
+            raise UserError("--utterance-end must not be empty: nobody could tell where an utterance ends")
+        found = [utterance_ids(tokenizer, utterances, args.utterance_end) for utterances, _ in dialogues(rows)]
+        parts = [[sum(ids, [])[: -1 if args.utterance_end == "eos" else None] for ids in found]]  # its EOS comes below, as everyone's
+    else:
+        columns = [[text if isinstance(text, str) else "" for text in rows[name]] for name in kinds[0]]
+        parts = [tokenizer(column, add_special_tokens=False).input_ids for column in columns]
     prompts, texts = parts if len(parts) == 2 else ([[]] * len(parts[0]), parts[0])
     rows = [(p, t + [tokenizer.eos_token_id]) for p, t in zip(prompts, texts) if t]
     pairs = [(p + t, ([-100] * len(p) if args.completion_only_loss else p) + t) for p, t in rows]
@@ -504,7 +536,8 @@ class Run:
 
 def start(args):
     """The accelerator: CPU, GPU, or one process of several. Refuses to run on fewer processes than were asked for."""
-    accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available())
+    ddp = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)  # they are constants, and an offloaded model's are elsewhere
+    accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[ddp])
     words = [*psutil.Process(os.getppid()).cmdline(), ""]  # accelerate 1.15 starts one for `launch --cpu --num_processes 2`
     asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"] or ["1"]
     asked, runs = os.environ.get("WORLD_SIZE", asked[0]), accelerator.num_processes
@@ -523,7 +556,8 @@ def train(args):
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
     train_rows, held_rows = load_splits(args.dataset_name)
     if args.train_tokenizer:
-        texts = [text for name in ("text", "prompt", "completion") if name in train_rows.column_names for text in train_rows[name] if text]
+        names = [name for name in ("text", "prompt", "completion", "dialog") if name in train_rows.column_names]
+        texts = [" " + " ".join(filter(None, text)) if name == "dialog" else text for name in names for text in train_rows[name] if text]
         tokenizer = learn_tokenizer(texts, args.train_tokenizer)
     else:
         tokenizer = load_tokenizer(args.model_name_or_path)

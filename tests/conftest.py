@@ -1,5 +1,6 @@
 """What all tests share: the scripts as modules, and tiny models and data that are made on the spot, without network."""
 
+import functools
 import gzip
 import importlib
 import json
@@ -37,11 +38,14 @@ KERNELS = {  # kernel -> the scripts that must ship it
     "clipped_value_loss": PPO,
     "adaptive_kl_coef": PPO,
     "sample_tokens": RL,
+    "stop_sequence_table": ("ppo_dialog",),
+    "stop_sequence_seen": ("ppo_dialog",),
     "next_token_losses": ("sft",),
     "preference_loss": ("reward_model",),
     "ranking_loss": ("reward_model",),
 }
 EOS, PAD = "<|endoftext|>", "<|pad|>"
+ACTS = ("inform", "question", "directive", "commissive")  # DailyDialog's, 1 to 4
 WIDTH, LAYERS, HEADS, CONTEXT = 32, 2, 4, 256
 SIZES = {
     "gpt2": dict(n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=CONTEXT),
@@ -127,16 +131,15 @@ def metaspace_lm(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_classifier(tmp_path_factory):
-    """tiny_classifier(tokenizer="own" | "other") -> folder of a random DistilBERT with the labels negative and positive.
+    """tiny_classifier(tokenizer="own" | "other", labels=("negative", "positive")) -> folder of a random DistilBERT with these labels.
 
     Its tokenizer is the language models', or another one of 300 tokens with other ids.
     """
     made = {}
 
-    def make(tokenizer="own"):
-        if tokenizer not in made:
+    def make(tokenizer="own", labels=("negative", "positive")):
+        if (tokenizer, labels) not in made:
             learned = byte_level_tokenizer(None if tokenizer == "own" else [row["text"] for row in reviews("test", 100)])
-            labels = ("negative", "positive")
             config = transformers.AutoConfig.for_model(
                 "distilbert", dim=WIDTH, n_layers=LAYERS, n_heads=HEADS, hidden_dim=64, max_position_embeddings=CONTEXT,
                 initializer_range=0.2, id2label=dict(enumerate(labels)), label2id={name: i for i, name in enumerate(labels)},
@@ -146,10 +149,16 @@ def tiny_classifier(tmp_path_factory):
             folder = tmp_path_factory.mktemp(f"classifier-{tokenizer}")
             transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
             learned.save_pretrained(folder)
-            made[tokenizer] = str(folder)
-        return made[tokenizer]
+            made[tokenizer, labels] = str(folder)
+        return made[tokenizer, labels]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_intents(tiny_classifier):
+    """tiny_intents(tokenizer="own" | "other") -> folder of a random classifier of acts."""
+    return functools.partial(tiny_classifier, labels=ACTS)
 
 
 @pytest.fixture(scope="session")
@@ -208,10 +217,16 @@ def tiny_pairs(small_folder):
 
 
 @pytest.fixture(scope="session")
-def world(tiny_lm, tiny_classifier, tiny_preference_model, tiny_reviews, tiny_posts):
+def tiny_dialogs(small_folder):
+    """Columns dialog and act, from data/dialogs."""
+    return small_folder("dialogs")
+
+
+@pytest.fixture(scope="session")
+def world(tiny_lm, tiny_classifier, tiny_preference_model, tiny_intents, tiny_reviews, tiny_posts, tiny_dialogs):
     """All that small runs need."""
-    models = dict(lm=tiny_lm, classifier=tiny_classifier, preference_model=tiny_preference_model)
-    return types.SimpleNamespace(**models, reviews=tiny_reviews, posts=tiny_posts)
+    models = dict(lm=tiny_lm, classifier=tiny_classifier, preference_model=tiny_preference_model, intents=tiny_intents)
+    return types.SimpleNamespace(**models, reviews=tiny_reviews, posts=tiny_posts, dialogs=tiny_dialogs)
 
 
 @pytest.fixture(scope="session")

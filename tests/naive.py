@@ -57,6 +57,11 @@ def kl_estimate(logprob, ref_logprob, estimator):
     return math.expm1(log_r) - log_r
 
 
+def stop_sequence_held(text, stop):
+    """How many characters of `stop` a text ends with; all of them as soon as it had `stop` anywhere."""
+    return len(stop) if stop in text else max(k for k in range(len(stop)) if text.endswith(stop[:k]))
+
+
 def token_rewards(scores, kl, lengths, kl_coef):
     """Ziegler et al. 2019, section 2.2, token by token: R = r(x, y) - beta KL; the score falls on the last token."""
     rewards = []

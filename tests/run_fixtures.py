@@ -1,19 +1,31 @@
 """Fixtures of the tests of whole runs: small runs of each script, a second or two each."""
 
+import shutil
 import signal
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from run_tools import maker, rows_of
+from run_tools import BY_HEART, maker, rows_of, write_rows
+
+
+@contextmanager
+def handlers_kept():
+    """A run installs its own handlers of signals; put back what was there."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)
 def signal_handlers():
-    """A run installs its own; put back what was there."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    """Each test leaves the handlers of signals as they were."""
+    with handlers_kept():
+        yield
 
 
 @pytest.fixture
@@ -36,4 +48,17 @@ def small_fixture(script):
     return fixture
 
 
-ppo, rloo, sft, reward = (small_fixture(script) for script in ("ppo_sentiment", "rloo_tldr", "sft", "reward_model"))
+SCRIPTS = ("ppo_sentiment", "ppo_dialog", "rloo_tldr", "sft", "reward_model")
+ppo, dialog, rloo, sft, reward = (small_fixture(script) for script in SCRIPTS)
+
+
+@pytest.fixture(scope="session")
+def talker(scripts, world, tmp_path_factory):
+    """What sft.py makes of five short dialogues, which it then knows by heart; their utterances end with " <EOU>". -> model, data"""
+    root = tmp_path_factory.mktemp("talker")
+    rows = [dict(dialog=utterances, act=acts) for utterances, acts in BY_HEART]
+    data = write_rows(root / "data", train=rows, test=rows)
+    flags = dict(num_train_epochs=80.0, packing=False, per_device_train_batch_size=5, num_samples=0, save_every=0)
+    with handlers_kept():
+        _, folder = scripts["sft"].train(maker(scripts, world, root)("sft", dataset_name=data, **flags))
+    return SimpleNamespace(model=str(shutil.move(folder / "model", root / "talker")), data=data)

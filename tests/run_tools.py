@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {
@@ -27,10 +28,23 @@ SMALL = {
         max_prompt_length=200, response_length=6, num_examples=4, num_sample_generations=1, local_rollout_forward_batch_size=8,
         missing_eos_penalty=1.0,
     ),
+    "ppo_dialog": dict(
+        dtype="float32", total_episodes=8, per_device_train_batch_size=4, num_mini_batches=2, num_ppo_epochs=2, learning_rate=1e-2,
+        utterance_end="eos", num_context_utterances=2, max_prompt_length=48, response_length=6, num_eval_prompts=4,
+        num_sample_generations=1, local_rollout_forward_batch_size=8, kl_target=None, intent_reward="probability",
+    ),
     "reward_model": dict(
         dtype="float32", max_length=64, num_eval_rows=8, num_train_epochs=1.0, per_device_train_batch_size=8, learning_rate=1e-2,
     ),
 }  # fmt: skip
+
+BY_HEART = [  # what a talker says: some answers are questions, some letters are two tokens or three
+    (["Hello, who are you?", "I am Leo, and you?", "I am Nina."], [2, 2, 1]),
+    (["Do you like tea?", "Yes, I like tea very much.", "Then come in."], [2, 1, 3]),
+    (["Please open the door.", "Of course, I will open it.", "Thank you, my friend."], [3, 4, 1]),
+    (["Where is the café?", "Déjà vu: the café is 3 € away."], [2, 1]),
+    (["It is cold here.", "Why do you not close the window?"], [1, 2]),
+]
 
 
 def maker(scripts, world, root):
@@ -40,6 +54,8 @@ def maker(scripts, world, root):
         start = dict(model_name_or_path=world.classifier() if script == "reward_model" else world.lm(), dataset_name=world.reviews)
         if script == "ppo_sentiment":
             start["reward_model_path"] = world.classifier()
+        if script == "ppo_dialog":
+            start |= dict(reward_model_path=world.intents(), dataset_name=world.dialogs)
         if script == "rloo_tldr":
             start |= dict(reward_model_path=world.preference_model(), dataset_name=world.posts)
         return scripts[script].Args(**(start | SMALL[script] | dict(output_dir=str(root / folder)) | changes))
@@ -85,6 +101,15 @@ def spy(monkeypatch, module, name):
     return calls
 
 
+def eos_prone(tiny_lm, folder):
+    """tiny_lm with a final bias along the embedding of EOS, so that about one token in six is EOS. -> str"""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_lm()), AutoTokenizer.from_pretrained(tiny_lm())
+    model.transformer.ln_f.bias.data += 5 * model.lm_head.weight[tokenizer.eos_token_id].detach()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def reward_file(folder, body, name="reward"):
     """FILE.py:function with the given lines as its body."""
     path = folder / f"{name}.py"
@@ -119,11 +144,12 @@ def free_port():
         return str(s.getsockname()[1])
 
 
-def start_process(words, folder, **env):
-    """A command in its own process, on one core."""
+def start_process(words, folder, terminal=None, **env):
+    """A command in its own process, on one core; its output is kept, or it sits at a terminal."""
     env = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", COLUMNS="200") | env
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    return subprocess.Popen([str(word) for word in words], cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    ends = dict(stdin=terminal, stdout=terminal or subprocess.PIPE, stderr=terminal or subprocess.PIPE)
+    return subprocess.Popen([str(word) for word in words], cwd=folder, env=env, text=True, **ends)
 
 
 def script_words(script, args):

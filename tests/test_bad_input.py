@@ -5,17 +5,21 @@ from dataclasses import asdict
 
 import pytest
 import transformers
+from conftest import ACTS
 from run_tools import flags_of, reward_file, script_words, start_process, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
-ALL = ("ppo_sentiment", "sft", "reward_model", "rloo_tldr")
+ALL = ("ppo_sentiment", "ppo_dialog", "sft", "reward_model", "rloo_tldr")
 TEXT = "A warm and clever film about a lighthouse keeper who learns to dance, told without one dull minute. "
-MISSING = "/no/such/folder"
+MISSING, SAID = "/no/such/folder", ["Hello, who are you?", "I am Leo."]
 DISTILBERT = "distilbert dim=32 n_layers=1 n_heads=4 hidden_dim=64 max_position_embeddings=128"
 SIZES = {
     "ppo_sentiment": ("total_episodes", "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs",
                       "local_rollout_forward_batch_size", "response_length", "query_max_length"),
+    "ppo_dialog": ("total_episodes", "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs",
+                   "local_rollout_forward_batch_size", "response_length", "num_context_utterances", "max_prompt_length",
+                   "num_eval_prompts"),
     "rloo_tldr": ("total_episodes", "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs",
                   "local_rollout_forward_batch_size", "response_length", "num_examples"),
     "sft": ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length"),
@@ -52,6 +56,36 @@ TABLE += [
     ("ppo_sentiment", "reward-name", dict(reward_fn="DATA/reward.py:nonsense"), "nonsense"),
     ("ppo_sentiment", "reward-colon", dict(reward_fn="DATA/reward.py"), "FILE.py:function"),
     ("ppo_sentiment", "reward-constant", dict(reward_fn="DATA/reward.py:SEVEN"), "SEVEN"),
+    ("ppo_dialog", "reward-model", dict(reward_model_path=MISSING), MISSING),
+    ("ppo_dialog", "critic", dict(value_model_path=MISSING), MISSING),
+    ("ppo_dialog", "critic-vocabulary", dict(value_model_path="DATA/small-vocabulary"), "small-vocabulary"),
+    ("ppo_dialog", "critic-context", dict(value_model_path="DATA/short-context"), "context"),
+    ("ppo_dialog", "context", dict(max_prompt_length=200, response_length=100), "context"),
+    ("ppo_dialog", "context-by-one", dict(max_prompt_length=251), "context"),
+    ("ppo_dialog", "two-labels", dict(reward_model_path="DATA/classifier", dataset_name="DATA/act-3"), "the act 3 is none of the class"),
+    ("ppo_dialog", "no-acts", dict(dataset_name="DATA/no-acts"), "act"),
+    ("ppo_dialog", "act-0", dict(dataset_name="DATA/act-0"), "the act 0 "),
+    ("ppo_dialog", "act-5", dict(dataset_name="DATA/act-5"), "the act 5 "),
+    ("ppo_dialog", "act-word", dict(dataset_name="DATA/act-word"), "the act 'question' "),
+    ("ppo_dialog", "few-acts", dict(dataset_name="DATA/few-acts"), "DATA/few-acts"),
+    ("ppo_dialog", "held-out-acts", dict(dataset_name="DATA/held-out-acts"), "the act 9 "),
+    ("ppo_dialog", "blank", dict(dataset_name="DATA/blank"), "DATA/blank"),
+    ("ppo_dialog", "alone", dict(dataset_name="DATA/alone"), "DATA/alone"),
+    ("ppo_dialog", "strings", dict(dataset_name="DATA/strings", reward_model_path=None), "DATA/strings"),
+    ("ppo_dialog", "temperature", dict(temperature=0.0), "temperature"),
+    ("ppo_dialog", "kl-target", dict(kl_target=0.0), "kl"),
+    ("ppo_dialog", "kl-horizon", dict(kl_horizon=0.0), "kl"),
+    ("ppo_dialog", "end-empty", dict(utterance_end=""), "utterance-end"),
+    ("ppo_dialog", "end-blank", dict(utterance_end=" "), "utterance-end"),
+    ("ppo_dialog", "end-letters", dict(utterance_end=" «ende»"), "«ende»"),
+    ("ppo_dialog", "end-line", dict(utterance_end="<E\nOU>"), "utterance-end"),
+    ("ppo_dialog", "offload-8bit", dict(offload=True, load_in_8bit=True), "offload"),
+    ("ppo_dialog", "no-eos", dict(model_name_or_path="DATA/no-eos"), "EOS"),
+    ("ppo_dialog", "shared-many", dict(num_shared_layers=99), "2 layers"),
+    ("ppo_dialog", "reward-file", dict(reward_fn=f"{MISSING}.py:reward"), MISSING),
+    ("ppo_dialog", "reward-name", dict(reward_fn="DATA/reward.py:nonsense"), "nonsense"),
+    ("ppo_dialog", "reward-colon", dict(reward_fn="DATA/reward.py"), "FILE.py:function"),
+    ("ppo_dialog", "reward-constant", dict(reward_fn="DATA/reward.py:SEVEN"), "SEVEN"),
     ("rloo_tldr", "reward-model", dict(reward_model_path=MISSING), MISSING),
     ("rloo_tldr", "sft-model", dict(sft_model_path=MISSING), MISSING),
     ("rloo_tldr", "k-1", dict(rloo_k=1), "rloo-k"),
@@ -74,6 +108,8 @@ TABLE += [
     ("reward_model", "center-columns", dict(model_name_or_path="DATA/lm", dataset_name="DATA/pairs", center_dataset_name="DATA/pairs"),
      "completion"),
     ("reward_model", "no-pairs", dict(model_name_or_path="DATA/lm", dataset_name="DATA/empty-pairs"), "two responses"),
+    ("reward_model", "acts", dict(dataset_name="DATA/act-5", label_names=",".join(ACTS)), "the label 4 is none of"),
+    ("sft", "blank-dialogues", dict(dataset_name="DATA/blank"), "DATA/blank"),
     ("sft", "context", dict(max_length=257), "context"),
     ("sft", "no-eos", dict(model_name_or_path="DATA/no-eos"), "EOS"),
     ("sft", "config-type", dict(from_config="nonsense n_layer=2"), "nonsense"),
@@ -112,6 +148,12 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
     (root / "reward.py").write_text("SEVEN = 7\n")
     for name, link in (("lm", tiny_lm()), ("classifier", tiny_classifier())):
         (root / name).symlink_to(link)
+    for name, texts, acts in (("act-0", SAID, [1, 0]), ("act-3", SAID, [1, 3]), ("act-5", SAID, [1, 5]), ("few-acts", SAID, [1]),
+                              ("act-word", SAID, ["greeting", "question"]), ("blank", ["Hello.", " "], [1, 1]), ("alone", ["Hello."], [1]),
+                              ("strings", "Hello.", 1)):  # fmt: skip
+        write_rows(root / name, train=[dict(dialog=texts, act=acts)] * 8)
+    write_rows(root / "no-acts", train=[dict(dialog=SAID)] * 8)
+    write_rows(root / "held-out-acts", train=[dict(dialog=SAID, act=[1, 1])] * 8, test=[dict(dialog=SAID, act=[1, 9])])
     write_rows(root / "pairs", train=[dict(prompt=TEXT, chosen=" good", rejected=" bad")] * 8)
     write_rows(root / "empty-pairs", train=[dict(prompt=TEXT, chosen=" ", rejected=" bad")] * 8)
     return root
@@ -178,14 +220,15 @@ def test_output_dir_that_is_a_file(scripts, small, capsys, tmp_path, script):
     assert "run" in one_line(scripts[script], flags_of(small(script)), capsys)
 
 
+@pytest.mark.parametrize("script", ["ppo_sentiment", "ppo_dialog"])
 @pytest.mark.parametrize("body, word", [
     ("return [float('nan')] * len(prompts)", "nan"),
     ("return [1.0]", "list of"),
     ("return 'good'", "list of"),
 ])  # fmt: skip
-def test_reward_function_that_goes_wrong(scripts, small, capsys, tmp_path, body, word):
+def test_reward_function_that_goes_wrong(scripts, small, capsys, tmp_path, script, body, word):
     """What it returned is said in one line."""
-    assert word in one_line(scripts["ppo_sentiment"], flags_of(small("ppo_sentiment", reward_fn=reward_file(tmp_path, body))), capsys)
+    assert word in one_line(scripts[script], flags_of(small(script, reward_fn=reward_file(tmp_path, body))), capsys)
 
 
 @pytest.mark.parametrize("script", ALL)
@@ -197,7 +240,8 @@ def test_resume_of_another_scripts_run(scripts, small, capsys, tmp_path, script)
 
 
 @pytest.mark.parametrize("script, name", [("ppo_sentiment", "num_eval_prompts"), ("sft", "num_eval_rows"), ("sft", "num_samples"),
-                                          ("reward_model", "num_eval_rows"), ("ppo_sentiment", "num_sample_generations")])  # fmt: skip
+                                          ("reward_model", "num_eval_rows"), ("ppo_sentiment", "num_sample_generations"),
+                                          ("ppo_dialog", "num_sample_generations")])  # fmt: skip
 def test_no_evaluation(scripts, small, capsys, script, name):
     """0 held-out rows: a run without that table, or one line; never a traceback."""
     argv = flags_of(small(script, **{name: 0}))
@@ -205,6 +249,54 @@ def test_no_evaluation(scripts, small, capsys, script, name):
         scripts[script].main(argv)
     except SystemExit as end:
         assert end.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words, word", [
+    ([], "RUN_FOLDER_OR_MODEL"), (["--temperature", "0.5"], "RUN_FOLDER_OR_MODEL"), ([MISSING], MISSING),
+    (["DATA/unfinished"], "unfinished"), (["nobody/no-such-model"], "no-such-model"), (["DATA/reward.py"], "reward.py"),
+    (["DATA/no-eos"], "EOS"), (["DATA/lm", "--utterance-end", ""], "utterance-end"),
+])  # fmt: skip
+def test_chat_without_a_model(scripts, small, broken, capsys, words, word):
+    """The verb chat without a folder, with a wrong one, with a run that has no model yet, and with a mark that it cannot look for."""
+    args = small("ppo_dialog")
+    (broken / "unfinished").mkdir(exist_ok=True)
+    (broken / "unfinished/args.json").write_text(json.dumps(dict(args=asdict(args))))
+    words = [text.replace("DATA", str(broken)) for text in words]
+    assert word in one_line(scripts["ppo_dialog"], ["chat", *words], capsys)
+
+
+def typed(*lines):
+    """What input() is where somebody types these lines."""
+    lines = iter(lines)
+    return lambda question: next(lines)
+
+
+@pytest.mark.parametrize("flag", ["temperature", "response-length", "num-context-utterances", "max-prompt-length"])
+def test_chat_with_a_size_of_0(scripts, broken, capsys, monkeypatch, flag):
+    """As the training does, before a question is asked."""
+    monkeypatch.setattr("builtins.input", typed("Hello.", "quit"))
+    assert flag in one_line(scripts["ppo_dialog"], ["chat", f"{broken}/lm", f"--{flag}", "0"], capsys)
+
+
+def test_chat_with_too_long_answers(scripts, broken, capsys, monkeypatch):
+    """A response as long as the model's context leaves no room for a prompt."""
+    monkeypatch.setattr("builtins.input", typed("Hello.", "quit"))
+    assert "response-length" in one_line(scripts["ppo_dialog"], ["chat", f"{broken}/lm", "--response-length", "300"], capsys)
+
+
+def test_chat_with_a_run_of_another_script(scripts, sft, monkeypatch):
+    """One can talk with what sft.py made: its model, and the flags that both scripts have, or the defaults."""
+    _, folder, _ = sft()
+    monkeypatch.setattr("builtins.input", typed("quit", "quit"))
+    for name in (folder, folder / "model"):
+        scripts["ppo_dialog"].main(["chat", str(name)])
+
+
+@pytest.mark.parametrize("data", ["blank", "alone", "strings", "few-acts", "act-word"])
+def test_dialogues_without_a_labelled_turn(scripts, small, broken, capsys, data):
+    """A classifier of acts cannot be made of them."""
+    args = small("reward_model", dataset_name=f"{broken}/{data}", label_names=",".join(ACTS))
+    assert data in one_line(scripts["reward_model"], flags_of(args), capsys)
 
 
 def test_as_a_process(small, tmp_path):

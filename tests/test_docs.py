@@ -43,7 +43,8 @@ def test_a_documented_command_parses(scripts, name, words):
     """Every command of README, docs and docstrings is one that the script takes (--resume needs a run and is left out)."""
     if "--resume" in words or "--help" in words:
         pytest.skip("needs a run folder")
-    assert scripts[name].parse_args(list(words[words[0] == "judge" if words else 0 :]))
+    verb = {"judge": 1, "chat": 2}.get(words[0], 0) if words else 0  # chat has a folder behind it
+    assert scripts[name].parse_args(list(words[verb:]))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -57,13 +58,14 @@ def test_every_flag_named_in_the_docs_exists(scripts, name):
     assert not named - known
 
 
-def test_every_logged_metric_is_explained(ppo, rloo, sft, reward, tiny_lm, tiny_classifier, tiny_pairs, tmp_path):
+def test_every_logged_metric_is_explained(ppo, rloo, dialog, sft, reward, tiny_lm, tiny_classifier, tiny_pairs, tmp_path):
     """The names in metrics.jsonl are the names in the tables of docs/, both ways."""
     logged = {
         "ppo_sentiment": set(ppo("a", model_name_or_path=tiny_lm())[2][0]),
         "sft": set(sft("b", model_name_or_path=tiny_lm())[2][0]),
         "reward_model": set(reward("c", model_name_or_path=tiny_classifier())[2][0])
         | set(reward("d", model_name_or_path=tiny_lm(), dataset_name=tiny_pairs, max_length=200)[2][0]),
+        "ppo_dialog": set(dialog("f", reward_fn=reward_file(tmp_path, "return [0.0] * len(prompts)"))[2][0]),
         "rloo_tldr": set(rloo("e", judge_fn=reward_file(tmp_path, "return [0.0] * len(prompts)"))[2][0]),
     }
     for name, metrics in logged.items():
@@ -73,7 +75,10 @@ def test_every_logged_metric_is_explained(ppo, rloo, sft, reward, tiny_lm, tiny_
         assert metrics == explained
 
 
-@pytest.mark.parametrize("script, folder", [("ppo_sentiment", "ppo-sentiment-tiny"), ("rloo_tldr", "rloo-tiny")])
+TINY = [("ppo_sentiment", "ppo-sentiment-tiny"), ("ppo_dialog", "ppo-dialog-tiny"), ("rloo_tldr", "rloo-tiny")]
+
+
+@pytest.mark.parametrize("script, folder", TINY)
 def test_results_in_the_docs_are_those_of_the_benchmarks(script, folder):
     """Each number of the result tables stands in a committed evaluation.json."""
     page = (ROOT / "docs" / f"{script}.md").read_text().split("## Results")[1]

@@ -14,6 +14,12 @@ SIZES = {  # flags of both, then the same global batch for one process and for t
         dict(per_device_train_batch_size=4, num_mini_batches=2),
         dict(per_device_train_batch_size=2, num_mini_batches=2),
     ),
+    "ppo_dialog": (
+        SGD | dict(total_episodes=16, model_name_or_path="TALKER", dataset_name="DIALOGS", utterance_end=" <EOU>", response_length=20,
+                   temperature=1.2, missing_eos_penalty=1.0, kl_target=0.5, kl_horizon=50, num_eval_prompts=5),
+        dict(per_device_train_batch_size=4, num_mini_batches=2),
+        dict(per_device_train_batch_size=2, num_mini_batches=2),
+    ),
     "rloo_tldr": (
         SGD | dict(total_episodes=24, whiten_rewards=True, kl_coef=0.2, num_examples=5),
         dict(per_device_train_batch_size=4, num_mini_batches=2),
@@ -26,11 +32,11 @@ SIZES = {  # flags of both, then the same global batch for one process and for t
         dict(per_device_train_batch_size=4),
     ),
 }
-OTHERS = ("sft", "reward_model", "rloo_tldr")
+OTHERS = ("ppo_dialog", "sft", "reward_model", "rloo_tldr")
 PARTS = {
     "lora-8bit": SGD | dict(lora_r=4, load_in_8bit=True, total_episodes=8),
     "shared": SGD | dict(num_shared_layers=1, gradient_accumulation_steps=2, gradient_checkpointing=True, total_episodes=16),
-    "critic": SGD | dict(value_model_path="critic", total_episodes=8, vf_coef=1.0),
+    "critic": SGD | dict(value_model_path="CRITIC", total_episodes=8, vf_coef=1.0),
 }
 STOPPED = """import signal
 if os.environ["RANK"] == "1" and os.path.exists("stopped/metrics.jsonl") and not os.path.exists("sent"):
@@ -70,14 +76,20 @@ def accelerate_words(*flags):
 
 
 @pytest.fixture(scope="module")
-def two(scripts, tiny_lm, world, tmp_path_factory):
+def filled(tiny_lm, talker):
+    """filled(flags) -> the flags of SIZES or PARTS with folders in place of their names."""
+    folders = dict(CRITIC=tiny_lm("llama"), TALKER=talker.model, DIALOGS=talker.data)
+    return lambda flags: {name: folders.get(value, value) for name, value in flags.items()}
+
+
+@pytest.fixture(scope="module")
+def two(scripts, filled, world, tmp_path_factory):
     """Many small runs, one after the other, on the same two processes, which accelerate launch starts. -> their folder"""
     root = tmp_path_factory.mktemp("two")
     make = maker(scripts, world, root)
-    jobs = [(script, script, flags_of(make(script, script, **SIZES[script][0] | SIZES[script][2]))) for script in OTHERS]
+    jobs = [(script, script, flags_of(make(script, script, **filled(SIZES[script][0] | SIZES[script][2])))) for script in OTHERS]
     for name, flags in PARTS.items():
-        flags = flags | (dict(value_model_path=tiny_lm("llama")) if "value_model_path" in flags else {})
-        jobs.append((name, "ppo_sentiment", flags_of(make("ppo_sentiment", name, per_device_train_batch_size=1, **flags))))
+        jobs.append((name, "ppo_sentiment", flags_of(make("ppo_sentiment", name, per_device_train_batch_size=1, **filled(flags)))))
     flags = dict(total_episodes=32, per_device_train_batch_size=2, reward_fn=reward_file(root, STOPPED))
     jobs.append(("stopped", "ppo_sentiment", flags_of(make("ppo_sentiment", "stopped", **flags))))
     jobs.append(("resumed", "ppo_sentiment", ["--resume", str(root / "stopped")]))
@@ -124,19 +136,27 @@ def test_ppo_on_two_processes(scripts, small, tmp_path):
 
 
 @pytest.mark.parametrize("script", OTHERS)
-def test_others_on_two_processes(scripts, small, two, tmp_path, script):
+def test_others_on_two_processes(scripts, small, filled, two, tmp_path, script):
     """Losses, weights and held-out numbers of one process."""
     assert codes(two, script) == [0, 0]
-    scripts[script].train(small(script, "one", **SIZES[script][0] | SIZES[script][1]))
+    scripts[script].train(small(script, "one", **filled(SIZES[script][0] | SIZES[script][1])))
     assert_same_numbers(tmp_path / "one", two / script)
 
 
+def test_dialogues_on_two_processes(two):
+    """What was compared was worth it: answers of both processes with and without a question, stopped and not, a KL that moves its price."""
+    rows = rows_of(two / "ppo_dialog")
+    assert any(0 < row["custom/questions"] < 1 for row in rows) and any(0 < row["val/num_eos_tokens"] < 8 for row in rows)
+    assert rows[0]["objective/kl_coef"] != rows[1]["objective/kl_coef"] and rows[1]["objective/kl"] != 0
+    assert all(row["env/reward_std"] > 0.1 for row in rows)
+    assert len({row["answer"] for row in rows_of(two / "ppo_dialog", "samples.jsonl")}) > 2
+
+
 @pytest.mark.parametrize("name", PARTS)
-def test_parts_on_two_processes(ppo, two, tiny_lm, tmp_path, name):
+def test_parts_on_two_processes(ppo, two, filled, tmp_path, name):
     """LoRA on 8 bit, frozen layers with accumulated and recomputed passes, and a critic: the numbers of one process."""
     assert codes(two, name) == [0, 0]
-    flags = PARTS[name] | (dict(value_model_path=tiny_lm("llama")) if name == "critic" else {})
-    ppo("one", per_device_train_batch_size=2, **flags)
+    ppo("one", per_device_train_batch_size=2, **filled(PARTS[name]))
     assert_same_numbers(tmp_path / "one", two / name)
     heads = [next((folder / "model").rglob("value_head.safetensors")) for folder in (tmp_path / "one", two / name)]
     assert distance(*map(load_file, heads)) < 1e-5 and load_file(heads[0])["weight"].abs().max() > 0

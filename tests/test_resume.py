@@ -12,10 +12,11 @@ import torch
 from run_tools import reward_file, rows_of, script_words, start_process, timeless
 
 pytest_plugins = ["run_fixtures"]
-FILES = {"ppo_sentiment": ["model/model.safetensors", "model/value_head.safetensors"], "sft": ["model/model.safetensors"],
-         "reward_model": ["model/model.safetensors"], "rloo_tldr": ["model/model.safetensors"]}  # fmt: skip
+ALL = ("ppo_sentiment", "ppo_dialog", "sft", "reward_model", "rloo_tldr")
+FILES = {script: ["model/model.safetensors"] + ["model/value_head.safetensors"] * script.startswith("ppo") for script in ALL}
 LONG = {  # about 6 updates
     "ppo_sentiment": dict(total_episodes=48, save_every=2, kl_target=0.5, kl_horizon=50, lr_scheduler_type="cosine", warmup_ratio=0.3),
+    "ppo_dialog": dict(total_episodes=48, save_every=2, kl_target=0.5, kl_horizon=50, lr_scheduler_type="linear", warmup_ratio=0.3),
     "sft": dict(num_train_epochs=3.4, save_every=2, max_length=256, lr_scheduler_type="cosine", warmup_ratio=0.3),
     "reward_model": dict(save_every=2, min_prefix_length=4, lr_scheduler_type="exponential"),
     "rloo_tldr": dict(total_episodes=48, save_every=2, whiten_rewards=True, lr_scheduler_type="cosine", warmup_ratio=0.3),
@@ -58,7 +59,7 @@ def stop_and_go_on(module, monkeypatch, args, update, capsys):
     return folder
 
 
-@pytest.mark.parametrize("script", ["ppo_sentiment", "sft", "reward_model", "rloo_tldr"])
+@pytest.mark.parametrize("script", ALL)
 def test_sigterm_then_resume(scripts, small, monkeypatch, capsys, script):
     """SIGTERM finishes the update, saves, says how to go on and exits with 143; what follows is bit for bit the same run."""
     _, whole = scripts[script].train(small(script, "whole", **LONG[script]))
@@ -155,7 +156,7 @@ def test_resume_from_an_older_checkpoint(scripts, small):
     assert_same_run("ppo_sentiment", whole, folder)
 
 
-@pytest.mark.parametrize("script", ["ppo_sentiment", "sft", "reward_model", "rloo_tldr"])
+@pytest.mark.parametrize("script", ALL)
 def test_resume_refuses_other_flags(scripts, small, script):
     """A flag that would change the result is named; one that would not is taken."""
     module, args = scripts[script], small(script, save_every=0)
@@ -167,7 +168,7 @@ def test_resume_refuses_other_flags(scripts, small, script):
     assert (again.output_dir, again.dataset_name) == (args.output_dir, args.dataset_name)
 
 
-@pytest.mark.parametrize("script", ["ppo_sentiment", "sft", "reward_model", "rloo_tldr"])
+@pytest.mark.parametrize("script", ALL)
 def test_resume_latest(scripts, small, monkeypatch, tmp_path, script):
     """latest is the newest run of this script under runs/."""
     monkeypatch.chdir(tmp_path)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import transformers
-from run_tools import distance, reward_file, rows_of, same, spy, weights
+from run_tools import distance, eos_prone, reward_file, rows_of, same, spy, weights
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -22,15 +22,6 @@ def script(scripts):
 def start_of(folder):
     """The weights of a folder as plain transformers loads them, tied ones once under the name that save_pretrained keeps."""
     return weights(folder)
-
-
-def eos_prone(tiny_lm, folder):
-    """tiny_lm with a final bias along the embedding of EOS, so that about one token in six is EOS. -> str"""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_lm()), AutoTokenizer.from_pretrained(tiny_lm())
-    model.transformer.ln_f.bias.data += 5 * model.lm_head.weight[tokenizer.eos_token_id].detach()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 # ---- Learning rate 0 -------------------------------------------------------------------------------------------------

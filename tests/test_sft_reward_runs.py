@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 import transformers
-from run_tools import distance, rows_of, spy, weights, write_rows
+from conftest import ACTS
+from run_tools import BY_HEART, distance, rows_of, spy, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -177,6 +178,74 @@ def test_save_dtype(sft, reward, scripts, tiny_lm):
         assert all(p.dtype is torch.float32 for p in model.parameters())
 
 
+HOLES = [  # dialogues of which only some turns can be used
+    dict(dialog=["Who  are\nyou?", "I am Leo.", "Then come in."], act=[2, 1, 3]),
+    dict(dialog=["Fine.", " "], act=[1, 1]),
+    dict(dialog=["Alone."], act=[1]),
+    dict(dialog=["Is it?", "It is."], act=[2, 1, 3]),
+    dict(dialog=["Was it?", "It was."], act=None),
+    dict(dialog=None, act=[1, 2]),
+    dict(dialog=["Yes.", None], act=[1, 2]),
+    dict(dialog=["One.", "Two.", "Three."], act=[1, 0, 4]),
+    dict(dialog=["Four.", "Five."], act=[1, None]),
+]
+
+
+@pytest.mark.parametrize("end", ["eos", " <EOU>"])
+def test_documents_of_dialogues(scripts, small, tiny_lm, end):
+    """Each utterance behind a space and with its mark; one EOS at the very end, and none where it was cut; all of it is learned."""
+    script, tokenizer = scripts["sft"], AutoTokenizer.from_pretrained(tiny_lm())
+    rows = script.datasets.Dataset.from_list(HOLES)
+    pairs = script.documents(rows, tokenizer, small("sft", utterance_end=end))
+    mark, last = (EOS, "") if end == "eos" else (end, EOS)
+    said = [["Who are you?", "I am Leo.", "Then come in."], ["Is it?", "It is."], ["Was it?", "It was."], ["One.", "Two.", "Three."],
+            ["Four.", "Five."]]  # fmt: skip
+    assert [tokenizer.decode(ids) for ids, _ in pairs] == ["".join(f" {text}{mark}" for text in texts) + last for texts in said]
+    assert all(ids == labels for ids, labels in pairs)
+    cut = script.documents(rows, tokenizer, small("sft", utterance_end=end, max_length=9))
+    assert [ids for ids, _ in cut] == [ids[:9] for ids, _ in pairs] and cut[0][0][-1] != tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("end", ["eos", " <EOU>"])
+def test_loss_of_a_dialogue(sft, tiny_lm, tmp_path, end):
+    """The loss is on every token but the first, marks and EOS included, computed here one by one."""
+    data = write_rows(tmp_path / "data", train=HOLES, test=HOLES[:4])
+    _, folder, _ = sft(dataset_name=data, utterance_end=end)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_lm()).eval(), AutoTokenizer.from_pretrained(tiny_lm())
+    mark, eos, losses = "" if end == "eos" else end, [tokenizer.eos_token_id], []
+    for texts in (["Who are you?", "I am Leo.", "Then come in."], ["Is it?", "It is."]):
+        parts = [tokenizer(f" {text}{mark}").input_ids + (eos if end == "eos" else []) for text in texts]
+        ids = sum(parts, []) + ([] if end == "eos" else eos)
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none"))
+    assert table_of(folder)["before"]["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-4)
+
+
+def test_a_tokenizer_of_dialogues_with_holes(sft, tmp_path):
+    """What documents() leaves out does not stop a new tokenizer either."""
+    data = write_rows(tmp_path / "data", train=HOLES, test=HOLES)
+    _, folder, _ = sft(dataset_name=data, from_config="gpt2 n_embd=32 n_layer=2 n_head=4 n_positions=128", train_tokenizer=280)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert tokenizer.decode(tokenizer(" I am Leo.").input_ids) == " I am Leo."
+
+
+@pytest.mark.parametrize("end", ["eos", " <EOU>"])
+def test_the_end_of_an_utterance_is_learned(sft, talker, end):
+    """By heart: with eos, EOS stands after each utterance; with a mark, after the last one alone, and the mark after each."""
+    model, tokenizer = talker.model, AutoTokenizer.from_pretrained(talker.model)
+    if end == "eos":
+        flags = dict(num_train_epochs=80.0, packing=False, per_device_train_batch_size=5, num_samples=0)
+        model = sft(dataset_name=talker.data, utterance_end="eos", **flags)[1] / "model"
+    model, eos = AutoModelForCausalLM.from_pretrained(model).eval(), tokenizer.eos_token_id
+    for texts, _ in BY_HEART:
+        ids = [tokenizer(f" {text}{'' if end == 'eos' else end}").input_ids + [eos] * (end == "eos") for text in texts]
+        whole = sum(ids, []) + [eos] * (end != "eos")
+        with torch.no_grad():
+            told = model(torch.tensor([whole])).logits[0].argmax(-1).tolist()
+        assert told[len(ids[0]) - 2 : -1] == whole[len(ids[0]) - 1 :]  # from the end of the first utterance on
+
+
 # ---- reward_model.py -------------------------------------------------------------------------------------------------
 def labelled(folder, tiny_reviews, count=24):
     """A data set whose held-out rows are its training rows. -> str"""
@@ -232,6 +301,42 @@ def test_a_reward_model_for_ppo(reward, scripts, small):
     with torch.no_grad():
         logits = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits[:, 1] for text in SHORT])
     torch.testing.assert_close(score([text[:30] for text in SHORT], [text[30:] for text in SHORT]), logits, atol=1e-5, rtol=1e-5)
+
+
+def test_turns_and_acts(scripts):
+    """Trick 38: acts begin at 1, so a label is an act less 1. Each answer with the utterance before it; what is not whole is left out."""
+    script = scripts["reward_model"]
+    rows = script.act_rows(script.datasets.Dataset.from_list(HOLES), script.Args())
+    assert list(zip(rows["text"], rows["label"])) == [
+        ("Who are you? I am Leo.", 0), ("I am Leo. Then come in.", 2), ("Two. Three.", 3)]  # fmt: skip
+
+
+def test_a_classifier_of_acts_for_ppo_dialog(reward, dialog, scripts, small, tiny_dialogs, tiny_classifier):
+    """What reward_model.py makes of dialogues has four named classes, reads the end of long texts, and is an intent for ppo_dialog.py."""
+    _, folder, rows = reward(dataset_name=tiny_dialogs, label_names=",".join(ACTS), num_eval_rows=100)
+    assert table_of(folder)["labels"] == list(ACTS) and sum(map(sum, table_of(folder)["confusion"])) == 100
+    assert rows[0]["loss"] > 1 and len(rows) == 38  # of 301 turns
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
+    tokenizer, script = AutoTokenizer.from_pretrained(folder / "model"), scripts["ppo_dialog"]
+    args = small("ppo_dialog", "other", reward_model_path=str(folder / "model"))
+    parts, _, _ = script.load_reward_parts(args, torch.device("cpu"))
+    turns = [script.Turn([f"{text} "], "", act, []) for text, act in zip(SHORT, (1, 2, 3, 4))]
+    with torch.no_grad():
+        probs = torch.cat([model(**tokenizer(f"{text} I will.", return_tensors="pt")).logits for text in SHORT]).softmax(-1)
+    torch.testing.assert_close(parts(turns, ["I will."] * 4)["intent"], probs.diag(), atol=1e-5, rtol=1e-5)
+    _, _, metrics = dialog("ppo", reward_model_path=str(folder / "model"))
+    assert 0 < metrics[0]["intent"] < 1
+
+
+def test_a_long_turn_keeps_its_answer(reward, scripts, monkeypatch, tmp_path):
+    """Where a pair of utterances is longer than max_length, its beginning is left out, in training as in ppo_dialog.py."""
+    rows = [dict(dialog=["long " * 100, f"The answer {i}."], act=[1, 1 + i % 4]) for i in range(8)]
+    calls = spy(monkeypatch, scripts["reward_model"], "examples")
+    _, folder, _ = reward(dataset_name=write_rows(tmp_path / "data", train=rows, test=rows), label_names=",".join(ACTS), max_length=16)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    texts = sorted((tokenizer.decode(ids), label) for [ids], label in calls[0][1])
+    assert [label for _, label in texts] == [0, 1, 2, 3] * 2
+    assert all(len(ids) == 16 for [ids], _ in calls[0][1]) and all(text.endswith(f" The answer {i}.") for i, (text, _) in enumerate(texts))
 
 
 def test_more_classes(reward, tiny_reviews, tmp_path):

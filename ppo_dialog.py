@@ -1,0 +1,1234 @@
+"""PPO that teaches a language model to answer in a dialogue: with the right intent, and in words close to a person's answer.
+
+This is ppo_sentiment.py with another job; the kernels, the update and the run folder are the same, letter for letter. What dialogue adds:
+1. The prompt is the end of a conversation, and the answer has a reference: what the person said (`load_turns`, `context_ids`).
+2. The reward is a weighted sum whose parts are logged apart: the probability that a classifier gives to the reference's act, METEOR
+   against the reference, and whatever a function of yours adds (`load_reward_parts`); and each token pays for its KL.
+3. An answer ends with the mark of an utterance. `<EOU>` is several tokens of GPT-2, and merges with what stands beside it, so
+   the end is looked for in the text, by an automaton that reads tokens (`stop_sequence_table`, `generate_until`).
+4. A reward from references asks for numbers that are not the reward: ROUGE, SacreBLEU, distinct n-grams, the references' perplexity,
+   before and after on held-out dialogues (`text_metrics`, `evaluate_dialogs`).
+5. A number of your own joins the log and the table in one place: `custom_metrics`.
+
+    python ppo_dialog.py                              # recipe tiny: no download, no GPU, about 3 minutes on 2 cores
+    python ppo_dialog.py --meteor-weight 0            # every field of Args is a flag; --help lists them
+    python ppo_dialog.py gpt2-dailydialog             # the published job, from the Hub
+    python ppo_dialog.py chat RUN_FOLDER_OR_MODEL     # talk with what was trained
+    torchrun --nproc_per_node 2 ppo_dialog.py         # two processes, twice the batch (or: accelerate launch)
+    python ppo_dialog.py --resume latest              # go on after a kill, with the same bits
+
+Trick -> where: order of steps -> train, steps 2 to 4 | whitening -> masked_whiten | GAE -> gae | clipping -> clipped_policy_loss,
+clipped_value_loss | logits never held whole -> token_logprobs | exact global sampling -> draws, sample_tokens | one rule for every
+border of utterances -> utterance_ids | loss independent of micro-batches and processes -> train, step 5 |
+resume bit for bit -> Run.checkpoint, Run.restore
+
+Papers: PPO (Schulman et al. 2017), GAE (Schulman et al. 2016), Fine-tuning language models from human preferences (Ziegler et al.
+2019), RL4LMs (Ramamurthy et al. 2023), METEOR (Banerjee and Lavie 2005). Results, metrics, details: docs/ppo_dialog.md.
+"""
+
+# ---- 2. Imports ------------------------------------------------------------------------------------------------------
+import copy
+import inspect
+import json
+import logging
+import math
+import os
+import random
+import resource
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from numbers import Real
+from pathlib import Path
+from pydoc import locate
+from types import SimpleNamespace
+from typing import Literal, NamedTuple
+
+import accelerate
+import datasets
+import psutil
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+HERE = Path(__file__).resolve().parent  # data/ and checkpoints/ stand beside this file
+
+# ---- 3. Config -------------------------------------------------------------------------------------------------------
+Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt", "polynomial", "exponential"]
+
+@dataclass
+class Args:
+    # run
+    recipe: tyro.conf.Suppress[str] = "custom"
+    """name of the recipe, set from the first word of the command line"""
+    seed: int = 1
+    """every random draw follows from it and from the number of the update"""
+    output_dir: str | None = None
+    """run folder (default: runs/<script>/<recipe>-s<seed>-<time>)"""
+    resume: str | None = None
+    """a run folder, one of its checkpoints, or `latest`: go on from there, with the flags of that run"""
+    save_every: int = 10
+    """updates from one checkpoint to the next (0: only when a signal stops the run)"""
+    keep_checkpoints: int = 2
+    """how many of the newest checkpoints stay on disk"""
+    log_with: Literal["none", "wandb", "tensorboard"] = "none"
+    """where the metrics go besides metrics.jsonl; WANDB_MODE=offline works"""
+    num_sample_generations: int = 10
+    """how many times in a run a table of samples is shown (TRL)"""
+    num_eval_prompts: int = 512
+    """held-out prompts of the before / after table"""
+    sanity: bool = False
+    """two updates at learning rate 0 that check ratio 1, KL 0 and finite losses; nothing is trained"""
+    # models
+    model_name_or_path: str = "rajkumarrrk/gpt2-fine-tuned-on-daily-dialog"
+    """the policy before PPO, also the reference: a Hub name, or a folder (a LoRA adapter's too)"""
+    reward_model_path: str | None = "rajkumarrrk/roberta-daily-dialog-intent-classifier"
+    """intent classifier: class 0 is act 1; its tokenizer need not be the policy's. None: no intent, and the data need no acts"""
+    reward_fn: str | None = None
+    """FILE.py:function that joins the reward; runs your code: (prompts, responses), lists of str -> list of float"""
+    value_model_path: str | None = None
+    """a critic of its own that starts here (same vocabulary); None: a value head on the policy's backbone"""
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    """bfloat16: products in bf16, weights and sums in fp32; auto: bfloat16 where the hardware multiplies it fast"""
+    bf16: bool = False
+    """the same as --dtype bfloat16 (TRL's spelling)"""
+    load_in_8bit: bool = False
+    """frozen weights in 8 bit (bitsandbytes): the base under LoRA, otherwise the reference"""
+    offload: bool = False
+    """the reference and the intent classifier wait on the CPU while the policy is updated (OpenRL)"""
+    num_shared_layers: int = 0
+    """embeddings and the first layers that are frozen and shared with the reference, to save memory (0: none)"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass; generation is not affected"""
+    lora_r: int = 0
+    """rank of LoRA (0: train all weights); the reference is then the policy with the adapter off"""
+    lora_alpha: int = 32
+    """LoRA scale: the update is lora_alpha / lora_r * B A"""
+    lora_target_modules: str = "c_attn"
+    """names of the layers that get an adapter, with commas, or all-linear (c_attn: GPT-2's attention)"""
+    # data
+    dataset_name: str = "OpenRL/daily_dialog"
+    """a Hub name or a folder of jsonl, with the columns dialog (list of utterances) and act (list of 1 to 4)"""
+    utterance_end: str = " <EOU>"
+    """the text that ends an utterance of a dialogue (RL4LMs' models); eos: the tokenizer's EOS does (DialoGPT)"""
+    num_context_utterances: int = 5
+    """the last utterances of the dialogue that are the prompt (RL4LMs); at the beginning of a dialogue there are fewer"""
+    max_prompt_length: int = 128
+    """tokens; of a longer prompt the oldest utterances are left out"""
+    # rollout
+    response_length: int = 20
+    """tokens of the longest response"""
+    temperature: float = 1.0
+    """of sampling, and of every log-probability in this file"""
+    missing_eos_penalty: float | None = None
+    """subtracted from the score of a response that did not stop by itself (TRL)"""
+    score_clip: float | None = None
+    """scores are clipped to +- this (TRL); None: not clipped"""
+    # reward
+    intent_weight: float = 1.0
+    """of the intent in the score (RL4LMs: 1)"""
+    intent_reward: Literal["probability", "match"] = "match"
+    """of the reference's act: the classifier's probability, or 1 where it is the likeliest and 0 elsewhere (RL4LMs)"""
+    meteor_weight: float = 1.0
+    """of METEOR against the reference (RL4LMs: 1)"""
+    reward_fn_weight: float = 1.0
+    """of the function that reward_fn names; with the two weights above at 0 it is the whole score"""
+    # batch
+    total_episodes: int = 16_000
+    """prompts, one response each, in the whole run; rounded up to whole batches"""
+    per_device_train_batch_size: int = 8
+    """responses in one forward and backward pass of the update"""
+    gradient_accumulation_steps: int = 1
+    """passes for one optimizer step"""
+    num_mini_batches: int = 20
+    """optimizer steps in one epoch over the batch"""
+    num_ppo_epochs: int = 5
+    """passes over each batch of rollouts (TRL's ppo_epochs)"""
+    local_rollout_forward_batch_size: int = 128
+    """responses generated and scored at once on one process"""
+    # PPO
+    kl_coef: float = 0.2
+    """price of one nat of KL to the reference; the start value where kl_target is set (TRL's init_kl_coef)"""
+    kl_target: float | None = 1.0
+    """nats per response that the coefficient steers to (Ziegler et al. 2019); None (`--kl-target None`): fixed coefficient"""
+    kl_horizon: float = 1_600
+    """episodes over which the coefficient adapts"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """of the KL in the reward (Schulman 2020); only k1 gives the gradient of KL(policy || reference) there"""
+    gamma: float = 1.0
+    """discount per token"""
+    lam: float = 0.95
+    """GAE's lambda"""
+    cliprange: float = 0.2
+    """epsilon of the clipped policy loss"""
+    cliprange_value: float = 0.2
+    """how far a value may move from its rollout's before its loss is clipped"""
+    vf_coef: float = 0.1
+    """weight of the value loss"""
+    whiten_rewards: bool = False
+    """divide rewards by their standard deviation (mean kept); advantages are always whitened"""
+    early_stop_approxkl: float | None = None
+    """leave an update's epochs when a minibatch's approxkl exceeds this (TRL stops at 1.5 x its target_kl)"""
+    # optimizer
+    learning_rate: float = 1e-6
+    """OpenRL's, for policy and value function"""
+    optimizer: str = "torch.optim.Adam"
+    """dotted name: torch.optim.AdamW, torch.optim.SGD, bitsandbytes.optim.Adam8bit, bitsandbytes.optim.Lion, ..."""
+    adam_eps: float = 1e-8
+    """Adam's epsilon, for optimizers that have one (N+ uses 1e-5)"""
+    lr_scheduler_type: Schedule = "constant"
+    """transformers' schedules, and exponential (down to 1 %); one step an update"""
+    warmup_ratio: float = 0.0
+    """share of the updates in which the learning rate rises from 0 (for the schedules that warm up)"""
+    max_grad_norm: float | None = 1.0
+    """gradients are scaled down to this norm; None: never"""
+
+    @property
+    def local_batch_size(self) -> int:
+        """episodes of one process in one update (TRL 0.11's arithmetic)"""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_mini_batches
+
+TINY = dict(
+    model_name_or_path="checkpoints/dialogs-lm", reward_model_path="checkpoints/dialogs-intent", dataset_name="data/dialogs",
+    utterance_end="eos", num_context_utterances=2, max_prompt_length=64, dtype="float32", intent_reward="probability",
+    total_episodes=12_800, per_device_train_batch_size=32, num_mini_batches=4, num_ppo_epochs=2, learning_rate=1e-4,
+    lr_scheduler_type="linear", kl_coef=0.1, kl_target=1.5, kl_horizon=2_000, num_sample_generations=3,
+)
+RECIPES = {
+    "tiny": Args(**TINY),  # the small world of this project
+    "gpt2-dailydialog": Args(),  # OpenRL's job: its KL target, 0.05 a token, is about 1 a response; the horizon is 10 batches
+}
+
+class UserError(Exception):
+    """Something that the user can mend: shown in one line, exit code 2."""
+
+def parse_args(argv):
+    """Flags after an optional recipe. No recipe and no model named: tiny. A model named: the published defaults of Args.
+
+    --resume takes the flags of the run that it goes on with, and refuses others where they would change the result.
+    """
+    named = any(word.split("=")[0].replace("_", "-") in ("--model-name-or-path", "--sft-model-path", "--from-config") for word in argv)
+    recipe, flags = (argv[0], argv[1:]) if argv and argv[0][0] != "-" else ("custom" if named else "tiny", argv)
+    if recipe not in (*RECIPES, "custom"):
+        raise UserError(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
+    args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=__doc__.split("\n")[0])
+    if not args.resume:
+        return args
+    runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else ()
+    folder = runs[-1].parent if runs else Path(args.resume)
+    folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    if not (folder / "args.json").exists():
+        raise UserError(f"--resume {args.resume}: there is no run (no args.json)")
+    saved = json.loads((folder / "args.json").read_text())["args"]
+    if set(saved) != set(asdict(args)):
+        raise UserError(f"--resume {args.resume}: the run is of another script or version, its flags are not the same")
+    args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
+    free = ("resume", "save_every", "keep_checkpoints", "log_with", "judge_fn", "judge_model", "judge_url")
+    if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
+        raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
+    return replace(args, output_dir=str(folder))
+
+# ---- 4. Kernels ------------------------------------------------------------------------------------------------------
+# Pure tensor functions. Masks and lengths come from counts, sums are in fp32, and what is masked out may hold nan.
+def response_lengths(tokens, stop_token_id):
+    """Tokens of each response up to and including the first stop token; T where there is none. [B, T] -> [B]"""
+    T = tokens.shape[1]
+    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
+    return torch.where(tokens == stop_token_id, position, T).amin(1)  # [B]
+
+def stop_sequence_table(pieces, stop):
+    """How many characters of `stop` a text ends with, given how many it ended with before and the token that came. -> [len(stop) + 1, V]
+
+    pieces: the text of each of the V tokens. The automaton of Knuth, Morris and Pratt (1977), which takes a token at a time: however the
+    tokenizer cuts the stop sequence, and whatever it merges with its ends. A text that has had all of it stays in the last row.
+    """
+    n = len(stop)
+    table = torch.full((n + 1, len(pieces)), n)
+    for held in range(n):
+        texts = [stop[:held] + piece for piece in pieces]
+        ends = [n if stop in text else next(k for k in range(n, -1, -1) if text.endswith(stop[:k])) for text in texts]
+        table[held] = torch.tensor(ends)
+    return table
+
+def stop_sequence_seen(tokens, table):
+    """Whether the stop sequence was complete by each token. [B, T], [S + 1, V] -> bool [B, T]"""
+    held = [torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)]  # [B]
+    for token in tokens.unbind(1):
+        held.append(table[held[-1], token])
+    return torch.stack(held[1:], 1) == len(table) - 1  # [B, T]
+
+def length_mask(lengths, max_length):
+    """True on the first `lengths` positions of each row. [B] -> bool [B, T]"""
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]  # [B, T]
+
+def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
+    """Log-probabilities of tokens, and entropies in nats of the distributions they came from; never holds [B, T, V].
+
+    [B, T, H], [V, H], [B, T] -> fp32 [B, T], fp32 [B, T]. Differentiable in hidden, weight and bias, through logprobs: a block of
+    positions at a time, whose logits the backward pass computes again (Chen et al. 2016, "Training deep nets with sublinear memory").
+    """
+    def block(h, t):  # [n, H], [n]
+        logp = (F.linear(h, weight.to(h.dtype), None if bias is None else bias.to(h.dtype)).float() / temperature).log_softmax(-1)  # [n, V]
+        with torch.no_grad():
+            entropy = -(logp.exp() * logp.clamp(min=-1e4)).sum(-1)  # [n]; the clamp because 0 * -inf is nan
+        return logp.gather(-1, t[:, None]).squeeze(-1), entropy
+
+    n = max(1, 2**22 // weight.shape[0])  # 16 MiB of fp32 logits at once
+    parts = zip(hidden.flatten(0, 1).split(n), tokens.flatten().split(n))
+    parts = [checkpoint(block, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts]
+    logprobs, entropies = (torch.cat(x).view(tokens.shape) for x in zip(*parts))  # [B, T]
+    return logprobs, entropies
+
+def kl_per_token(logprobs, ref_logprobs, estimator):
+    """Estimates of KL(policy || reference) from samples of the policy, in nats, any shape (Schulman 2020, "Approximating KL").
+
+    k1 is unbiased; k2 is biased and never negative; k3 is both unbiased and never negative. As a reward only k1's gradient is right.
+    """
+    log_ratio = logprobs - ref_logprobs
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio**2
+    return torch.expm1(-log_ratio) + log_ratio  # k3
+
+def token_rewards(scores, kl, lengths, kl_coef):
+    """Per-token rewards: -kl_coef * kl on valid tokens, the score added on the last one. [B], [B, T], [B] -> [B, T]"""
+    rewards = torch.where(length_mask(lengths, kl.shape[1]), -kl_coef * kl, 0.0)  # [B, T]
+    return rewards.scatter_add(1, lengths[:, None] - 1, scores[:, None].to(rewards.dtype))
+
+def masked_mean(values, mask):
+    """Mean over the valid positions -> scalar."""
+    return torch.where(mask, values, 0.0).float().sum() / mask.sum()
+
+def masked_whiten(values, mask, shift_mean=True):
+    """(x - mean) * rsqrt(var + 1e-8) over the valid tokens of all processes, 0 outside. [B, T] -> [B, T]
+
+    Population variance, as OpenAI's tf.nn.moments (lm-human-preferences, utils/core.py; TRL's is the unbiased one).
+    shift_mean=False keeps the mean (rewards). Fewer than 2 valid tokens have no variance and come back as they are.
+    """
+    x = torch.where(mask, values, 0.0).float()
+    total = lambda t: (dist.all_reduce(t), t)[1] if dist.is_available() and dist.is_initialized() else t  # noqa: E731
+    count = total(mask.sum().float())
+    if count < 2:
+        return x
+    mean = total(x.sum()) / count
+    var = total(torch.where(mask, x - mean, 0.0).square().sum()) / count  # two passes: no cancellation
+    white = (x - mean) * torch.rsqrt(var + 1e-8)
+    return torch.where(mask, white if shift_mean else white + mean, 0.0)
+
+def gae(rewards, values, mask, gamma, lam):
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16). [B, T] each -> (advantages, returns), 0 outside the mask.
+
+    The value after the last valid token is 0: the score was given for exactly this text, cut or not, so the end is terminal.
+    A_t = sum over l of (gamma lam)^l delta_(t+l), as one product with the triangular matrix of the powers.
+    """
+    T = rewards.shape[1]
+    rewards, values = (torch.where(mask, x, 0.0).float() for x in (rewards, values))
+    deltas = torch.where(mask, rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values, 0.0)  # [B, T]
+    steps = torch.arange(T, device=rewards.device)
+    distance = steps[None, :] - steps[:, None]  # [T, T], from t to t + l
+    powers = torch.where(distance >= 0, (gamma * lam) ** distance.clamp(min=0).float(), 0.0)
+    advantages = torch.where(mask, deltas @ powers.T, 0.0)
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
+    """PPO's pessimistic surrogate, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced."""
+    ratio = torch.exp((logprobs - old_logprobs).clamp(max=80))  # e^89 is inf in fp32, and inf * 0 nan: in the loss or its gradient
+    return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange))
+
+def clipped_value_loss(values, old_values, returns, cliprange_value):
+    """Squared error of values that may move cliprange_value from old_values, with the 0.5. Any shape -> same shape, unreduced."""
+    clipped = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+    return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
+
+def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
+    """The coefficient after a batch of `episodes` whose KL was `kl` nats a response (Ziegler et al. 2019, section 2.2) -> float."""
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * episodes / horizon)
+
+def sample_tokens(logits, uniforms):
+    """Draw one token a row by inverting the cumulative sum of softmax(logits). [B, V], [B] in [0, 1) -> [B]
+
+    Two levels, blocks of 64 tokens and then the token in its block, so that fp32 sums do not swallow small probabilities.
+    """
+    probs = F.pad(logits.float().softmax(-1), (0, -logits.shape[1] % 64)).unflatten(-1, (-1, 64))  # [B, V / 64, 64]
+    blocks = probs.sum(-1).cumsum(-1)  # [B, V / 64]
+    below = 1 - 2**-23  # just under the total, so that rounding never points behind the last possible token
+    target = uniforms.float()[:, None] * blocks[:, -1:] * below  # [B, 1]
+    block = torch.searchsorted(blocks, target, right=True)  # [B, 1]
+    inside = probs[torch.arange(len(probs), device=probs.device), block[:, 0]].cumsum(-1)  # [B, 64]
+    rest = target - torch.where(block > 0, blocks.gather(1, (block - 1).clamp(min=0)), 0.0)  # [B, 1]
+    rest = torch.minimum(rest.clamp(min=0), inside[:, -1:] * below)
+    return (block * 64 + torch.searchsorted(inside, rest, right=True)).squeeze(-1)
+
+def draws(seed, *place):
+    """A random generator for one place in the run, such as (seed, "tokens", update): no draw depends on an earlier one."""
+    return torch.Generator().manual_seed(random.Random(repr((seed, *place))).getrandbits(63))
+
+# ---- 5. Models -------------------------------------------------------------------------------------------------------
+def check_positive(args, *names):
+    """Refuse a size of 0 or less before anything is loaded."""
+    for name in names:
+        if getattr(args, name) <= 0:
+            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {getattr(args, name)}")
+
+def load(what, function, name, **kwargs):
+    """function(name), with one line where it fails: a wrong path, no network, a broken file."""
+    name = next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)  # recipes name folders beside this file
+    try:
+        return function(name, **kwargs)
+    except Exception as error:  # the libraries raise a dozen kinds
+        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(error).strip().split("\n")[0]
+        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason}") from error
+
+def load_model(auto_class, name, settings=None, **kwargs):
+    """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
+    if (Path(name) / "adapter_config.json").exists():
+        import peft
+        base = load_model(auto_class, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, settings, **kwargs)
+        return peft.PeftModel.from_pretrained(base, name).merge_and_unload().requires_grad_(True)  # peft froze the base
+    config = load("model", AutoConfig.from_pretrained, name)
+    rates = {key: 0.0 for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float)}
+    config.update(rates | (settings or {}))  # with dropout a second forward would differ, and the first ratio would not be 1
+    return load("model", auto_class.from_pretrained, name, config=config, dtype=torch.float32, use_safetensors=True, **kwargs)
+
+def load_tokenizer(name):
+    """The tokenizer of a folder or Hub name. Where it has no pad, pad is EOS, which is safe here: masks come from counts."""
+    tokenizer = load("tokenizer", AutoTokenizer.from_pretrained, name)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+def add_lora(model, args):
+    """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
+    import peft
+    target = args.lora_target_modules if args.lora_target_modules == "all-linear" else args.lora_target_modules.split(",")
+    heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
+    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
+    try:
+        return peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
+
+def trainable(module):
+    """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+def body_and_head(model):
+    """The transformer without its head, and its output embedding, of a causal language model with or without LoRA."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return model.base_model, model.get_output_embeddings()
+
+def hidden_states(body, input_ids, mask, cache=None):
+    """Last hidden states of the tokens that are not in the cache yet. [B, L], bool [B, cached + L] -> [B, L, H]
+
+    Positions count real tokens, so left padding moves nothing. Pads become token 0: an added [PAD] may have no row in the embedding.
+    """
+    L = input_ids.shape[1]
+    inputs = dict(input_ids=torch.where(mask[:, -L:], input_ids, 0), attention_mask=mask.long())
+    if "position_ids" in inspect.signature(body.forward).parameters:  # BLOOM has none: its ALiBi reads the mask
+        inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -L:]
+    return body(**inputs, **(dict(past_key_values=cache, use_cache=True) if cache is not None else {})).last_hidden_state
+
+def response_logprobs(model, input_ids, mask, T, temperature):
+    """Log-probabilities and entropies of the last T tokens, and the hidden states that predicted them.
+
+    [B, C + T], bool [B, C + T] -> fp32 [B, T], fp32 [B, T], [B, T, H]. The state at t - 1 predicts token t.
+    """
+    body, head = body_and_head(model)
+    hidden = hidden_states(body, input_ids, mask)[:, -T - 1 : -1]  # [B, T, H]
+    return *token_logprobs(hidden, head.weight, torch.where(mask, input_ids, 0)[:, -T:], temperature, head.bias), hidden
+
+class PolicyAndValue(nn.Module):
+    """Policy, value function and reference in one module: one forward, and one thing to wrap (DDP, FSDP, DeepSpeed)."""
+
+    def __init__(self, policy, reference=None, critic=None):
+        super().__init__()
+        self.policy, self.reference, self.critic = policy, reference, critic
+        width = body_and_head(policy)[1].weight.shape[1] if critic is None else critic.config.hidden_size
+        self.value_head = nn.Linear(width, 1)
+        nn.init.zeros_(self.value_head.weight)  # the first advantages are the rewards to come, and nothing made up
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, input_ids, mask, T, temperature):
+        """-> logprobs, entropies, values, each fp32 [B, T]. values[t] is said before token t is known."""
+        logprobs, entropies, hidden = response_logprobs(self.policy, input_ids, mask, T, temperature)
+        hidden = hidden if self.critic is None else hidden_states(self.critic, input_ids, mask)[:, -T - 1 : -1]
+        return logprobs, entropies, self.value_head(hidden).squeeze(-1).float()
+
+    def reference_logprobs(self, input_ids, mask, T, temperature):
+        """The same log-probabilities under the reference: a frozen model, or the policy without its adapter. -> fp32 [B, T]"""
+        with self.policy.disable_adapter() if self.reference is None else nullcontext():
+            return response_logprobs(self.reference or self.policy, input_ids, mask, T, temperature)[0]
+
+def load_policy(args, name):
+    """The policy, ready to be trained, and the frozen reference; None where that is the policy with its adapter off."""
+    reference, eight_bit = None, {}
+    if args.num_shared_layers < 0:
+        raise UserError(f"--num-shared-layers must be 0 or more; it is {args.num_shared_layers}")
+    if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
+        raise UserError("--num-shared-layers goes neither with --lora-r, which shares all layers, nor with --load-in-8bit")
+    if args.load_in_8bit:
+        eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
+    policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
+    check_head(policy, name)
+    if args.lora_r:
+        policy = add_lora(policy, args)  # one copy of the weights: the reference is the policy with its adapter off
+    elif args.num_shared_layers:
+        body, _ = body_and_head(policy)
+        blocks = max((m for m in body.modules() if isinstance(m, nn.ModuleList)), key=len)
+        if args.num_shared_layers > len(blocks):
+            raise UserError(f"--num-shared-layers {args.num_shared_layers}: the model has {len(blocks)} layers")
+        shared = [m for m in body.modules() if isinstance(m, nn.Embedding)] + list(blocks[: args.num_shared_layers])
+        shared = [p.requires_grad_(False) for module in shared for p in module.parameters()]
+        reference = copy.deepcopy(policy, memo={id(p): p for p in shared})  # deepcopy takes what its memo holds as it is
+    else:
+        reference = load_model(AutoModelForCausalLM, name, **eight_bit)
+    if args.gradient_checkpointing:
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # transformers does it in train mode, not in generate
+    return policy, reference and reference.requires_grad_(False)
+
+def build_policy(args):
+    """Policy, reference and value function as the flags say. -> PolicyAndValue"""
+    policy, reference = load_policy(args, args.model_name_or_path)
+    critic = load_model(AutoModel, args.value_model_path) if args.value_model_path else None
+    if critic is not None and critic.config.vocab_size < policy.config.vocab_size:
+        raise UserError(f"--value-model-path {args.value_model_path}: its vocabulary is smaller than the policy's")
+    if critic is not None and args.gradient_checkpointing:
+        critic.activation_checkpointing_enable(dict(use_reentrant=False))
+    model = PolicyAndValue(policy, reference, critic)
+    if (head := Path(args.value_model_path or args.model_name_or_path) / "value_head.safetensors").exists():
+        model.value_head.load_state_dict(load_file(head))
+    return model
+
+@torch.no_grad()
+def check_head(model, name):
+    """Refuse a model whose head is more than a matrix product (soft caps, logit scales): it would be trained wrongly."""
+    body, head = body_and_head(model)
+    ids = torch.arange(6, device=head.weight.device)[None]  # [1, 6]
+    ours, _ = token_logprobs(hidden_states(body, ids, ids >= 0)[:, :-1], head.weight, ids[:, 1:], bias=head.bias)
+    theirs = model(ids).logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3):
+        raise UserError(f"{name}: its head is more than hidden @ weight (a soft cap, a scale); it would be trained wrongly here")
+
+def load_classifier(name, batch_size, device):
+    """A classifier as a function from texts (list of str) to logits [B, classes], and the model."""
+    model, tokenizer = load_model(AutoModelForSequenceClassification, name).to(device).eval(), load_tokenizer(name)
+    model.config.pad_token_id, tokenizer.padding_side = tokenizer.pad_token_id, "right"  # how a decoder finds its last token
+    tokenizer.truncation_side = "left"  # the response is the end
+    limit = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", 10**6))
+
+    @torch.no_grad()
+    def classify(texts):  # decoded, and tokenised again: the tokenizers need not be the same
+        logits = torch.zeros(len(texts), model.config.num_labels, device=device)
+        for rows in torch.tensor([len(text) for text in texts]).argsort().split(batch_size):  # similar lengths: little padding
+            batch = tokenizer([texts[i] for i in rows], truncation=True, max_length=limit, padding=True, return_tensors="pt")
+            logits[rows] = model(**batch.to(device)).logits.float()
+        return logits
+
+    return classify, model
+
+def intent_texts(previous, answers):
+    """What the intent classifier reads: the last utterance and the answer, and nothing before (RL4LMs). -> list of str"""
+    return [f"{' '.join(last.split())} {' '.join(answer.split())}" for last, answer in zip(previous, answers)]
+
+def load_meteor():
+    """METEOR (Banerjee and Lavie 2005) by nltk, as a function of reference and answer -> 0 to 1; and what it matches, in words."""
+    from nltk.corpus import wordnet
+    from nltk.stem import PorterStemmer
+    from nltk.tokenize import NLTKWordTokenizer
+    from nltk.translate.meteor_score import single_meteor_score
+    stemmer = SimpleNamespace(stem=lru_cache(100_000)(PorterStemmer().stem))
+    words = lru_cache(100_000)(NLTKWordTokenizer().tokenize)
+    try:
+        wordnet.ensure_loaded()
+        matches = "exact, stem and WordNet synonym matches"
+    except LookupError:  # a data package: python -m nltk.downloader wordnet
+        wordnet, matches = SimpleNamespace(synsets=lambda word: ()), "exact and stem matches, WordNet is not installed"
+    return lambda reference, answer: single_meteor_score(words(reference), words(answer), stemmer=stemmer, wordnet=wordnet), matches
+
+def load_reward_parts(args, device):
+    """The parts of the score as a function, the intent classifier or None, and what METEOR matches.
+
+    parts(turns, answers) -> dict of fp32 [B]: intent (what the reward takes of it), intent_match, meteor, reward_fn
+    """
+    classify, classifier = load_classifier(args.reward_model_path, args.local_rollout_forward_batch_size, device) \
+        if args.reward_model_path else (None, None)
+    function = args.reward_fn and load_function("--reward-fn", args.reward_fn)
+    meteor, matches = load_meteor()
+
+    def parts(turns, answers):
+        found = {"meteor": [meteor(turn.reference, answer) for turn, answer in zip(turns, answers)]}
+        if classify:
+            probs = classify(intent_texts([turn.previous for turn in turns], answers)).softmax(-1)  # [B, acts]
+            acts = torch.tensor([turn.act - 1 for turn in turns], device=probs.device)  # [B]
+            match = (probs.argmax(-1) == acts).float()
+            intent = match if args.intent_reward == "match" else probs.gather(1, acts[:, None]).squeeze(1)
+            found |= {"intent": intent.tolist(), "intent_match": match.tolist()}
+        prompts = ["\n".join(turn.context) for turn in turns]
+        if function:
+            found["reward_fn"] = function(prompts, answers)
+        return {name: check_scores(values, prompts, answers).to(device) for name, values in found.items()}
+
+    return parts, classifier, matches
+
+@contextmanager
+def on_device(device, offload, *models):
+    """Frozen models on the device for as long as they are used; with --offload they wait on the CPU."""
+    for model in models:
+        model.to(device)
+    yield
+    for model in models if offload else ():
+        model.to("cpu")
+
+def load_function(flag, name):
+    """The function that FILE.py:function names; the file may stand beside this one. It is code of the user's, and it runs here."""
+    path, _, function = name.partition(":")
+    path = next((str(place) for place in (Path(path), HERE / path) if place.is_file()), None)
+    if path is None or not callable(found := runpy.run_path(path).get(function)):
+        raise UserError(f"{flag} {name}: expected FILE.py:function, and found no such file or function")
+    return found
+
+def check_scores(scores, prompts, responses):
+    """Refuse what a reward function should not return, and name the response. -> fp32 [B]"""
+    if not isinstance(scores, list) or len(scores) != len(prompts) or not all(isinstance(x, Real) for x in scores):
+        raise UserError(f"the reward or judge function must return a list of {len(prompts)} floats; it returned {str(scores)[:100]}")
+    for score, prompt, response in zip(scores, prompts, responses):
+        if not math.isfinite(score):
+            raise UserError(f"the reward is {score} for the prompt {prompt!r} with the response {response!r}")
+    return torch.tensor(scores, dtype=torch.float32)
+
+def make_optimizer(args, parameters, updates):
+    """The optimizer of the dotted name, and its schedule, which steps once an update."""
+    kind = locate(args.optimizer)
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        raise UserError(f"--optimizer {args.optimizer}: not an optimizer of an installed package; e.g. torch.optim.AdamW")
+    options = dict(lr=args.learning_rate, eps=args.adam_eps, fused=True)  # as far as it takes them
+    optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
+    if args.lr_scheduler_type == "exponential":
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.01 ** (1 / updates))
+    return optimizer, transformers.get_scheduler(args.lr_scheduler_type, optimizer, math.ceil(args.warmup_ratio * updates), updates)
+
+def pick_dtype(args, device):
+    """bf16 products where they are asked for or, on auto, where the hardware has units for them; weights and sums stay fp32."""
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if args.bf16 or args.dtype == "bfloat16" or (args.dtype == "auto" and fast) else torch.float32
+
+def describe_memory(model, config, rows, length, device):
+    """One line: estimated GiB on one rank for passes of rows x length tokens with Adam, against what is free."""
+    held = {id(p): p for p in model.parameters()}.values()
+    trained, weights = sum(p.numel() for p in held if p.requires_grad), sum(p.numel() * p.element_size() for p in held)
+    state = rows * length * config.num_hidden_layers * config.hidden_size * 4  # one fp32 vector a token and layer
+    parts = dict(weights=weights, gradients=4 * trained, optimizer=8 * trained, cache=2 * state, activations=17 * state)
+    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
+    listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())  # 17: Korthikanti et al. 2022, eq. 1, in fp32
+    warning = "; MORE THAN THERE IS: a smaller batch, LoRA, 8 bit?" if sum(parts.values()) > free else ""
+    return f"{trained:,} trainable parameters; memory about {sum(parts.values()) / 2**30:.2f} of {free / 2**30:.0f} GiB ({listed}){warning}"
+
+# ---- 6. Data ---------------------------------------------------------------------------------------------------------
+def load_splits(name):
+    """(train, held-out) rows of a Hub data set or a folder. Held out: split test, else validation, else the last 10 % of train."""
+    splits = load("data set", datasets.load_dataset, name)
+    if "train" not in splits or len(splits["train"]) < 2:
+        raise UserError(f"data set {name!r} needs a split train with at least 2 rows; it has {', '.join(splits)}")
+    rows = splits["train"]
+    cut = len(rows) - max(1, len(rows) // 10)
+    held = next((splits[split] for split in ("test", "validation") if split in splits), None)
+    return (rows, held) if held is not None else (rows.select(range(cut)), rows.select(range(cut, len(rows))))
+
+def stream_rows(num_rows, start, count, seed):
+    """Row numbers start .. start + count of an endless stream of shuffled passes over the data. -> [count]"""
+    passes = range(start // num_rows, (start + count - 1) // num_rows + 1)
+    stream = torch.cat([torch.randperm(num_rows, generator=draws(seed, "pass", p)) for p in passes])
+    return stream[start - passes[0] * num_rows :][:count]
+
+def dialogues(rows):
+    """The dialogues of two or more utterances, none of them blank, and their acts, if they have any. -> list of (list of str, acts)"""
+    acts = rows["act"] if "act" in rows.column_names else [None] * len(rows)
+    return [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
+            and all(isinstance(text, str) and text.strip() for text in utterances)]  # fmt: skip
+
+def utterance_ids(tokenizer, utterances, end):
+    """Token ids of each utterance: a space, its text, the end mark; the same rule in training, rollouts and chat. -> list of lists
+
+    Tokenised one by one: no merge crosses the border of two, and a prompt has the very ids with which its dialogue begins.
+    """
+    mark, last = ("", [tokenizer.eos_token_id]) if end == "eos" else (end, [])
+    texts = [f" {' '.join(text.split())}{mark}" for text in utterances]
+    return [ids + last for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+
+class Turn(NamedTuple):
+    """An utterance that was said in answer to others: the reference."""
+    context: list[str]  # the utterances before it
+    reference: str
+    act: int | None
+    ids: list[list[int]]  # of the whole dialogue, an entry an utterance
+    previous = property(lambda self: self.context[-1])
+    place = property(lambda self: len(self.context))  # its own, in ids
+
+def load_turns(rows, tokenizer, classifier, args):
+    """Every utterance but the first of each dialogue, as a reference. -> list of Turn"""
+    needed = {"dialog", "act"} if classifier else {"dialog"}
+    if not needed <= set(rows.column_names):
+        raise UserError(f"data set {args.dataset_name!r} needs the columns dialog and act (without act: --reward-model-path None); "
+                        f"it has {', '.join(rows.column_names)}")
+    turns = []
+    for texts, acts in dialogues(rows):
+        ids = utterance_ids(tokenizer, texts, args.utterance_end)
+        acts = acts if isinstance(acts, list) and len(acts) == len(texts) else [None] * len(texts)
+        turns += [Turn(texts[:t], texts[t], acts[t], ids) for t in range(1, len(texts))]
+    if classifier:
+        turns, acts = [turn for turn in turns if turn.act is not None], range(1, classifier.config.num_labels + 1)
+        if wrong := [turn.act for turn in turns if turn.act not in acts]:
+            raise UserError(f"data set {args.dataset_name!r}: the act {wrong[0]!r} is none of the classifier's, 1 to {acts[-1]}")
+    if not turns:
+        raise UserError(f"data set {args.dataset_name!r}: no dialogue has two utterances, none of them blank, and an act for each")
+    return turns
+
+def context_ids(utterances, args):
+    """The prompt: the last utterances of a dialogue, the oldest left out until they fit. list of lists of ids -> ids"""
+    kept = utterances[-args.num_context_utterances :]
+    while len(kept) > 1 and sum(map(len, kept)) > args.max_prompt_length:
+        kept = kept[1:]
+    return sum(kept, [])[-args.max_prompt_length :]
+
+def draw_prompts(turns, args, *place):
+    """Contexts left-padded to the longest of the batch, and the uniforms that will sample the answers.
+
+    Drawn for the batch of all processes, of which each takes its rows. -> ids [B, C], bool [B, C], uniforms [B, T]
+    """
+    batch = [torch.tensor(context_ids(turn.ids[: turn.place], args)) for turn in turns]
+    lengths = torch.tensor([len(x) for x in batch])
+    ids = torch.stack([F.pad(x, (int(lengths.max()) - len(x), 0)) for x in batch])  # [B, C]
+    uniforms = torch.rand(len(turns), args.response_length, generator=draws(args.seed, "tokens", *place))
+    return ids, length_mask(lengths, ids.shape[1]).flip(1), uniforms
+
+def load_stops(tokenizer, size, args):
+    """The end of an answer: the mark of an utterance, or EOS. -> the table of stop_sequence_table, for a vocabulary of `size`"""
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no EOS, so no answer could end")
+    mark = args.utterance_end.strip()
+    if not (mark.isascii() and mark.isprintable() and mark):
+        raise UserError(f"--utterance-end {args.utterance_end!r}: expected eos, or a mark of ASCII letters and signs such as ' <EOU>'")
+    if args.utterance_end == "eos":
+        stops = torch.tensor([[0], [1]]).repeat(1, size)  # one step, and EOS takes it
+    else:  # each token behind another one: alone, some tokenizers would drop its first space
+        first = tokenizer("a", add_special_tokens=False).input_ids[-1]
+        texts = tokenizer.batch_decode([[first, i] for i in range(len(tokenizer))], clean_up_tokenization_spaces=False)
+        start = len(tokenizer.decode([first]))
+        stops = stop_sequence_table([text[start:] for text in texts] + [""] * (size - len(tokenizer)), mark)
+    stops[:, tokenizer.eos_token_id] = len(stops) - 1
+    return stops
+
+def answer_text(tokenizer, tokens, end):
+    """What was said: decoded, without the mark of its end. [n] -> str"""
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    return (text if end == "eos" else text.split(end.strip())[0]).strip()
+
+# ---- 7. Rollout ------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def generate_until(model, ids, mask, uniforms, stops, temperature, watch=None):
+    """Sample until the stop sequence is complete or T tokens are there. Pure sampling: no top-k, no top-p, no minimum length.
+
+    Left-padded ids, mask [B, C]; uniforms [B, T] -> tokens [B, T], lengths [B], stopped [B]. A row that is done leaves the batch.
+    watch(tokens, held) sees the first row grow, and how many characters of the stop sequence it ends with: chat prints it.
+    """
+    body, head = body_and_head(model)
+    cache = transformers.DynamicCache(config=body.config)
+    hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
+    rows = torch.arange(len(uniforms), device=ids.device)  # the rows still being written
+    tokens, held = torch.zeros(uniforms.shape, dtype=torch.long, device=ids.device), torch.zeros_like(rows)
+    for t in range(uniforms.shape[1]):
+        logits = F.linear(hidden, head.weight, head.bias) / temperature  # [rows, V]
+        token = sample_tokens(logits, uniforms[rows, t])  # [rows]
+        tokens[rows, t], held = token, stops[held, token]
+        if watch:
+            watch(tokens[0, : t + 1], int(held[0]))
+        going = (held < len(stops) - 1).nonzero().squeeze(-1)
+        if len(going) == 0 or t + 1 == uniforms.shape[1]:
+            break
+        if len(going) < len(rows):
+            cache.batch_select_indices(going)
+            rows, mask, token, held = rows[going], mask[going], token[going], held[going]
+        mask = F.pad(mask, (0, 1), value=True)
+        hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
+    seen = stop_sequence_seen(tokens, stops)  # [B, T]
+    return tokens, response_lengths(seen, True), seen[:, -1]
+
+@torch.no_grad()
+def rollout_answers(model, tokenizer, parts, turns, batch, stops, args):
+    """Answers to a batch of prompts, the parts of their scores, and the log-probabilities that PPO will call old.
+
+    These come from the update's own forward, on micro-batches of its shape, so that the first ratio is exactly 1.
+    -> dict of tensors [B, ...], answers (list of str)
+    """
+    micros = zip(*(x.split(args.local_rollout_forward_batch_size) for x in batch))
+    written = [generate_until(model.policy, *micro, stops, args.temperature) for micro in micros]
+    tokens, lengths, stopped = (torch.cat(x) for x in zip(*written))
+    valid = length_mask(lengths, tokens.shape[1])  # [B, T]
+    answers = [answer_text(tokenizer, t[v], args.utterance_end) for t, v in zip(tokens, valid)]
+    ids, mask = torch.cat([batch[0], tokens], 1), torch.cat([batch[1], valid], 1)  # [B, C + T]
+    n, rest = args.per_device_train_batch_size, (tokens.shape[1], args.temperature)
+    outputs = [(*model(i, m, *rest), model.reference_logprobs(i, m, *rest)) for i, m in zip(ids.split(n), mask.split(n))]
+    logprobs, _, values, ref_logprobs = (torch.cat(x) for x in zip(*outputs))  # [B, T]
+    b = dict(ids=ids, mask=mask, lengths=lengths, stopped=stopped, **parts(turns, answers))
+    weights = dict(intent=args.intent_weight, meteor=args.meteor_weight, reward_fn=args.reward_fn_weight)
+    b["scores"] = sum(weight * b[name] for name, weight in weights.items() if name in b)  # [B]
+    return b | dict(logprobs=logprobs, values=values, ref_logprobs=ref_logprobs), answers
+
+# ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
+def custom_metrics(turns, answers):
+    """YOUR NUMBERS: what this returns stands in the log of every update and in the last table. -> dict of floats"""
+    return {"custom/questions": sum(answer.endswith("?") for answer in answers) / len(answers)}
+
+def text_metrics(answers, references):
+    """ROUGE-1 and ROUGE-Lsum (F1, stems, mean over answers), corpus BLEU (0 to 1), distinct-1 and -2 (Li et al. 2016, 2.2). -> dict"""
+    import nltk
+    import sacrebleu
+    from rouge_score.rouge_scorer import RougeScorer
+    names, words = ("rouge1", "rougeLsum"), [nltk.NLTKWordTokenizer().tokenize(answer.lower()) for answer in answers]
+    scorer = RougeScorer(names, use_stemmer=True)
+    found = [scorer.score(reference, answer) for reference, answer in zip(references, answers)]
+    numbers = {name: sum(scores[name].fmeasure for scores in found) / len(found) for name in names}
+    numbers["sacrebleu"] = sacrebleu.corpus_bleu(answers, [references], force=True).score / 100
+    for n in (1, 2):
+        grams = [gram for text in words for gram in nltk.ngrams(text, n)]
+        numbers[f"distinct{n}"] = len(set(grams)) / max(len(grams), 1)
+    return numbers
+
+@torch.no_grad()
+def evaluate_dialogs(model, tokenizer, parts, turns, batch, stops, args):
+    """Answer the held-out prompts, with the same draws before and after. -> numbers of the table, answers, scores"""
+    model.eval()
+    b, answers = rollout_answers(model, tokenizer, parts, turns, batch, stops, args)
+    kl = torch.where(length_mask(b["lengths"], args.response_length), b["logprobs"] - b["ref_logprobs"], 0.0).sum(1)  # [B]
+    room = getattr(model.policy.config, "max_position_embeddings", 10**9) - batch[0].shape[1]
+    said = [torch.tensor(turn.ids[turn.place][:room], device=kl.device) for turn in turns]  # as much of it as the context holds
+    told, kept = nn.utils.rnn.pad_sequence(said, batch_first=True), torch.tensor([len(x) for x in said], device=kl.device)  # [B, R], [B]
+    R = told.shape[1]
+    ids, mask = torch.cat([batch[0], told], 1), torch.cat([batch[1], length_mask(kept, R)], 1)  # [B, C + R]
+    n = args.per_device_train_batch_size
+    logprobs = torch.cat([model(i, m, R, 1.0)[0] for i, m in zip(ids.split(n), mask.split(n))])  # [B, R], of the references
+    text = text_metrics(answers, [turn.reference for turn in turns])
+    table = {"rouge1": text["rouge1"], "rougeLsum": text["rougeLsum"], "meteor": b["meteor"].mean(), "sacrebleu": text["sacrebleu"]}
+    table |= {"intent": b["intent_match"].mean()} if "intent_match" in b else {}
+    table |= {"tokens an answer": b["lengths"].float().mean(), "distinct1": text["distinct1"], "distinct2": text["distinct2"],
+              "perplexity of the references": torch.exp(-masked_mean(logprobs, length_mask(kept, R))),
+              "score mean": b["scores"].mean(), "score median": b["scores"].quantile(0.5), "KL, nats a response": kl.mean()}
+    return {name: float(value) for name, value in (table | custom_metrics(turns, answers)).items()}, answers, b["scores"].tolist()
+
+# ---- 9. Logging and run folder ---------------------------------------------------------------------------------------
+class Run:
+    """The run folder and the screen: args.json, metrics.jsonl, samples.jsonl, evaluation.json, curves.png, checkpoints/, model/."""
+
+    def __init__(self, args, accelerator, updates, columns):
+        name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        taken = Path(name).is_file() or (not args.resume and any(Path(name, file).exists() for file in ("args.json", "metrics.jsonl")))
+        name, taken = accelerate.utils.broadcast_object_list([name, taken])
+        if taken:
+            raise UserError(f"{name} is a file or holds a run: --resume goes on with a run, --output-dir names another folder")
+        self.folder = Path(name)
+        self.args, self.accelerator, self.main = args, accelerator, accelerator.is_main_process
+        self.console = Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty(), quiet=not self.main)
+        parts = ("{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}")
+        self.bar = Progress(*parts, console=self.console, disable=not (self.main and self.console.is_terminal))
+        self.updates, self.columns, self.task = updates, columns, self.bar.add_task("", total=updates)
+        self.signal, self.printed = 0, 0.0
+        for number in (signal.SIGINT, signal.SIGTERM):  # the update is finished and saved first; a second signal ends at once
+            signal.signal(number, self.stop)
+        if self.main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
+            versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, accelerate)}
+            about = dict(command=sys.argv, versions=versions, commit=commit, world_size=accelerator.num_processes)
+            self.write("args.json", json.dumps(dict(args=asdict(args), **about), indent=2))
+        if args.log_with != "none":
+            accelerator.log_with, accelerator.project_configuration.logging_dir = [args.log_with], str(self.folder)
+            accelerator.init_trackers(Path(__file__).stem, {k: str(v) for k, v in asdict(args).items()})
+
+    def stop(self, number, frame):
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def write(self, name, text):
+        (self.folder / f".{name}").write_text(text)
+        os.replace(self.folder / f".{name}", self.folder / name)  # whole or not at all
+
+    def log(self, metrics, complaints=()):
+        """One dict, one call: a line of metrics.jsonl, a point in wandb or tensorboard (under train/, as TRL), a row on the screen."""
+        self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=metrics["update"])
+        if self.main:
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(metrics) + "\n")
+        status = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.columns.items())
+        self.bar.update(self.task, completed=metrics["update"], description=status)
+        if self.bar.disable and (time.time() - self.printed > 10 or metrics["update"] == self.updates):  # no terminal: lines
+            self.printed = time.time()
+            self.console.print(f"update {metrics['update']}/{self.updates}  {status}")
+        for line in complaints:
+            self.console.print(f"update {metrics['update']}: {line}", style="yellow")
+
+    def table(self, title, rows, file=None, **extra):
+        """Dicts as a table on the screen and, where a file is named, with what is extra as its lines."""
+        wide = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
+        table = Table(title=title, title_justify="left", show_lines=wide)
+        for name, cell in rows[0].items():
+            table.add_column(name.strip(), justify="left" if isinstance(cell, str) else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+        self.console.print(table, soft_wrap=False)
+        if file and self.main:
+            with open(self.folder / file, "a") as lines:
+                lines.writelines(json.dumps(extra | row) + "\n" for row in rows)
+        if file and self.args.log_with == "wandb":
+            self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=[list(row.values()) for row in rows])
+
+    def checkpoint(self, update, parameters, optimizer, scheduler, **state):
+        """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit."""
+        number = int(self.accelerator.gather(torch.tensor([self.signal], device=self.accelerator.device)).max())
+        due = update == self.updates or (self.args.save_every and update % self.args.save_every == 0)
+        if self.main and (number or due):
+            rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # of the user's code; ours draws from (seed, update)
+            state |= dict(update=update, parameters={name: p.detach() for name, p in parameters.items()}, rng=rng)
+            state |= dict(optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
+            folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
+            draft.mkdir(parents=True, exist_ok=True)
+            with open(draft / "state.pt", "wb") as file:
+                torch.save(state, file)
+                os.fsync(file.fileno())
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(draft, folder)  # a checkpoint gets its name when it is whole, so a kill leaves the last one good
+            for old in sorted(folder.parent.glob("[0-9]*"), reverse=True)[max(self.args.keep_checkpoints, 1) :]:
+                shutil.rmtree(old)
+        if number and update < self.updates:
+            self.bar.stop()
+            self.console.print(f"stopped by signal {number}; to go on: python {Path(__file__).name} --resume {self.folder}")
+            sys.exit(128 + number)
+
+    def restore(self, parameters, optimizer, scheduler):
+        """Load the checkpoint that --resume names, or the run's newest. -> its state; {"update": 0} at the start of a run"""
+        found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {"update": 0}
+        if self.args.resume and found:
+            last = next((path for path in found if path.resolve() == Path(self.args.resume).resolve()), found[-1])
+            state = torch.load(last / "state.pt", map_location="cpu", weights_only=True)
+            for name, p in parameters.items():
+                p.data.copy_(state["parameters"][name])
+            optimizer.load_state_dict(state["optimizer"])
+            scheduler.load_state_dict(state["scheduler"])
+            torch.set_rng_state(state["rng"]["torch"])
+            random.setstate(state["rng"]["python"])
+            self.console.print(f"resumed after update {state['update']}, from {last}")
+            for later in [path for path in found if path > last] if self.main else ():  # what came later will come again
+                shutil.rmtree(later)
+        files = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")] if self.main else []
+        for file in filter(Path.exists, files):
+            lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]  # a kill can tear the last one
+            self.write(file.name, "".join(line for line in lines if json.loads(line)["update"] <= state["update"]))
+        return state
+
+    def curves(self, *names):
+        """curves.png: the named metrics over the updates."""
+        from matplotlib.figure import Figure
+        figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        for axis, name in zip(figure.subplots(1, len(names)), names):
+            axis.plot([row["update"] for row in rows], [row[name] for row in rows])
+            axis.set(title=name, xlabel="update")
+        figure.savefig(self.folder / "curves.png", dpi=120)
+
+def start(args):
+    """The accelerator: CPU, GPU, or one process of several. Refuses to run on fewer processes than were asked for."""
+    ddp = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)  # they are constants, and an offloaded model's are elsewhere
+    accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[ddp])
+    words = [*psutil.Process(os.getppid()).cmdline(), ""]  # accelerate 1.15 starts one for `launch --cpu --num_processes 2`
+    asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"] or ["1"]
+    asked, runs = os.environ.get("WORLD_SIZE", asked[0]), accelerator.num_processes
+    if runs != int(asked):
+        raise UserError(f"{asked} processes were asked for and {runs} runs; try torchrun --nproc_per_node {asked} {Path(__file__).name}")
+    torch.manual_seed(args.seed)  # the weights that start at random: LoRA's A, a new head
+    return accelerator
+
+def save_policy(policy, tokenizer, folder):
+    """What plain transformers and the next script load. LoRA is merged, but not into 8 bit: there the folder is the adapter."""
+    if hasattr(policy, "merge_and_unload") and not getattr(policy.get_base_model(), "is_loaded_in_8bit", False):
+        policy.save_pretrained(folder.parent / "adapter")
+        policy = policy.merge_and_unload()
+    policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+def save_value(model, folder):
+    """The value head, and the critic where there is one, beside the policy or below it."""
+    if model.critic is not None:
+        model.critic.save_pretrained(folder := folder / "critic")
+    save_file({name: x.detach().cpu() for name, x in model.value_head.state_dict().items()}, folder / "value_head.safetensors")
+
+def health(m, args):
+    """What looks wrong in the metrics of an update, each with its likely cause."""
+    signs = {
+        "KL below 0 by more than noise: are the samples drawn from another distribution than is scored?": m["objective/kl"] < -1,
+        "ratio far from 1: the steps are too big; lower --learning-rate or --num-ppo-epochs": not 0.5 < m["val/ratio"] < 2,
+        "the entropy is gone, the policy always says the same; raise --kl-coef": m["policy/entropy_avg"] < 0.1,
+        "all rewards are equal: there is nothing to learn from": m["env/reward_std"] == 0,
+        "most prompts have equal rewards for all their responses: raise --temperature or --rloo-k":
+            m.get("frac_reward_zero_std", 0.0) > 0.5,
+        "no response ended by itself: is --response-length long enough, was EOS learned?":
+            args.missing_eos_penalty is not None and m["val/num_eos_tokens"] == 0,
+    }  # fmt: skip
+    return [line for line, wrong in signs.items() if wrong]
+
+# ---- 10. Train -------------------------------------------------------------------------------------------------------
+def train(args):
+    """The whole run, from the flags to the last table. -> (PolicyAndValue, run folder)"""
+    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs",
+                   "total_episodes", "local_rollout_forward_batch_size", "num_eval_prompts", "temperature", "response_length",
+                   "num_context_utterances", "max_prompt_length", "kl_horizon", *(["kl_target"] if args.kl_target is not None else []))
+    if args.offload and (args.load_in_8bit or args.num_shared_layers):
+        raise UserError("--offload goes neither with --load-in-8bit, whose weights stay where they are, nor with --num-shared-layers")
+    accelerator = start(args)
+    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    B, T, epochs, n = args.local_batch_size * world, args.response_length, args.num_ppo_epochs, args.per_device_train_batch_size
+    updates = 2 if args.sanity else math.ceil(args.total_episodes / B)
+    args = replace(args, learning_rate=0.0) if args.sanity else args
+    bare, tokenizer = build_policy(args).to(device), load_tokenizer(args.model_name_or_path)
+    for part in (bare.policy, bare.critic or bare.policy):
+        if getattr(part.config, "max_position_embeddings", 10**9) < args.max_prompt_length + T:
+            raise UserError(f"--max-prompt-length {args.max_prompt_length} + --response-length {T} is longer than the model's context")
+    parts, classifier, meteor_matches = load_reward_parts(args, device)
+    frozen = [model for model in (bare.reference, classifier) if model is not None]
+    train_turns, held_turns = (load_turns(rows, tokenizer, classifier, args) for rows in load_splits(args.dataset_name))
+    stops = load_stops(tokenizer, body_and_head(bare.policy)[1].weight.shape[0], args).to(device)
+    optimizer, scheduler = make_optimizer(args, (parameters := trainable(bare)).values(), updates)
+    dtype = pick_dtype(args, device)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
+
+    run = Run(args, accelerator, updates, {"score": "objective/scores", "METEOR": "meteor", "KL": "objective/kl"})
+    say = run.console.print
+    say(f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, {dtype}; run folder {run.folder}")
+    say(f"batch: {n} episodes a pass x {args.gradient_accumulation_steps} accumulated x {args.num_mini_batches} minibatches x {world} "
+        f"processes = {B}; {updates} updates x {epochs} epochs x {args.num_mini_batches} minibatches = "
+        f"{updates * epochs * args.num_mini_batches} optimizer steps")
+    say(describe_memory(bare, bare.policy.config, n, args.max_prompt_length + T, device))
+    say(f"{len(train_turns):,} turns to train on, {len(held_turns):,} held out; METEOR by {meteor_matches}")
+    if args.lora_r:
+        trained, total = (sum(p.numel() for p in bare.parameters() if p.requires_grad >= least) for least in (True, False))
+        say(f"LoRA trains {trained:,} of {total:,} parameters = {trained / total:.3%}")
+    model, optimizer = accelerator.prepare(bare, optimizer)
+
+    keep = stream_rows(len(held_turns), 0, min(args.num_eval_prompts, len(held_turns)), args.seed)
+    held_turns = [held_turns[i] for i in keep]
+    held_batch = [x.to(device) for x in draw_prompts(held_turns, args, "held-out")]
+    with autocast, on_device(device, args.offload, *frozen):
+        before = evaluate_dialogs(bare, tokenizer, parts, held_turns, held_batch, stops, args)
+    state = {"kl_coef": args.kl_coef} | run.restore(parameters, optimizer, scheduler)
+    kl_coef, skipped = state["kl_coef"], 0
+    run.bar.start()
+    for update in range(state["update"] + 1, updates + 1):
+        # 1. Rollout. Everything random is drawn for the whole batch; this process takes its rows, then all get the whole.
+        began = time.time()
+        bare.eval()
+        turns = [train_turns[i] for i in stream_rows(len(train_turns), (update - 1) * B, B, args.seed)]
+        batch, mine = draw_prompts(turns, args, update), slice(rank * B // world, (rank + 1) * B // world)
+        with autocast, on_device(device, args.offload, *frozen):
+            b, answers = rollout_answers(bare, tokenizer, parts, turns[mine], [x[mine].to(device) for x in batch], stops, args)
+        b = {name: accelerator.gather(x) for name, x in b.items()}
+        b_mask = length_mask(b["lengths"], T)  # [B, T]
+        rollout_seconds = time.time() - began
+
+        # 2. Scores: clip, then punish. A penalty before a normalisation of the scores would shift everyone else's.
+        # Running score normalisation (TRL's use_score_scaling) is a line here: docs/ppo_sentiment.md.
+        scores = b["scores"] if args.score_clip is None else b["scores"].clamp(-args.score_clip, args.score_clip)  # [B]
+        scores = torch.where(b["stopped"], scores, scores - (args.missing_eos_penalty or 0.0))  # TRL's EOS trick
+
+        # 3. Rewards: the price of the KL on every token, the score on the last one.
+        kl = torch.where(b_mask, kl_per_token(b["logprobs"], b["ref_logprobs"], args.kl_estimator), 0.0)  # [B, T]
+        rewards = token_rewards(scores, kl, b["lengths"], kl_coef)  # [B, T]
+        rewards = masked_whiten(rewards, b_mask, shift_mean=False) if args.whiten_rewards else rewards
+
+        # 4. Advantages, always whitened, as OpenAI and TRL do.
+        advantages, returns = gae(rewards, b["values"], b_mask, args.gamma, args.lam)  # [B, T]
+        advantages = masked_whiten(advantages, b_mask)
+
+        # 5. Update: minibatches of the whole batch; a process takes its rows of each, in micro-batches. The loss is a sum over
+        # tokens / the minibatch's token count, so the gradient does not depend on micro-batches, accumulation or processes.
+        bare.train()
+        sums = torch.zeros(9, device=device)  # what is logged, over all tokens of all minibatches
+        order = [torch.randperm(B, generator=draws(args.seed, "order", update, epoch)) for epoch in range(epochs)]
+        for mb in torch.stack(order).to(device).view(epochs * args.num_mini_batches, -1):  # [B / num_mini_batches] rows
+            mb_tokens, mb_sums = b_mask[mb].sum(), torch.zeros_like(sums)
+            micros = mb[rank * len(mb) // world : (rank + 1) * len(mb) // world].split(n)
+            for i, rows in enumerate(micros):
+                m, old, old_values = b_mask[rows], b["logprobs"][rows], b["values"][rows]  # [n, T]
+                with accelerator.no_sync(model) if i + 1 < len(micros) else nullcontext():
+                    with autocast:
+                        new, entropies, values = model(b["ids"][rows], b["mask"][rows], T, args.temperature)  # [n, T]
+                    # where before arithmetic: behind a response's end there may stand anything, and nan * 0 is nan
+                    new, old, entropies, values, old_values = (torch.where(m, x, 0.0) for x in (new, old, entropies, values, old_values))
+                    policy_loss = clipped_policy_loss(new, old, advantages[rows], args.cliprange)
+                    value_loss = clipped_value_loss(values, old_values, returns[rows], args.cliprange_value)
+                    loss = (policy_loss + args.vf_coef * value_loss).sum() / mb_tokens
+                    accelerator.backward(loss * world)  # DDP divides by the number of processes
+                ratio = torch.exp(new.detach() - old)  # 1 outside the mask; clipped: where the clipped loss is the larger one
+                far = (values - old_values).abs() > args.cliprange_value  # nearer ones differ by rounding
+                seen = (policy_loss, value_loss, policy_loss > -advantages[rows] * ratio,
+                        far & (value_loss > 0.5 * (values - returns[rows]) ** 2), 0.5 * (new - old) ** 2, entropies, ratio - 1,
+                        (ratio - 1) ** 2, m)
+                mb_sums += torch.stack([x.detach().float().sum() for x in seen])
+            mb_sums = accelerator.reduce(mb_sums)
+            sums += mb_sums
+            norm = accelerator.clip_grad_norm_(parameters.values(), args.max_grad_norm or math.inf)
+            if args.early_stop_approxkl is not None and mb_sums[4] / mb_tokens > args.early_stop_approxkl:
+                optimizer.zero_grad()
+                break
+            # A guard against an exploding ratio (TRL's ratio_threshold) is a line here: docs/ppo_sentiment.md.
+            skipped = 0 if norm.isfinite() else skipped + 1
+            if skipped:
+                say(f"update {update}: a gradient that is not finite, step skipped, {skipped} in a row", style="yellow")
+                if skipped == 5:
+                    raise UserError("5 gradients in a row were not finite: lower --learning-rate, or --dtype float32")
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        lr = optimizer.param_groups[0]["lr"]
+        scheduler.step()
+
+        # 6. Log, and let the coefficient follow the KL.
+        pg_loss, vf_loss, clipfrac, vf_clipfrac, approxkl, entropy, off, off2, _ = (sums / sums[-1]).tolist()
+        lengths, kl_sum, seconds = b["lengths"].float(), kl.sum(1).mean(), time.time() - began
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+        metrics = {
+            "update": update, "episode": update * B, "lr": lr, "eps": B / seconds, "objective/kl": kl_sum,
+            "objective/kl_coef": kl_coef, "objective/entropy": -torch.where(b_mask, b["logprobs"], 0.0).sum(1).mean(),
+            "objective/non_score_reward": -kl_coef * kl_sum, "objective/rlhf_reward": scores.mean() - kl_coef * kl_sum,
+            "objective/scores": scores.mean(), "policy/approxkl_avg": approxkl, "policy/clipfrac_avg": clipfrac,
+            "policy/entropy_avg": entropy, "loss/policy_avg": pg_loss, "loss/value_avg": vf_loss,
+            "val/clipfrac_avg": vf_clipfrac, "val/ratio": 1 + off, "val/ratio_var": max(off2 - off**2, 0.0),
+            "val/num_eos_tokens": b["stopped"].sum(), "env/reward_mean": b["scores"].mean(),
+            "env/reward_std": b["scores"].std(correction=0), "completions/mean_length": lengths.mean(),
+            "completions/min_length": lengths.min(), "completions/max_length": lengths.max(),
+            "completions/clipped_ratio": 1 - b["stopped"].float().mean(), "perf/seconds": seconds,
+            "perf/rollout_seconds": rollout_seconds, "perf/train_seconds": seconds - rollout_seconds,
+            "perf/tokens_per_second": lengths.sum() / seconds, "perf/peak_memory_mb": peak / 2**20,
+        }
+        metrics |= {name: b[name].mean() for name in ("intent", "meteor", "reward_fn") if name in b}
+        metrics |= custom_metrics(turns, accelerate.utils.gather_object(answers))
+        metrics = {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
+        run.log(metrics, health(metrics, args))
+        if args.kl_target is not None:
+            kl_coef = adaptive_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, B)
+        limit = 1e-5 if dtype is torch.float32 else 1e-2
+        kl_limit = 1.0 if args.load_in_8bit else limit  # rounded weights are another model
+        if args.sanity and not (abs(off) < limit and abs(metrics["objective/kl"]) < kl_limit and all(map(math.isfinite, metrics.values()))):
+            raise UserError(f"--sanity: at learning rate 0 the ratio should be 1, the KL 0 and all finite: {metrics}")
+        if args.num_sample_generations and update % max(1, updates // args.num_sample_generations) == 0:
+            said = {name: b[name].tolist() for name in ("intent", "meteor", "reward_fn") if name in b} | {"kl": kl.sum(1).tolist()}
+            rows = [dict(last=turn.previous, reference=turn.reference, answer=answer) | {name: x[i] for name, x in said.items()}
+                    for i, (turn, answer) in enumerate(zip(turns[:4], answers))]
+            run.table(f"samples of update {update}", rows, "samples.jsonl", update=update)
+        run.checkpoint(update, parameters, optimizer, scheduler, kl_coef=kl_coef)
+
+    # 7. The same held-out prompts again, the table, and the model that the next script loads.
+    run.bar.stop()
+    if args.sanity:
+        say("sanity: at learning rate 0 the ratio is 1, the KL 0, and every metric finite")
+        return bare, run.folder
+    with autocast, on_device(device, args.offload, *frozen):
+        after = evaluate_dialogs(bare, tokenizer, parts, held_turns, held_batch, stops, args)
+    if run.main:
+        rows = zip(held_turns[:6], before[1], after[1])
+        run.table("held-out prompts", [dict(last=t.previous, reference=t.reference, before=b, after=a) for t, b, a in rows])
+        said = [turn.reference for turn in held_turns]  # what people's own answers measure, where that says something
+        own = text_metrics(said, said) | custom_metrics(held_turns, said)
+        own["tokens an answer"] = sum(len(turn.ids[turn.place]) for turn in held_turns) / len(said)
+        rows = [dict(metric=k, before=x, after=after[0][k], references=own.get(k, "")) for k, x in before[0].items()]
+        run.table(f"{len(held_turns)} held-out prompts", rows)
+        about = dict(references=own, n=len(held_turns), judge=args.reward_model_path, meteor=meteor_matches,
+                     decoding=f"sampling, temperature {args.temperature}, up to {T} tokens")
+        run.write("evaluation.json", json.dumps(dict(before=before[0], after=after[0], **about), indent=2))
+        save_policy(bare.policy, tokenizer, run.folder / "model")
+        save_value(bare, run.folder / "model")
+        run.curves("objective/scores", "meteor", "objective/kl", "policy/entropy_avg")
+        say(f"saved {run.folder / 'model'}")
+    accelerator.end_training()
+    return bare, run.folder
+
+def chat(argv):
+    """The verb chat: RUN_FOLDER_OR_MODEL, then flags. A run brings its own flags, a recipe's model the recipe's, others those of Args."""
+    if not argv or argv[0].startswith("-"):
+        raise UserError("chat needs a run folder or a model: python ppo_dialog.py chat RUN_FOLDER_OR_MODEL")
+    name, folder = argv[0], Path(argv[0])
+    run = next((place for place in (folder, folder.parent) if (place / "args.json").exists()), None)
+    default = next((r for r in RECIPES.values() if name == r.model_name_or_path or folder.resolve() == HERE / r.model_name_or_path), Args())
+    if run:  # of another script: what has the same name
+        saved = json.loads((run / "args.json").read_text())["args"]
+        default = replace(default, **{key: value for key, value in saved.items() if hasattr(default, key)})
+        name = str(folder / "model" if run == folder else folder)
+    args = tyro.cli(Args, default=default, args=argv[1:], description=chat.__doc__)
+    check_positive(args, "temperature", "response_length", "num_context_utterances", "max_prompt_length")
+    model, tokenizer = load_model(AutoModelForCausalLM, name).eval(), load_tokenizer(name)
+    check_head(model, name)
+    stops = load_stops(tokenizer, body_and_head(model)[1].weight.shape[0], args)
+    room = getattr(model.config, "max_position_embeddings", 10**9) - args.response_length
+    if room <= 0:
+        raise UserError(f"--response-length {args.response_length} leaves no room for a prompt in the model's context")
+    args = replace(args, max_prompt_length=min(args.max_prompt_length, room))
+    print(f"{name}: the last {args.num_context_utterances} utterances are its prompt; `reset` forgets them, `quit` leaves")
+    history, turn, printed = [], 0, 0
+
+    def watch(tokens, held):
+        nonlocal printed
+        text = answer_text(tokenizer, tokens, args.utterance_end)
+        end = len(text) if held == len(stops) - 1 else len(text[: len(text) - held].rstrip())  # not what may become the mark
+        if not text.endswith("\ufffd"):  # half a letter
+            print(text[printed:end], end="", flush=True)
+            printed = max(printed, end)
+
+    try:
+        while (text := input("> You: ").strip().encode(errors="replace").decode()) != "quit":
+            if text == "reset":
+                history = []
+                print("forgotten")
+            if text in ("", "reset"):
+                continue
+            history += utterance_ids(tokenizer, [text], args.utterance_end)
+            ids, printed = torch.tensor([context_ids(history, args)]), 0  # [1, C]
+            print("> Bot: ", end="", flush=True)
+            uniforms = torch.rand(1, args.response_length, generator=draws(args.seed, "chat", turn))
+            tokens, lengths, _ = generate_until(model, ids, ids >= 0, uniforms, stops, args.temperature, watch)
+            answer = answer_text(tokenizer, tokens[0, : lengths[0]], args.utterance_end)
+            print(answer[printed:])
+            history += utterance_ids(tokenizer, [answer], args.utterance_end)
+            turn += 1
+    except (EOFError, KeyboardInterrupt):
+        print()
+
+# ---- 11. Main --------------------------------------------------------------------------------------------------------
+def main(argv=None):
+    """The command line. What the user can mend ends in one line and exit code 2; a bug of ours keeps its traceback."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a missing 4-bit kernel that nothing here uses
+    for quiet in (transformers, datasets):
+        quiet.logging.set_verbosity_error()
+        quiet.utils.logging.disable_progress_bar()
+    try:
+        argv = sys.argv[1:] if argv is None else argv
+        chat(argv[1:]) if argv[:1] == ["chat"] else train(parse_args(argv))
+    except ModuleNotFoundError as error:
+        sys.exit(print(f"{Path(__file__).name}: these flags need {error.name}: pip install {error.name}", file=sys.stderr) or 2)
+    except UserError as error:
+        sys.exit(print(f"{Path(__file__).name}: {error}", file=sys.stderr) or 2)
+
+if __name__ == "__main__":
+    main()
