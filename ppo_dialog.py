@@ -10,7 +10,7 @@ This is ppo_sentiment.py with another job; the kernels, the update and the run f
    before and after on held-out dialogues (`text_metrics`, `evaluate_dialogs`).
 5. A number of your own joins the log and the table in one place: `custom_metrics`.
 
-    python ppo_dialog.py                              # recipe tiny: no download, no GPU, about 3 minutes on 2 cores
+    python ppo_dialog.py                              # recipe tiny: no download, no GPU, under 2 minutes on 2 cores
     python ppo_dialog.py --meteor-weight 0            # every field of Args is a flag; --help lists them
     python ppo_dialog.py gpt2-dailydialog             # the published job, from the Hub
     python ppo_dialog.py chat RUN_FOLDER_OR_MODEL     # talk with what was trained
