@@ -1154,9 +1154,9 @@ def train(args):
         own = text_metrics(said, said) | custom_metrics(held_turns, said)
         own["tokens an answer"] = sum(len(turn.ids[turn.place]) for turn in held_turns) / len(said)
         rows = [dict(metric=k, before=x, after=after[0][k], references=own.get(k, "")) for k, x in before[0].items()]
-        run.table(f"{len(held_turns)} held-out prompts", rows)
-        about = dict(references=own, n=len(held_turns), judge=args.reward_model_path, meteor=meteor_matches,
-                     decoding=f"sampling, temperature {args.temperature}, up to {T} tokens")
+        decoding = f"sampling, temperature {args.temperature}, up to {T} tokens"
+        run.table(f"{len(held_turns)} held-out prompts, {decoding}", rows)
+        about = dict(references=own, n=len(held_turns), decoding=decoding, judge=args.reward_model_path, meteor=meteor_matches)
         run.write("evaluation.json", json.dumps(dict(before=before[0], after=after[0], **about), indent=2))
         save_policy(bare.policy, tokenizer, run.folder / "model")
         save_value(bare, run.folder / "model")
