@@ -369,17 +369,26 @@ def test_the_reward_of_a_text_is_the_classifiers(k, classifier_folder, arch, pad
     """In batches of 2, as transformers' for each text alone."""
     folder = classifier_folder(arch, pad)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    classify, number = k.load_classifier(folder, "Positive", 2, torch.device("cpu"))
+    classify, model = k.load_classifier(folder, 2, torch.device("cpu"))
     texts = TEXTS[:3]  # without a special token in the text: responses are decoded without
-    assert number == 1
-    close(classify([text[:4] for text in texts], [text[4:] for text in texts]), logits_alone(folder, tokenizer(texts).input_ids))
+    assert model.config.num_labels == 2
+    close(classify(texts), logits_alone(folder, tokenizer(texts).input_ids))
 
 
-@shipping("gae")
+def test_opinion_of_a_label(scripts, classifier_folder):
+    """Prompt and response as one text; the label in any case: its logit, and its probability among the labels."""
+    folder, texts = classifier_folder("distilbert"), TEXTS[:3]
+    theirs = logits_alone(folder, transformers.AutoTokenizer.from_pretrained(folder)(texts).input_ids)
+    opinion = scripts["ppo_sentiment"].opinion_of("Positive", folder, 2, torch.device("cpu"))
+    logits, probabilities = opinion([text[:4] for text in texts], [text[4:] for text in texts])
+    close(logits, theirs[:, 1])
+    close(probabilities, theirs.softmax(-1)[:, 1])
+
+
 @pytest.mark.parametrize("labels", [("negative", "positive"), ("POSITIVE", "NEGATIVE")])
-def test_the_reward_is_asked_for_by_name(k, classifier_folder, labels):
+def test_the_reward_is_asked_for_by_name(scripts, classifier_folder, labels):
     """Trick 22: by the label's name or number, not by its place after sorting by score."""
-    folder = classifier_folder("distilbert", labels=labels)
+    k, folder = scripts["ppo_sentiment"], classifier_folder("distilbert", labels=labels)
     logits = logits_alone(folder, transformers.AutoTokenizer.from_pretrained(folder)(TEXTS[:3]).input_ids)
     number = [label.lower() for label in labels].index("positive")
     for name in ("positive", str(number)):
@@ -389,10 +398,9 @@ def test_the_reward_is_asked_for_by_name(k, classifier_folder, labels):
         k.load_reward(k.Args(reward_model_path=folder, reward_label="joy"), torch.device("cpu"))
 
 
-@shipping("gae")
-def test_a_reward_model_may_have_another_tokenizer(k, tiny_classifier):
+def test_a_reward_model_may_have_another_tokenizer(scripts, tiny_classifier):
     """Trick 23."""
-    folder = tiny_classifier("other")
+    k, folder = scripts["ppo_sentiment"], tiny_classifier("other")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer) == 300 and tokenizer(TEXTS[0]).input_ids != transformers.AutoTokenizer.from_pretrained(
         ROOT / "checkpoints/reviews-lm")(TEXTS[0]).input_ids  # fmt: skip
