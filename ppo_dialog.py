@@ -141,11 +141,11 @@ class Args:
     """scores are clipped to +- this (TRL); None: not clipped"""
     # reward
     intent_weight: float = 1.0
-    """of the intent in the score (RL4LMs: 1)"""
+    """of the intent in the score (OpenRL: 1)"""
     intent_reward: Literal["probability", "match"] = "match"
     """of the reference's act: the classifier's probability, or 1 where it is the likeliest and 0 elsewhere (RL4LMs)"""
     meteor_weight: float = 1.0
-    """of METEOR against the reference (RL4LMs: 1)"""
+    """of METEOR against the reference, in the score"""
     reward_fn_weight: float = 1.0
     """of the function that reward_fn names; with the two weights above at 0 it is the whole score"""
     # batch

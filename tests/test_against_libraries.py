@@ -162,6 +162,17 @@ def is_the_inverse(token, logprobs, uniform):
     return token in {naive.sample_token(logprobs.tolist(), u) for u in shifted}
 
 
+def write(k, model, ids, mask, room, uniforms, stop, temperature):
+    """Tokens and lengths as the script generates them. ppo_dialog.py draws no room: there the lengths are cut to it afterwards."""
+    if hasattr(k, "generate"):
+        return k.generate(model, ids, mask, room, uniforms, stop, temperature)
+    stops = torch.tensor([[0], [1]]).repeat(1, model.get_output_embeddings().weight.shape[0])
+    if stop >= 0:
+        stops[:, stop] = 1
+    tokens, lengths, _ = k.generate_until(model, ids, mask, uniforms, stops, temperature)
+    return tokens, torch.minimum(lengths, room)
+
+
 @rollouts
 @every_architecture
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -172,10 +183,10 @@ def test_generate_samples_from_transformers_softmax(k, language_model, arch, tem
     """
     model = language_model(arch)
     rows, ids, mask, room, uniforms = prompts_to_continue()
-    free, lengths = k.generate(model, ids, mask, room, uniforms, -1, temperature)
+    free, lengths = write(k, model, ids, mask, room, uniforms, -1, temperature)
     assert lengths.tolist() == room.tolist()
     stop = free[2, 3].item()
-    tokens, lengths = k.generate(model, ids, mask, room, uniforms, stop, temperature)
+    tokens, lengths = write(k, model, ids, mask, room, uniforms, stop, temperature)
     assert tokens.shape == uniforms.shape and lengths[2] <= 4
     wanted = [min(a, b) for a, b in zip(naive.response_lengths(free.tolist(), stop), room.tolist())]
     assert lengths.tolist() == wanted
@@ -203,7 +214,7 @@ def test_generate_agrees_with_transformers_generate(k, language_model, arch):
     """transformers' own generate, led along the same tokens, has the probabilities that they were drawn from."""
     model = language_model(arch)
     rows, ids, mask, _, uniforms = prompts_to_continue()
-    tokens, lengths = k.generate(model, ids, mask, torch.full((len(rows),), 8), uniforms, -1, 1.0)
+    tokens, lengths = write(k, model, ids, mask, torch.full((len(rows),), 8), uniforms, -1, 1.0)
     forced = Forced(tokens)
     config = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=1, eos_token_id=TOO_LARGE)
     inputs = torch.where(mask, ids, 1)
@@ -219,9 +230,9 @@ def test_generate_does_not_depend_on_the_batch(k, language_model):
     """A row alone, without its padding, gets the same tokens."""
     model = language_model("gpt2")
     rows, ids, mask, room, uniforms = prompts_to_continue()
-    tokens, lengths = k.generate(model, ids, mask, room, uniforms, 5, 1.0)
+    tokens, lengths = write(k, model, ids, mask, room, uniforms, 5, 1.0)
     for i, row in enumerate(rows):
-        single, n = k.generate(model, row[None], torch.ones(1, len(row), dtype=torch.bool), room[i : i + 1], uniforms[i : i + 1], 5, 1.0)
+        single, n = write(k, model, row[None], torch.ones(1, len(row), dtype=torch.bool), room[i : i + 1], uniforms[i : i + 1], 5, 1.0)
         assert n[0] == lengths[i] and torch.equal(single[0, : n[0]], tokens[i, : n[0]])
 
 
