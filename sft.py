@@ -142,7 +142,7 @@ TINY_TLDR = TINY | dict(
     from_config="gpt_neox hidden_size=128 num_hidden_layers=3 num_attention_heads=4 intermediate_size=512 max_position_embeddings=256",
     dataset_name="data/tldr", save_dtype="bfloat16", num_train_epochs=10.0, learning_rate=3e-3,
 )
-TINY_DIALOG = TINY | dict(  # without dropout of attention, and with a fused GELU, which is faster on a CPU
+TINY_DIALOG = TINY | dict(  # without dropout of attention, and with GELU in one kernel
     from_config=f"{TINY['from_config']} attn_pdrop=0.0 activation_function=\"gelu_pytorch_tanh\"", dataset_name="data/dialogs",
     utterance_end="eos", save_dtype="bfloat16", per_device_train_batch_size=8,
 )
