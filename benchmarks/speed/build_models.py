@@ -1,0 +1,115 @@
+"""Build the models of compare.py: local, small, weights at random, so that nothing is downloaded and all contestants load the same.
+
+    trl_old/bin/python build_models.py FOLDER     (install_peers.sh does it; transformers 4.45 writes what 4.45 and 5 both load)
+
+gpt2_tiny (4 layers x 128, vocabulary 4096), neox14m (pythia-14m's shape), neox14m_eos (the same, a sampled token is EOS with probability
+0.03, so that a response has about 26 of 53 tokens), gpt2_small (GPT-2, 124 M); beside each NAME a NAME_rm, a sequence classifier with one
+label; prompts_4k and prompts_50k, texts of exactly 64 tokens under the tokenizers of gpt2_tiny and of the others.
+"""
+
+import argparse
+import copy
+import json
+import math
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+PROMPT_TOKENS, TRAIN_PROMPTS, TEST_PROMPTS = 64, 1024, 64
+
+
+def corpus(characters=25_000_000):
+    """Python files of installed packages whose names begin with t (torch, transformers, ...), shuffled."""
+    files = sorted(path for path in Path(torch.__file__).parents[1].glob("t*/**/*.py") if path.is_file())
+    random.Random(0).shuffle(files)
+    for path in files:
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        yield text
+        characters -= len(text)
+        if characters < 0:
+            return
+
+
+def learn_tokenizer(size):
+    """A byte-level BPE tokenizer with EOS and a pad of its own."""
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer, learned.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet, eos, pad = pre_tokenizers.ByteLevel.alphabet(), "<|endoftext|>", "[PAD]"
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[eos, pad], initial_alphabet=alphabet, show_progress=False)
+    learned.train_from_iterator(corpus(), trainer)
+    ends = dict(eos_token=eos, bos_token=eos, pad_token=pad)
+    return PreTrainedTokenizerFast(tokenizer_object=learned, clean_up_tokenization_spaces=False, **ends)
+
+
+def write_prompts(tokenizer, folder):
+    """train.jsonl and test.jsonl: texts of exactly PROMPT_TOKENS ordinary tokens, in the columns prompt and text."""
+    generator, texts = torch.Generator().manual_seed(0), []
+    while len(texts) < TRAIN_PROMPTS + TEST_PROMPTS:
+        ids, count = torch.randint(300, 4000, (2 * PROMPT_TOKENS,), generator=generator).tolist(), 0
+        for cut in range(PROMPT_TOKENS, 2 * PROMPT_TOKENS):  # decoded and tokenised again, some tokens join
+            text = tokenizer.decode(ids[:cut])
+            count = len(tokenizer(text).input_ids)
+            if count >= PROMPT_TOKENS:
+                break
+        if count == PROMPT_TOKENS and "\ufffd" not in text:
+            texts.append(text)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("train", texts[:TRAIN_PROMPTS]), ("test", texts[TRAIN_PROMPTS:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(dict(prompt=text, text=text)) + "\n" for text in part))
+
+
+def save(model, tokenizer, folder):
+    """The model, and a classifier of its shape with one label."""
+    ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id)
+    model.config.update(ends)
+    model.generation_config.update(**ends)
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    reward_model = AutoModelForSequenceClassification.from_config(config)
+    for kind, path in ((model, folder), (reward_model, folder.with_name(f"{folder.name}_rm"))):
+        kind.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    print(f"{folder.name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
+
+
+@torch.no_grad()
+def make_eos_likely(model, eos, probability=0.03, temperature=0.7, length=20.0):
+    """Give EOS this probability at every position: a constant direction in the last hidden state, which EOS's row alone reads."""
+    weight = model.embed_out.weight  # [V, H]
+    direction = torch.randn(weight.shape[1])
+    direction *= length / direction.norm()
+    logit = temperature * math.log(probability / (1 - probability) * len(weight))  # the others' logits are about 0
+    model.gpt_neox.final_layer_norm.bias.copy_(direction)
+    weight.sub_(torch.outer(weight @ direction, direction) / length**2)
+    weight[eos].copy_(logit * direction / length**2)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    torch.manual_seed(0)
+    small, large = learn_tokenizer(4096), learn_tokenizer(50257)
+    write_prompts(small, folder / "prompts_4k")
+    write_prompts(large, folder / "prompts_50k")
+    save(GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=128, n_head=4, vocab_size=4096, n_positions=256)), small, folder / "gpt2_tiny")
+    shape = dict(hidden_size=128, num_hidden_layers=6, num_attention_heads=4, intermediate_size=512)
+    neox = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=50304, max_position_embeddings=2048, rotary_pct=0.25, **shape))
+    save(neox, large, folder / "neox14m")
+    make_eos_likely(neox, large.eos_token_id)
+    save(neox, large, folder / "neox14m_eos")
+    save(GPT2LMHeadModel(GPT2Config()), large, folder / "gpt2_small")
+
+
+if __name__ == "__main__":
+    main()
