@@ -187,9 +187,10 @@ def peer_command(job, entry, args, models, rows):
 
 def write_rows(job, name, models, batches, folder):
     """The rows of sft and reward-model, enough for `batches` updates, that fit max_length: the same for all. lengths.json: their tokens."""
-    from datasets import load_dataset
+    from datasets import disable_progress_bars, load_dataset
     from transformers import AutoTokenizer
 
+    disable_progress_bars()
     found, tokenizer = load_dataset(name), AutoTokenizer.from_pretrained(models / job["model"])
     found = found["train"] if "train" in found else next(iter(found.values()))
     need = batches * job["micro_batch"] * job["accumulation"]  # rows of pairs; of text, that many times max_length tokens

@@ -1,0 +1,60 @@
+"""benchmarks/speed: every comparison runs our scripts with flags that they have, on the batch that it names."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SPEED = ROOT / "benchmarks/speed"
+SPEC = importlib.util.spec_from_file_location("compare", SPEED / "compare.py")
+compare = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(compare)
+
+
+@pytest.mark.parametrize("name", compare.JOBS)
+def test_our_command_is_the_job(name, scripts, tmp_path):
+    job = compare.JOBS[name]
+    for changes in (entry for entry in compare.CONTESTANTS[name].values() if isinstance(entry, dict)):
+        _, script, *flags = compare.our_command(job, changes, tmp_path, tmp_path, 3, tmp_path / "run")
+        args = scripts[script.stem].parse_args(list(map(str, flags)))
+        assert args.dtype == changes.get("dtype", "float32") and args.save_every == 0
+        if "batch" in job:
+            assert args.local_batch_size == job["batch"] and args.total_episodes == 3 * job["batch"]
+            assert args.num_ppo_epochs * args.num_mini_batches == job["epochs"] * job["mini_batches"]
+            assert (args.response_length, args.temperature) == (job["response"][1], job["temperature"])
+
+
+@pytest.mark.parametrize("name", compare.JOBS)
+def test_every_peer_has_its_script(name):
+    for environment, script, *_ in (entry for entry in compare.CONTESTANTS[name].values() if not isinstance(entry, dict)):
+        assert (SPEED / "peers" / script).exists() and f"-m venv {environment}" in (SPEED / "install_peers.sh").read_text()
+
+
+def test_useful_work_by_hand():
+    """10 weights in the body, 4 in the head, prompts of 3 tokens in all and responses of 2: generation, reference, two epochs."""
+    job = dict(script="rloo_tldr.py", epochs=2, flops=dict(forward=2, reward=1))
+    assert compare.useful_flops(job, 10, 4, 3, 2) == (2 + 2 + 6 + 6) * (10 * 5 + 4 * 2) + 2 * 10 * 5
+    job["flops"] = dict(forward=2, reward=2, critic=True)  # PPO: the critic reads and learns
+    assert compare.useful_flops(job, 10, 4, 3, 2) == 16 * (10 * 5 + 4 * 2) + 2 * 2 * 50 + 12 * 50
+
+
+def test_table_from_results(tmp_path, capsys):
+    """Two rounds by hand: the first batch of a run does not count, a ratio is of medians, its range of the rounds."""
+    job = dict(script="rloo_tldr.py", model="m", batch=10, epochs=1, flops=dict(forward=2, reward=1))
+    machine = dict(cpu="a CPU", cores=2, flags=["avx2"], threads=1)
+    rest = dict(peak_memory_mb=100, gemm_fp32_gflops=1.0, gemm_bf16_gflops=2.0, parameters=[10, 4], load_average=0.0)
+    rest |= dict(job=job, machine=machine)
+    lines = []
+    for ours, name, rounds in ((True, "ours", (1.0, 2.0)), (False, "theirs", (4.0, 4.0))):
+        for seconds in rounds:
+            batch = dict(seconds=seconds, rollout=seconds / 4, train=seconds * 3 / 4, prompt_tokens=30, response_tokens=20)
+            lines.append(dict(contestant=name, ours=ours, batches=[batch | dict(seconds=99.0), batch, batch]) | rest)
+    (tmp_path / "rloo.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    args = type("Args", (), dict(results=tmp_path))
+    compare.show("rloo", args)
+    shown = capsys.readouterr().out
+    assert "| theirs | 2.5 | 12.5 | 4 | 1 | 3 | 100 |" in shown
+    assert "| ours | 7.5 | 37.5 | 1.5 |" in shown  # medians of 10 and 5 episodes a second
+    assert "| ours | 3.00 (2.00 to 4.00) |" in shown
