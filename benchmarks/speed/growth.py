@@ -20,7 +20,7 @@ from compare import HERE, ROOT, describe_machine, flags_of, run, table
 
 PROMPT = 32
 START = dict(response=64, vocabulary=8192, batch=64, layers=4, width=128)
-MODELS = {2: (4, 128), 7: (6, 256), 29: (8, 512), 124: (12, 896)}  # millions of weights, with a vocabulary of 8192
+MODELS = {1: (2, 96), 7: (6, 256), 29: (8, 512), 124: (12, 896)}  # millions of weights, with a vocabulary of 8192
 SWEEPS = {
     "response": dict(points=[16, 32, 64, 128, 256, 512, 1024], batch=16),
     "vocabulary": dict(points=[1024, 4096, 16384, 50257, 150_000]),
