@@ -63,7 +63,6 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent  # data/ and checkpoints/ stand beside this file
@@ -276,23 +275,73 @@ def length_mask(lengths, max_length):
     """True on the first `lengths` positions of each row. [B] -> bool [B, T]"""
     return torch.arange(max_length, device=lengths.device) < lengths[:, None]  # [B, T]
 
+ROWS, COLUMNS = 1024, 1024  # positions and vocabulary of a block of logits: 4 MiB in fp32, which stays in a processor's cache
+
+class BlockwiseLogprobs(torch.autograd.Function):
+    """The two passes of token_logprobs, a block of ROWS x COLUMNS logits at a time; the backward pass computes the logits again.
+
+    The softmax of a block times the block's share of the row is the softmax of the row, so each pass takes one exp of a logit
+    (Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", has blocks of this kind on a GPU).
+    """
+
+    @staticmethod
+    def blocks(hidden, weight, bias):
+        """-> number of the block of columns, rows, columns, and the fp32 logits and their softmax over the block, [rows, columns]"""
+        for k, start in enumerate(range(0, len(weight), COLUMNS)):
+            for row in range(0, len(hidden), ROWS):
+                rows, columns = slice(row, row + ROWS), slice(start, start + COLUMNS)
+                logits = F.linear(hidden[rows], weight[columns], None if bias is None else bias[columns])
+                logits = logits.float().clamp_(min=-1e4)  # a bias of -inf forbids a token, and 0 * -inf is nan
+                yield k, rows, columns, logits, logits.softmax(-1)
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, tokens):
+        """[N, H], [V, H], [V] or None, [N] -> logprobs, entropies, each fp32 [N]"""
+        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        picked = torch.empty(len(hidden), device=hidden.device)  # [N], logit of the token
+        lse, mean = torch.empty(2, len(hidden), -(-len(weight) // COLUMNS), device=hidden.device)  # [N, blocks]: log of the sum of exp, mean logit
+        for k, rows, columns, logits, probs in BlockwiseLogprobs.blocks(hidden, weight, bias):
+            lse[rows, k] = logits.amax(-1) - probs.amax(-1).log()
+            mean[rows, k] = (probs * logits).sum(-1)
+            place = tokens[rows] - columns.start
+            near = place.clamp(0, logits.shape[1] - 1)
+            picked[rows] = torch.where(near == place, logits.gather(1, near[:, None]).squeeze(1), picked[rows])
+        total, share = lse.logsumexp(-1), lse.softmax(-1)  # [N], [N, blocks]
+        entropies = total - (share * mean).sum(-1)  # [N]
+        ctx.save_for_backward(hidden, weight, bias, tokens, share)
+        ctx.mark_non_differentiable(entropies)
+        return picked - total, entropies
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        """The derivative of a token's log-probability by the logits: 1 at the token, minus the softmax."""
+        hidden, weight, bias, tokens, share = ctx.saved_tensors
+        d_hidden = grad[:, None] * weight[tokens].float()  # [N, H]
+        d_weight = torch.empty_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # [V, H]
+        d_bias = grad.new_zeros(len(weight)).index_add_(0, tokens, grad) if bias is not None else None  # [V]
+        for k, rows, columns, _, probs in BlockwiseLogprobs.blocks(hidden, weight, bias):
+            d_logits = probs.mul_((-grad[rows] * share[rows, k])[:, None])  # [rows, columns]
+            if d_bias is not None:
+                d_bias[columns] += d_logits.sum(0)
+            d_logits = d_logits.to(hidden.dtype)
+            d_hidden[rows] += d_logits @ weight[columns]
+            if d_weight is not None:
+                part = d_logits.T @ hidden[rows]
+                d_weight[columns] = part if rows.start == 0 else d_weight[columns] + part
+        if d_weight is not None:
+            d_weight.index_add_(0, tokens, grad[:, None] * hidden.float())
+        return d_hidden, d_weight, d_bias, None
+
 def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """Log-probabilities of tokens, and entropies in nats of the distributions they came from; never holds [B, T, V].
 
-    [B, T, H], [V, H], [B, T] -> fp32 [B, T], fp32 [B, T]. Differentiable in hidden, weight and bias, through logprobs: a block of
-    positions at a time, whose logits the backward pass computes again (Chen et al. 2016, "Training deep nets with sublinear memory").
+    [B, T, H], [V, H], [B, T] -> fp32 [B, T], fp32 [B, T]. Differentiable in hidden, weight and bias, through logprobs.
     """
-    def block(h, t):  # [n, H], [n]
-        logp = (F.linear(h, weight.to(h.dtype), None if bias is None else bias.to(h.dtype)).float() / temperature).log_softmax(-1)  # [n, V]
-        with torch.no_grad():
-            entropy = -(logp.exp() * logp.clamp(min=-1e4)).sum(-1)  # [n]; the clamp because 0 * -inf is nan
-        return logp.gather(-1, t[:, None]).squeeze(-1), entropy
-
-    n = max(1, 2**22 // weight.shape[0])  # 16 MiB of fp32 logits at once
-    parts = zip(hidden.flatten(0, 1).split(n), tokens.flatten().split(n))
-    parts = [checkpoint(block, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts]
-    logprobs, entropies = (torch.cat(x).view(tokens.shape) for x in zip(*parts))  # [B, T]
-    return logprobs, entropies
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    hidden = (hidden.float() / temperature).to(dtype).flatten(0, 1)  # [B * T, H]; smaller than logits
+    logprobs, entropies = BlockwiseLogprobs.apply(hidden, weight, None if bias is None else bias / temperature, tokens.flatten())
+    return logprobs.view(tokens.shape), entropies.view(tokens.shape)  # [B, T]
 
 def kl_per_token(logprobs, ref_logprobs, estimator):
     """Estimates of KL(policy || reference) from samples of the policy, in nats, any shape (Schulman 2020, "Approximating KL").
@@ -366,7 +415,8 @@ def sample_tokens(logits, uniforms):
 
     Two levels, blocks of 64 tokens and then the token in its block, so that fp32 sums do not swallow small probabilities.
     """
-    probs = F.pad(logits.float().softmax(-1), (0, -logits.shape[1] % 64)).unflatten(-1, (-1, 64))  # [B, V / 64, 64]
+    probs = logits.float().softmax(-1)
+    probs = (F.pad(probs, (0, -probs.shape[1] % 64)) if probs.shape[1] % 64 else probs).unflatten(-1, (-1, 64))  # [B, V / 64, 64]
     blocks = probs.sum(-1).cumsum(-1)  # [B, V / 64]
     below = 1 - 2**-23  # just under the total, so that rounding never points behind the last possible token
     target = uniforms.float()[:, None] * blocks[:, -1:] * below  # [B, 1]
@@ -404,7 +454,8 @@ def load_model(auto_class, name, settings=None, **kwargs):
         return peft.PeftModel.from_pretrained(base, name).merge_and_unload().requires_grad_(True)  # peft froze the base
     config = load("model", AutoConfig.from_pretrained, name)
     rates = {key: 0.0 for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float)}
-    config.update(rates | (settings or {}))  # with dropout a second forward would differ, and the first ratio would not be 1
+    gelu = {key: "gelu_pytorch_tanh" for key, value in config.to_dict().items() if value == "gelu_new"}  # the same in one kernel, not 8
+    config.update(rates | gelu | (settings or {}))  # with dropout a second forward would differ, and the first ratio would not be 1
     return load("model", auto_class.from_pretrained, name, config=config, dtype=torch.float32, use_safetensors=True, **kwargs)
 
 def load_tokenizer(name):
@@ -444,14 +495,25 @@ def hidden_states(body, input_ids, mask, cache=None):
         inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -L:]
     return body(**inputs, **(dict(past_key_values=cache, use_cache=True) if cache is not None else {})).last_hidden_state
 
-def response_logprobs(model, input_ids, mask, T, temperature):
-    """Log-probabilities and entropies of the last T tokens, and the hidden states that predicted them.
+def response_states(body, input_ids, mask, T):
+    """The hidden states that predict the last T tokens: the one at t - 1 predicts token t. [B, C + T], bool [B, C + T] -> [B, T, H]
 
-    [B, C + T], bool [B, C + T] -> fp32 [B, T], fp32 [B, T], [B, T, H]. The state at t - 1 predicts token t.
+    Behind the longest response nothing is computed, and 0 stands there.
+    """
+    spare = T - int(mask[:, -T:].sum(1).max())
+    end = mask.shape[1] - spare
+    hidden = hidden_states(body, input_ids[:, :end], mask[:, :end])[:, spare - T - 1 : -1]  # [B, T - spare, H]
+    return F.pad(hidden, (0, 0, 0, spare))
+
+def response_logprobs(model, input_ids, mask, T, temperature):
+    """Log-probabilities and entropies of the last T tokens, 0 where they are masked, and the hidden states that predicted them.
+
+    [B, C + T], bool [B, C + T] -> fp32 [B, T], fp32 [B, T], [B, T, H]. Only valid tokens go through the head.
     """
     body, head = body_and_head(model)
-    hidden = hidden_states(body, input_ids, mask)[:, -T - 1 : -1]  # [B, T, H]
-    return *token_logprobs(hidden, head.weight, torch.where(mask, input_ids, 0)[:, -T:], temperature, head.bias), hidden
+    hidden, valid = response_states(body, input_ids, mask, T), mask[:, -T:]
+    found = token_logprobs(hidden[valid][None], head.weight, input_ids[:, -T:][valid][None], temperature, head.bias)  # [1, valid tokens]
+    return *(torch.zeros(valid.shape, device=mask.device).masked_scatter(valid, x) for x in found), hidden
 
 class PolicyAndValue(nn.Module):
     """Policy, value function and reference in one module: one forward, and one thing to wrap (DDP, FSDP, DeepSpeed)."""
@@ -467,7 +529,7 @@ class PolicyAndValue(nn.Module):
     def forward(self, input_ids, mask, T, temperature):
         """-> logprobs, entropies, values, each fp32 [B, T]. values[t] is said before token t is known."""
         logprobs, entropies, hidden = response_logprobs(self.policy, input_ids, mask, T, temperature)
-        hidden = hidden if self.critic is None else hidden_states(self.critic, input_ids, mask)[:, -T - 1 : -1]
+        hidden = hidden if self.critic is None else response_states(self.critic, input_ids, mask, T)
         return logprobs, entropies, self.value_head(hidden).squeeze(-1).float()
 
     def reference_logprobs(self, input_ids, mask, T, temperature):
@@ -773,7 +835,8 @@ def generate_until(model, ids, mask, uniforms, stops, temperature, watch=None):
 def rollout_answers(model, tokenizer, parts, turns, batch, stops, args):
     """Answers to a batch of prompts, the parts of their scores, and the log-probabilities that PPO will call old.
 
-    These come from the update's own forward, on micro-batches of its shape, so that the first ratio is exactly 1.
+    These come from the update's own forward, so that the first ratio is 1: exactly where micro-batches are as long as the update's,
+    otherwise up to rounding.
     -> dict of tensors [B, ...], answers (list of str)
     """
     micros = zip(*(x.split(args.local_rollout_forward_batch_size) for x in batch))
@@ -782,9 +845,10 @@ def rollout_answers(model, tokenizer, parts, turns, batch, stops, args):
     valid = length_mask(lengths, tokens.shape[1])  # [B, T]
     answers = [answer_text(tokenizer, t[v], args.utterance_end) for t, v in zip(tokens, valid)]
     ids, mask = torch.cat([batch[0], tokens], 1), torch.cat([batch[1], valid], 1)  # [B, C + T]
-    n, rest = args.per_device_train_batch_size, (tokens.shape[1], args.temperature)
-    outputs = [(*model(i, m, *rest), model.reference_logprobs(i, m, *rest)) for i, m in zip(ids.split(n), mask.split(n))]
-    logprobs, _, values, ref_logprobs = (torch.cat(x) for x in zip(*outputs))  # [B, T]
+    order = lengths.argsort()  # similar lengths together, as in the update
+    micros = [(ids[rows], mask[rows], tokens.shape[1], args.temperature) for rows in order.split(args.per_device_train_batch_size)]
+    outputs = [(*model(*micro), model.reference_logprobs(*micro)) for micro in micros]
+    logprobs, _, values, ref_logprobs = (torch.cat(x)[order.argsort()] for x in zip(*outputs))  # [B, T]
     b = dict(ids=ids, mask=mask, lengths=lengths, stopped=stopped, **parts(turns, answers))
     weights = dict(intent=args.intent_weight, meteor=args.meteor_weight, reward_fn=args.reward_fn_weight)
     b["scores"] = sum(weight * b[name] for name, weight in weights.items() if name in b)  # [B]
@@ -1069,7 +1133,8 @@ def train(args):
         order = [torch.randperm(B, generator=draws(args.seed, "order", update, epoch)) for epoch in range(epochs)]
         for mb in torch.stack(order).to(device).view(epochs * args.num_mini_batches, -1):  # [B / num_mini_batches] rows
             mb_tokens, mb_sums = b_mask[mb].sum(), torch.zeros_like(sums)
-            micros = mb[rank * len(mb) // world : (rank + 1) * len(mb) // world].split(n)
+            mine = mb[rank * len(mb) // world : (rank + 1) * len(mb) // world]
+            micros = mine[b["lengths"][mine].argsort()].split(n)  # similar lengths together, so that each is cut to its longest
             for i, rows in enumerate(micros):
                 m, old, old_values = b_mask[rows], b["logprobs"][rows], b["values"][rows]  # [n, T]
                 with accelerator.no_sync(model) if i + 1 < len(micros) else nullcontext():

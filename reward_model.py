@@ -250,7 +250,8 @@ def load_model(auto_class, name, settings=None, **kwargs):
         return peft.PeftModel.from_pretrained(base, name).merge_and_unload().requires_grad_(True)  # peft froze the base
     config = load("model", AutoConfig.from_pretrained, name)
     rates = {key: 0.0 for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float)}
-    config.update(rates | (settings or {}))  # with dropout a second forward would differ, and the first ratio would not be 1
+    gelu = {key: "gelu_pytorch_tanh" for key, value in config.to_dict().items() if value == "gelu_new"}  # the same in one kernel, not 8
+    config.update(rates | gelu | (settings or {}))  # with dropout a second forward would differ, and the first ratio would not be 1
     return load("model", auto_class.from_pretrained, name, config=config, dtype=torch.float32, use_safetensors=True, **kwargs)
 
 def load_tokenizer(name):

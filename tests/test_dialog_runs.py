@@ -43,11 +43,12 @@ def turns_of(script, data, tokenizer, classifier=CLASSIFIER, **flags):
 
 # ---- Learning rate 0 -------------------------------------------------------------------------------------------------
 def test_learning_rate_0_changes_nothing(dialog, tiny_lm):
-    """The first ratio is exactly 1, the KL exactly 0, and the weights stay to the bit, in both updates."""
+    """The first ratio is 1 up to the rounding of another padding, the KL 0, and the weights stay to the bit, in both updates."""
     model, folder, metrics = dialog(learning_rate=0.0, total_episodes=16)
     assert len(metrics) == 2
     for row in metrics:
-        assert (row["val/ratio"], row["policy/approxkl_avg"], row["objective/kl"], row["policy/clipfrac_avg"]) == (1.0, 0.0, 0.0, 0.0)
+        assert abs(row["val/ratio"] - 1) <= 1e-5 and row["policy/approxkl_avg"] <= 1e-10
+        assert (row["objective/kl"], row["policy/clipfrac_avg"]) == (0.0, 0.0)
     assert same(weights(folder / "model"), weights(tiny_lm()))
     assert not model.value_head.weight.any()
 

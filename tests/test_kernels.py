@@ -123,10 +123,10 @@ def test_token_logprobs_of_one_token_and_one_word(k):
 
 
 @shipping("token_logprobs")
-@pytest.mark.parametrize("V, B, T, atol", [(50_257, 4, 50, 5e-5), (65_536, 2, 65, 5e-5), (2**22 + 1, 1, 3, 1e-2)])
+@pytest.mark.parametrize("V, B, T, atol", [(50_257, 4, 50, 5e-5), (2_048, 3, 683, 1e-5), (1_025, 2, 512, 1e-5), (2**20 + 1, 1, 3, 1e-3)])
 def test_token_logprobs_in_several_blocks(k, V, B, T, atol):
-    """Blocks hold 2**22 // V positions: here 83 and 64 (the last ones shorter) and 1. torch's fp32 log_softmax, which adds up V numbers,
-    sets the tolerance.
+    """Blocks are 1024 positions x 1024 words: here one or three of positions, two to 1025 of words, the last ones of one or of all.
+    torch's fp32 log_softmax, which adds up V numbers, sets the tolerance.
     """
     hidden, weight, tokens, bias = head_case(B, T, 2, V)
     tokens[0, 0], tokens[-1, -1] = 0, V - 1
@@ -143,10 +143,10 @@ def gradients(function, *inputs, seed=9):
 
 
 @shipping("token_logprobs")
-@pytest.mark.parametrize("V, B, T, atol", [(11, 3, 4, 1e-6), (50_257, 4, 40, 2e-4)])
+@pytest.mark.parametrize("V, B, T, atol", [(11, 3, 4, 1e-6), (50_257, 4, 40, 2e-4), (1_500, 3, 700, 2e-4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_token_logprobs_gradients_agree_with_autograd(k, V, B, T, atol, dtype):
-    """Also over two blocks (V = 50,257: 83 positions each), where fp32 sums over the vocabulary set the tolerance."""
+    """Also over many blocks of words (V = 50,257) and of positions (2100), where fp32 sums over the vocabulary set the tolerance."""
     hidden, weight, tokens, bias = (x.to(dtype) if x.is_floating_point() else x for x in head_case(B, T, 3, V))
     ours = gradients(lambda h, w, b: k.token_logprobs(h, w, tokens, 0.7, b)[0], hidden, weight, bias)
     theirs = gradients(lambda h, w, b: reference_logprobs(h, w, tokens, 0.7, b)[0], *(x.double() for x in (hidden, weight, bias)))
@@ -204,8 +204,8 @@ def test_token_logprobs_never_holds_all_logits(k):
     with Watch() as watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         logprobs, _ = k.token_logprobs(hidden, weight, tokens)
         logprobs.sum().backward()
-    assert watch.largest <= 2**22 < B * T * V  # one block of logits
-    assert sum(kept) < 2**22  # and no blocks kept from the forward to the backward pass
+    assert watch.largest <= 2**20 < B * T * V  # one block of logits
+    assert sum(kept) < 2**20  # and no blocks kept from the forward to the backward pass
 
 
 @shipping("token_logprobs")

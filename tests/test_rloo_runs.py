@@ -29,12 +29,16 @@ def start_of(folder):
 
 
 # ---- Learning rate 0 -------------------------------------------------------------------------------------------------
-def test_learning_rate_0_changes_nothing(rloo, tiny_lm):
-    """Trick 10: the first ratio of whole responses is exactly 1, the KL exactly 0, and the weights stay to the bit."""
-    _, folder, metrics = rloo(learning_rate=0.0)
+@pytest.mark.parametrize("stop, off", [(dict(stop_token=None, missing_eos_penalty=None), 0.0), ({}, 1e-5)], ids=["equal", "drawn"])
+def test_learning_rate_0_changes_nothing(rloo, tiny_lm, stop, off):
+    """Trick 10: the first ratio of whole responses is 1, the KL 0, and the weights stay to the bit. Responses of one length run through
+    the update in the rollout's own width, so theirs is exactly 1; among others the padding differs, and so does the rounding.
+    """
+    _, folder, metrics = rloo(learning_rate=0.0, **stop)
     assert len(metrics) == 2
     for row in metrics:
-        assert (row["val/ratio"], row["policy/approxkl_avg"], row["objective/kl"], row["policy/clipfrac_avg"]) == (1.0, 0.0, 0.0, 0.0)
+        assert abs(row["val/ratio"] - 1) <= off and row["policy/approxkl_avg"] <= off**2
+        assert (row["objective/kl"], row["policy/clipfrac_avg"]) == (0.0, 0.0)
     assert same(weights(folder / "model"), start_of(tiny_lm()))
 
 
