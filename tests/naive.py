@@ -162,3 +162,22 @@ def sample_token(logits, uniform):
         if uniform < below:
             return token
     return max(token for token, probability in enumerate(probabilities) if probability > 0)
+
+
+def adam(p, gradients, lr, eps, beta1=0.9, beta2=0.999, decay=0.0, tensorflow=False):
+    """Kingma and Ba 2015, algorithm 1, of one number; its decoupled decay: Loshchilov and Hutter 2019, algorithm 2. -> p after each step
+
+    tensorflow: the other order at the end of section 2, where epsilon joins the square root before its bias is corrected.
+    """
+    m = v = 0.0
+    seen = []
+    for t, gradient in enumerate(gradients, 1):
+        m = beta1 * m + (1 - beta1) * gradient
+        v = beta2 * v + (1 - beta2) * gradient**2
+        p -= lr * decay * p
+        if tensorflow:
+            p -= lr * math.sqrt(1 - beta2**t) / (1 - beta1**t) * m / (math.sqrt(v) + eps)
+        else:
+            p -= lr * (m / (1 - beta1**t)) / (math.sqrt(v / (1 - beta2**t)) + eps)
+        seen.append(p)
+    return seen

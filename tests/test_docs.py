@@ -1,10 +1,13 @@
 """What README.md and docs/ promise: the snippet runs, the commands parse, every metric is explained and every flag exists."""
 
+import ast
 import contextlib
+import importlib.util
 import io
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,3 +98,86 @@ def test_results_on_imdb_are_those_of_the_benchmark():
     numbers = json.loads((ROOT / "benchmarks/imdb/ppo/evaluation.json").read_text())
     for metric, value in numbers["after"].items():
         assert f"| {metric} | {numbers['before'][metric]:.3f} | {value:.3f} |" in page
+
+
+# ---- docs/tricks.md --------------------------------------------------------------------------------------------------
+TRICKS = dict(re.findall(r"^### (\d+)\. (.*?)(?=^##|\Z)", (ROOT / "docs/tricks.md").read_text(), re.M | re.S))
+
+
+def names_in(path):
+    """Functions, classes and Class.method of a file."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        found |= {node.name} if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else set()
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+    return found
+
+
+def test_all_tricks_are_there():
+    assert list(TRICKS) == [str(n) for n in range(1, 45)]
+
+
+@pytest.mark.parametrize("number", TRICKS)
+def test_a_trick_names_what_exists(scripts, number):
+    """Its code, its tests and its flags; the steps of train that it names are there."""
+    lines = {line.split(":")[0][2:]: line for line in TRICKS[number].splitlines() if line.startswith("- ")}
+    assert set(lines) == {"Code", "Who", "Tests", "Flag"}
+    for kind, folder in (("Code", ROOT), ("Tests", ROOT / "tests")):
+        named = re.findall(r"`(\w+\.py)::([\w.]+)`", lines[kind])
+        assert named and all(name in names_in(folder / file) for file, name in named), named
+        assert all(name.startswith("test_") == (kind == "Tests") for _, name in named)
+    for file, steps in re.findall(r"`(\w+\.py)::train`, steps? ([\d, and]+\d|\d)", lines["Code"]):
+        train = (ROOT / file).read_text().split("\ndef train(")[1]
+        assert all(re.search(rf"^ +# {step}\. ", train, re.M) for step in re.findall(r"\d", steps))
+    flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][a-z0-9-]+)", lines["Flag"])}
+    assert flags <= {field for script in scripts.values() for field in script.Args.__dataclass_fields__}
+    assert flags or lines["Flag"].startswith("- Flag: none")
+
+
+@pytest.fixture(scope="module")
+def ablations():
+    """benchmarks/ablations.py as a module."""
+    spec = importlib.util.spec_from_file_location("ablations", ROOT / "benchmarks/ablations.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+def test_every_ablation_is_a_command(scripts, ablations):
+    """Each changes its recipe, no two are the same, and its tricks are in docs/tricks.md."""
+    assert len({(change.script, change.flags) for change in ablations.CHANGES}) == len(ablations.CHANGES)
+    assert len({ablations.slug(change, 1) for change in ablations.CHANGES}) == len(ablations.CHANGES)
+    for change in ablations.CHANGES:
+        args = scripts[change.script].parse_args(shlex.split(change.flags))
+        tiny = replace(scripts[change.script].RECIPES["tiny"], recipe="tiny")
+        assert (args == tiny) == (change.flags == "") and set(map(str, change.tricks)) <= set(TRICKS)
+
+
+def test_tables_of_ablations_are_those_of_the_results(ablations):
+    """In docs/tricks.md and benchmarks/ablations/README.md; nothing stands there before there are results."""
+    found = ablations.tables(ablations.read(ablations.HOME / "results.jsonl"))
+    page = ablations.PAGE.read_text()
+    assert all(page.count(marker) == 1 for marker in ablations.MARKERS)
+    between = page.split(ablations.MARKERS[0])[1].split(ablations.MARKERS[1])[0].strip()
+    assert between == found
+    readme = ablations.HOME / "README.md"
+    assert (found in readme.read_text()) if found else not readme.exists()
+
+
+def test_a_table_of_ablations_by_hand(ablations):
+    """Means over the seeds with the lowest and the highest, differences to the run with the same seed, and a run that stopped."""
+    def line(flags, seed, rate):
+        after = {"win rate": rate, "score mean": 10 * rate, "KL, nats a response": 1.0, "ended by itself": 1.0, "tokens a response": 9.0}
+        return {("rloo_tldr", flags, seed): dict(after=after, seed=seed)}
+
+    k3 = "--kl-estimator k3"
+    results = line("", 1, 0.5) | line("", 2, 0.75) | line(k3, 1, 0.25) | line(k3, 2, 0.25)
+    results |= {("rloo_tldr", "--rloo-k 2", 1): dict(stopped="5 gradients in a row", seed=1)}
+    head, _, start, two, other = ablations.table("rloo_tldr", results).splitlines()
+    assert head.split(" | ")[:6] == ["| changed", "tricks", "win rate", "difference", "score mean", "difference"]
+    assert start.split(" | ")[2:6] == ["0.625 (0.500 .. 0.750)", "", "6.250 (5.000 .. 7.500)", ""]
+    assert other.split(" | ")[2:6] == ["0.250 (0.250 .. 0.250)", "-0.375 (-0.500 .. -0.250)", "2.500 (2.500 .. 2.500)",
+                                       "-3.750 (-5.000 .. -2.500)"]  # fmt: skip
+    assert "stopped by itself in 1 of 1 runs" in two and "1 of 3 seeds" in two and "2 of 3 seeds" in other
+    page = f"a\n{ablations.MARKERS[0]}\nold\n{ablations.MARKERS[1]}\nb"
+    assert ablations.page_with(page, "new").split("\n\n") == [f"a\n{ablations.MARKERS[0]}", "new", f"{ablations.MARKERS[1]}\nb"]

@@ -1,0 +1,285 @@
+"""What each trick that has a flag is worth: the tiny recipes as they are, and once more for each change of one flag, with seeds 1, 2, 3.
+
+    python benchmarks/ablations.py --jobs 2                # all runs, each on one thread; what is there already is not run again
+    python benchmarks/ablations.py --only rloo_tldr k3     # runs whose script, name or flags have all these words
+    python benchmarks/ablations.py --list                  # the runs, and which of them are done
+    python benchmarks/ablations.py --table                 # only write the tables anew
+
+A run is `python SCRIPT.py --seed S FLAGS --output-dir runs/ablations/...`; a line of results.jsonl is what is kept of it: the held-out
+numbers of evaluation.json, and of metrics.jsonl means over the last tenth of the updates and extremes. Tables go to the screen, to
+README.md beside results.jsonl, and between the two markers of docs/tricks.md. To try it out: --flags "--total-episodes 256" --folder DIR.
+
+To add a change, add a line to CHANGES: script, name, numbers of the tricks in docs/tricks.md, flags.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+HOME = ROOT / "benchmarks/ablations"
+PAGE = ROOT / "docs/tricks.md"
+MARKERS = "<!-- what benchmarks/ablations.py measured -->", "<!-- end -->"
+SEEDS = (1, 2, 3)
+S, D, R = "ppo_sentiment", "ppo_dialog", "rloo_tldr"
+AS_IT_IS = "as it is"
+CHECKPOINTS = {S: "checkpoints/reviews-lm", D: "checkpoints/dialogs-lm"}
+COLUMNS = {  # script -> numbers of the table, the first ones with their difference to the run as it is
+    S: (["score mean"], ["KL, nats a response", "perplexity under the reference"]),
+    D: (["intent", "meteor"], ["KL, nats a response", "perplexity of the references"]),
+    R: (["win rate", "score mean"], ["KL, nats a response", "ended by itself", "tokens a response"]),
+}
+LAST = ("objective/kl", "objective/kl_coef", "objective/scores", "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg",
+        "val/clipfrac_avg", "val/ratio", "loss/value_avg", "completions/mean_length", "completions/clipped_ratio",
+        "frac_reward_zero_std")  # fmt: skip
+HIGHEST = ("objective/kl", "policy/approxkl_avg", "val/ratio_var")
+
+
+class Change(NamedTuple):
+    """A line of CHANGES: one thing that a recipe does otherwise."""
+
+    script: str
+    name: str
+    tricks: tuple
+    flags: str
+
+
+PPO_CHANGES = [  # of both PPO scripts
+    ("a fixed KL coefficient", (21, 44), "--kl-target None"),
+    ("no price on the KL", (), "--kl-coef 0 --kl-target None"),
+    ("k2 in the reward", (32,), "--kl-estimator k2"),
+    ("k3 in the reward", (32,), "--kl-estimator k3"),
+    ("rewards divided by their deviation", (20,), "--whiten-rewards"),
+    ("policy loss not clipped", (), "--cliprange 1e9"),
+    ("value loss not clipped", (), "--cliprange-value 1e9"),
+    ("lambda 1", (), "--lam 1"),
+    ("lambda 0", (), "--lam 0"),
+    ("one epoch", (27,), "--num-ppo-epochs 1"),
+    ("one minibatch, one optimizer step an epoch", (27,), "--num-mini-batches 1 --per-device-train-batch-size 128"),
+    ("gradients not clipped", (), "--max-grad-norm None"),
+    ("Adam's epsilon 1e-5", (31,), "--adam-eps 1e-5"),
+    ("products in bf16", (10,), "--dtype bfloat16"),
+]
+CHANGES = [Change(*row) for row in [
+    (S, AS_IT_IS, (), ""),
+    *((S, *row) for row in PPO_CHANGES),
+    (S, "scores clipped to +-2", (18,), "--score-clip 2"),
+    (S, "a critic with its own weights", (), f"--value-model-path {CHECKPOINTS[S]}"),
+    (S, "epochs end at approxkl 0.05", (), "--early-stop-approxkl 0.05"),
+    (D, AS_IT_IS, (), ""),
+    *((D, *row) for row in PPO_CHANGES),
+    (D, "a missing EOS costs 1", (16, 17), "--missing-eos-penalty 1"),
+    (D, "a critic with its own weights", (), f"--value-model-path {CHECKPOINTS[D]}"),
+    (D, "epochs end at approxkl 0.02", (), "--early-stop-approxkl 0.02"),
+    (D, "intent 0 or 1, not its probability", (), "--intent-reward match"),
+    (D, "no METEOR in the reward", (39,), "--meteor-weight 0"),
+    (D, "no intent in the reward", (39,), "--intent-weight 0"),
+    (R, AS_IT_IS, (), ""),
+    (R, "a missing EOS costs nothing", (16, 17), "--missing-eos-penalty None"),
+    (R, "no stop token", (16,), "--stop-token None --missing-eos-penalty None"),
+    (R, "2 responses to a prompt", (25,), "--rloo-k 2"),
+    (R, "no price on the KL", (), "--kl-coef 0"),
+    (R, "k2 in the reward", (32,), "--kl-estimator k2"),
+    (R, "k3 in the reward", (32,), "--kl-estimator k3"),
+    (R, "k2 in the loss", (32,), "--kl-in-loss --kl-estimator k2"),
+    (R, "k3 in the loss, as GRPO", (32,), "--kl-in-loss --kl-estimator k3"),
+    (R, "rewards divided by their deviation", (20, 26), "--whiten-rewards"),
+    (R, "policy loss not clipped", (), "--cliprange 1e9"),
+    (R, "scores clipped to +-2", (18,), "--score-clip 2"),
+    (R, "four epochs, as TRL", (27,), "--num-ppo-epochs 4"),
+    (R, "one minibatch, one optimizer step an update", (27,), "--num-mini-batches 1 --per-device-train-batch-size 128"),
+    (R, "gradients not clipped", (), "--max-grad-norm None"),
+    (R, "Adam's epsilon 1e-5", (31,), "--adam-eps 1e-5"),
+    (R, "products in bf16", (10,), "--dtype bfloat16"),
+]]  # fmt: skip
+
+
+def slug(change, seed):
+    """A folder's name."""
+    return f"{change.script}-{re.sub('[^a-z0-9]+', '-', change.name.lower()).strip('-')}-s{seed}"
+
+
+def read(path):
+    """The results so far: (script, flags, seed) -> line."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {(line["script"], line["flags"], line["seed"]): line for line in lines}
+
+
+def summary(rows):
+    """What is kept of metrics.jsonl: means over the last tenth, extremes, and the seconds of all updates."""
+    last = rows[-max(1, len(rows) // 10) :]
+    kept = {f"{name}, last": sum(row[name] for row in last) / len(last) for name in LAST if name in rows[0]}
+    kept |= {f"{name}, highest": max(row[name] for row in rows) for name in HIGHEST if name in rows[0]}
+    return kept | {"val/ratio, first": rows[0]["val/ratio"], "updates": len(rows), "seconds": sum(row["perf/seconds"] for row in rows)}
+
+
+def run(change, seed, extra, work):
+    """One run in a process of its own. -> a line of results.jsonl, or None where it ended in another way than a run can"""
+    folder = work / slug(change, seed)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, f"{change.script}.py", "--seed", str(seed), *shlex.split(f"{change.flags} {extra}")]
+    words += ["--output-dir", str(folder), "--save-every", "0", "--num-sample-generations", "0"]
+    env = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    with open(f"{folder}.log", "w+") as log:
+        code = subprocess.run(words, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode
+        log.seek(0)
+        said = log.read().strip().split("\n")[-1]
+    if code not in (0, 2):  # 2: the script stopped by its own rule, as after 5 gradients that are not finite
+        print(f"{folder.name} ended with {code}, see {folder}.log: {said}", flush=True)
+        return None
+    line = dict(script=change.script, name=change.name, flags=change.flags, seed=seed)
+    if code == 2 and not (folder / "metrics.jsonl").exists():
+        print(f"{folder.name} was refused: {said}", flush=True)
+        return None
+    about = json.loads((folder / "args.json").read_text())
+    line |= dict(commit=about["commit"], torch=about["versions"]["torch"])
+    line["metrics"] = summary([json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()])
+    if code == 2:
+        return line | dict(stopped=said)
+    found = json.loads((folder / "evaluation.json").read_text())
+    for big in ("model", "checkpoints", "adapter"):
+        shutil.rmtree(folder / big, ignore_errors=True)
+    return line | dict(before=found["before"], after=found["after"], n=found["n"])
+
+
+def spread(values, digits=3):
+    """Mean, and in brackets the lowest and the highest."""
+    low, high = (f"{x:.{digits}f}" for x in (min(values), max(values)))
+    return f"{sum(values) / len(values):.{digits}f} ({low} .. {high})" if len(values) > 1 else f"{low} (one seed)"
+
+
+def table(script, results):
+    """A table in Markdown of one script: means over the seeds, lowest and highest; differences are of runs with the same seed."""
+    main, others = COLUMNS[script]
+    heads = ["changed", "tricks", *(head for name in main for head in (name, "difference")), *others]
+    rows = []
+    for change in (change for change in CHANGES if change.script == script):
+        lines = [results[key] for seed in SEEDS if (key := (script, change.flags, seed)) in results]
+        ended = [line for line in lines if "after" in line]
+        if not lines:
+            continue
+        name = f"{change.name}" + (f": `{change.flags}`" if change.flags else "")
+        name += f"; stopped by itself in {len(lines) - len(ended)} of {len(lines)} runs" if len(ended) < len(lines) else ""
+        name += f"; {len(lines)} of {len(SEEDS)} seeds" if len(lines) < len(SEEDS) else ""
+        cells = [name, ", ".join(map(str, change.tricks))]
+        for number in main + others:
+            cells.append(spread([line["after"][number] for line in ended]) if ended else "")
+            if number in main:
+                start = {seed: results.get((script, "", seed), {}).get("after") for seed in SEEDS}
+                pairs = [line["after"][number] - start[line["seed"]][number] for line in ended if start[line["seed"]]]
+                cells.append(spread(pairs) if pairs and change.flags else "")
+        rows.append(cells)
+    if not rows:
+        return ""
+    return "\n".join(["| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows)])
+
+
+def tables(results):
+    """All tables, with a heading each."""
+    return "\n\n".join(f"### {script}.py\n\n{text}" for script in (S, D, R) if (text := table(script, results)))
+
+
+def page_with(text, found):
+    """docs/tricks.md with other tables between its markers."""
+    before, rest = text.split(MARKERS[0])
+    return f"{before}{MARKERS[0]}\n\n{found}\n\n{MARKERS[1]}{rest.split(MARKERS[1])[1]}"
+
+
+README = """# Ablations
+
+What `python benchmarks/ablations.py` measured: the tiny recipes as they are and with one flag changed, with the seeds {seeds}, each run on
+one thread. `results.jsonl` has a line for each run: the held-out numbers `before` and `after`, and of the log means over the last tenth
+of the updates and extremes. Cells are means over the seeds, with the lowest and the highest in brackets. A difference is to the run as
+it is with the same seed; where its brackets hold 0, three seeds do not tell the two apart. Numbers under "tricks" are those of
+[docs/tricks.md](../../docs/tricks.md); a change without one is of something that is no trap.
+
+{tables}
+"""
+
+
+def write(folder, results):
+    """The tables, on the screen and in the files."""
+    if not (found := tables(results)):
+        return
+    print(f"\n{found}\n")
+    (folder / "README.md").write_text(README.format(seeds=", ".join(map(str, SEEDS)), tables=found))
+    if folder == HOME:
+        PAGE.write_text(page_with(PAGE.read_text(), found))
+
+
+def parse(argv):
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, each on one thread")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only runs whose script, name or flags have all these words")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, choices=SEEDS)
+    parser.add_argument("--folder", type=Path, default=HOME, help="where results.jsonl and README.md are")
+    parser.add_argument("--flags", default="", help="flags for every run, to try things out; needs another --folder")
+    parser.add_argument("--list", action="store_true", help="show the runs and start none")
+    parser.add_argument("--table", action="store_true", help="write the tables anew and start nothing")
+    args = parser.parse_args(argv)
+    args.folder = args.folder.resolve()
+    if args.flags and args.folder == HOME:
+        parser.error("--flags makes other runs than those of benchmarks/ablations: name another --folder")
+    return args
+
+
+def main(argv=None):
+    """Run what is missing and write the tables. -> exit code"""
+    args = parse(argv)
+    path, work, lock = args.folder / "results.jsonl", ROOT / "runs/ablations", threading.Lock()
+    work = work if args.folder == HOME else args.folder / "runs"
+    results = read(path)
+    chosen = [(change, seed) for seed in args.seeds for change in CHANGES  # all changes with the first seed, then with the next
+              if all(word.lower() in f"{change.script} {change.name} {change.flags}".lower() for word in args.only)]  # fmt: skip
+    missing = [(change, seed) for change, seed in chosen if (change.script, change.flags, seed) not in results]
+    if args.list:
+        for change, seed in chosen:
+            print("to do" if (change, seed) in missing else "done ", change.script, f"seed {seed}:", change.name, change.flags)
+        return 0
+    print(f"{len(chosen)} runs, {len(chosen) - len(missing)} of them done before", flush=True)
+    failed, stop, began = [], threading.Event(), time.time()
+
+    def one(place):
+        change, seed = missing[place]
+        if stop.is_set():
+            return
+        line = run(change, seed, args.flags, work)
+        with lock:
+            if line is None:
+                failed.append(slug(change, seed))
+                return
+            results[change.script, change.flags, seed] = line
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a") as file:
+                file.write(json.dumps(line) + "\n")
+            headline = line["after"][COLUMNS[change.script][0][0]] if "after" in line else line["stopped"]
+            print(f"{place + 1}/{len(missing)}  {time.time() - began:.0f} s  {slug(change, seed)}: {headline}", flush=True)
+
+    if not args.table:
+        pool = ThreadPoolExecutor(args.jobs)
+        try:
+            list(pool.map(one, range(len(missing))))
+        except KeyboardInterrupt:  # the runs that go on got it too
+            print("stopped; the same command goes on", flush=True)
+            failed.append("stopped")
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+    write(args.folder, results)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
