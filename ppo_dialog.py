@@ -296,12 +296,15 @@ class BlockwiseLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, tokens):
-        """[N, H], [V, H], [V] or None, [N] -> logprobs, entropies, each fp32 [N]"""
-        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        """[N, H], [V, H], [V] or None, [N] -> log-probabilities of the tokens and of the likeliest ones, entropies, each fp32 [N]"""
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
         picked = torch.empty(len(hidden), device=hidden.device)  # [N], logit of the token
-        lse, mean = torch.empty(2, len(hidden), -(-len(weight) // COLUMNS), device=hidden.device)  # [N, blocks]: log of the sum of exp, mean logit
+        top, lse, mean = torch.empty(3, len(hidden), -(-len(weight) // COLUMNS), device=hidden.device)  # [N, blocks]
         for k, rows, columns, logits, probs in BlockwiseLogprobs.blocks(hidden, weight, bias):
-            lse[rows, k] = logits.amax(-1) - probs.amax(-1).log()
+            top[rows, k] = logits.amax(-1)
+            lse[rows, k] = top[rows, k] - probs.amax(-1).log()  # log of the sum of exp
             mean[rows, k] = (probs * logits).sum(-1)
             place = tokens[rows] - columns.start
             near = place.clamp(0, logits.shape[1] - 1)
@@ -309,11 +312,12 @@ class BlockwiseLogprobs(torch.autograd.Function):
         total, share = lse.logsumexp(-1), lse.softmax(-1)  # [N], [N, blocks]
         entropies = total - (share * mean).sum(-1)  # [N]
         ctx.save_for_backward(hidden, weight, bias, tokens, share)
-        ctx.mark_non_differentiable(entropies)
-        return picked - total, entropies
+        likeliest = top.amax(-1) - total  # [N]
+        ctx.mark_non_differentiable(likeliest, entropies)
+        return picked - total, likeliest, entropies
 
     @staticmethod
-    def backward(ctx, grad, _):
+    def backward(ctx, grad, *_):
         """The derivative of a token's log-probability by the logits: 1 at the token, minus the softmax."""
         hidden, weight, bias, tokens, share = ctx.saved_tensors
         d_hidden = grad[:, None] * weight[tokens].float()  # [N, H]
@@ -337,10 +341,8 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
     [B, T, H], [V, H], [B, T] -> fp32 [B, T], fp32 [B, T]. Differentiable in hidden, weight and bias, through logprobs.
     """
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    hidden = (hidden.float() / temperature).to(dtype).flatten(0, 1)  # [B * T, H]; smaller than logits
-    logprobs, entropies = BlockwiseLogprobs.apply(hidden, weight, None if bias is None else bias / temperature, tokens.flatten())
+    hidden = (hidden / temperature).flatten(0, 1)  # [B * T, H], less than there are logits
+    logprobs, _, entropies = BlockwiseLogprobs.apply(hidden, weight, None if bias is None else bias / temperature, tokens.flatten())
     return logprobs.view(tokens.shape), entropies.view(tokens.shape)  # [B, T]
 
 def kl_per_token(logprobs, ref_logprobs, estimator):

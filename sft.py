@@ -50,6 +50,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent  # data/ and checkpoints/ stand beside this file
@@ -192,14 +193,77 @@ def draws(seed, *place):
     """A random generator for one place in the run, such as (seed, "tokens", update): no draw depends on an earlier one."""
     return torch.Generator().manual_seed(random.Random(repr((seed, *place))).getrandbits(63))
 
-def next_token_losses(logits, labels):
+ROWS, COLUMNS = 1024, 1024  # positions and vocabulary of a block of logits: 4 MiB in fp32, which stays in a processor's cache
+
+class BlockwiseLogprobs(torch.autograd.Function):
+    """The two passes of token_logprobs, a block of ROWS x COLUMNS logits at a time; the backward pass computes the logits again.
+
+    The softmax of a block times the block's share of the row is the softmax of the row, so each pass takes one exp of a logit
+    (Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", has blocks of this kind on a GPU).
+    """
+
+    @staticmethod
+    def blocks(hidden, weight, bias):
+        """-> number of the block of columns, rows, columns, and the fp32 logits and their softmax over the block, [rows, columns]"""
+        for k, start in enumerate(range(0, len(weight), COLUMNS)):
+            for row in range(0, len(hidden), ROWS):
+                rows, columns = slice(row, row + ROWS), slice(start, start + COLUMNS)
+                logits = F.linear(hidden[rows], weight[columns], None if bias is None else bias[columns])
+                logits = logits.float().clamp_(min=-1e4)  # a bias of -inf forbids a token, and 0 * -inf is nan
+                yield k, rows, columns, logits, logits.softmax(-1)
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, tokens):
+        """[N, H], [V, H], [V] or None, [N] -> log-probabilities of the tokens and of the likeliest ones, entropies, each fp32 [N]"""
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
+        picked = torch.empty(len(hidden), device=hidden.device)  # [N], logit of the token
+        top, lse, mean = torch.empty(3, len(hidden), -(-len(weight) // COLUMNS), device=hidden.device)  # [N, blocks]
+        for k, rows, columns, logits, probs in BlockwiseLogprobs.blocks(hidden, weight, bias):
+            top[rows, k] = logits.amax(-1)
+            lse[rows, k] = top[rows, k] - probs.amax(-1).log()  # log of the sum of exp
+            mean[rows, k] = (probs * logits).sum(-1)
+            place = tokens[rows] - columns.start
+            near = place.clamp(0, logits.shape[1] - 1)
+            picked[rows] = torch.where(near == place, logits.gather(1, near[:, None]).squeeze(1), picked[rows])
+        total, share = lse.logsumexp(-1), lse.softmax(-1)  # [N], [N, blocks]
+        entropies = total - (share * mean).sum(-1)  # [N]
+        ctx.save_for_backward(hidden, weight, bias, tokens, share)
+        likeliest = top.amax(-1) - total  # [N]
+        ctx.mark_non_differentiable(likeliest, entropies)
+        return picked - total, likeliest, entropies
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        """The derivative of a token's log-probability by the logits: 1 at the token, minus the softmax."""
+        hidden, weight, bias, tokens, share = ctx.saved_tensors
+        d_hidden = grad[:, None] * weight[tokens].float()  # [N, H]
+        d_weight = torch.empty_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # [V, H]
+        d_bias = grad.new_zeros(len(weight)).index_add_(0, tokens, grad) if bias is not None else None  # [V]
+        for k, rows, columns, _, probs in BlockwiseLogprobs.blocks(hidden, weight, bias):
+            d_logits = probs.mul_((-grad[rows] * share[rows, k])[:, None])  # [rows, columns]
+            if d_bias is not None:
+                d_bias[columns] += d_logits.sum(0)
+            d_logits = d_logits.to(hidden.dtype)
+            d_hidden[rows] += d_logits @ weight[columns]
+            if d_weight is not None:
+                part = d_logits.T @ hidden[rows]
+                d_weight[columns] = part if rows.start == 0 else d_weight[columns] + part
+        if d_weight is not None:
+            d_weight.index_add_(0, tokens, grad[:, None] * hidden.float())
+        return d_hidden, d_weight, d_bias, None
+
+def next_token_losses(hidden, weight, labels, bias=None):
     """Cross-entropy in nats, and whether the likeliest token was right, at each position whose label is not -100; else 0.
 
-    [B, L, V], [B, L] -> fp32 [B, L - 1], bool [B, L - 1]. The logits at t - 1 are judged by the label at t.
+    [B, L, H], [V, H], [B, L] -> fp32 [B, L - 1], bool [B, L - 1]. The state at t - 1 is judged by the label at t. Positions without a
+    label do not go through the head, and [B, L, V] is never held.
     """
-    logits, labels = logits[:, :-1].float(), labels[:, 1:]
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-    return losses, logits.argmax(-1) == labels
+    labels, valid = labels[:, 1:], labels[:, 1:] != -100
+    logprobs, likeliest, _ = BlockwiseLogprobs.apply(hidden[:, :-1][valid], weight, bias, labels[valid])
+    empty = torch.zeros(valid.shape, device=valid.device)
+    return empty.masked_scatter(valid, -logprobs), empty.bool().masked_scatter(valid, logprobs >= likeliest)
 
 # ---- 5. Models -------------------------------------------------------------------------------------------------------
 def check_positive(args, *names):
@@ -296,6 +360,31 @@ def learn_tokenizer(texts, size):
     ends = dict(bos_token="<|endoftext|>", eos_token="<|endoftext|>", pad_token="<|pad|>")
     return transformers.PreTrainedTokenizerFast(tokenizer_object=learned._tokenizer, **ends)
 
+def body_and_head(model):
+    """The transformer without its head, and its output embedding, of a causal language model with or without LoRA."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return model.base_model, model.get_output_embeddings()
+
+class LanguageModel(nn.Module):
+    """A language model whose forward is its losses: one module, one forward, and one thing to wrap (DDP, FSDP, DeepSpeed)."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, labels, positions):
+        """-> losses fp32 [B, L - 1], right bool [B, L - 1]"""
+        body, head = body_and_head(self.model)
+        return next_token_losses(document_states(body, ids, positions), head.weight, labels, head.bias)
+
+@torch.no_grad()
+def check_losses(model, name):
+    """Refuse a model whose head is more than a matrix product (soft caps, logit scales): it would be trained wrongly."""
+    ids = torch.arange(min(6, model.config.vocab_size), device=model.device)[None]  # [1, 6], also their own positions and labels
+    theirs = F.cross_entropy(model.eval()(ids).logits[0, :-1].float(), ids[0, 1:], reduction="none")
+    if not torch.allclose(LanguageModel(model)(ids, ids, ids)[0][0], theirs, atol=1e-3, rtol=1e-3):
+        raise UserError(f"{name}: its head is more than hidden @ weight (a soft cap, a scale); it would be trained wrongly here")
+
 # ---- 6. Data ---------------------------------------------------------------------------------------------------------
 def load_splits(name):
     """(train, held-out) rows of a Hub data set or a folder. Held out: split test, else validation, else the last 10 % of train."""
@@ -377,18 +466,18 @@ def collate_rows(rows, device):
             at += len(tokens)
     return ids.to(device), labels.to(device), positions.to(device)
 
-def predict(model, ids, positions):
-    """Logits [B, L, V]. Where a row holds several documents, a block-diagonal causal mask keeps them apart.
+def document_states(body, ids, positions):
+    """Last hidden states [B, L, H]. Where a row holds several documents, a block-diagonal causal mask keeps them apart.
 
     The mask is added to the attention scores, [B, 1, L, L]: not every architecture reads the borders from position ids (OPT does not).
     """
     if not (positions[:, 1:] == 0).any():
-        return model(input_ids=ids, use_cache=False).logits
+        return body(input_ids=ids, use_cache=False).last_hidden_state
     document = (positions == 0).cumsum(-1)  # [B, L], the number of the document in its row
     later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).triu(1)  # [L, L]
     apart = later | (document[:, None, :] != document[:, :, None])  # [B, L, L]
     mask = torch.zeros(apart.shape, device=ids.device).masked_fill(apart, torch.finfo(torch.bfloat16).min)[:, None]  # [B, 1, L, L]
-    return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    return body(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
 
 # ---- 7. Rollout ------------------------------------------------------------------------------------------------------
 @torch.no_grad()
@@ -411,7 +500,7 @@ def held_out_numbers(model, rows, autocast, accelerator, args):
     for i in range(accelerator.process_index * n, len(rows), accelerator.num_processes * n):
         ids, labels, positions = collate_rows(rows[i : i + n], accelerator.device)
         with autocast:
-            losses, right = next_token_losses(predict(model, ids, positions), labels)
+            losses, right = model(ids, labels, positions)
         sums += torch.stack([losses.sum(), right.sum(), (labels != -100).sum()])
     loss, accuracy, _ = ((sums := accelerator.reduce(sums)) / sums[2]).tolist()
     return {"loss": loss, "mean_token_accuracy": accuracy, "perplexity": math.exp(min(loss, 700))}
@@ -570,15 +659,17 @@ def train(args):
         raise UserError("--packing needs a model that takes position ids, and this one does not; use --no-packing")
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no EOS, so the model could not learn to stop")
+    check_losses(model, args.from_config or args.model_name_or_path)
     model = (add_lora(model, args) if args.lora_r else model).to(device)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable(dict(use_reentrant=False))
+    bare = LanguageModel(model)
     train_rows = train_rows.select(range(min(len(train_rows), args.num_train_rows or len(train_rows))))
     train_pairs, held_pairs = documents(train_rows, tokenizer, args), documents(held_rows, tokenizer, args)[: args.num_eval_rows]
     rows, held = pack(train_pairs, args.max_length, args.packing), pack(held_pairs, args.max_length, args.packing)
     B = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
     updates = max(1, round(args.num_train_epochs * len(rows) / B))
-    optimizer, scheduler = make_optimizer(args, trainable(model).values(), updates)
+    optimizer, scheduler = make_optimizer(args, trainable(bare).values(), updates)
     dtype = pick_dtype(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
 
@@ -588,8 +679,7 @@ def train(args):
     say(f"{len(train_pairs):,} documents in {len(rows):,} rows of {args.max_length} tokens; batch: {args.per_device_train_batch_size} rows "
         f"a pass x {args.gradient_accumulation_steps} accumulated x {world} processes = {B}; {updates} optimizer steps")
     say(describe_memory(model, model.config, args.per_device_train_batch_size, args.max_length, device))
-    bare = model
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(bare, optimizer)
     before = held_out_numbers(bare, held, autocast, accelerator, args)
     state = run.restore(trainable(bare), optimizer, scheduler)
     skipped = 0
@@ -607,7 +697,7 @@ def train(args):
         for i, (ids, labels, positions) in enumerate(micros):
             with accelerator.no_sync(model) if i + 1 < len(micros) else nullcontext():
                 with autocast:
-                    losses, right = next_token_losses(predict(model, ids, positions), labels)
+                    losses, right = model(ids, labels, positions)
                 accelerator.backward(losses.sum() / tokens * world)  # DDP divides by the number of processes
             sums += torch.stack([losses.detach().sum(), right.sum()])
 
@@ -640,14 +730,14 @@ def train(args):
         run.table(f"{len(held_pairs)} held-out documents", [dict(metric=k, before=before[k], after=after[k]) for k in before])
         run.write("evaluation.json", json.dumps(dict(before=before, after=after, n=len(held_pairs)), indent=2))
         if args.num_samples > 0:
-            run.table("samples", write_samples(bare, tokenizer, held_pairs, args), "samples.jsonl", update=updates)
-        saved = bare.merge_and_unload() if args.lora_r else bare
+            run.table("samples", write_samples(bare.model, tokenizer, held_pairs, args), "samples.jsonl", update=updates)
+        saved = bare.model.merge_and_unload() if args.lora_r else bare.model
         saved.to(getattr(torch, args.save_dtype)).save_pretrained(run.folder / "model")
         tokenizer.save_pretrained(run.folder / "model")
         run.curves("loss", "mean_token_accuracy", "lr")
         say(f"saved {run.folder / 'model'}")
     accelerator.end_training()
-    return bare, run.folder
+    return bare.model, run.folder
 
 # ---- 11. Main --------------------------------------------------------------------------------------------------------
 def main(argv=None):

@@ -429,6 +429,11 @@ def sft(scripts):
     return scripts["sft"]
 
 
+def packed_logits(sft, model, ids, positions):
+    body, head = sft.body_and_head(model)
+    return torch.nn.functional.linear(sft.document_states(body, ids, positions), head.weight, head.bias)
+
+
 @every_architecture
 def test_packed_documents_do_not_see_each_other(sft, language_model, arch):
     """The logits of documents in rows of 16 tokens are each document's alone. BLOOM takes no positions: one document a row."""
@@ -437,7 +442,7 @@ def test_packed_documents_do_not_see_each_other(sft, language_model, arch):
     assert [len(row) for row in rows] == ([1] * 5 if arch == "bloom" else [3, 2])
     ids, labels, positions = sft.collate_rows(rows, "cpu")
     with torch.no_grad():
-        logits = sft.predict(model, ids, positions)
+        logits = packed_logits(sft, model, ids, positions)
     for i, row in enumerate(rows):
         at = 0
         for document, _ in row:
@@ -452,7 +457,7 @@ def test_bloom_is_never_packed_silently(sft, language_model):
     ids, _, positions = sft.collate_rows([PAIRS[:2]], "cpu")
     try:
         with torch.no_grad():
-            logits = sft.predict(model, ids, positions)
+            logits = packed_logits(sft, model, ids, positions)
     except (TypeError, ValueError, sft.UserError):
         return
     close(logits[0, 5:7].double().log_softmax(-1), alone(model, torch.tensor(PAIRS[1][0])))
@@ -464,7 +469,7 @@ def test_losses_are_transformers_own(sft, language_model, arch):
     model = language_model(arch)
     ids, labels, positions = sft.collate_rows([[pair] for pair in PAIRS], "cpu")
     with torch.no_grad():
-        losses, right = sft.next_token_losses(sft.predict(model, ids, positions), labels)
+        losses, right = sft.LanguageModel(model)(ids, labels, positions)
         theirs = model(input_ids=ids, labels=labels)
     assert losses.shape == right.shape == (5, 7)
     count = (labels[:, 1:] != -100).sum()
@@ -480,7 +485,7 @@ def test_the_loss_of_packed_rows_is_the_loss_of_all_documents(sft, language_mode
     for packing in (True, False):
         model = copy.deepcopy(language_model("llama"))
         ids, labels, positions = sft.collate_rows(sft.pack(PAIRS, 16, packing), "cpu")
-        losses, _ = sft.next_token_losses(sft.predict(model, ids, positions), labels)
+        losses, _ = sft.LanguageModel(model)(ids, labels, positions)
         losses.sum().backward()
         sums.append(losses.detach().sum())
         slopes.append(model.get_input_embeddings().weight.grad)
@@ -503,7 +508,7 @@ def test_eos_is_learned_at_the_end_of_every_document(sft, tiny_lm, language_mode
     model = language_model("gpt2", pad)
     for packing in (True, False):
         ids, labels, positions = sft.collate_rows(sft.pack(pairs, 64, packing), "cpu")
-        losses, _ = sft.next_token_losses(sft.predict(model, ids, positions), labels)
+        losses, _ = sft.LanguageModel(model)(ids, labels, positions)
         at_eos = losses.detach()[labels[:, 1:] == tokenizer.eos_token_id]
         close(at_eos, torch.stack([-alone(model, torch.tensor(ids))[-2, tokenizer.eos_token_id] for ids, _ in pairs]))
 

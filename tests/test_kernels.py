@@ -843,15 +843,34 @@ def test_ranking_of_two_is_a_pair(k):
 
 # ---- sft -------------------------------------------------------------------------------------------------------------
 @shipping("next_token_losses")
-def test_next_token_losses_agree_with_naive(k):
-    logits, labels = normal(2, 4, 5), torch.tensor([[3, 1, -100, 4], [-100, -100, 0, 2]])
-    losses, right = k.next_token_losses(logits, labels)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_next_token_losses_agree_with_naive(k, with_bias):
+    hidden, weight, bias, labels = normal(2, 4, 3), normal(5, 3, seed=1), normal(5, seed=2), [[3, 1, -100, 4], [-100, -100, 0, 2]]
+    hidden[1, 0] = math.nan  # nothing is learned there
+    losses, right = k.next_token_losses(hidden, weight, torch.tensor(labels), bias if with_bias else None)
     assert losses.dtype is torch.float32 and right.dtype is torch.bool
+    logits = hidden.double() @ weight.double().T + (bias.double() if with_bias else 0)
     for b in range(2):
         for t in range(1, 4):
-            label, logp = labels[b, t].item(), naive.log_softmax(logits[b, t - 1].double().tolist())
+            label, logp = labels[b][t], naive.log_softmax(logits[b, t - 1].tolist())
             close(losses[b, t - 1], -logp[label] if label != -100 else 0.0)
             assert right[b, t - 1].item() == (label != -100 and logp[label] == max(logp))
+
+
+@shipping("next_token_losses")
+def test_next_token_losses_learn_as_cross_entropy(k):
+    """Gradients over several blocks of words, against torch's own cross-entropy in float64; the prompt's positions get none."""
+    hidden, weight, labels = normal(3, 9, 4), normal(2500, 4, seed=1), torch.randint(0, 2500, (3, 9), generator=torch.Generator().manual_seed(2))
+    labels[:, :4], labels[0, 1] = -100, 7
+    slopes = []
+    for dtype in (torch.float32, torch.float64):
+        h, w = (x.to(dtype).requires_grad_() for x in (hidden, weight))
+        theirs = torch.nn.functional.cross_entropy((h @ w.T)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        loss = k.next_token_losses(h, w, labels)[0].sum() if dtype is torch.float32 else theirs
+        slopes.append(torch.autograd.grad(loss, (h, w)))
+    for ours, theirs in zip(*slopes):
+        close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert not slopes[0][0][1, :3].any()
 
 
 @pytest.mark.parametrize("name", ["sft", "ppo_sentiment"])
