@@ -234,7 +234,7 @@ def fail(error):
     cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch and safetensors have their own words for it
     if isinstance(error, ModuleNotFoundError):
         line = f"these flags need {error.name}: pip install {error.name}"
-    elif isinstance(error, UserError):
+    elif isinstance(error, (UserError, UnicodeDecodeError)):  # data that are not UTF-8
         line = str(error)
     elif isinstance(cause, OSError) or "(os error " in str(error):
         line = f"{cause}; what was saved before is whole, and --resume goes on from the last checkpoint"
@@ -419,8 +419,9 @@ def load(what, function, name, **kwargs):
     try:
         return function(name, **kwargs)
     except Exception as error:  # the libraries raise a dozen kinds
-        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(error).strip().split("\n")[0]
-        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason}") from error
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error  # it says where
+        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(cause).strip() or f"empty? {cause!r}"
+        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason.splitlines()[0]}") from error
 
 def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
@@ -703,6 +704,11 @@ def load_splits(name):
     held = next((splits[split] for split in ("test", "validation") if split in splits), None)
     return (rows, held) if held is not None else (rows.select(range(cut)), rows.select(range(cut, len(rows))))
 
+def left_out(total, kept, why):
+    """Say how many rows of the data are not used."""
+    if kept < total and accelerate.PartialState().is_main_process:
+        print(f"left out {total - kept:,} of {total:,} {why}")
+
 def stream_rows(num_rows, start, count, seed):
     """Row numbers start .. start + count of an endless stream of shuffled passes over the data. -> [count]"""
     passes = range(start // num_rows, (start + count - 1) // num_rows + 1)
@@ -712,8 +718,10 @@ def stream_rows(num_rows, start, count, seed):
 def dialogues(rows):
     """The dialogues of two or more utterances, none of them blank, and their acts, if they have any. -> list of (list of str, acts)"""
     acts = rows["act"] if "act" in rows.column_names else [None] * len(rows)
-    return [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
+    kept = [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
             and all(isinstance(text, str) and text.strip() for text in utterances)]  # fmt: skip
+    left_out(len(rows), len(kept), "dialogues: fewer than two utterances, or a blank one")
+    return kept
 
 def utterance_ids(tokenizer, utterances, end):
     """Token ids of each utterance: a space, its text, the end mark; the same rule in training, rollouts and chat. -> list of lists
@@ -743,8 +751,10 @@ def load_turns(rows, tokenizer, classifier, args):
     for texts, acts in dialogues(rows):
         ids = utterance_ids(tokenizer, texts, args.utterance_end)
         acts = acts if isinstance(acts, list) and len(acts) == len(texts) else [None] * len(texts)
-        turns += [Turn(texts[:t], texts[t], acts[t], ids) for t in range(1, len(texts))]
+        # no more of a reference than this: METEOR and ROUGE cost the square of its length
+        turns += [Turn(texts[:t], texts[t][:10_000], acts[t], ids) for t in range(1, len(texts))]
     if classifier:
+        left_out(len(turns), sum(turn.act is not None for turn in turns), "answers: no act")
         turns, acts = [turn for turn in turns if turn.act is not None], range(1, classifier.config.num_labels + 1)
         if wrong := [turn.act for turn in turns if turn.act not in acts]:
             raise UserError(f"data set {args.dataset_name!r}: the act {wrong[0]!r} is none of the classifier's, 1 to {acts[-1]}")

@@ -231,7 +231,7 @@ def fail(error):
     cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch and safetensors have their own words for it
     if isinstance(error, ModuleNotFoundError):
         line = f"these flags need {error.name}: pip install {error.name}"
-    elif isinstance(error, UserError):
+    elif isinstance(error, (UserError, UnicodeDecodeError)):  # data that are not UTF-8
         line = str(error)
     elif isinstance(cause, OSError) or "(os error " in str(error):
         line = f"{cause}; what was saved before is whole, and --resume goes on from the last checkpoint"
@@ -395,8 +395,9 @@ def load(what, function, name, **kwargs):
     try:
         return function(name, **kwargs)
     except Exception as error:  # the libraries raise a dozen kinds
-        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(error).strip().split("\n")[0]
-        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason}") from error
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error  # it says where
+        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(cause).strip() or f"empty? {cause!r}"
+        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason.splitlines()[0]}") from error
 
 def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
@@ -648,6 +649,11 @@ def load_splits(name):
     held = next((splits[split] for split in ("test", "validation") if split in splits), None)
     return (rows, held) if held is not None else (rows.select(range(cut)), rows.select(range(cut, len(rows))))
 
+def left_out(total, kept, why):
+    """Say how many rows of the data are not used."""
+    if kept < total and accelerate.PartialState().is_main_process:
+        print(f"left out {total - kept:,} of {total:,} {why}")
+
 def stream_rows(num_rows, start, count, seed):
     """Row numbers start .. start + count of an endless stream of shuffled passes over the data. -> [count]"""
     passes = range(start // num_rows, (start + count - 1) // num_rows + 1)
@@ -661,6 +667,7 @@ def load_queries(rows, tokenizer, args):
     texts = [text for text in rows["text"] if isinstance(text, str) and len(text) > args.min_text_length]
     queries = tokenizer(texts, truncation=True, max_length=args.query_max_length, add_special_tokens=False).input_ids if texts else []
     queries = [query for query in queries if len(query) >= args.query_min_length]
+    left_out(len(rows), len(queries), f"rows: no text of more than --min-text-length {args.min_text_length} characters")
     if not queries:
         raise UserError(f"data set {args.dataset_name!r}: no text is longer than --min-text-length {args.min_text_length} characters")
     return queries

@@ -189,7 +189,7 @@ def fail(error):
     cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch and safetensors have their own words for it
     if isinstance(error, ModuleNotFoundError):
         line = f"these flags need {error.name}: pip install {error.name}"
-    elif isinstance(error, UserError):
+    elif isinstance(error, (UserError, UnicodeDecodeError)):  # data that are not UTF-8
         line = str(error)
     elif isinstance(cause, OSError) or "(os error " in str(error):
         line = f"{cause}; what was saved before is whole, and --resume goes on from the last checkpoint"
@@ -264,8 +264,9 @@ def load(what, function, name, **kwargs):
     try:
         return function(name, **kwargs)
     except Exception as error:  # the libraries raise a dozen kinds
-        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(error).strip().split("\n")[0]
-        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason}") from error
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error  # it says where
+        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(cause).strip() or f"empty? {cause!r}"
+        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason.splitlines()[0]}") from error
 
 def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
@@ -409,6 +410,11 @@ def load_splits(name):
     held = next((splits[split] for split in ("test", "validation") if split in splits), None)
     return (rows, held) if held is not None else (rows.select(range(cut)), rows.select(range(cut, len(rows))))
 
+def left_out(total, kept, why):
+    """Say how many rows of the data are not used."""
+    if kept < total and accelerate.PartialState().is_main_process:
+        print(f"left out {total - kept:,} of {total:,} {why}")
+
 def stream_rows(num_rows, start, count, seed):
     """Row numbers start .. start + count of an endless stream of shuffled passes over the data. -> [count]"""
     passes = range(start // num_rows, (start + count - 1) // num_rows + 1)
@@ -418,8 +424,10 @@ def stream_rows(num_rows, start, count, seed):
 def dialogues(rows):
     """The dialogues of two or more utterances, none of them blank, and their acts, if they have any. -> list of (list of str, acts)"""
     acts = rows["act"] if "act" in rows.column_names else [None] * len(rows)
-    return [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
+    kept = [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
             and all(isinstance(text, str) and text.strip() for text in utterances)]  # fmt: skip
+    left_out(len(rows), len(kept), "dialogues: fewer than two utterances, or a blank one")
+    return kept
 
 def intent_texts(previous, answers):
     """What the intent classifier reads: the last utterance and the answer, and nothing before (RL4LMs). -> list of str"""
@@ -427,8 +435,10 @@ def intent_texts(previous, answers):
 
 def act_rows(rows, args):
     """Columns dialog and act -> text, the last utterance and the answer, and label, the answer's act - 1: acts begin at 1."""
-    found = [(*pair, act - 1) for utterances, acts in dialogues(rows) if isinstance(acts, list) and len(acts) == len(utterances)
+    talks = dialogues(rows)
+    found = [(*pair, act - 1) for utterances, acts in talks if isinstance(acts, list) and len(acts) == len(utterances)
              for *pair, act in zip(utterances, utterances[1:], acts[1:]) if isinstance(act, int) and act > 0]  # fmt: skip
+    left_out(sum(len(utterances) - 1 for utterances, _ in talks), len(found), "answers: no act (1, 2, ...)")
     if not found:
         raise UserError(f"{args.dataset_name!r}: no dialogue has two utterances, none of them blank, and an act (1, 2, ...) for each")
     previous, answers, labels = zip(*found)
@@ -437,8 +447,10 @@ def act_rows(rows, args):
 def label_names_of(rows, args):
     """Names of the classes in the order of their numbers, and label -> number."""
     names = args.label_names.split(",") if args.label_names else getattr(rows.features["label"], "names", ())
-    if None in rows["label"]:
-        raise UserError(f"{args.dataset_name!r}: a row has no label")
+    for label in [x for x in rows["label"] if not isinstance(x, (int, str)) and not (isinstance(x, float) and x.is_integer())][:1]:
+        raise UserError(f"{args.dataset_name!r}: a label must be a whole number or a word, and one is {label!r}")
+    if not names and len({isinstance(label, str) for label in rows["label"]}) > 1:
+        raise UserError(f"{args.dataset_name!r}: some labels are numbers, others words")
     labels = range(len(names)) if names else sorted(set(rows["label"]))
     return list(map(str, names or labels)), {label: number for number, label in enumerate(labels)} | {n: i for i, n in enumerate(names)}
 
@@ -446,9 +458,10 @@ def examples(rows, numbers, tokenizer, args):
     """Rows with a text and a label -> list of ([ids], class)."""
     texts = [text if isinstance(text, str) else "" for text in rows["text"]]
     texts = tokenizer(texts, truncation=True, max_length=args.max_length).input_ids
-    for label in set(rows["label"]) - set(numbers):
+    for label in [x for x in rows["label"] if not isinstance(x, (int, float, str)) or x not in numbers][:1]:
         raise UserError(f"{args.dataset_name!r}: the label {label!r} is none of {', '.join(map(str, numbers))}")
     found = [([ids], numbers[label]) for ids, label in zip(texts, rows["label"]) if ids]
+    left_out(len(rows), len(found), "rows: no text")
     if not found:
         raise UserError(f"{args.dataset_name!r}: no row has a text")
     return found
@@ -473,10 +486,11 @@ def preferences(rows, tokenizer, args):
     groups = rows["responses"] if "responses" in names else [list(pair) for pair in zip(rows["chosen"], rows["rejected"])]
     prompts = rows["prompt"] if "prompt" in names else [""] * len(groups)  # without: chosen and rejected begin alike, as in HH
     margins = rows["margin"] if "margin" in names else [0.0] * len(groups)
-    if not all(isinstance(margin, (int, float)) for margin in margins):
-        raise UserError(f"{args.dataset_name!r}: every margin must be a number")
+    if not all(isinstance(margin, (int, float)) and abs(margin) < 3e38 for margin in margins):
+        raise UserError(f"{args.dataset_name!r}: every margin must be a finite number")
     kept = [row for row in zip(prompts, groups, margins) if isinstance(row[0], str) and isinstance(row[1], list)
             and len(row[1]) > 1 and all(isinstance(text, str) and text.strip() for text in row[1])]  # fmt: skip
+    left_out(len(rows), len(kept), "rows: not two responses to compare")
     if not kept:
         raise UserError(f"{args.dataset_name!r}: no row has two responses to compare (as strings, none of them empty)")
     flat = [(prompt, text) for prompt, group, _ in kept for text in group]

@@ -226,7 +226,7 @@ def fail(error):
     cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch and safetensors have their own words for it
     if isinstance(error, ModuleNotFoundError):
         line = f"these flags need {error.name}: pip install {error.name}"
-    elif isinstance(error, UserError):
+    elif isinstance(error, (UserError, UnicodeDecodeError)):  # data that are not UTF-8
         line = str(error)
     elif isinstance(cause, OSError) or "(os error " in str(error):
         line = f"{cause}; what was saved before is whole, and --resume goes on from the last checkpoint"
@@ -353,8 +353,9 @@ def load(what, function, name, **kwargs):
     try:
         return function(name, **kwargs)
     except Exception as error:  # the libraries raise a dozen kinds
-        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(error).strip().split("\n")[0]
-        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason}") from error
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error  # it says where
+        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(cause).strip() or f"empty? {cause!r}"
+        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason.splitlines()[0]}") from error
 
 def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
@@ -616,6 +617,11 @@ def load_splits(name):
     held = next((splits[split] for split in ("test", "validation") if split in splits), None)
     return (rows, held) if held is not None else (rows.select(range(cut)), rows.select(range(cut, len(rows))))
 
+def left_out(total, kept, why):
+    """Say how many rows of the data are not used."""
+    if kept < total and accelerate.PartialState().is_main_process:
+        print(f"left out {total - kept:,} of {total:,} {why}")
+
 def stream_rows(num_rows, start, count, seed):
     """Row numbers start .. start + count of an endless stream of shuffled passes over the data. -> [count]"""
     passes = range(start // num_rows, (start + count - 1) // num_rows + 1)
@@ -639,9 +645,10 @@ def load_posts(rows, tokenizer, args):
     if "prompt" not in rows.column_names:
         raise UserError(f"data set {args.dataset_name!r} needs a column prompt; it has {', '.join(rows.column_names)}")
     references = rows["completion"] if "completion" in rows.column_names else [""] * len(rows)
-    kept = [(p, r or "") for p, r in zip(rows["prompt"], references) if isinstance(p, str) and p.strip()]
+    kept = [(p, r if isinstance(r, str) else "") for p, r in zip(rows["prompt"], references) if isinstance(p, str) and p.strip()]
     ids = tokenizer([p for p, _ in kept], add_special_tokens=False).input_ids if kept else []
     posts = [(x, *row) for x, row in zip(ids, kept) if len(x) <= args.max_prompt_length]
+    left_out(len(rows), len(posts), f"rows: no prompt, or one of more than --max-prompt-length {args.max_prompt_length} tokens")
     if not posts:
         raise UserError(f"data set {args.dataset_name!r}: no prompt of --max-prompt-length {args.max_prompt_length} tokens or fewer")
     return posts

@@ -177,7 +177,7 @@ def fail(error):
     cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch and safetensors have their own words for it
     if isinstance(error, ModuleNotFoundError):
         line = f"these flags need {error.name}: pip install {error.name}"
-    elif isinstance(error, UserError):
+    elif isinstance(error, (UserError, UnicodeDecodeError)):  # data that are not UTF-8
         line = str(error)
     elif isinstance(cause, OSError) or "(os error " in str(error):
         line = f"{cause}; what was saved before is whole, and --resume goes on from the last checkpoint"
@@ -239,8 +239,9 @@ def load(what, function, name, **kwargs):
     try:
         return function(name, **kwargs)
     except Exception as error:  # the libraries raise a dozen kinds
-        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(error).strip().split("\n")[0]
-        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason}") from error
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error  # it says where
+        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(cause).strip() or f"empty? {cause!r}"
+        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason.splitlines()[0]}") from error
 
 def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
@@ -337,6 +338,11 @@ def load_splits(name):
     held = next((splits[split] for split in ("test", "validation") if split in splits), None)
     return (rows, held) if held is not None else (rows.select(range(cut)), rows.select(range(cut, len(rows))))
 
+def left_out(total, kept, why):
+    """Say how many rows of the data are not used."""
+    if kept < total and accelerate.PartialState().is_main_process:
+        print(f"left out {total - kept:,} of {total:,} {why}")
+
 def stream_rows(num_rows, start, count, seed):
     """Row numbers start .. start + count of an endless stream of shuffled passes over the data. -> [count]"""
     passes = range(start // num_rows, (start + count - 1) // num_rows + 1)
@@ -346,8 +352,10 @@ def stream_rows(num_rows, start, count, seed):
 def dialogues(rows):
     """The dialogues of two or more utterances, none of them blank, and their acts, if they have any. -> list of (list of str, acts)"""
     acts = rows["act"] if "act" in rows.column_names else [None] * len(rows)
-    return [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
+    kept = [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
             and all(isinstance(text, str) and text.strip() for text in utterances)]  # fmt: skip
+    left_out(len(rows), len(kept), "dialogues: fewer than two utterances, or a blank one")
+    return kept
 
 def utterance_ids(tokenizer, utterances, end):
     """Token ids of each utterance: a space, its text, the end mark; the same rule in training, rollouts and chat. -> list of lists
@@ -370,13 +378,15 @@ def documents(rows, tokenizer, args):
         found = [utterance_ids(tokenizer, utterances, args.utterance_end) for utterances, _ in dialogues(rows)]
         parts = [[sum(ids, [])[: -1 if args.utterance_end == "eos" else None] for ids in found]]  # its EOS comes below, as everyone's
     else:
-        columns = [[text if isinstance(text, str) else "" for text in rows[name]] for name in kinds[0]]
-        parts = [tokenizer(column, add_special_tokens=False).input_ids for column in columns]
+        kept = [row for row in zip(*(rows[name] for name in kinds[0])) if all(isinstance(text, str) for text in row)]
+        parts = [tokenizer(list(column), add_special_tokens=False).input_ids for column in zip(*kept)] or [[]]
+    total = len(parts[0]) if kinds[0] == ("dialog",) else len(rows)
     prompts, texts = parts if len(parts) == 2 else ([[]] * len(parts[0]), parts[0])
     rows = [(p, t + [tokenizer.eos_token_id]) for p, t in zip(prompts, texts) if t]
     pairs = [(p + t, ([-100] * len(p) if args.completion_only_loss else p) + t) for p, t in rows]
     pairs = [(ids[: args.max_length], labels[: args.max_length]) for ids, labels in pairs]
     pairs = [(ids, labels) for ids, labels in pairs if any(label != -100 for label in labels[1:])]
+    left_out(total, len(pairs), f"rows: no text to learn from within --max-length {args.max_length} tokens")
     if not pairs:
         raise UserError(f"{args.dataset_name!r}: no row has text to learn from within --max-length {args.max_length} tokens")
     return pairs
@@ -692,6 +702,7 @@ def train(args):
     if run.main:
         run.table(f"{len(held_pairs)} held-out documents", [dict(metric=k, before=before[k], after=after[k]) for k in before])
         run.write("evaluation.json", json.dumps(dict(before=before, after=after, n=len(held_pairs)), indent=2))
+        (run.folder / "samples.jsonl").unlink(missing_ok=True)  # a run that was killed behind this line comes here again
         if args.num_samples > 0:
             run.table("samples", write_samples(bare, tokenizer, held_pairs, args), "samples.jsonl", update=updates)
         saved = bare.merge_and_unload() if args.lora_r else bare
