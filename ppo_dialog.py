@@ -28,6 +28,8 @@ Papers: PPO (Schulman et al. 2017), GAE (Schulman et al. 2016), Fine-tuning lang
 
 # ---- 2. Imports ------------------------------------------------------------------------------------------------------
 import copy
+import errno
+import fcntl
 import inspect
 import json
 import logging
@@ -41,9 +43,11 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from datetime import timedelta
+from functools import lru_cache, partial
 from numbers import Real
 from pathlib import Path
 from pydoc import locate
@@ -216,6 +220,27 @@ RECIPES = {
 class UserError(Exception):
     """Something that the user can mend: shown in one line, exit code 2."""
 
+def fail(error):
+    """End the process: one line for what the user can mend, a full disk too; a bug of ours keeps its traceback.
+
+    Of several processes only the first to fail says why. The others fail alike, or because it is gone.
+    """
+    Console().show_cursor()  # the progress bar hid it
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if torch.distributed.TCPStore(*place, is_master=False, timeout=timedelta(seconds=10)).add("failed", 1) > 1:
+            sys.exit(2)
+    cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch and safetensors have their own words for it
+    if isinstance(error, ModuleNotFoundError):
+        line = f"these flags need {error.name}: pip install {error.name}"
+    elif isinstance(error, (UserError, UnicodeDecodeError)):  # data that are not UTF-8
+        line = str(error)
+    elif isinstance(cause, OSError) or "(os error " in str(error):
+        line = f"{cause}; what was saved before is whole, and --resume goes on from the last checkpoint"
+    else:
+        raise error
+    sys.exit(print(f"{Path(__file__).name}: {' '.join(line.splitlines())}", file=sys.stderr) or 2)
+
 def parse_args(argv):
     """Flags after an optional recipe. No recipe and no model named: tiny. A model named: the published defaults of Args.
 
@@ -230,14 +255,15 @@ def parse_args(argv):
         return args
     runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else ()
     folder = runs[-1].parent if runs else Path(args.resume)
-    folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
-    if not (folder / "args.json").exists():
-        raise UserError(f"--resume {args.resume}: there is no run (no args.json)")
-    saved = json.loads((folder / "args.json").read_text())["args"]
-    if set(saved) != set(asdict(args)):
-        raise UserError(f"--resume {args.resume}: the run is of another script or version, its flags are not the same")
+    there, folder = folder.exists(), folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    if not there or not (folder / "args.json").exists():
+        raise UserError(f"--resume {args.resume}: there is no such checkpoint, or no run (no args.json)")
+    saved = load("run", lambda name: json.loads(Path(name).read_text())["args"], str(folder / "args.json"))
+    if other := set(saved) ^ set(asdict(args)):
+        raise UserError(f"--resume {args.resume}: a run of another script or version, one of the two has no {', '.join(sorted(other))}")
     args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
-    free = ("resume", "save_every", "keep_checkpoints", "log_with", "judge_fn", "judge_model", "judge_url")
+    free = ("resume", "save_every", "keep_checkpoints", "log_with", "judge_fn", "judge_model", "judge_url", "total_episodes",
+            "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps")  # the batch must stay: Run.restore
     if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
         raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
     return replace(args, output_dir=str(folder))
@@ -445,8 +471,9 @@ def load(what, function, name, **kwargs):
     try:
         return function(name, **kwargs)
     except Exception as error:  # the libraries raise a dozen kinds
-        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(error).strip().split("\n")[0]
-        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason}") from error
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error  # it says where
+        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(cause).strip() or f"empty? {cause!r}"
+        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason.splitlines()[0]}") from error
 
 def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
@@ -659,22 +686,43 @@ def on_device(device, offload, *models):
     for model in models if offload else ():
         model.to("cpu")
 
+FUNCTION_SECONDS = 600  # a call of a reward or judge function of yours that takes longer ends the run
+
 def load_function(flag, name):
-    """The function that FILE.py:function names; the file may stand beside this one. It is code of the user's, and it runs here."""
+    """The function that FILE.py:function names; the file may stand beside this one. It is code of the user's, and it runs here.
+
+    What it raises ends in one line that says where, and so does a call that takes longer than FUNCTION_SECONDS.
+    """
     path, _, function = name.partition(":")
     path = next((str(place) for place in (Path(path), HERE / path) if place.is_file()), None)
-    if path is None or not callable(found := runpy.run_path(path).get(function)):
+
+    def late(*_):
+        raise SystemExit(f"no answer within {FUNCTION_SECONDS} seconds")  # no `except Exception` on the way stops it
+
+    def guarded(call, *lists):
+        before = signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, FUNCTION_SECONDS)
+        try:
+            return call(*lists)
+        except (Exception, SystemExit) as error:
+            lines = [f", line {frame.lineno}" for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+            raise UserError(f"{flag} {name}: {type(error).__name__}: {error} ({path}{''.join(lines[-1:])})") from error
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    if path is None or not callable(found := guarded(runpy.run_path, path).get(function)):
         raise UserError(f"{flag} {name}: expected FILE.py:function, and found no such file or function")
-    return found
+    return partial(guarded, found)
 
 def check_scores(scores, prompts, responses):
     """Refuse what a reward function should not return, and name the response. -> fp32 [B]"""
     if not isinstance(scores, list) or len(scores) != len(prompts) or not all(isinstance(x, Real) for x in scores):
         raise UserError(f"the reward or judge function must return a list of {len(prompts)} floats; it returned {str(scores)[:100]}")
     for score, prompt, response in zip(scores, prompts, responses):
-        if not math.isfinite(score):
+        if not abs(score) < 3e38:  # nan too, and what is infinite in fp32
             raise UserError(f"the reward is {score} for the prompt {prompt!r} with the response {response!r}")
-    return torch.tensor(scores, dtype=torch.float32)
+    return torch.tensor([float(score) for score in scores], dtype=torch.float32)
 
 def make_optimizer(args, parameters, updates):
     """The optimizer of the dotted name, and its schedule, which steps once an update."""
@@ -686,6 +734,12 @@ def make_optimizer(args, parameters, updates):
     if args.lr_scheduler_type == "exponential":
         return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.01 ** (1 / updates))
     return optimizer, transformers.get_scheduler(args.lr_scheduler_type, optimizer, math.ceil(args.warmup_ratio * updates), updates)
+
+def check_finite(numbers, update):
+    """Stop before a model that has overflowed writes the next batch, or takes the place of a good checkpoint."""
+    if not numbers.isfinite().all():
+        raise UserError(f"update {update}: what the model computes is no longer finite: lower --learning-rate, or --max-grad-norm 1; "
+                        "no checkpoint of this update is saved")
 
 def pick_dtype(args, device):
     """bf16 products where they are asked for or, on auto, where the hardware has units for them; weights and sums stay fp32."""
@@ -714,6 +768,11 @@ def load_splits(name):
     held = next((splits[split] for split in ("test", "validation") if split in splits), None)
     return (rows, held) if held is not None else (rows.select(range(cut)), rows.select(range(cut, len(rows))))
 
+def left_out(total, kept, why):
+    """Say how many rows of the data are not used."""
+    if kept < total and accelerate.PartialState().is_main_process:
+        print(f"left out {total - kept:,} of {total:,} {why}")
+
 def stream_rows(num_rows, start, count, seed):
     """Row numbers start .. start + count of an endless stream of shuffled passes over the data. -> [count]"""
     passes = range(start // num_rows, (start + count - 1) // num_rows + 1)
@@ -723,8 +782,10 @@ def stream_rows(num_rows, start, count, seed):
 def dialogues(rows):
     """The dialogues of two or more utterances, none of them blank, and their acts, if they have any. -> list of (list of str, acts)"""
     acts = rows["act"] if "act" in rows.column_names else [None] * len(rows)
-    return [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
+    kept = [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
             and all(isinstance(text, str) and text.strip() for text in utterances)]  # fmt: skip
+    left_out(len(rows), len(kept), "dialogues: fewer than two utterances, or a blank one")
+    return kept
 
 def utterance_ids(tokenizer, utterances, end):
     """Token ids of each utterance: a space, its text, the end mark; the same rule in training, rollouts and chat. -> list of lists
@@ -754,8 +815,10 @@ def load_turns(rows, tokenizer, classifier, args):
     for texts, acts in dialogues(rows):
         ids = utterance_ids(tokenizer, texts, args.utterance_end)
         acts = acts if isinstance(acts, list) and len(acts) == len(texts) else [None] * len(texts)
-        turns += [Turn(texts[:t], texts[t], acts[t], ids) for t in range(1, len(texts))]
+        # no more of a reference than this: METEOR and ROUGE cost the square of its length
+        turns += [Turn(texts[:t], texts[t][:10_000], acts[t], ids) for t in range(1, len(texts))]
     if classifier:
+        left_out(len(turns), sum(turn.act is not None for turn in turns), "answers: no act")
         turns, acts = [turn for turn in turns if turn.act is not None], range(1, classifier.config.num_labels + 1)
         if wrong := [turn.act for turn in turns if turn.act not in acts]:
             raise UserError(f"data set {args.dataset_name!r}: the act {wrong[0]!r} is none of the classifier's, 1 to {acts[-1]}")
@@ -916,8 +979,15 @@ class Run:
         self.signal, self.printed = 0, 0.0
         for number in (signal.SIGINT, signal.SIGTERM):  # the update is finished and saved first; a second signal ends at once
             signal.signal(number, self.stop)
+        self.batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes  # of one step
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.folder / ".lock", "w")
+            try:
+                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it ends
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):  # others: a file system without locks
+                    raise UserError(f"{name} is in use by a run that has not ended") from error
             commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
             versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, accelerate)}
             about = dict(command=sys.argv, versions=versions, commit=commit, world_size=accelerator.num_processes)
@@ -963,19 +1033,30 @@ class Run:
         if file and self.args.log_with == "wandb":
             self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=[list(row.values()) for row in rows])
 
-    def checkpoint(self, update, parameters, optimizer, scheduler, **state):
-        """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit."""
+    def checkpoint(self, update, parameters, optimizer, scheduler, probe=None, **state):
+        """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit.
+
+        probe() computes something with the model: where that is not finite, the last good checkpoint keeps its place.
+        """
         number = int(self.accelerator.gather(torch.tensor([self.signal], device=self.accelerator.device)).max())
-        due = update == self.updates or (self.args.save_every and update % self.args.save_every == 0)
-        if self.main and (number or due):
+        due = number or update == self.updates or (self.args.save_every and update % self.args.save_every == 0)
+        if due and probe:
+            with torch.no_grad():
+                check_finite(probe(), update)
+        if self.main and due:
             rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # of the user's code; ours draws from (seed, update)
             state |= dict(update=update, parameters={name: p.detach() for name, p in parameters.items()}, rng=rng)
-            state |= dict(optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
+            state |= dict(optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict(), batch=self.batch)
             folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
             draft.mkdir(parents=True, exist_ok=True)
-            with open(draft / "state.pt", "wb") as file:
-                torch.save(state, file)
-                os.fsync(file.fileno())
+            try:
+                with open(draft / "state.pt", "wb") as file:
+                    torch.save(state, file)
+                    os.fsync(file.fileno())
+            except (OSError, RuntimeError) as error:
+                shutil.rmtree(draft)
+                raise UserError(f"cannot save {folder}: {error.__context__ or error}; the checkpoint before is whole: --resume goes on "
+                                "from there") from error
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(draft, folder)  # a checkpoint gets its name when it is whole, so a kill leaves the last one good
             for old in sorted(folder.parent.glob("[0-9]*"), reverse=True)[max(self.args.keep_checkpoints, 1) :]:
@@ -990,7 +1071,10 @@ class Run:
         found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {"update": 0}
         if self.args.resume and found:
             last = next((path for path in found if path.resolve() == Path(self.args.resume).resolve()), found[-1])
-            state = torch.load(last / "state.pt", map_location="cpu", weights_only=True)
+            state = load("checkpoint", torch.load, str(last / "state.pt"), map_location="cpu", weights_only=True)
+            if state["batch"] != self.batch:
+                raise UserError(f"--resume {last}: a step there is of {state['batch']} rows, here of {self.batch}: choose "
+                                "--per-device-train-batch-size so that with this number of processes it stays the same")
             for name, p in parameters.items():
                 p.data.copy_(state["parameters"][name])
             optimizer.load_state_dict(state["optimizer"])
@@ -1000,6 +1084,8 @@ class Run:
             self.console.print(f"resumed after update {state['update']}, from {last}")
             for later in [path for path in found if path > last] if self.main else ():  # what came later will come again
                 shutil.rmtree(later)
+        for draft in (self.folder / "checkpoints").glob(".*") if self.main else ():  # what a kill left half written
+            shutil.rmtree(draft)
         files = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")] if self.main else []
         for file in filter(Path.exists, files):
             lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]  # a kill can tear the last one
@@ -1171,6 +1257,8 @@ def train(args):
             optimizer.zero_grad()
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()
+        with torch.no_grad(), autocast:
+            check_finite(torch.stack(model(b["ids"][:1], b["mask"][:1], T, args.temperature))[:, b_mask[:1]], update)
 
         # 6. Log, and let the coefficient follow the KL.
         pg_loss, vf_loss, clipfrac, vf_clipfrac, approxkl, entropy, off, off2, _ = (sums / sums[-1]).tolist()
@@ -1292,10 +1380,8 @@ def main(argv=None):
     try:
         argv = sys.argv[1:] if argv is None else argv
         chat(argv[1:]) if argv[:1] == ["chat"] else train(parse_args(argv))
-    except ModuleNotFoundError as error:
-        sys.exit(print(f"{Path(__file__).name}: these flags need {error.name}: pip install {error.name}", file=sys.stderr) or 2)
-    except UserError as error:
-        sys.exit(print(f"{Path(__file__).name}: {error}", file=sys.stderr) or 2)
+    except Exception as error:
+        fail(error)
 
 if __name__ == "__main__":
     main()

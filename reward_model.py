@@ -26,6 +26,8 @@ details of RLHF with PPO (Huang et al. 2024). Results, metrics, details: docs/re
 """
 
 # ---- 2. Imports ------------------------------------------------------------------------------------------------------
+import errno
+import fcntl
 import inspect
 import json
 import logging
@@ -40,6 +42,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from pydoc import locate
 from typing import Literal
@@ -173,6 +176,27 @@ RECIPES = {
 class UserError(Exception):
     """Something that the user can mend: shown in one line, exit code 2."""
 
+def fail(error):
+    """End the process: one line for what the user can mend, a full disk too; a bug of ours keeps its traceback.
+
+    Of several processes only the first to fail says why. The others fail alike, or because it is gone.
+    """
+    Console().show_cursor()  # the progress bar hid it
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if torch.distributed.TCPStore(*place, is_master=False, timeout=timedelta(seconds=10)).add("failed", 1) > 1:
+            sys.exit(2)
+    cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch and safetensors have their own words for it
+    if isinstance(error, ModuleNotFoundError):
+        line = f"these flags need {error.name}: pip install {error.name}"
+    elif isinstance(error, (UserError, UnicodeDecodeError)):  # data that are not UTF-8
+        line = str(error)
+    elif isinstance(cause, OSError) or "(os error " in str(error):
+        line = f"{cause}; what was saved before is whole, and --resume goes on from the last checkpoint"
+    else:
+        raise error
+    sys.exit(print(f"{Path(__file__).name}: {' '.join(line.splitlines())}", file=sys.stderr) or 2)
+
 def parse_args(argv):
     """Flags after an optional recipe. No recipe and no model named: tiny. A model named: the published defaults of Args.
 
@@ -187,14 +211,15 @@ def parse_args(argv):
         return args
     runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else ()
     folder = runs[-1].parent if runs else Path(args.resume)
-    folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
-    if not (folder / "args.json").exists():
-        raise UserError(f"--resume {args.resume}: there is no run (no args.json)")
-    saved = json.loads((folder / "args.json").read_text())["args"]
-    if set(saved) != set(asdict(args)):
-        raise UserError(f"--resume {args.resume}: the run is of another script or version, its flags are not the same")
+    there, folder = folder.exists(), folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    if not there or not (folder / "args.json").exists():
+        raise UserError(f"--resume {args.resume}: there is no such checkpoint, or no run (no args.json)")
+    saved = load("run", lambda name: json.loads(Path(name).read_text())["args"], str(folder / "args.json"))
+    if other := set(saved) ^ set(asdict(args)):
+        raise UserError(f"--resume {args.resume}: a run of another script or version, one of the two has no {', '.join(sorted(other))}")
     args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
-    free = ("resume", "save_every", "keep_checkpoints", "log_with", "judge_fn", "judge_model", "judge_url")
+    free = ("resume", "save_every", "keep_checkpoints", "log_with", "judge_fn", "judge_model", "judge_url", "total_episodes",
+            "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps")  # the batch must stay: Run.restore
     if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
         raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
     return replace(args, output_dir=str(folder))
@@ -239,8 +264,9 @@ def load(what, function, name, **kwargs):
     try:
         return function(name, **kwargs)
     except Exception as error:  # the libraries raise a dozen kinds
-        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(error).strip().split("\n")[0]
-        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason}") from error
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error  # it says where
+        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(cause).strip() or f"empty? {cause!r}"
+        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason.splitlines()[0]}") from error
 
 def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
@@ -342,6 +368,12 @@ def make_optimizer(args, parameters, updates):
         return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.01 ** (1 / updates))
     return optimizer, transformers.get_scheduler(args.lr_scheduler_type, optimizer, math.ceil(args.warmup_ratio * updates), updates)
 
+def check_finite(numbers, update):
+    """Stop before a model that has overflowed writes the next batch, or takes the place of a good checkpoint."""
+    if not numbers.isfinite().all():
+        raise UserError(f"update {update}: what the model computes is no longer finite: lower --learning-rate, or --max-grad-norm 1; "
+                        "no checkpoint of this update is saved")
+
 def pick_dtype(args, device):
     """bf16 products where they are asked for or, on auto, where the hardware has units for them; weights and sums stay fp32."""
     fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
@@ -379,6 +411,11 @@ def load_splits(name):
     held = next((splits[split] for split in ("test", "validation") if split in splits), None)
     return (rows, held) if held is not None else (rows.select(range(cut)), rows.select(range(cut, len(rows))))
 
+def left_out(total, kept, why):
+    """Say how many rows of the data are not used."""
+    if kept < total and accelerate.PartialState().is_main_process:
+        print(f"left out {total - kept:,} of {total:,} {why}")
+
 def stream_rows(num_rows, start, count, seed):
     """Row numbers start .. start + count of an endless stream of shuffled passes over the data. -> [count]"""
     passes = range(start // num_rows, (start + count - 1) // num_rows + 1)
@@ -388,8 +425,10 @@ def stream_rows(num_rows, start, count, seed):
 def dialogues(rows):
     """The dialogues of two or more utterances, none of them blank, and their acts, if they have any. -> list of (list of str, acts)"""
     acts = rows["act"] if "act" in rows.column_names else [None] * len(rows)
-    return [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
+    kept = [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
             and all(isinstance(text, str) and text.strip() for text in utterances)]  # fmt: skip
+    left_out(len(rows), len(kept), "dialogues: fewer than two utterances, or a blank one")
+    return kept
 
 def intent_texts(previous, answers):
     """What the intent classifier reads: the last utterance and the answer, and nothing before (RL4LMs). -> list of str"""
@@ -397,8 +436,10 @@ def intent_texts(previous, answers):
 
 def act_rows(rows, args):
     """Columns dialog and act -> text, the last utterance and the answer, and label, the answer's act - 1: acts begin at 1."""
-    found = [(*pair, act - 1) for utterances, acts in dialogues(rows) if isinstance(acts, list) and len(acts) == len(utterances)
+    talks = dialogues(rows)
+    found = [(*pair, act - 1) for utterances, acts in talks if isinstance(acts, list) and len(acts) == len(utterances)
              for *pair, act in zip(utterances, utterances[1:], acts[1:]) if isinstance(act, int) and act > 0]  # fmt: skip
+    left_out(sum(len(utterances) - 1 for utterances, _ in talks), len(found), "answers: no act (1, 2, ...)")
     if not found:
         raise UserError(f"{args.dataset_name!r}: no dialogue has two utterances, none of them blank, and an act (1, 2, ...) for each")
     previous, answers, labels = zip(*found)
@@ -407,8 +448,10 @@ def act_rows(rows, args):
 def label_names_of(rows, args):
     """Names of the classes in the order of their numbers, and label -> number."""
     names = args.label_names.split(",") if args.label_names else getattr(rows.features["label"], "names", ())
-    if None in rows["label"]:
-        raise UserError(f"{args.dataset_name!r}: a row has no label")
+    for label in [x for x in rows["label"] if not isinstance(x, (int, str)) and not (isinstance(x, float) and x.is_integer())][:1]:
+        raise UserError(f"{args.dataset_name!r}: a label must be a whole number or a word, and one is {label!r}")
+    if not names and len({isinstance(label, str) for label in rows["label"]}) > 1:
+        raise UserError(f"{args.dataset_name!r}: some labels are numbers, others words")
     labels = range(len(names)) if names else sorted(set(rows["label"]))
     return list(map(str, names or labels)), {label: number for number, label in enumerate(labels)} | {n: i for i, n in enumerate(names)}
 
@@ -416,9 +459,10 @@ def examples(rows, numbers, tokenizer, args):
     """Rows with a text and a label -> list of ([ids], class)."""
     texts = [text if isinstance(text, str) else "" for text in rows["text"]]
     texts = tokenizer(texts, truncation=True, max_length=args.max_length).input_ids
-    for label in set(rows["label"]) - set(numbers):
+    for label in [x for x in rows["label"] if not isinstance(x, (int, float, str)) or x not in numbers][:1]:
         raise UserError(f"{args.dataset_name!r}: the label {label!r} is none of {', '.join(map(str, numbers))}")
     found = [([ids], numbers[label]) for ids, label in zip(texts, rows["label"]) if ids]
+    left_out(len(rows), len(found), "rows: no text")
     if not found:
         raise UserError(f"{args.dataset_name!r}: no row has a text")
     return found
@@ -443,10 +487,11 @@ def preferences(rows, tokenizer, args):
     groups = rows["responses"] if "responses" in names else [list(pair) for pair in zip(rows["chosen"], rows["rejected"])]
     prompts = rows["prompt"] if "prompt" in names else [""] * len(groups)  # without: chosen and rejected begin alike, as in HH
     margins = rows["margin"] if "margin" in names else [0.0] * len(groups)
-    if not all(isinstance(margin, (int, float)) for margin in margins):
-        raise UserError(f"{args.dataset_name!r}: every margin must be a number")
+    if not all(isinstance(margin, (int, float)) and abs(margin) < 3e38 for margin in margins):
+        raise UserError(f"{args.dataset_name!r}: every margin must be a finite number")
     kept = [row for row in zip(prompts, groups, margins) if isinstance(row[0], str) and isinstance(row[1], list)
             and len(row[1]) > 1 and all(isinstance(text, str) and text.strip() for text in row[1])]  # fmt: skip
+    left_out(len(rows), len(kept), "rows: not two responses to compare")
     if not kept:
         raise UserError(f"{args.dataset_name!r}: no row has two responses to compare (as strings, none of them empty)")
     flat = [(prompt, text) for prompt, group, _ in kept for text in group]
@@ -543,8 +588,15 @@ class Run:
         self.signal, self.printed = 0, 0.0
         for number in (signal.SIGINT, signal.SIGTERM):  # the update is finished and saved first; a second signal ends at once
             signal.signal(number, self.stop)
+        self.batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes  # of one step
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.folder / ".lock", "w")
+            try:
+                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it ends
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):  # others: a file system without locks
+                    raise UserError(f"{name} is in use by a run that has not ended") from error
             commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
             versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, accelerate)}
             about = dict(command=sys.argv, versions=versions, commit=commit, world_size=accelerator.num_processes)
@@ -590,19 +642,30 @@ class Run:
         if file and self.args.log_with == "wandb":
             self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=[list(row.values()) for row in rows])
 
-    def checkpoint(self, update, parameters, optimizer, scheduler, **state):
-        """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit."""
+    def checkpoint(self, update, parameters, optimizer, scheduler, probe=None, **state):
+        """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit.
+
+        probe() computes something with the model: where that is not finite, the last good checkpoint keeps its place.
+        """
         number = int(self.accelerator.gather(torch.tensor([self.signal], device=self.accelerator.device)).max())
-        due = update == self.updates or (self.args.save_every and update % self.args.save_every == 0)
-        if self.main and (number or due):
+        due = number or update == self.updates or (self.args.save_every and update % self.args.save_every == 0)
+        if due and probe:
+            with torch.no_grad():
+                check_finite(probe(), update)
+        if self.main and due:
             rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # of the user's code; ours draws from (seed, update)
             state |= dict(update=update, parameters={name: p.detach() for name, p in parameters.items()}, rng=rng)
-            state |= dict(optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
+            state |= dict(optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict(), batch=self.batch)
             folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
             draft.mkdir(parents=True, exist_ok=True)
-            with open(draft / "state.pt", "wb") as file:
-                torch.save(state, file)
-                os.fsync(file.fileno())
+            try:
+                with open(draft / "state.pt", "wb") as file:
+                    torch.save(state, file)
+                    os.fsync(file.fileno())
+            except (OSError, RuntimeError) as error:
+                shutil.rmtree(draft)
+                raise UserError(f"cannot save {folder}: {error.__context__ or error}; the checkpoint before is whole: --resume goes on "
+                                "from there") from error
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(draft, folder)  # a checkpoint gets its name when it is whole, so a kill leaves the last one good
             for old in sorted(folder.parent.glob("[0-9]*"), reverse=True)[max(self.args.keep_checkpoints, 1) :]:
@@ -617,7 +680,10 @@ class Run:
         found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {"update": 0}
         if self.args.resume and found:
             last = next((path for path in found if path.resolve() == Path(self.args.resume).resolve()), found[-1])
-            state = torch.load(last / "state.pt", map_location="cpu", weights_only=True)
+            state = load("checkpoint", torch.load, str(last / "state.pt"), map_location="cpu", weights_only=True)
+            if state["batch"] != self.batch:
+                raise UserError(f"--resume {last}: a step there is of {state['batch']} rows, here of {self.batch}: choose "
+                                "--per-device-train-batch-size so that with this number of processes it stays the same")
             for name, p in parameters.items():
                 p.data.copy_(state["parameters"][name])
             optimizer.load_state_dict(state["optimizer"])
@@ -627,6 +693,8 @@ class Run:
             self.console.print(f"resumed after update {state['update']}, from {last}")
             for later in [path for path in found if path > last] if self.main else ():  # what came later will come again
                 shutil.rmtree(later)
+        for draft in (self.folder / "checkpoints").glob(".*") if self.main else ():  # what a kill left half written
+            shutil.rmtree(draft)
         files = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")] if self.main else []
         for file in filter(Path.exists, files):
             lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]  # a kill can tear the last one
@@ -764,7 +832,7 @@ def train(args):
         seconds = time.time() - began
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
         run.log(metrics | {"grad_norm": norm.item(), "perf/seconds": seconds, "perf/peak_memory_mb": peak / 2**20})
-        run.checkpoint(update, trainable(bare), optimizer, scheduler)
+        run.checkpoint(update, trainable(bare), optimizer, scheduler, lambda: model(ids[:1], mask[:1]))  # noqa: B023
 
     # 5. Held-out rows: accuracy, and a table of what is confused or how well differences are calibrated.
     run.bar.stop()
@@ -798,10 +866,8 @@ def main(argv=None):
         quiet.utils.logging.disable_progress_bar()
     try:
         train(parse_args(sys.argv[1:] if argv is None else argv))
-    except ModuleNotFoundError as error:
-        sys.exit(print(f"{Path(__file__).name}: these flags need {error.name}: pip install {error.name}", file=sys.stderr) or 2)
-    except UserError as error:
-        sys.exit(print(f"{Path(__file__).name}: {error}", file=sys.stderr) or 2)
+    except Exception as error:
+        fail(error)
 
 if __name__ == "__main__":
     main()

@@ -21,6 +21,8 @@ Results, metrics, details: docs/sft.md.
 """
 
 # ---- 2. Imports ------------------------------------------------------------------------------------------------------
+import errno
+import fcntl
 import inspect
 import json
 import logging
@@ -35,6 +37,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from pydoc import locate
 from typing import Literal
@@ -162,6 +165,27 @@ RECIPES = {
 class UserError(Exception):
     """Something that the user can mend: shown in one line, exit code 2."""
 
+def fail(error):
+    """End the process: one line for what the user can mend, a full disk too; a bug of ours keeps its traceback.
+
+    Of several processes only the first to fail says why. The others fail alike, or because it is gone.
+    """
+    Console().show_cursor()  # the progress bar hid it
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if torch.distributed.TCPStore(*place, is_master=False, timeout=timedelta(seconds=10)).add("failed", 1) > 1:
+            sys.exit(2)
+    cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch and safetensors have their own words for it
+    if isinstance(error, ModuleNotFoundError):
+        line = f"these flags need {error.name}: pip install {error.name}"
+    elif isinstance(error, (UserError, UnicodeDecodeError)):  # data that are not UTF-8
+        line = str(error)
+    elif isinstance(cause, OSError) or "(os error " in str(error):
+        line = f"{cause}; what was saved before is whole, and --resume goes on from the last checkpoint"
+    else:
+        raise error
+    sys.exit(print(f"{Path(__file__).name}: {' '.join(line.splitlines())}", file=sys.stderr) or 2)
+
 def parse_args(argv):
     """Flags after an optional recipe. No recipe and no model named: tiny. A model named: the published defaults of Args.
 
@@ -176,14 +200,15 @@ def parse_args(argv):
         return args
     runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else ()
     folder = runs[-1].parent if runs else Path(args.resume)
-    folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
-    if not (folder / "args.json").exists():
-        raise UserError(f"--resume {args.resume}: there is no run (no args.json)")
-    saved = json.loads((folder / "args.json").read_text())["args"]
-    if set(saved) != set(asdict(args)):
-        raise UserError(f"--resume {args.resume}: the run is of another script or version, its flags are not the same")
+    there, folder = folder.exists(), folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    if not there or not (folder / "args.json").exists():
+        raise UserError(f"--resume {args.resume}: there is no such checkpoint, or no run (no args.json)")
+    saved = load("run", lambda name: json.loads(Path(name).read_text())["args"], str(folder / "args.json"))
+    if other := set(saved) ^ set(asdict(args)):
+        raise UserError(f"--resume {args.resume}: a run of another script or version, one of the two has no {', '.join(sorted(other))}")
     args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
-    free = ("resume", "save_every", "keep_checkpoints", "log_with", "judge_fn", "judge_model", "judge_url")
+    free = ("resume", "save_every", "keep_checkpoints", "log_with", "judge_fn", "judge_model", "judge_url", "total_episodes",
+            "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps")  # the batch must stay: Run.restore
     if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
         raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
     return replace(args, output_dir=str(folder))
@@ -278,8 +303,9 @@ def load(what, function, name, **kwargs):
     try:
         return function(name, **kwargs)
     except Exception as error:  # the libraries raise a dozen kinds
-        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(error).strip().split("\n")[0]
-        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason}") from error
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error  # it says where
+        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(cause).strip() or f"empty? {cause!r}"
+        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason.splitlines()[0]}") from error
 
 def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
@@ -324,6 +350,12 @@ def make_optimizer(args, parameters, updates):
     if args.lr_scheduler_type == "exponential":
         return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.01 ** (1 / updates))
     return optimizer, transformers.get_scheduler(args.lr_scheduler_type, optimizer, math.ceil(args.warmup_ratio * updates), updates)
+
+def check_finite(numbers, update):
+    """Stop before a model that has overflowed writes the next batch, or takes the place of a good checkpoint."""
+    if not numbers.isfinite().all():
+        raise UserError(f"update {update}: what the model computes is no longer finite: lower --learning-rate, or --max-grad-norm 1; "
+                        "no checkpoint of this update is saved")
 
 def pick_dtype(args, device):
     """bf16 products where they are asked for or, on auto, where the hardware has units for them; weights and sums stay fp32."""
@@ -396,6 +428,11 @@ def load_splits(name):
     held = next((splits[split] for split in ("test", "validation") if split in splits), None)
     return (rows, held) if held is not None else (rows.select(range(cut)), rows.select(range(cut, len(rows))))
 
+def left_out(total, kept, why):
+    """Say how many rows of the data are not used."""
+    if kept < total and accelerate.PartialState().is_main_process:
+        print(f"left out {total - kept:,} of {total:,} {why}")
+
 def stream_rows(num_rows, start, count, seed):
     """Row numbers start .. start + count of an endless stream of shuffled passes over the data. -> [count]"""
     passes = range(start // num_rows, (start + count - 1) // num_rows + 1)
@@ -405,8 +442,10 @@ def stream_rows(num_rows, start, count, seed):
 def dialogues(rows):
     """The dialogues of two or more utterances, none of them blank, and their acts, if they have any. -> list of (list of str, acts)"""
     acts = rows["act"] if "act" in rows.column_names else [None] * len(rows)
-    return [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
+    kept = [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
             and all(isinstance(text, str) and text.strip() for text in utterances)]  # fmt: skip
+    left_out(len(rows), len(kept), "dialogues: fewer than two utterances, or a blank one")
+    return kept
 
 def utterance_ids(tokenizer, utterances, end):
     """Token ids of each utterance: a space, its text, the end mark; the same rule in training, rollouts and chat. -> list of lists
@@ -429,13 +468,15 @@ def documents(rows, tokenizer, args):
         found = [utterance_ids(tokenizer, utterances, args.utterance_end) for utterances, _ in dialogues(rows)]
         parts = [[sum(ids, [])[: -1 if args.utterance_end == "eos" else None] for ids in found]]  # its EOS comes below, as everyone's
     else:
-        columns = [[text if isinstance(text, str) else "" for text in rows[name]] for name in kinds[0]]
-        parts = [tokenizer(column, add_special_tokens=False).input_ids for column in columns]
+        kept = [row for row in zip(*(rows[name] for name in kinds[0])) if all(isinstance(text, str) for text in row)]
+        parts = [tokenizer(list(column), add_special_tokens=False).input_ids for column in zip(*kept)] or [[]]
+    total = len(parts[0]) if kinds[0] == ("dialog",) else len(rows)
     prompts, texts = parts if len(parts) == 2 else ([[]] * len(parts[0]), parts[0])
     rows = [(p, t + [tokenizer.eos_token_id]) for p, t in zip(prompts, texts) if t]
     pairs = [(p + t, ([-100] * len(p) if args.completion_only_loss else p) + t) for p, t in rows]
     pairs = [(ids[: args.max_length], labels[: args.max_length]) for ids, labels in pairs]
     pairs = [(ids, labels) for ids, labels in pairs if any(label != -100 for label in labels[1:])]
+    left_out(total, len(pairs), f"rows: no text to learn from within --max-length {args.max_length} tokens")
     if not pairs:
         raise UserError(f"{args.dataset_name!r}: no row has text to learn from within --max-length {args.max_length} tokens")
     return pairs
@@ -524,8 +565,15 @@ class Run:
         self.signal, self.printed = 0, 0.0
         for number in (signal.SIGINT, signal.SIGTERM):  # the update is finished and saved first; a second signal ends at once
             signal.signal(number, self.stop)
+        self.batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes  # of one step
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.folder / ".lock", "w")
+            try:
+                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it ends
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):  # others: a file system without locks
+                    raise UserError(f"{name} is in use by a run that has not ended") from error
             commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
             versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, accelerate)}
             about = dict(command=sys.argv, versions=versions, commit=commit, world_size=accelerator.num_processes)
@@ -571,19 +619,30 @@ class Run:
         if file and self.args.log_with == "wandb":
             self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=[list(row.values()) for row in rows])
 
-    def checkpoint(self, update, parameters, optimizer, scheduler, **state):
-        """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit."""
+    def checkpoint(self, update, parameters, optimizer, scheduler, probe=None, **state):
+        """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit.
+
+        probe() computes something with the model: where that is not finite, the last good checkpoint keeps its place.
+        """
         number = int(self.accelerator.gather(torch.tensor([self.signal], device=self.accelerator.device)).max())
-        due = update == self.updates or (self.args.save_every and update % self.args.save_every == 0)
-        if self.main and (number or due):
+        due = number or update == self.updates or (self.args.save_every and update % self.args.save_every == 0)
+        if due and probe:
+            with torch.no_grad():
+                check_finite(probe(), update)
+        if self.main and due:
             rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # of the user's code; ours draws from (seed, update)
             state |= dict(update=update, parameters={name: p.detach() for name, p in parameters.items()}, rng=rng)
-            state |= dict(optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
+            state |= dict(optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict(), batch=self.batch)
             folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
             draft.mkdir(parents=True, exist_ok=True)
-            with open(draft / "state.pt", "wb") as file:
-                torch.save(state, file)
-                os.fsync(file.fileno())
+            try:
+                with open(draft / "state.pt", "wb") as file:
+                    torch.save(state, file)
+                    os.fsync(file.fileno())
+            except (OSError, RuntimeError) as error:
+                shutil.rmtree(draft)
+                raise UserError(f"cannot save {folder}: {error.__context__ or error}; the checkpoint before is whole: --resume goes on "
+                                "from there") from error
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(draft, folder)  # a checkpoint gets its name when it is whole, so a kill leaves the last one good
             for old in sorted(folder.parent.glob("[0-9]*"), reverse=True)[max(self.args.keep_checkpoints, 1) :]:
@@ -598,7 +657,10 @@ class Run:
         found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {"update": 0}
         if self.args.resume and found:
             last = next((path for path in found if path.resolve() == Path(self.args.resume).resolve()), found[-1])
-            state = torch.load(last / "state.pt", map_location="cpu", weights_only=True)
+            state = load("checkpoint", torch.load, str(last / "state.pt"), map_location="cpu", weights_only=True)
+            if state["batch"] != self.batch:
+                raise UserError(f"--resume {last}: a step there is of {state['batch']} rows, here of {self.batch}: choose "
+                                "--per-device-train-batch-size so that with this number of processes it stays the same")
             for name, p in parameters.items():
                 p.data.copy_(state["parameters"][name])
             optimizer.load_state_dict(state["optimizer"])
@@ -608,6 +670,8 @@ class Run:
             self.console.print(f"resumed after update {state['update']}, from {last}")
             for later in [path for path in found if path > last] if self.main else ():  # what came later will come again
                 shutil.rmtree(later)
+        for draft in (self.folder / "checkpoints").glob(".*") if self.main else ():  # what a kill left half written
+            shutil.rmtree(draft)
         files = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")] if self.main else []
         for file in filter(Path.exists, files):
             lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]  # a kill can tear the last one
@@ -721,7 +785,7 @@ def train(args):
         run.log({"update": update, "epoch": update * B / len(rows), "lr": lr, "loss": loss, "mean_token_accuracy": accuracy,
                  "perplexity": math.exp(min(loss, 700)), "grad_norm": norm.item(), "perf/seconds": seconds,
                  "perf/tokens_per_second": int(tokens) / seconds, "perf/peak_memory_mb": peak / 2**20})
-        run.checkpoint(update, trainable(bare), optimizer, scheduler)
+        run.checkpoint(update, trainable(bare), optimizer, scheduler, lambda: predict(model, ids[:1], positions[:1]))  # noqa: B023
 
     # 5. The same held-out rows again, samples, and the model that the next script loads.
     run.bar.stop()
@@ -729,6 +793,7 @@ def train(args):
     if run.main:
         run.table(f"{len(held_pairs)} held-out documents", [dict(metric=k, before=before[k], after=after[k]) for k in before])
         run.write("evaluation.json", json.dumps(dict(before=before, after=after, n=len(held_pairs)), indent=2))
+        (run.folder / "samples.jsonl").unlink(missing_ok=True)  # a run that was killed behind this line comes here again
         if args.num_samples > 0:
             run.table("samples", write_samples(bare.model, tokenizer, held_pairs, args), "samples.jsonl", update=updates)
         saved = bare.model.merge_and_unload() if args.lora_r else bare.model
@@ -748,10 +813,8 @@ def main(argv=None):
         quiet.utils.logging.disable_progress_bar()
     try:
         train(parse_args(sys.argv[1:] if argv is None else argv))
-    except ModuleNotFoundError as error:
-        sys.exit(print(f"{Path(__file__).name}: these flags need {error.name}: pip install {error.name}", file=sys.stderr) or 2)
-    except UserError as error:
-        sys.exit(print(f"{Path(__file__).name}: {error}", file=sys.stderr) or 2)
+    except Exception as error:
+        fail(error)
 
 if __name__ == "__main__":
     main()

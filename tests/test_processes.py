@@ -64,7 +64,7 @@ for name, script, words in json.load(open("jobs.json")):
 
 def end(process, code=0):
     """Wait for a process that must end with this code. -> stdout, stderr"""
-    out, errors = process.communicate(timeout=200)
+    out, errors = process.communicate(timeout=600)
     assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{errors}"
     return out, errors
 
@@ -100,15 +100,15 @@ def two(scripts, filled, world, tmp_path_factory):
     return root
 
 
-def codes(root, name):
+def codes(root, name, processes=2):
     """How a job ended on each process."""
-    return [json.loads((root / f"{name}.{rank}").read_text()) for rank in (0, 1)]
+    return [json.loads((root / f"{name}.{rank}").read_text()) for rank in range(processes)]
 
 
-def assert_same_numbers(one, two):
-    """Metrics, weights and world size of a run on one process and of its double on two."""
+def assert_same_numbers(one, two, processes=2):
+    """Metrics, weights and world size of a run on one process and of its double on several."""
     sizes = [json.loads((folder / "args.json").read_text())["world_size"] for folder in (one, two)]
-    assert sizes == [1, 2]
+    assert sizes == [1, processes]
     a, b = rows_of(one), rows_of(two)
     assert len(a) == len(b) >= 2 and a[-1]["lr"] > 0
     for row, other in zip(a, b):
@@ -141,6 +141,38 @@ def test_others_on_two_processes(scripts, small, filled, two, tmp_path, script):
     assert codes(two, script) == [0, 0]
     scripts[script].train(small(script, "one", **filled(SIZES[script][0] | SIZES[script][1])))
     assert_same_numbers(tmp_path / "one", two / script)
+
+
+THREE = {  # 5 updates of 12 or 6 rows, which leave a rest of the data, of the held-out rows and of what is sampled at once
+    "ppo_sentiment": dict(total_episodes=55, num_eval_prompts=5, local_rollout_forward_batch_size=3),
+    "ppo_dialog": dict(total_episodes=55, local_rollout_forward_batch_size=3),
+    "rloo_tldr": dict(total_episodes=55, local_rollout_forward_batch_size=6),
+    "sft": dict(num_train_rows=17, packing=False, num_train_epochs=1.76),
+    "reward_model": dict(num_train_epochs=0.62, gradient_accumulation_steps=1),
+}
+
+
+@pytest.fixture(scope="module")
+def three(scripts, filled, world, tmp_path_factory):
+    """A small run of each script on the same three processes. -> their folder"""
+    root = tmp_path_factory.mktemp("three")
+    make = maker(scripts, world, root)
+    flags = {script: filled(SIZES[script][0] | SIZES[script][1] | THREE[script] | dict(per_device_train_batch_size=2)) for script in THREE}
+    (root / "jobs.json").write_text(json.dumps([(script, script, flags_of(make(script, script, **flags[script]))) for script in THREE]))
+    (root / "driver.py").write_text(DRIVER.format(root=str(ROOT)))
+    words = torchrun_words("sft", make("sft"), 3)
+    end(start_process([*words[: words.index(ROOT / "sft.py")], root / "driver.py"], root))
+    return root
+
+
+@pytest.mark.parametrize("script", THREE)
+def test_three_processes(scripts, small, filled, three, tmp_path, script):
+    """Losses, KL coefficient, weights and held-out numbers of one process, after 5 updates."""
+    assert codes(three, script, 3) == [0, 0, 0]
+    flags = SIZES[script][0] | SIZES[script][1] | THREE[script] | dict(per_device_train_batch_size=6)
+    scripts[script].train(small(script, "one", **filled(flags)))
+    assert len(rows_of(three / script)) == 5
+    assert_same_numbers(tmp_path / "one", three / script, 3)
 
 
 def test_dialogues_on_two_processes(two):
