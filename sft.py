@@ -785,7 +785,7 @@ def train(args):
         run.log({"update": update, "epoch": update * B / len(rows), "lr": lr, "loss": loss, "mean_token_accuracy": accuracy,
                  "perplexity": math.exp(min(loss, 700)), "grad_norm": norm.item(), "perf/seconds": seconds,
                  "perf/tokens_per_second": int(tokens) / seconds, "perf/peak_memory_mb": peak / 2**20})
-        run.checkpoint(update, trainable(bare), optimizer, scheduler, lambda: predict(model, ids[:1], positions[:1]))  # noqa: B023
+        run.checkpoint(update, trainable(bare), optimizer, scheduler, lambda: model(ids[:1], labels[:1], positions[:1])[0])  # noqa: B023
 
     # 5. The same held-out rows again, samples, and the model that the next script loads.
     run.bar.stop()

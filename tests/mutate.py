@@ -104,7 +104,7 @@ FAULTS = [Fault(*row) for row in [
     ("the ratio of rloo is of a mean token", 10, R, "train", "(new - old).sum(1)", "(new - old).mean(1)",
      "mutants::one_step_by_hand[rloo_tldr]"),
     ("no temperature in sampling", 11, S, "generate", " / temperature", "", "runs::the_sampled_distribution_is_the_scored_one"),
-    ("no temperature in log-probabilities", 11, R, "token_logprobs", ".float() / temperature)", ".float())",
+    ("no temperature in log-probabilities", 11, R, "token_logprobs", "hidden / temperature", "hidden",
      "kernels::token_logprobs_agree_with_naive"),
     ("no temperature in the reference", 11, S, "PolicyAndValue.reference_logprobs", "T, temperature)[0]", "T, 1.0)[0]",
      "runs::the_sampled_distribution_is_the_scored_one"),

@@ -57,7 +57,7 @@ def test_every_flag_named_in_the_docs_exists(scripts, name):
                "no_completion_only_loss"}  # fmt: skip
     known = {field for script in scripts.values() for field in script.Args.__dataclass_fields__} | foreign
     page = (ROOT / "docs" / f"{name}.md").read_text()
-    named = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][a-z0-9_-]+)", page)}
+    named = {flag.replace("-", "_") for flag in re.findall(r"(?<!-)--([a-z][a-z0-9_-]+)", page)}
     assert not named - known
 
 
