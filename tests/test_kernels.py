@@ -860,7 +860,8 @@ def test_next_token_losses_agree_with_naive(k, with_bias):
 @shipping("next_token_losses")
 def test_next_token_losses_learn_as_cross_entropy(k):
     """Gradients over several blocks of words, against torch's own cross-entropy in float64; the prompt's positions get none."""
-    hidden, weight, labels = normal(3, 9, 4), normal(2500, 4, seed=1), torch.randint(0, 2500, (3, 9), generator=torch.Generator().manual_seed(2))
+    hidden, weight = normal(3, 9, 4), normal(2500, 4, seed=1)
+    labels = torch.randint(0, 2500, (3, 9), generator=torch.Generator().manual_seed(2))
     labels[:, :4], labels[0, 1] = -100, 7
     slopes = []
     for dtype in (torch.float32, torch.float64):
