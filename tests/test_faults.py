@@ -238,7 +238,7 @@ def test_a_process_that_fails_ends_the_run(small, tmp_path, case):
     ours = errors.split("torch/distributed/elastic", 1)[0].splitlines()
     assert process.returncode == 1
     if case == "all see a bug":
-        assert sum(line == "NameError: name 'bug' is not defined" for line in ours) == 1, errors
+        assert sum(line.endswith("NameError: name 'bug' is not defined") for line in ours) == 1, errors
     else:
         word = "no answer within 5 seconds" if case == "one hangs" else "division by zero"
         assert sum(line.startswith("ppo_sentiment.py: --reward-fn") and word in line for line in errors.splitlines()) == 1, errors
@@ -288,6 +288,7 @@ def test_resume_on_other_processes(scripts, small, tmp_path):
     _, whole = module.train(small("ppo_sentiment", "whole", **flags))
     args = small("ppo_sentiment", "parts", **flags | dict(total_episodes=16))
     module.train(args)
+    open(tmp_path / "parts/.lock").close()  # as in test_folder_in_use
     words = torchrun_words("ppo_sentiment", args, 2)
     words = words[: words.index(ROOT / "ppo_sentiment.py") + 1]
     changes = ["--resume", args.output_dir, "--total-episodes", "32", "--per-device-train-batch-size", "2"]
