@@ -301,10 +301,12 @@ def length_mask(lengths, max_length):
     """True on the first `lengths` positions of each row. [B] -> bool [B, T]"""
     return torch.arange(max_length, device=lengths.device) < lengths[:, None]  # [B, T]
 
-ROWS, COLUMNS = 1024, 1024  # positions and vocabulary of a block of logits: 4 MiB in fp32, which stays in a processor's cache
+def block_size(device):
+    """Positions and words in a block of logits: 4 MiB stay in a processor's cache, 128 MiB cost a GPU few launches (not measured)."""
+    return (1024, 1024) if device.type == "cpu" else (4096, 8192)
 
 class BlockwiseLogprobs(torch.autograd.Function):
-    """The two passes of token_logprobs, a block of ROWS x COLUMNS logits at a time; the backward pass computes the logits again.
+    """Log-probabilities of tokens through the head, a block of logits at a time; the backward pass computes the logits again.
 
     The softmax of a block times the block's share of the row is the softmax of the row, so each pass takes one exp of a logit
     (Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", has blocks of this kind on a GPU).
@@ -313,9 +315,10 @@ class BlockwiseLogprobs(torch.autograd.Function):
     @staticmethod
     def blocks(hidden, weight, bias):
         """-> number of the block of columns, rows, columns, and the fp32 logits and their softmax over the block, [rows, columns]"""
-        for k, start in enumerate(range(0, len(weight), COLUMNS)):
-            for row in range(0, len(hidden), ROWS):
-                rows, columns = slice(row, row + ROWS), slice(start, start + COLUMNS)
+        height, width = block_size(hidden.device)
+        for k, start in enumerate(range(0, len(weight), width)):
+            for row in range(0, len(hidden), height):
+                rows, columns = slice(row, row + height), slice(start, start + width)
                 logits = F.linear(hidden[rows], weight[columns], None if bias is None else bias[columns])
                 logits = logits.float().clamp_(min=-1e4)  # a bias of -inf forbids a token, and 0 * -inf is nan
                 yield k, rows, columns, logits, logits.softmax(-1)
@@ -327,10 +330,11 @@ class BlockwiseLogprobs(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
         picked = torch.empty(len(hidden), device=hidden.device)  # [N], logit of the token
-        top, lse, mean = torch.empty(3, len(hidden), -(-len(weight) // COLUMNS), device=hidden.device)  # [N, blocks]
+        parts = math.ceil(len(weight) / block_size(hidden.device)[1])
+        top, lse, mean = torch.empty(3, len(hidden), parts, device=hidden.device)  # [N, blocks]: largest logit, log of the sum of exp, mean
         for k, rows, columns, logits, probs in BlockwiseLogprobs.blocks(hidden, weight, bias):
             top[rows, k] = logits.amax(-1)
-            lse[rows, k] = top[rows, k] - probs.amax(-1).log()  # log of the sum of exp
+            lse[rows, k] = top[rows, k] - probs.amax(-1).log()
             mean[rows, k] = (probs * logits).sum(-1)
             place = tokens[rows] - columns.start
             near = place.clamp(0, logits.shape[1] - 1)
