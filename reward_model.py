@@ -425,6 +425,7 @@ def stream_rows(num_rows, start, count, seed):
 def dialogues(rows):
     """The dialogues of two or more utterances, none of them blank, and their acts, if they have any. -> list of (list of str, acts)"""
     acts = rows["act"] if "act" in rows.column_names else [None] * len(rows)
+    acts = [[int(x) if isinstance(x, float) and x.is_integer() else x for x in act] if isinstance(act, list) else act for act in acts]
     kept = [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
             and all(isinstance(text, str) and text.strip() for text in utterances)]  # fmt: skip
     left_out(len(rows), len(kept), "dialogues: fewer than two utterances, or a blank one")
@@ -438,7 +439,7 @@ def act_rows(rows, args):
     """Columns dialog and act -> text, the last utterance and the answer, and label, the answer's act - 1: acts begin at 1."""
     talks = dialogues(rows)
     found = [(*pair, act - 1) for utterances, acts in talks if isinstance(acts, list) and len(acts) == len(utterances)
-             for *pair, act in zip(utterances, utterances[1:], acts[1:]) if isinstance(act, int) and act > 0]  # fmt: skip
+             for *pair, act in zip(utterances, utterances[1:], acts[1:]) if isinstance(act, int) and 0 < act < 2**31]  # fmt: skip
     left_out(sum(len(utterances) - 1 for utterances, _ in talks), len(found), "answers: no act (1, 2, ...)")
     if not found:
         raise UserError(f"{args.dataset_name!r}: no dialogue has two utterances, none of them blank, and an act (1, 2, ...) for each")
@@ -453,6 +454,8 @@ def label_names_of(rows, args):
     if not names and len({isinstance(label, str) for label in rows["label"]}) > 1:
         raise UserError(f"{args.dataset_name!r}: some labels are numbers, others words")
     labels = range(len(names)) if names else sorted(set(rows["label"]))
+    if len(labels) < 2:
+        raise UserError(f"{args.dataset_name!r}: a classifier needs two labels or more, and every row has the label {labels[0]!r}")
     return list(map(str, names or labels)), {label: number for number, label in enumerate(labels)} | {n: i for i, n in enumerate(names)}
 
 def examples(rows, numbers, tokenizer, args):

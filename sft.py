@@ -446,6 +446,7 @@ def stream_rows(num_rows, start, count, seed):
 def dialogues(rows):
     """The dialogues of two or more utterances, none of them blank, and their acts, if they have any. -> list of (list of str, acts)"""
     acts = rows["act"] if "act" in rows.column_names else [None] * len(rows)
+    acts = [[int(x) if isinstance(x, float) and x.is_integer() else x for x in act] if isinstance(act, list) else act for act in acts]
     kept = [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
             and all(isinstance(text, str) and text.strip() for text in utterances)]  # fmt: skip
     left_out(len(rows), len(kept), "dialogues: fewer than two utterances, or a blank one")

@@ -26,11 +26,11 @@ def test_log_probabilities_are_cross_entropies(k, temperature):
 @shipping("next_token_losses")
 def test_next_token_losses_are_cross_entropies(k):
     """With labels of -100, in value and slope."""
-    logits, labels = normal(3, 6, 11), torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(1))
+    hidden, weight, labels = normal(3, 6, 4), normal(11, 4, seed=2), torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(1))
     labels[0, :3], labels[2, 4:] = -100, -100
-    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
-    losses, _ = k.next_token_losses(ours, labels)
-    loss = F.cross_entropy(theirs[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    ours, theirs = (hidden.clone().requires_grad_() for _ in range(2))
+    losses, _ = k.next_token_losses(ours, weight, labels)
+    loss = F.cross_entropy((theirs @ weight.T)[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
     close(losses, loss.detach())
     losses.sum().backward()
     loss.sum().backward()
