@@ -215,7 +215,7 @@ OTHERWISE = {  # script, file -> what else is expected
     ("reward_model", "txt"): "column", ("ppo_dialog", "txt"): "column", ("rloo_tldr", "txt"): "column",
     ("reward_model", "missing-in-one-row"): "the label None", ("ppo_dialog", "missing-in-one-row"): "no dialogue has two",
     ("ppo_dialog", "csv"): "no dialogue has two", ("reward_model", "two-rows"): "two labels or more",
-    ("reward_model", "all-null"): "one is None",
+    ("reward_model", "all-null"): "one is None", ("reward_model", "all-numbers"): "two labels", ("reward_model", "all-empty"): "two labels",
 }  # fmt: skip
 
 
@@ -307,8 +307,8 @@ def test_a_ranking(end, world, name):
     check(end("reward_model", damaged("ranking", "responses", value), model_name_or_path=world.lm()), expected)
 
 
-MARGINS = {"null": (None, "margin"), "word": ("one", "margin"), "numeral": ("1", 4), "negative": (-1.0, 4), "whole": (1, 4), "bool": (True, 4),
-           "list": ([1], "margin"), "huge": (1e300, "margin"), "missing": (..., "margin")}  # fmt: skip
+MARGINS = {"null": (None, "margin"), "word": ("one", "margin"), "numeral": ("1", 4), "negative": (-1.0, 4), "whole": (1, 4),
+           "bool": (True, 4), "list": ([1], "margin"), "huge": (1e300, "margin"), "missing": (..., "margin")}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MARGINS)
