@@ -7,6 +7,8 @@ import io
 import json
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,3 +183,19 @@ def test_a_table_of_ablations_by_hand(ablations):
     assert "stopped by itself in 1 of 1 runs" in two and "1 of 3 seeds" in two and "2 of 3 seeds" in other
     page = f"a\n{ablations.MARKERS[0]}\nold\n{ablations.MARKERS[1]}\nb"
     assert ablations.page_with(page, "new").split("\n\n") == [f"a\n{ablations.MARKERS[0]}", "new", f"{ablations.MARKERS[1]}\nb"]
+
+
+def test_the_commands_of_the_reliability_page_choose_tests():
+    """Each `pytest ...` of the page has files that exist and a -k that chooses one of their tests at least."""
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "tests"]
+    done = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True)
+    ids = [line for line in done.stdout.splitlines() if "::" in line]
+    commands = re.findall(r"`pytest ([^`]+)`", (ROOT / "docs/reliability.md").read_text())
+    assert ids and len(commands) > 15
+    for command in commands:
+        words = shlex.split(re.sub(" [(]needs root[)]", "", command))
+        files = [word for word in words if word.startswith("tests/")]
+        asked = words[words.index("-k") + 1] if "-k" in words else "test"
+        names = [name for file, name in (x.split("::", 1) for x in ids) if file in files]
+        words = [re.sub(r"(?!and\b|or\b|not\b)\b\w+", lambda word, name=name: str(word[0] in name), asked) for name in names]
+        assert any(map(eval, words)), command
