@@ -641,12 +641,54 @@ def load_scores(args, device):
         score = load_scorer(args.reward_model_path, args.local_rollout_forward_batch_size, device)
     return lambda prompts, responses: check_scores(score(prompts, responses), prompts, responses).to(device)
 
+def make_learner(model, accelerator):
+    """The module to train: this one, or a copy without its reference where FSDP2 or ZeRO-3 will cut its weights into shards.
+
+    Shards cannot generate. The whole module does, on every process, and takes the weights over after each update (`take_weights`).
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    if accelerator.distributed_type != "FSDP" and (plugin is None or plugin.zero_stage < 3):
+        return model
+    learner = copy.deepcopy(model, memo={id(getattr(model, "reference", None)): None})  # what its memo holds is taken as it is
+    if accelerator.distributed_type == "FSDP" and any(p.dtype is torch.int8 for p in learner.parameters()):
+        raise UserError("--load-in-8bit: FSDP2 cannot cut 8-bit weights into shards; use ZeRO or plain data parallelism")
+    layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+    learner._no_split_modules = [type(layers[0]).__name__]  # FSDP2 shards layer by layer
+    return learner
+
+@torch.no_grad()
+def take_weights(model, learner):
+    """Copy the weights of a sharded module into the whole one, one by one; all processes take part."""
+    pairs = zip(trainable(model).values(), trainable(learner).values()) if learner is not model else ()
+    for p, shard in pairs:
+        if hasattr(shard, "full_tensor"):  # FSDP2
+            p.copy_(shard.full_tensor())
+        else:  # ZeRO-3
+            import deepspeed
+            with deepspeed.zero.GatheredParameters([shard]):
+                p.copy_(shard)
+
+def clip_gradients(accelerator, parameters, max_norm):
+    """Scale the gradients of one step down to this norm; None: never. -> their norm before, over all processes' shards
+
+    DeepSpeed clips and steps in the step's last backward pass; its norm is what it has seen there.
+    """
+    norm = accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+def shard_like(value, p):
+    """This process's shard of a tensor of p's shape where p is sharded (FSDP2); anything else as it is."""
+    if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
+        return value
+    return torch.distributed.tensor.distribute_tensor(value.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+
 def make_optimizer(args, parameters, updates):
     """The optimizer of the dotted name, and its schedule, which steps once an update."""
     kind = locate(args.optimizer)
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
         raise UserError(f"--optimizer {args.optimizer}: not an optimizer of an installed package; e.g. torch.optim.AdamW")
-    options = dict(lr=args.learning_rate, eps=args.adam_eps, fused=True)  # as far as it takes them
+    fused = "Adam" in args.optimizer  # others have no fused step for FSDP2's shards
+    options = dict(lr=args.learning_rate, eps=args.adam_eps, fused=fused)  # as far as it takes them
     optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
     if args.lr_scheduler_type == "exponential":
         return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.01 ** (1 / updates))
@@ -920,7 +962,7 @@ class Run:
         parts = ("{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}")
         self.bar = Progress(*parts, console=self.console, disable=not (self.main and self.console.is_terminal))
         self.updates, self.columns, self.task = updates, columns, self.bar.add_task("", total=updates)
-        self.signal, self.printed = 0, 0.0
+        self.signal, self.printed, self.engine = 0, 0.0, None  # DeepSpeed's, where it trains
         for number in (signal.SIGINT, signal.SIGTERM):  # the update is finished and saved first; a second signal ends at once
             signal.signal(number, self.stop)
         self.batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes  # of one step
@@ -977,6 +1019,13 @@ class Run:
         if file and self.args.log_with == "wandb":
             self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=[list(row.values()) for row in rows])
 
+    def whole(self, value):
+        """What a checkpoint keeps, with the shards of FSDP2 put together; all processes take part, one gets the result."""
+        if isinstance(value, dict):
+            return {key: self.whole(x) for key, x in value.items()}
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return whole.cpu() if self.main and whole is not value else whole
+
     def checkpoint(self, update, parameters, optimizer, scheduler, probe=None, **state):
         """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit.
 
@@ -987,11 +1036,15 @@ class Run:
         if due and probe:
             with torch.no_grad():
                 check_finite(probe(), update)
+        folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
+        if due and self.engine:
+            self.engine.save_checkpoint(str(draft), tag="deepspeed")  # each process its shards
+            self.accelerator.wait_for_everyone()
+        elif due:
+            state |= self.whole(dict(parameters={name: p.detach() for name, p in parameters.items()}, optimizer=optimizer.state_dict()))
         if self.main and due:
             rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # of the user's code; ours draws from (seed, update)
-            state |= dict(update=update, parameters={name: p.detach() for name, p in parameters.items()}, rng=rng)
-            state |= dict(optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict(), batch=self.batch)
-            folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
+            state |= dict(update=update, scheduler=scheduler.state_dict(), batch=self.batch, rng=rng)
             draft.mkdir(parents=True, exist_ok=True)
             try:
                 with open(draft / "state.pt", "wb") as file:
@@ -1019,9 +1072,14 @@ class Run:
             if state["batch"] != self.batch:
                 raise UserError(f"--resume {last}: a step there is of {state['batch']} rows, here of {self.batch}: choose "
                                 "--per-device-train-batch-size so that with this number of processes it stays the same")
-            for name, p in parameters.items():
-                p.data.copy_(state["parameters"][name])
-            optimizer.load_state_dict(state["optimizer"])
+            if self.engine:
+                self.engine.load_checkpoint(str(last), tag="deepspeed")
+            else:
+                for name, p in parameters.items():
+                    p.data.copy_(shard_like(state["parameters"][name], p))
+                moments, held = state["optimizer"]["state"], [p for group in optimizer.param_groups for p in group["params"]]
+                moments |= {i: {key: shard_like(x, held[i]) for key, x in kept.items()} for i, kept in moments.items()}
+                optimizer.load_state_dict(state["optimizer"])
             scheduler.load_state_dict(state["scheduler"])
             torch.set_rng_state(state["rng"]["torch"])
             random.setstate(state["rng"]["python"])
@@ -1047,9 +1105,24 @@ class Run:
         figure.savefig(self.folder / "curves.png", dpi=120)
 
 def start(args):
-    """The accelerator: CPU, GPU, or one process of several. Refuses to run on fewer processes than were asked for."""
+    """The accelerator: CPU, GPU, or one process of several, by accelerate's configuration sharded (FSDP2, DeepSpeed).
+
+    Refuses to run on fewer processes than were asked for.
+    """
     ddp = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)  # they are constants, and an offloaded model's are elsewhere
-    accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[ddp])
+    cpu = not torch.cuda.is_available()
+    sharded = [kind for kind in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true"]
+    if cpu and sharded:  # accelerate 1.15 has them for GPUs alone; told that this is one, it runs them on a CPU too
+        accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # each process loads whole models: the policy also generates
+    accelerator = accelerate.Accelerator(cpu=cpu and not sharded, mixed_precision="no", kwargs_handlers=[ddp])
+    if sharded and (accelerator.distributed_type not in sharded or (sharded == ["FSDP"] and not accelerator.is_fsdp2)):
+        raise UserError("of accelerate's FSDP only fsdp_version 2 works here, on more than one process and without ACCELERATE_USE_CPU")
+    if plugin := accelerator.state.deepspeed_plugin:
+        bf16 = dict(enabled=pick_dtype(args, accelerator.device) is torch.bfloat16, dtype="bfloat16")
+        plugin.deepspeed_config |= dict(train_micro_batch_size_per_gpu=args.per_device_train_batch_size, torch_autocast=bf16,
+                                        gradient_accumulation_steps=1, gradient_clipping=args.max_grad_norm or 0.0)  # ours adds up
+        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # it would load every model in shards
     words = [*psutil.Process(os.getppid()).cmdline(), ""]  # accelerate 1.15 starts one for `launch --cpu --num_processes 2`
     asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"] or ["1"]
     asked, runs = os.environ.get("WORLD_SIZE", asked[0]), accelerator.num_processes
@@ -1102,7 +1175,7 @@ def train(args):
     gold = load_function("--judge-fn", args.judge_fn) if args.judge_fn else None
     train_posts, held_posts = (load_posts(rows, tokenizer, args) for rows in load_splits(args.dataset_name))
     config, (longest, stop_token_id) = bare.policy.config, check_fit(args, tokenizer, bare.policy, train_posts + held_posts)
-    optimizer, scheduler = make_optimizer(args, (parameters := trainable(bare)).values(), updates)
+    optimizer, scheduler = make_optimizer(args, trainable(learner := make_learner(bare, accelerator)).values(), updates)
     dtype = pick_dtype(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
 
@@ -1116,13 +1189,16 @@ def train(args):
     if args.lora_r:
         trained, total = (sum(p.numel() for p in bare.parameters() if p.requires_grad >= least) for least in (True, False))
         say(f"LoRA trains {trained:,} of {total:,} parameters = {trained / total:.3%}")
-    model, optimizer = accelerator.prepare(bare, optimizer)
+    model, optimizer = accelerator.prepare(learner, optimizer)
+    parameters = trainable(learner)
 
     references, held_batch = held_out_posts(held_posts, args)
     held_batch = [x.to(device) for x in held_batch]
     with autocast:
         before = win_rate(bare, tokenizer, score, judge, held_batch, references, stop_token_id, args)
+    run.engine = model if accelerator.distributed_type == "DEEPSPEED" else None
     state = run.restore(parameters, optimizer, scheduler)
+    take_weights(bare, learner)
     skipped = 0
     run.bar.start()
     for update in range(state["update"] + 1, updates + 1):
@@ -1158,7 +1234,7 @@ def train(args):
 
         # 5. Update: minibatches of the whole batch; a process takes its rows of each, in micro-batches. The loss is a sum over
         # responses / the minibatch's size, so the gradient does not depend on micro-batches, accumulation or processes.
-        bare.train()
+        model.train()
         sums = torch.zeros(8, device=device)  # what is logged, over all minibatches
         order = [torch.randperm(B, generator=draws(args.seed, "order", update, epoch)) for epoch in range(epochs)]
         for mb in torch.stack(order).to(device).view(epochs * args.num_mini_batches, -1):  # [B / num_mini_batches] rows
@@ -1176,14 +1252,15 @@ def train(args):
                     loss = policy_loss.sum() / len(mb)
                     if args.kl_in_loss:
                         loss = loss + args.kl_coef * kl_per_token(new, ref, args.kl_estimator).sum() / len(mb)
+                    accelerator.sync_gradients = i + 1 == len(micros)  # DeepSpeed steps in the last pass's backward
                     accelerator.backward(loss * world)  # DDP divides by the number of processes
                 log_ratio = log_ratio.detach()
                 ratio = torch.exp(log_ratio)
                 seen = (policy_loss, policy_loss > -advantages[rows] * ratio, 0.5 * log_ratio**2, ratio - 1, (ratio - 1) ** 2,
                         torch.ones_like(ratio), entropies, m)
                 sums += torch.stack([x.detach().float().sum() for x in seen])
-            norm = accelerator.clip_grad_norm_(parameters.values(), args.max_grad_norm or math.inf)
-            skipped = 0 if norm.isfinite() else skipped + 1
+            norm = clip_gradients(accelerator, parameters, args.max_grad_norm)
+            skipped = 0 if math.isfinite(norm) else skipped + 1
             if skipped:
                 say(f"update {update}: a gradient that is not finite, step skipped, {skipped} in a row", style="yellow")
                 if skipped == 5:
@@ -1194,8 +1271,9 @@ def train(args):
         # Reference sync and an average (EMA) of the policy are lines here: docs/rloo_tldr.md.
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()
+        take_weights(bare, learner)
         with torch.no_grad(), autocast:
-            check_finite(torch.stack(model(b["ids"][:1], b["mask"][:1], T, args.temperature))[:, b_mask[:1]], update)
+            check_finite(torch.stack(bare(b["ids"][:1], b["mask"][:1], T, args.temperature))[:, b_mask[:1]], update)
 
         # 6. Log.
         sums = accelerator.reduce(sums)

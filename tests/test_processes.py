@@ -3,7 +3,9 @@
 import json
 
 import pytest
-from run_tools import ROOT, distance, flags_of, free_port, maker, reward_file, rows_of, script_words, start_process, torchrun_words
+from run_tools import (
+    ROOT, distance, flags_of, free_port, maker, reward_file, rows_of, same, script_words, start_process, timeless, torchrun_words, weights,
+)  # fmt: skip
 from safetensors.torch import load_file
 
 pytest_plugins = ["run_fixtures"]
@@ -98,6 +100,33 @@ def two(scripts, filled, world, tmp_path_factory):
     words = [*accelerate_words("--multi_gpu", "--main_process_port", free_port()), root / "driver.py"]
     end(start_process(words, root, ACCELERATE_USE_CPU="true", HF_HOME=str(root)))
     return root
+
+
+SHARDED = {"fsdp2": 0, "zero2": 2, "zero3": 3}  # accelerate_configs/<name>.yaml, DeepSpeed's stage
+
+
+@pytest.fixture(scope="module", params=SHARDED)
+def sharded(request, scripts, filled, world, tmp_path_factory):
+    """Small runs whose weights or optimizer states are cut into shards, one after the other on two processes. -> name, their folder"""
+    if SHARDED[request.param]:
+        pytest.importorskip("deepspeed", reason="DeepSpeed is optional; pip install deepspeed runs this test")
+    root = tmp_path_factory.mktemp(request.param)
+    make = maker(scripts, world, root)
+    jobs = [(script, script, flags_of(make(script, script, **filled(SIZES[script][0] | SIZES[script][2])))) for script in SIZES]
+    for name in ("shared", "critic", "lora"):
+        flags = PARTS[name] if name in PARTS else PARTS["lora-8bit"] | dict(load_in_8bit=False)
+        jobs.append((name, "ppo_sentiment", flags_of(make("ppo_sentiment", name, per_device_train_batch_size=1, **filled(flags)))))
+    flags = dict(total_episodes=32, per_device_train_batch_size=2)
+    jobs.append(("straight", "ppo_sentiment", flags_of(make("ppo_sentiment", "straight", **flags))))
+    flags["reward_fn"] = reward_file(root, STOPPED.replace("[float(len(r) % 7) - 3 for r in responses]", "score(responses)"))
+    jobs.append(("stopped", "ppo_sentiment", flags_of(make("ppo_sentiment", "stopped", **flags))))
+    jobs.append(("resumed", "ppo_sentiment", ["--resume", str(root / "stopped")]))
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    (root / "driver.py").write_text(DRIVER.format(root=str(ROOT)))
+    config = ROOT / "accelerate_configs" / f"{request.param}.yaml"
+    words = ["accelerate", "launch", "--config_file", config, "--main_process_port", free_port(), root / "driver.py"]
+    end(start_process(words, root, HF_HOME=str(root)))
+    return request.param, root
 
 
 def codes(root, name, processes=2):
@@ -198,6 +227,33 @@ def test_signal_and_resume_on_two_processes(two):
     """A SIGTERM to one process stops both after the same update; the run goes on, on both."""
     assert (two / "sent").exists() and codes(two, "stopped") == [143, 143] and codes(two, "resumed") == [0, 0]
     assert [row["update"] for row in rows_of(two / "stopped")] == [1, 2, 3, 4] and (two / "stopped/model").exists()
+
+
+@pytest.mark.parametrize("script", SIZES)
+def test_shards(scripts, small, filled, sharded, tmp_path, script):
+    """FSDP2, ZeRO-2 and ZeRO-3: losses, KL coefficient, weights and held-out numbers of one process."""
+    _, root = sharded
+    assert codes(root, script) == [0, 0]
+    scripts[script].train(small(script, "one", **filled(SIZES[script][0] | SIZES[script][1])))
+    assert_same_numbers(tmp_path / "one", root / script)
+
+
+@pytest.mark.parametrize("name", ["shared", "critic", "lora"])
+def test_parts_in_shards(ppo, filled, sharded, tmp_path, name):
+    """Frozen layers with accumulated and recomputed passes, a critic, LoRA: the numbers of one process."""
+    _, root = sharded
+    assert codes(root, name) == [0, 0]
+    flags = PARTS[name] if name in PARTS else PARTS["lora-8bit"] | dict(load_in_8bit=False)
+    ppo("one", per_device_train_batch_size=2, **filled(flags))
+    assert_same_numbers(tmp_path / "one", root / name)
+
+
+def test_resume_in_shards(ppo, sharded, tmp_path):
+    """A SIGTERM to one process, then --resume on both: the bits of the run that was left alone; FSDP2's checkpoint fits one process too."""
+    name, root = sharded
+    assert codes(root, "stopped") == [143, 143] and codes(root, "resumed") == [0, 0]
+    assert timeless(rows_of(root / "stopped")) == timeless(rows_of(root / "straight"))
+    assert same(weights(root / "stopped/model"), weights(root / "straight/model"))
 
 
 def test_one_process_in_place_of_two_is_refused(small, tmp_path):
