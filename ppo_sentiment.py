@@ -737,12 +737,18 @@ def pick_dtype(args, device):
     fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if args.bf16 or args.dtype == "bfloat16" or (args.dtype == "auto" and fast) else torch.float32
 
-def describe_memory(model, config, rows, length, device):
-    """One line: estimated GiB on one rank for passes of rows x length tokens with Adam, against what is free."""
+def describe_memory(model, learner, config, rows, length, accelerator):
+    """One line: estimated GiB on one process for passes of rows x length tokens with Adam, against what is free.
+
+    In shards each process has its part of gradients and optimizer, and, of a learner of its own, of the weights once more.
+    """
+    device, sharded = accelerator.device, accelerator.distributed_type in ("FSDP", "DEEPSPEED")
+    split = accelerator.num_processes if sharded else 1
     held = {id(p): p for p in model.parameters()}.values()
     trained, weights = sum(p.numel() for p in held if p.requires_grad), sum(p.numel() * p.element_size() for p in held)
     state = rows * length * config.num_hidden_layers * config.hidden_size * 4  # one fp32 vector a token and layer
-    parts = dict(weights=weights, gradients=4 * trained, optimizer=8 * trained, cache=2 * state, activations=17 * state)
+    weights += 4 * trained // split if learner is not model else 0
+    parts = dict(weights=weights, gradients=4 * trained // split, optimizer=8 * trained // split, cache=2 * state, activations=17 * state)
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
     listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())  # 17: Korthikanti et al. 2022, eq. 1, in fp32
     warning = "; MORE THAN THERE IS: a smaller batch, LoRA, 8 bit?" if sum(parts.values()) > free else ""
@@ -944,6 +950,10 @@ class Run:
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
         return whole.cpu() if self.main and whole is not value else whole
 
+    def shards(self):
+        """How DeepSpeed has cut a checkpoint; "" where it is whole, and fits any number of processes."""
+        return self.engine and f"ZeRO-{self.engine.zero_optimization_stage()} on {self.accelerator.num_processes} processes" or ""
+
     def checkpoint(self, update, parameters, optimizer, scheduler, probe=None, **state):
         """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit.
 
@@ -962,7 +972,7 @@ class Run:
             state |= self.whole(dict(parameters={name: p.detach() for name, p in parameters.items()}, optimizer=optimizer.state_dict()))
         if self.main and due:
             rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # of the user's code; ours draws from (seed, update)
-            state |= dict(update=update, scheduler=scheduler.state_dict(), batch=self.batch, rng=rng)
+            state |= dict(update=update, scheduler=scheduler.state_dict(), batch=self.batch, shards=self.shards(), rng=rng)
             draft.mkdir(parents=True, exist_ok=True)
             try:
                 with open(draft / "state.pt", "wb") as file:
@@ -990,6 +1000,8 @@ class Run:
             if state["batch"] != self.batch:
                 raise UserError(f"--resume {last}: a step there is of {state['batch']} rows, here of {self.batch}: choose "
                                 "--per-device-train-batch-size so that with this number of processes it stays the same")
+            if (cut := state.get("shards", "")) != self.shards():
+                raise UserError(f"--resume {last}: it is of {cut or 'a run without DeepSpeed'}, which must stay so")
             if self.engine:
                 self.engine.load_checkpoint(str(last), tag="deepspeed")
             else:
@@ -1030,12 +1042,12 @@ def start(args):
     ddp = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)  # they are constants, and an offloaded model's are elsewhere
     cpu = not torch.cuda.is_available()
     sharded = [kind for kind in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true"]
+    if "FSDP" in sharded and os.environ.get("FSDP_VERSION") != "2":
+        raise UserError("accelerate's configuration asks for the first FSDP, which does not work here; put fsdp_version: 2 into it")
     if cpu and sharded:  # accelerate 1.15 has them for GPUs alone; told that this is one, it runs them on a CPU too
         accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # each process loads whole models: the policy also generates
     accelerator = accelerate.Accelerator(cpu=cpu and not sharded, mixed_precision="no", kwargs_handlers=[ddp])
-    if sharded and (accelerator.distributed_type not in sharded or (sharded == ["FSDP"] and not accelerator.is_fsdp2)):
-        raise UserError("of accelerate's FSDP only fsdp_version 2 works here, on more than one process and without ACCELERATE_USE_CPU")
     if plugin := accelerator.state.deepspeed_plugin:
         bf16 = dict(enabled=pick_dtype(args, accelerator.device) is torch.bfloat16, dtype="bfloat16")
         plugin.deepspeed_config |= dict(train_micro_batch_size_per_gpu=args.per_device_train_batch_size, torch_autocast=bf16,
@@ -1112,7 +1124,7 @@ def train(args):
     say(f"batch: {n} episodes a pass x {args.gradient_accumulation_steps} accumulated x {args.num_mini_batches} minibatches x {world} "
         f"processes = {B}; {updates} updates x {epochs} epochs x {args.num_mini_batches} minibatches = "
         f"{updates * epochs * args.num_mini_batches} optimizer steps")
-    say(describe_memory(bare, bare.policy.config, n, args.query_max_length + T, device))
+    say(describe_memory(bare, learner, bare.policy.config, n, args.query_max_length + T, accelerator))
     if args.lora_r:
         trained, total = (sum(p.numel() for p in bare.parameters() if p.requires_grad >= least) for least in (True, False))
         say(f"LoRA trains {trained:,} of {total:,} parameters = {trained / total:.3%}")

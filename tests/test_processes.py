@@ -121,6 +121,8 @@ def sharded(request, scripts, filled, world, tmp_path_factory):
         flags = dict(total_episodes=32, per_device_train_batch_size=2, reward_fn=reward_file(root, body, name))
         jobs.append((name, "ppo_sentiment", flags_of(make("ppo_sentiment", name, **flags))))
     jobs.append(("resumed", "ppo_sentiment", ["--resume", str(root / "stopped")]))
+    for name, flags in dict(eight=PARTS["lora-8bit"], early=dict(total_episodes=8, early_stop_approxkl=1e-9)).items():
+        jobs.append((name, "ppo_sentiment", flags_of(make("ppo_sentiment", name, per_device_train_batch_size=1, **flags))))
     (root / "jobs.json").write_text(json.dumps(jobs))
     (root / "driver.py").write_text(DRIVER.format(root=str(ROOT)))
     config = ROOT / "accelerate_configs" / f"{request.param}.yaml"
@@ -248,12 +250,42 @@ def test_parts_in_shards(ppo, filled, sharded, tmp_path, name):
     assert_same_numbers(tmp_path / "one", root / name)
 
 
-def test_resume_in_shards(sharded):
-    """A SIGTERM to one process, then --resume on both: the bits of the run that was left alone."""
-    _, root = sharded
+def test_resume_in_shards(scripts, sharded):
+    """A SIGTERM to one process, then --resume on both: the bits of the run that was left alone.
+
+    On one process FSDP2's checkpoint, which is whole, goes on from its update; DeepSpeed's shards are refused.
+    """
+    name, root = sharded
     assert codes(root, "stopped") == [143, 143] and codes(root, "resumed") == [0, 0]
     assert timeless(rows_of(root / "stopped")) == timeless(rows_of(root / "straight"))
     assert same(weights(root / "stopped/model"), weights(root / "straight/model"))
+
+
+    last = sorted((root / "straight/checkpoints").iterdir())[-1]
+    words = ["--resume", str(last), "--total-episodes", "40", "--per-device-train-batch-size", "4"]
+    module = scripts["ppo_sentiment"]
+    if SHARDED[name]:
+        with pytest.raises(module.UserError, match=f"it is of ZeRO-{SHARDED[name]} on 2 processes"):
+            module.train(module.parse_args(words))
+    else:
+        module.train(module.parse_args(words))
+        assert [row["update"] for row in rows_of(root / "straight")] == [1, 2, 3, 4, 5]
+
+
+def test_refused_in_shards(sharded):
+    """FSDP2 cannot shard 8-bit weights; DeepSpeed steps before --early-stop-approxkl can stop it. Each works with the other."""
+    name, root = sharded
+    for job, wrong, line in (("eight", name == "fsdp2", "cut 8-bit weights"), ("early", name != "fsdp2", "DeepSpeed has made the step")):
+        assert all(line in code for code in codes(root, job)) if wrong else codes(root, job) == [0, 0]
+
+
+def test_the_first_fsdp_is_refused(scripts, small, monkeypatch):
+    """One line that says what to put into accelerate's configuration."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    for script, module in scripts.items():
+        with pytest.raises(module.UserError, match="fsdp_version: 2"):
+            module.start(small(script))
 
 
 def test_one_process_in_place_of_two_is_refused(small, tmp_path):
