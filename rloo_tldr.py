@@ -705,22 +705,26 @@ def pick_dtype(args, device):
     fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if args.bf16 or args.dtype == "bfloat16" or (args.dtype == "auto" and fast) else torch.float32
 
-def describe_memory(model, learner, config, rows, length, accelerator):
-    """One line: estimated GiB on one process for passes of rows x length tokens with Adam, against what is free.
+def describe_memory(model, learner, config, args, length, sampled, accelerator):
+    """One line: estimated GiB on one process with Adam, passes of `length` tokens a row, `sampled` rows generated at once.
 
-    In shards each process has its part of gradients and optimizer, and, of a learner of its own, of the weights once more.
+    Gradients and activations go before the cache of the next rollout comes. Of shards (FSDP2, DeepSpeed) each process has its part.
     """
     device, sharded = accelerator.device, accelerator.distributed_type in ("FSDP", "DEEPSPEED")
     split = accelerator.num_processes if sharded else 1
     held = {id(p): p for p in model.parameters()}.values()
     trained, weights = sum(p.numel() for p in held if p.requires_grad), sum(p.numel() * p.element_size() for p in held)
-    state = rows * length * config.num_hidden_layers * config.hidden_size * 4  # one fp32 vector a token and layer
-    weights += 4 * trained // split if learner is not model else 0
-    parts = dict(weights=weights, gradients=4 * trained // split, optimizer=8 * trained // split, cache=2 * state, activations=17 * state)
+    layer = length * config.hidden_size * 4  # bytes of an fp32 vector a token of one row
+    kept = config.num_hidden_layers + 17 if args.gradient_checkpointing else 17 * config.num_hidden_layers  # Korthikanti et al. 2022, eq. 1
+    update = dict(gradients=4 * trained // split, activations=kept * layer * args.per_device_train_batch_size)
+    rollout = dict(cache=2 * config.num_hidden_layers * layer * sampled)
+    whole = dict(weights=weights, optimizer=8 * trained // split, shards=4 * trained // split if learner is not model else 0)
+    parts = whole | update | rollout
+    total = sum(parts.values()) - min(sum(update.values()), sum(rollout.values()))
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
-    listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())  # 17: Korthikanti et al. 2022, eq. 1, in fp32
-    warning = "; MORE THAN THERE IS: a smaller batch, LoRA, 8 bit?" if sum(parts.values()) > free else ""
-    return f"{trained:,} trainable parameters; memory about {sum(parts.values()) / 2**30:.2f} of {free / 2**30:.0f} GiB ({listed}){warning}"
+    listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size)
+    warning = "; MORE THAN THERE IS: a smaller batch, LoRA, 8 bit?" if total - weights > free else ""  # the weights are there already
+    return f"{trained:,} trainable parameters; memory about {total / 2**30:.2f} GiB ({listed}), {free / 2**30:.0f} are free{warning}"
 
 # ---- 6. Data ---------------------------------------------------------------------------------------------------------
 def load_splits(name):
@@ -1197,7 +1201,7 @@ def train(args):
     say(f"batch: {n} episodes a pass x {args.gradient_accumulation_steps} accumulated x {args.num_mini_batches} minibatches x {world} "
         f"processes = {B} = {B // k} prompts x {k}; {updates} updates x {epochs} epochs x {args.num_mini_batches} minibatches = "
         f"{updates * epochs * args.num_mini_batches} optimizer steps")
-    say(describe_memory(bare, learner, config, n, longest + T, accelerator))
+    say(describe_memory(bare, learner, config, args, longest + T, args.local_rollout_forward_batch_size, accelerator))
     if args.lora_r:
         trained, total = (sum(p.numel() for p in bare.parameters() if p.requires_grad >= least) for least in (True, False))
         say(f"LoRA trains {trained:,} of {total:,} parameters = {trained / total:.3%}")

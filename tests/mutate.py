@@ -274,6 +274,8 @@ FAULTS = [Fault(*row) for row in [
      "processes::one_process_in_place_of_two_is_refused"),
     ("the update goes around the wrapped module", 42, S, "train", "new, entropies, values = model(", "new, entropies, values = bare(",
      "processes::ppo_on_two_processes"),
+    ("the shards' weights do not come back", 42, S, "train", "        take_weights(bare, learner)\n        with", "        with",
+     "processes::shards[fsdp2-ppo_sentiment]"),
     ("any head is taken for a matrix product", 43, D, "check_head", "if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3)", "if False",
      LIB + "a_head_that_does_more_is_refused[gemma2-ppo_dialog]"),
     ("the bias of the head is forgotten", 43, S, "token_logprobs", "None if bias is None else bias / temperature", "None",

@@ -8,14 +8,17 @@ import json
 import re
 import subprocess
 import sys
+import types
 
+import psutil
 import pytest
+import torch
 from conftest import KERNELS, ROOT, SCRIPTS
 
 SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
 OWN = {"Args", "RECIPES", "TINY", "TINY_TLDR", "TINY_DIALOG", "train", "main"}  # the names that mean something else in every script
 DIFFERENT = {}  # (script, shared name) -> why its source may differ; empty
-LINES = {"sft": 920, "reward_model": 970, "rloo_tldr": 1390, "ppo_sentiment": 1285, "ppo_dialog": 1485}
+LINES = {"sft": 925, "reward_model": 975, "rloo_tldr": 1400, "ppo_sentiment": 1290, "ppo_dialog": 1495}
 BANNERS = ["2. Imports", "3. Config", "4. Kernels", "5. Models", "6. Data", "7. Rollout", "8. Evaluation", "9. Logging and run folder",
            "10. Train", "11. Main"]  # fmt: skip
 WITHOUT = {"reward_model": {"7. Rollout"}}  # it samples nothing
@@ -297,3 +300,26 @@ def test_reviews_are_balanced_and_the_splits_apart():
     texts = {split: {row["text"] for row in rows} for split, rows in splits.items()}
     assert not texts["train"] & texts["test"]
     assert len(texts["train"]) == len(splits["train"]) and len(texts["test"]) == len(splits["test"])
+
+
+@pytest.mark.parametrize("sharded", ["NO", "FSDP"])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_memory_of_a_run_by_hand(scripts, sharded, recomputed):
+    """10 weights of which 6 are trained, 3 layers of 8 numbers, passes of 4 rows x 5 tokens, a cache of 7 rows; in bytes, 2 processes."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    model[1].requires_grad_(False)
+    learner = torch.nn.Sequential(model[0]) if sharded == "FSDP" else model
+    config = types.SimpleNamespace(hidden_size=8, num_hidden_layers=3)
+    accelerator = types.SimpleNamespace(device=torch.device("cpu"), distributed_type=sharded, num_processes=2)
+    args = types.SimpleNamespace(gradient_checkpointing=recomputed, per_device_train_batch_size=4)
+    n = 2 if sharded == "FSDP" else 1
+    vector = 5 * 8 * 4  # of a row's tokens in one layer
+    parts = dict(weights=40, optimizer=48 // n, shards=12 * (n - 1), gradients=24 // n, activations=4 * vector * (20 if recomputed else 51))
+    parts["cache"] = 2 * 3 * vector * 7
+    for module in scripts.values():
+        shown = module.describe_memory(model, learner, config, args, 5 * 10**6, 7, accelerator)  # so many tokens that GiB show
+        scaled = {name: size * (10**6 if name in ("activations", "cache") else 1) for name, size in parts.items()}
+        total = sum(scaled.values()) - min(scaled["gradients"] + scaled["activations"], scaled["cache"])
+        listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in scaled.items() if size)
+        assert shown.startswith(f"6 trainable parameters; memory about {total / 2**30:.2f} GiB ({listed}), ")
+        assert ("MORE THAN THERE IS" in shown) == (total - 40 > psutil.virtual_memory().available)

@@ -4,8 +4,20 @@ import json
 
 import pytest
 from run_tools import (
-    ROOT, distance, flags_of, free_port, maker, reward_file, rows_of, same, script_words, start_process, timeless, torchrun_words, weights,
-)  # fmt: skip
+    ROOT,
+    distance,
+    flags_of,
+    free_port,
+    maker,
+    reward_file,
+    rows_of,
+    same,
+    script_words,
+    start_process,
+    timeless,
+    torchrun_words,
+    weights,
+)
 from safetensors.torch import load_file
 
 pytest_plugins = ["run_fixtures"]
