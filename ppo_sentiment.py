@@ -951,8 +951,10 @@ class Run:
         """What a checkpoint keeps, with the shards of FSDP2 put together; all processes take part, one gets the result."""
         if isinstance(value, dict):
             return {key: self.whole(x) for key, x in value.items()}
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return whole.cpu() if self.main and whole is not value else whole
+        if not hasattr(value, "full_tensor"):
+            return value
+        whole = value.full_tensor()
+        return whole.cpu() if self.main else None
 
     def shards(self):
         """How DeepSpeed has cut a checkpoint; "" where it is whole, and fits any number of processes."""

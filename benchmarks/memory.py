@@ -1,6 +1,6 @@
 """Is the memory that a script says it will need at its start what it then takes? And what does a 7B policy need?
 
-    python benchmarks/memory.py              # 12 runs of rloo_tldr.py, 2 updates each, about 10 minutes on 2 cores; writes memory.json
+    python benchmarks/memory.py              # 12 runs of rloo_tldr.py, an update of 2 optimizer steps each, about 6 minutes on 2 cores; writes memory.json
     python benchmarks/memory.py --7b         # only the estimate for a policy of 7B parameters; nothing is allocated
 
 A run's peak resident memory holds the libraries, the reward model and the data too. So the peak of a run with a very small policy is
@@ -25,20 +25,20 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import rloo_tldr  # noqa: E402
 
-SIZES = {"base": (1, 32), "6 layers x 512": (6, 512), "12 layers x 768": (12, 768)}
+SIZES = {"base": (1, 32), "6 layers x 512": (6, 512), "10 layers x 640": (10, 640)}
 FLAGS = ["", "--gradient-checkpointing", "--lora-r 16", "--lora-r 16 --gradient-checkpointing"]
 SEVEN = ["--lora-r", "16", "--load-in-8bit", "--gradient-checkpointing", "--bf16", "--per-device-train-batch-size", "8",
          "--gradient-accumulation-steps", "8", "--local-rollout-forward-batch-size", "32"]  # fmt: skip
 
 
 def run(folder, layers, width, flags):
-    """Estimate and peak, in MiB, of a run of 2 updates with a GPT-2 of this size."""
+    """Estimate and peak, in MiB, of a run of one update with a GPT-2 of this size."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "checkpoints/tldr-sft")
     config = transformers.GPT2Config(vocab_size=len(tokenizer), n_layer=layers, n_embd=width, n_head=max(1, width // 64), n_positions=512)
     transformers.GPT2LMHeadModel(config).save_pretrained(folder / "policy")
     tokenizer.save_pretrained(folder / "policy")
     words = [sys.executable, "rloo_tldr.py", "tiny", "--model-name-or-path", str(folder / "policy"), *flags.split()]
-    words += ["--total-episodes", "128", "--per-device-train-batch-size", "32", "--local-rollout-forward-batch-size", "64"]
+    words += ["--total-episodes", "64", "--per-device-train-batch-size", "32", "--local-rollout-forward-batch-size", "64"]
     words += ["--num-examples", "4", "--num-sample-generations", "0", "--save-every", "0", "--output-dir", str(folder / "run")]
     env = os.environ | dict(HF_HUB_OFFLINE="1", MALLOC_TRIM_THRESHOLD_="0", MALLOC_MMAP_THRESHOLD_="65536")  # what is freed goes back
     said = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
