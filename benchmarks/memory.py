@@ -1,7 +1,7 @@
 """Is the memory that a script says it will need at its start what it then takes? And what does a 7B policy need?
 
-    python benchmarks/memory.py              # 12 runs of rloo_tldr.py, an update of 2 optimizer steps each, about 6 minutes on 2 cores; writes memory.json
-    python benchmarks/memory.py --7b         # only the estimate for a policy of 7B parameters; nothing is allocated
+    python benchmarks/memory.py              # 12 runs of rloo_tldr.py, 2 steps each, 6 minutes on 2 cores; writes memory.json
+    python benchmarks/memory.py --7b         # only the estimate for a policy of 7B parameters (in memory.json too); nothing is allocated
 
 A run's peak resident memory holds the libraries, the reward model and the data too. So the peak of a run with a very small policy is
 subtracted from each, and its estimate from each estimate. GPT-2's architecture with random weights, prompts of data/tldr.
@@ -47,7 +47,7 @@ def run(folder, layers, width, flags):
 
 
 def seven():
-    """What the line would say for pythia-6.9b with the flags above; its weights exist on the device meta only."""
+    """What the line would say for pythia-6.9b with the flags above; the weights exist on the device meta only."""
     args = rloo_tldr.parse_args(["tldr-pythia-1b", *SEVEN])
     config = transformers.GPTNeoXConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=16384,
                                         vocab_size=50432)  # fmt: skip
@@ -58,18 +58,23 @@ def seven():
     model.requires_grad_(False)
     with torch.device("meta"):
         model = rloo_tldr.add_lora(model, dataclasses.replace(args, load_in_8bit=False))
+        sizes = dict(hidden_size=2048, num_hidden_layers=24, intermediate_size=8192, vocab_size=50304, num_labels=1)
+        reward = transformers.GPTNeoXForSequenceClassification(transformers.GPTNeoXConfig(**sizes))
     one = SimpleNamespace(device=torch.device("cpu"), distributed_type="NO", num_processes=1)
-    return rloo_tldr.describe_memory(model, model, config, args, 512 + 53, args.local_rollout_forward_batch_size, one).rsplit(", ", 1)[0]
+    said = rloo_tldr.describe_memory(model, model, config, args, 512 + 53, args.local_rollout_forward_batch_size, one).rsplit(", ", 1)[0]
+    return f"{said}; the reward model's weights, pythia-1.4b in fp32: {4 * sum(p.numel() for p in reward.parameters()) / 2**30:.2f} GiB"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--7b", dest="only", action="store_true", help="only the estimate for 7B parameters")
+    parser.add_argument("--7b", dest="only", action="store_true", help="the estimate for 7B parameters alone")
     only = parser.parse_args().only
-    print("pythia-6.9b,", " ".join(SEVEN), "\n ", said := seven())
+    rows, file = [], ROOT / "benchmarks/memory.json"
+    about = dict(command="python benchmarks/memory.py", torch=torch.__version__, seven=dict(flags=" ".join(SEVEN), said=seven()))
+    print("pythia-6.9b", *about["seven"].values(), sep="\n  ")
     if only:
+        file.write_text(json.dumps(about | dict(rows=json.loads(file.read_text())["rows"]), indent=1) + "\n")
         return
-    rows = []
     for flags in FLAGS:
         for name, (layers, width) in SIZES.items():
             with tempfile.TemporaryDirectory() as folder:
@@ -82,8 +87,7 @@ def main():
                 rows[-1]["measured_by_estimated"] = ratio
                 print(f"{name:16} {flags:40} estimated {rows[-1]['more_estimated']:6.0f} MiB, measured {rows[-1]['more_measured']:6.0f}, "
                       f"{ratio:.2f}", flush=True)  # fmt: skip
-    about = dict(command="python benchmarks/memory.py", torch=torch.__version__, seven=dict(flags=" ".join(SEVEN), said=said), rows=rows)
-    (ROOT / "benchmarks/memory.json").write_text(json.dumps(about, indent=1) + "\n")
+    file.write_text(json.dumps(about | dict(rows=rows), indent=1) + "\n")
 
 
 if __name__ == "__main__":
