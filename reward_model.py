@@ -314,26 +314,16 @@ def trainable(module):
     """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
-def hidden_states(body, input_ids, mask, cache=None):
-    """Last hidden states of the tokens that are not in the cache yet. [B, L], bool [B, cached + L] -> [B, L, H]
-
-    Positions count real tokens, so left padding moves nothing. Pads become token 0: an added [PAD] may have no row in the embedding.
-    """
-    L = input_ids.shape[1]
-    inputs = dict(input_ids=torch.where(mask[:, -L:], input_ids, 0), attention_mask=mask.long())
-    if "position_ids" in inspect.signature(body.forward).parameters:  # BLOOM has none: its ALiBi reads the mask
-        inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -L:]
-    return body(**inputs, **(dict(past_key_values=cache, use_cache=True) if cache is not None else {})).last_hidden_state
-
 def sequence_logits(model, input_ids, mask):
     """Class logits of right-padded texts. [B, L], bool [B, L] -> fp32 [B, classes]
 
-    A decoder is read at its last real token, by count: looking for `token != pad` misses a real EOS where pad is EOS.
+    A decoder is read at its last real token, by count: looking for `token != pad` misses a real EOS where pad is EOS. It never looks
+    to its right, so pads there need no mask.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # under LoRA
     if not hasattr(model, "score"):  # BERT and its family
         return model(input_ids=input_ids, attention_mask=mask.long()).logits.float()
-    hidden = hidden_states(model.base_model, input_ids, mask)  # [B, L, H]
+    hidden = model.base_model(input_ids=torch.where(mask, input_ids, 0), use_cache=False).last_hidden_state  # [B, L, H]
     return model.score(hidden[torch.arange(len(hidden), device=mask.device), mask.sum(-1) - 1]).float()
 
 def base_of(name):

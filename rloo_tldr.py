@@ -451,7 +451,7 @@ def body_and_head(model):
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     return model.base_model, model.get_output_embeddings()
 
-def hidden_states(body, input_ids, mask, cache=None):
+def hidden_states(body, input_ids, mask, cache):
     """Last hidden states of the tokens that are not in the cache yet. [B, L], bool [B, cached + L] -> [B, L, H]
 
     Positions count real tokens, so left padding moves nothing. Pads become token 0: an added [PAD] may have no row in the embedding.
@@ -460,17 +460,21 @@ def hidden_states(body, input_ids, mask, cache=None):
     inputs = dict(input_ids=torch.where(mask[:, -L:], input_ids, 0), attention_mask=mask.long())
     if "position_ids" in inspect.signature(body.forward).parameters:  # BLOOM has none: its ALiBi reads the mask
         inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -L:]
-    return body(**inputs, **(dict(past_key_values=cache, use_cache=True) if cache is not None else {})).last_hidden_state
+    return body(**inputs, past_key_values=cache, use_cache=True).last_hidden_state
 
 def response_states(body, input_ids, mask, T):
     """The hidden states that predict the last T tokens: the one at t - 1 predicts token t. [B, C + T], bool [B, C + T] -> [B, T, H]
 
-    Behind the longest response nothing is computed, and 0 stands there.
+    Rows are moved left, to where their prompts begin: a causal model never looks to its right, so pads there need no mask, and
+    nothing is computed behind the longest row. After the end of a response there may stand anything.
     """
-    spare = T - int(mask[:, -T:].sum(1).max())
-    end = mask.shape[1] - spare
-    hidden = hidden_states(body, input_ids[:, :end], mask[:, :end])[:, spare - T - 1 : -1]  # [B, T - spare, H]
-    return F.pad(hidden, (0, 0, 0, spare))
+    prompt, width = mask[:, :-T].sum(1, keepdim=True), int(mask.sum(1).max())  # [B, 1]
+    places = torch.arange(width, device=mask.device) + mask.shape[1] - T - prompt  # [B, width], where these tokens stood
+    rows = torch.where(mask, input_ids, 0).gather(1, places.clamp(max=mask.shape[1] - 1))  # pads: an added [PAD] may have no embedding
+    hidden = body(input_ids=rows, use_cache=False).last_hidden_state  # [B, width, H]
+    before = (torch.arange(T, device=mask.device) + prompt - 1).clamp(max=width - 1)  # [B, T], the place of the token before
+    before = before + width * torch.arange(len(rows), device=mask.device)[:, None]
+    return hidden.flatten(0, 1).index_select(0, before.flatten()).view(*before.shape, -1)
 
 def response_logprobs(model, input_ids, mask, T, temperature):
     """Log-probabilities and entropies of the last T tokens, 0 where they are masked, and the hidden states that predicted them.
@@ -530,7 +534,7 @@ def check_head(model, name):
     """Refuse a model whose head is more than a matrix product (soft caps, logit scales): it would be trained wrongly."""
     body, head = body_and_head(model)
     ids = torch.arange(6, device=head.weight.device)[None]  # [1, 6]
-    ours, _ = token_logprobs(hidden_states(body, ids, ids >= 0)[:, :-1], head.weight, ids[:, 1:], bias=head.bias)
+    ours, _ = token_logprobs(body(ids).last_hidden_state[:, :-1], head.weight, ids[:, 1:], bias=head.bias)
     theirs = model(ids).logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3):
         raise UserError(f"{name}: its head is more than hidden @ weight (a soft cap, a scale); it would be trained wrongly here")
@@ -538,12 +542,13 @@ def check_head(model, name):
 def sequence_logits(model, input_ids, mask):
     """Class logits of right-padded texts. [B, L], bool [B, L] -> fp32 [B, classes]
 
-    A decoder is read at its last real token, by count: looking for `token != pad` misses a real EOS where pad is EOS.
+    A decoder is read at its last real token, by count: looking for `token != pad` misses a real EOS where pad is EOS. It never looks
+    to its right, so pads there need no mask.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # under LoRA
     if not hasattr(model, "score"):  # BERT and its family
         return model(input_ids=input_ids, attention_mask=mask.long()).logits.float()
-    hidden = hidden_states(model.base_model, input_ids, mask)  # [B, L, H]
+    hidden = model.base_model(input_ids=torch.where(mask, input_ids, 0), use_cache=False).last_hidden_state  # [B, L, H]
     return model.score(hidden[torch.arange(len(hidden), device=mask.device), mask.sum(-1) - 1]).float()
 
 def base_of(name):
@@ -860,7 +865,7 @@ def rollout_groups(model, tokenizer, score, batch, stop_token_id, args):
     scores = score(prompts, responses)
     ids = torch.cat([ids.repeat(k, 1), tokens], 1)  # [k * P, C + T]
     mask = torch.cat([mask.repeat(k, 1), length_mask(lengths, T)], 1)
-    order = lengths.argsort()  # similar lengths together, as in the update
+    order = mask.sum(1).argsort()  # similar lengths together, as in the update
     parts = [(ids[rows], mask[rows], T, args.temperature) for rows in order.split(args.per_device_train_batch_size)]
     parts = [(model(*part)[0], model.reference_logprobs(*part)) for part in parts]
     logprobs, ref_logprobs = (torch.cat(x)[order.argsort()] for x in zip(*parts))  # [k * P, T]
@@ -1257,7 +1262,7 @@ def train(args):
         order = [torch.randperm(B, generator=draws(args.seed, "order", update, epoch)) for epoch in range(epochs)]
         for mb in torch.stack(order).to(device).view(epochs * args.num_mini_batches, -1):  # [B / num_mini_batches] rows
             mine = mb[rank * len(mb) // world : (rank + 1) * len(mb) // world]
-            micros = mine[b["lengths"][mine].argsort()].split(n)  # similar lengths together, so that each is cut to its longest
+            micros = mine[b["mask"][mine].sum(1).argsort()].split(n)  # similar lengths together, so that each is cut to its longest
             for i, rows in enumerate(micros):
                 m, old, ref = b_mask[rows], b["logprobs"][rows], b["ref_logprobs"][rows]  # [n, T]
                 with accelerator.no_sync(model) if i + 1 < len(micros) else nullcontext():

@@ -25,10 +25,13 @@ def start_of(folder):
 
 
 # ---- Learning rate 0 -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("lengths, off", [(dict(response_min_length=6, stop_token=None), 0.0), ({}, 1e-5)], ids=["equal", "drawn"])
+EQUAL = dict(query_min_length=6, response_min_length=6, stop_token=None)
+
+
+@pytest.mark.parametrize("lengths, off", [(EQUAL, 0.0), ({}, 1e-5)], ids=["equal", "drawn"])
 def test_learning_rate_0_changes_nothing(ppo, tiny_lm, lengths, off):
-    """Trick 10: the first ratio is 1, the KL 0, and the weights stay to the bit, in both updates. Responses of one length run through
-    the update in the rollout's own width, so theirs is exactly 1; among others the padding differs, and so does the rounding.
+    """Trick 10: the first ratio is 1, the KL 0, and the weights stay to the bit, in both updates. Rows of one length run through
+    the update in the rollout's own width, so theirs is exactly 1; among others the width differs, and so does the rounding.
     """
     model, folder, metrics = ppo(learning_rate=0.0, total_episodes=16, **lengths)
     for row in metrics:
