@@ -21,6 +21,7 @@ from run_tools import (
 from safetensors.torch import load_file
 
 pytest_plugins = ["run_fixtures"]
+pytestmark = pytest.mark.xdist_group("processes")  # the runs on several processes are started once
 SGD = dict(optimizer="torch.optim.SGD", learning_rate=0.1)
 SIZES = {  # flags of both, then the same global batch for one process and for two
     "ppo_sentiment": (
