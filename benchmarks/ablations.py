@@ -243,6 +243,7 @@ def main(argv=None):
     results = read(path)
     chosen = [(change, seed) for seed in args.seeds for change in CHANGES  # all changes with the first seed, then with the next
               if all(word.lower() in f"{change.script} {change.name} {change.flags}".lower() for word in args.only)]  # fmt: skip
+    chosen.sort(key=lambda one: not one[0].tricks and one[0].name != AS_IT_IS)  # what belongs to a trick of the page first
     missing = [(change, seed) for change, seed in chosen if (change.script, change.flags, seed) not in results]
     if args.list:
         for change, seed in chosen:
