@@ -26,7 +26,7 @@ def said_and_true(file):
 
 
 def main():
-    folders = [Path(name) for name in sys.argv[1:]] or sorted(HOME.glob("*-tiny/seed*"))
+    folders = [Path(name) for name in sys.argv[1:]] or sorted([*HOME.glob("*-tiny/seed*"), *HOME.glob("*-idle/seed*")])
     for file in sorted(file for folder in folders for file in folder.glob("metrics.jsonl*")):
         said, true = said_and_true(file)
         print(f"{file.parent.parent.name}/{file.parent.name}: {said:.0f} s said, {true:.0f} s it took, {said / true:.2f}")
