@@ -649,7 +649,7 @@ def load_scores(args, device):
 def make_learner(model, accelerator):
     """The module to train: this one, or a copy without its reference where FSDP2 or ZeRO-3 will cut its weights into shards.
 
-    Shards cannot generate. The whole module does, on every process, and takes the weights over after each update (`take_weights`).
+    Shards cannot generate. The whole module does, on every process, and takes the new weights over where it is used (`take_weights`).
     """
     plugin = accelerator.state.deepspeed_plugin
     if accelerator.distributed_type != "FSDP" and (plugin is None or plugin.zero_stage < 3):
@@ -663,7 +663,7 @@ def make_learner(model, accelerator):
 
 @torch.no_grad()
 def take_weights(model, learner):
-    """Copy the weights of a sharded module into the whole one, one by one; all processes take part."""
+    """Copy the weights of a sharded module into the whole one, one by one; all processes take part. -> the whole one"""
     pairs = zip(trainable(model).values(), trainable(learner).values()) if learner is not model else ()
     for p, shard in pairs:
         if hasattr(shard, "full_tensor"):  # FSDP2
@@ -672,6 +672,7 @@ def take_weights(model, learner):
             import deepspeed
             with deepspeed.zero.GatheredParameters([shard]):
                 p.copy_(shard)
+    return model
 
 def clip_gradients(accelerator, parameters, max_norm):
     """Scale the gradients of one step down to this norm; None: never. -> their norm before, over all processes' shards
@@ -715,8 +716,7 @@ def describe_memory(model, learner, config, args, length, sampled, accelerator):
 
     Gradients and activations go before the cache of the next rollout comes. Of shards (FSDP2, DeepSpeed) each process has its part.
     """
-    device, sharded = accelerator.device, accelerator.distributed_type in ("FSDP", "DEEPSPEED")
-    split = accelerator.num_processes if sharded else 1
+    device, split = accelerator.device, accelerator.num_processes if accelerator.distributed_type in ("FSDP", "DEEPSPEED") else 1
     held = {id(p): p for p in model.parameters()}.values()
     trained, weights = sum(p.numel() for p in held if p.requires_grad), sum(p.numel() * p.element_size() for p in held)
     layer = length * config.hidden_size * 4  # bytes of an fp32 vector a token of one row
@@ -1045,7 +1045,7 @@ class Run:
 
     def shards(self):
         """How DeepSpeed has cut a checkpoint; "" where it is whole, and fits any number of processes."""
-        return self.engine and f"ZeRO-{self.engine.zero_optimization_stage()} on {self.accelerator.num_processes} processes" or ""
+        return f"ZeRO-{self.engine.zero_optimization_stage()} on {self.accelerator.num_processes} processes" if self.engine else ""
 
     def checkpoint(self, update, parameters, optimizer, scheduler, probe=None, **state):
         """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit.

@@ -348,7 +348,7 @@ def trainable(module):
 def make_learner(model, accelerator):
     """The module to train: this one, or a copy without its reference where FSDP2 or ZeRO-3 will cut its weights into shards.
 
-    Shards cannot generate. The whole module does, on every process, and takes the weights over after each update (`take_weights`).
+    Shards cannot generate. The whole module does, on every process, and takes the new weights over where it is used (`take_weights`).
     """
     plugin = accelerator.state.deepspeed_plugin
     if accelerator.distributed_type != "FSDP" and (plugin is None or plugin.zero_stage < 3):
@@ -362,7 +362,7 @@ def make_learner(model, accelerator):
 
 @torch.no_grad()
 def take_weights(model, learner):
-    """Copy the weights of a sharded module into the whole one, one by one; all processes take part."""
+    """Copy the weights of a sharded module into the whole one, one by one; all processes take part. -> the whole one"""
     pairs = zip(trainable(model).values(), trainable(learner).values()) if learner is not model else ()
     for p, shard in pairs:
         if hasattr(shard, "full_tensor"):  # FSDP2
@@ -371,6 +371,7 @@ def take_weights(model, learner):
             import deepspeed
             with deepspeed.zero.GatheredParameters([shard]):
                 p.copy_(shard)
+    return model
 
 def clip_gradients(accelerator, parameters, max_norm):
     """Scale the gradients of one step down to this norm; None: never. -> their norm before, over all processes' shards
@@ -414,8 +415,7 @@ def describe_memory(model, learner, config, args, length, sampled, accelerator):
 
     Gradients and activations go before the cache of the next rollout comes. Of shards (FSDP2, DeepSpeed) each process has its part.
     """
-    device, sharded = accelerator.device, accelerator.distributed_type in ("FSDP", "DEEPSPEED")
-    split = accelerator.num_processes if sharded else 1
+    device, split = accelerator.device, accelerator.num_processes if accelerator.distributed_type in ("FSDP", "DEEPSPEED") else 1
     held = {id(p): p for p in model.parameters()}.values()
     trained, weights = sum(p.numel() for p in held if p.requires_grad), sum(p.numel() * p.element_size() for p in held)
     layer = length * config.hidden_size * 4  # bytes of an fp32 vector a token of one row
@@ -688,7 +688,7 @@ class Run:
 
     def shards(self):
         """How DeepSpeed has cut a checkpoint; "" where it is whole, and fits any number of processes."""
-        return self.engine and f"ZeRO-{self.engine.zero_optimization_stage()} on {self.accelerator.num_processes} processes" or ""
+        return f"ZeRO-{self.engine.zero_optimization_stage()} on {self.accelerator.num_processes} processes" if self.engine else ""
 
     def checkpoint(self, update, parameters, optimizer, scheduler, probe=None, **state):
         """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit.
@@ -886,8 +886,8 @@ def train(args):
         run.log({"update": update, "epoch": update * B / len(rows), "lr": lr, "loss": loss, "mean_token_accuracy": accuracy,
                  "perplexity": math.exp(min(loss, 700)), "grad_norm": norm, "perf/seconds": seconds,
                  "perf/tokens_per_second": int(tokens) / seconds, "perf/peak_memory_mb": peak / 2**20})
-        take_weights(bare, learner)
-        run.checkpoint(update, parameters, optimizer, scheduler, lambda: bare(ids[:1], labels[:1], positions[:1])[0])  # noqa: B023
+        probe = lambda: take_weights(bare, learner)(ids[:1], labels[:1], positions[:1])[0]  # noqa: B023, E731
+        run.checkpoint(update, parameters, optimizer, scheduler, probe)
 
     # 5. The same held-out rows again, samples, and the model that the next script loads.
     run.bar.stop()

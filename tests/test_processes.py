@@ -49,6 +49,7 @@ SIZES = {  # flags of both, then the same global batch for one process and for t
 }
 OTHERS = ("ppo_dialog", "sft", "reward_model", "rloo_tldr")
 PARTS = {
+    "lora": SGD | dict(lora_r=4, total_episodes=8),
     "lora-8bit": SGD | dict(lora_r=4, load_in_8bit=True, total_episodes=8),
     "shared": SGD | dict(num_shared_layers=1, gradient_accumulation_steps=2, gradient_checkpointing=True, total_episodes=16),
     "critic": SGD | dict(value_model_path="CRITIC", total_episodes=8, vf_coef=1.0),
@@ -128,8 +129,7 @@ def sharded(request, scripts, filled, world, tmp_path_factory):
     make = maker(scripts, world, root)
     jobs = [(script, script, flags_of(make(script, script, **filled(SIZES[script][0] | SIZES[script][2])))) for script in SIZES]
     for name in ("shared", "critic", "lora"):
-        flags = PARTS[name] if name in PARTS else PARTS["lora-8bit"] | dict(load_in_8bit=False)
-        jobs.append((name, "ppo_sentiment", flags_of(make("ppo_sentiment", name, per_device_train_batch_size=1, **filled(flags)))))
+        jobs.append((name, "ppo_sentiment", flags_of(make("ppo_sentiment", name, per_device_train_batch_size=1, **filled(PARTS[name])))))
     for name, body in dict(straight=STOPPED.splitlines()[-1], stopped=STOPPED).items():
         flags = dict(total_episodes=32, per_device_train_batch_size=2, reward_fn=reward_file(root, body, name))
         jobs.append((name, "ppo_sentiment", flags_of(make("ppo_sentiment", name, **flags))))
@@ -230,7 +230,7 @@ def test_dialogues_on_two_processes(two):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_on_two_processes(ppo, two, filled, tmp_path, name):
-    """LoRA on 8 bit, frozen layers with accumulated and recomputed passes, and a critic: the numbers of one process."""
+    """LoRA, LoRA on 8 bit, frozen layers with accumulated and recomputed passes, and a critic: the numbers of one process."""
     assert codes(two, name) == [0, 0]
     ppo("one", per_device_train_batch_size=2, **filled(PARTS[name]))
     assert_same_numbers(tmp_path / "one", two / name)
@@ -258,8 +258,7 @@ def test_parts_in_shards(ppo, filled, sharded, tmp_path, name):
     """Frozen layers with accumulated and recomputed passes, a critic, LoRA: the numbers of one process."""
     _, root = sharded
     assert codes(root, name) == [0, 0]
-    flags = PARTS[name] if name in PARTS else PARTS["lora-8bit"] | dict(load_in_8bit=False)
-    ppo("one", per_device_train_batch_size=2, **filled(flags))
+    ppo("one", per_device_train_batch_size=2, **filled(PARTS[name]))
     assert_same_numbers(tmp_path / "one", root / name)
 
 
@@ -272,8 +271,6 @@ def test_resume_in_shards(scripts, sharded):
     assert codes(root, "stopped") == [143, 143] and codes(root, "resumed") == [0, 0]
     assert timeless(rows_of(root / "stopped")) == timeless(rows_of(root / "straight"))
     assert same(weights(root / "stopped/model"), weights(root / "straight/model"))
-
-
     last = sorted((root / "straight/checkpoints").iterdir())[-1]
     words = ["--resume", str(last), "--total-episodes", "40", "--per-device-train-batch-size", "4"]
     module = scripts["ppo_sentiment"]

@@ -3,7 +3,7 @@
     python benchmarks/reliability/time_left.py                    # the committed runs of the three tiny recipes
     python benchmarks/reliability/time_left.py runs/*/*/          # yours
 
-rich's bar divides the updates that are left by the speed of the last 30 seconds. A tenth more or less is the machine's.
+rich's bar divides the updates that are left by the speed of the last 30 seconds.
 """
 
 import gzip
