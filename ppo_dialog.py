@@ -941,7 +941,7 @@ def generate_until(model, ids, mask, uniforms, stops, temperature, watch=None):
     rows = torch.arange(len(uniforms), device=ids.device)  # the rows still being written
     tokens, held = torch.zeros(uniforms.shape, dtype=torch.long, device=ids.device), torch.zeros_like(rows)
     for t in range(uniforms.shape[1]):
-        logits = F.linear(hidden, head.weight, head.bias) / temperature  # [rows, V]
+        logits = F.linear(hidden, head.weight, head.bias).div_(temperature)  # [rows, V]
         token = sample_tokens(logits, uniforms[rows, t])  # [rows]
         tokens[rows, t], held = token, stops[held, token]
         if watch:

@@ -826,7 +826,7 @@ def generate(model, ids, mask, room, uniforms, stop_token_id, temperature):
     rows = torch.arange(len(uniforms), device=ids.device)  # the rows still being written
     tokens = torch.zeros(uniforms.shape, dtype=torch.long, device=ids.device)
     for t in range(uniforms.shape[1]):
-        logits = F.linear(hidden, head.weight, head.bias) / temperature  # [rows, V]
+        logits = F.linear(hidden, head.weight, head.bias).div_(temperature)  # [rows, V]
         token = sample_tokens(logits, uniforms[rows, t])  # [rows]
         tokens[rows, t] = token
         going = ((token != stop_token_id) & (t + 1 < room[rows])).nonzero().squeeze(-1)

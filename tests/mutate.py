@@ -103,14 +103,14 @@ FAULTS = [Fault(*row) for row in [
      "runs::learning_rate_0_changes_nothing"),
     ("the ratio of rloo is of a mean token", 10, R, "train", "(new - old).sum(1)", "(new - old).mean(1)",
      "mutants::one_step_by_hand[rloo_tldr]"),
-    ("no temperature in sampling", 11, S, "generate", " / temperature", "", "runs::the_sampled_distribution_is_the_scored_one"),
+    ("no temperature in sampling", 11, S, "generate", ".div_(temperature)", "", "runs::the_sampled_distribution_is_the_scored_one"),
     ("no temperature in log-probabilities", 11, R, "token_logprobs", "hidden / temperature", "hidden",
      "kernels::token_logprobs_agree_with_naive"),
     ("no temperature in the reference", 11, S, "PolicyAndValue.reference_logprobs", "T, temperature)[0]", "T, 1.0)[0]",
      "runs::the_sampled_distribution_is_the_scored_one"),
     ("no temperature in the old log-probabilities", 11, D, "rollout_answers", "tokens.shape[1], args.temperature)",
      "tokens.shape[1], 1.0)", "dialog_runs::the_sampled_distribution_is_the_scored_one"),
-    ("top-k in rollouts", 12, R, "generate", "/ temperature  #", "/ temperature\n        "
+    ("top-k in rollouts", 12, R, "generate", ".div_(temperature)  #", ".div_(temperature)\n        "
      "logits = logits.masked_fill(logits < logits.topk(50).values[:, -1:], -math.inf)  #",
      LIB + "generate_samples_from_transformers_softmax[1.0-gpt2-rloo_tldr]"),
     ("one uniform for all tokens", 12, D, "generate_until", "uniforms[rows, t]", "uniforms[rows, 0]",
