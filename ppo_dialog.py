@@ -208,9 +208,9 @@ class Args:
 
 TINY = dict(
     model_name_or_path="checkpoints/dialogs-lm", reward_model_path="checkpoints/dialogs-intent", dataset_name="data/dialogs",
-    utterance_end="eos", num_context_utterances=2, max_prompt_length=64, dtype="float32", intent_reward="probability",
-    total_episodes=12_800, per_device_train_batch_size=32, num_mini_batches=4, num_ppo_epochs=2, learning_rate=1e-4,
-    lr_scheduler_type="linear", kl_coef=0.1, kl_target=1.5, kl_horizon=2_000, num_sample_generations=3,
+    utterance_end="eos", num_context_utterances=2, max_prompt_length=64, dtype="float32", intent_reward="probability", intent_weight=0.5,
+    total_episodes=12_800, per_device_train_batch_size=32, gradient_accumulation_steps=4, num_mini_batches=1, num_ppo_epochs=2,
+    learning_rate=6e-5, lr_scheduler_type="linear", kl_coef=0.1, kl_target=1.5, kl_horizon=2_000, num_sample_generations=3,
 )
 RECIPES = {
     "tiny": Args(**TINY),  # the small world of this project

@@ -63,6 +63,7 @@ def fork(module, argv, log):
         os.close(tell)
         return child, told
     os.close(told)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT, and so would the run
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
