@@ -67,28 +67,6 @@ def test_other_splits_of_the_batch_sample_the_same_tokens(talk, script, monkeypa
     assert seen[0][1] == pytest.approx(seen[1][1], abs=1e-5) == pytest.approx(seen[2][1], abs=1e-5)
 
 
-def test_sanity(script, small, capsys):
-    """--sanity ends with a line that says so, and trains nothing."""
-    _, folder = script.train(small("ppo_dialog", sanity=True, total_episodes=800))
-    assert "sanity: at learning rate 0 the ratio is 1, the KL 0" in capsys.readouterr().out
-    assert len(rows_of(folder)) == 2 and all(row["lr"] == 0 for row in rows_of(folder)) and not (folder / "model").exists()
-
-
-@pytest.mark.parametrize("method", ["forward", "reference_logprobs"])
-def test_sanity_finds_a_difference(script, small, monkeypatch, method):
-    """--sanity fails when rollout and update, or policy and reference, are not the same function."""
-    original, calls = getattr(script.PolicyAndValue, method), []
-
-    def other(self, *args):
-        calls.append(1)
-        result = original(self, *args)
-        return result + 0.1 if method == "reference_logprobs" else (result[0] + 0.01 * len(calls), *result[1:])
-
-    monkeypatch.setattr(script.PolicyAndValue, method, other)
-    with pytest.raises(script.UserError, match="--sanity"):
-        script.train(small("ppo_dialog", sanity=True))
-
-
 @pytest.mark.parametrize("temperature", [0.7, 1.4])
 def test_the_sampled_distribution_is_the_scored_one(talk, script, talker, monkeypatch, temperature):
     """Trick 11: tokens are drawn from softmax(logits / temperature), and the old and the reference's log-probabilities are of that."""

@@ -55,23 +55,6 @@ def test_other_splits_of_the_batch_sample_the_same_tokens(rloo, script, monkeypa
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_sanity(script, small, capsys, monkeypatch):
-    """--sanity says that all is well and trains nothing; where rollout and update differ, it fails."""
-    _, folder = script.train(small("rloo_tldr", sanity=True, total_episodes=800))
-    assert "sanity: at learning rate 0 the ratio is 1, the KL 0" in capsys.readouterr().out
-    assert len(rows_of(folder)) == 2 and not (folder / "model").exists()
-    original, calls = script.PolicyAndReference.forward, []
-
-    def other(self, *args):
-        calls.append(1)
-        logprobs, entropies = original(self, *args)
-        return logprobs + 0.01 * len(calls), entropies
-
-    monkeypatch.setattr(script.PolicyAndReference, "forward", other)
-    with pytest.raises(script.UserError, match="--sanity"):
-        script.train(small("rloo_tldr", "other", sanity=True))
-
-
 # ---- Groups ----------------------------------------------------------------------------------------------------------
 def test_a_group_answers_one_prompt(rloo, script, monkeypatch):
     """Trick 25: rows r, P + r, 2 P + r, ... are the k responses to prompt r, and they are not all the same."""

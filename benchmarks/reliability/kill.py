@@ -24,6 +24,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+import transformers
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -70,7 +71,6 @@ def fork(module, argv, log):
     code = 1
     try:
         torch.set_num_threads(1)
-        import transformers
 
         def telling(function):
             def wrapped(*args, **kwargs):
@@ -152,6 +152,8 @@ def main():
         for split, count in (("train", 48), ("test", 8)):
             lines = (ROOT / f"data/{name}/{split}.jsonl").read_text().splitlines(True)
             (root / name / f"{split}.jsonl").write_text("".join(lines[:count]))
+    for name in ("optimization", "models.gpt2.modeling_gpt2"):  # a script imports them when it needs them, and that takes seconds
+        importlib.import_module(f"transformers.{name}")
     modules = {script: importlib.import_module(script) for script in args.scripts.split(",")}
     rng, counts, good = random.Random(args.seed), Counter(), Counter()
     for script, module in modules.items():

@@ -41,7 +41,8 @@ def main():
         used.append(time.process_time())
         held = int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**10
         rows.append(dict(update=metrics["update"], held_mb=held, rss_mb=process.memory_info().rss / 2**20, open_files=process.num_fds(),
-                         threads=process.num_threads(), seconds=metrics["perf/seconds"], processor_seconds=used[-1] - used[-2]))  # fmt: skip
+                         threads=process.num_threads(), seconds=metrics["perf/seconds"],
+                         processor_seconds=used[-1] - used[-2]))  # fmt: skip
         if time.time() - began > 60 * given.minutes:
             os.kill(os.getpid(), signal.SIGTERM)
 
