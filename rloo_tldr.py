@@ -179,7 +179,7 @@ class Args:
     adam_eps: float = 1e-8
     """Adam's epsilon, for optimizers that have one (N+ uses 1e-5)"""
     lr_scheduler_type: Schedule = "linear"
-    """transformers' schedules, and exponential (down to 1 %); one step an update"""
+    """as transformers' schedules, and exponential (down to 1 %); one step an update"""
     warmup_ratio: float = 0.0
     """share of the updates in which the learning rate rises from 0 (for the schedules that warm up)"""
     max_grad_norm: float | None = 1.0
@@ -696,9 +696,18 @@ def make_optimizer(args, parameters, updates):
     fused = "Adam" in args.optimizer  # others have no fused step for FSDP2's shards
     options = dict(lr=args.learning_rate, eps=args.adam_eps, fused=fused)  # as far as it takes them
     optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
-    if args.lr_scheduler_type == "exponential":
-        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.01 ** (1 / updates))
-    return optimizer, transformers.get_scheduler(args.lr_scheduler_type, optimizer, math.ceil(args.warmup_ratio * updates), updates)
+    kind = args.lr_scheduler_type
+    warmup = 0 if kind == "constant" else math.ceil(args.warmup_ratio * updates)
+
+    def factor(step):  # of the learning rate, as transformers' schedules of these names have it; importing those takes seconds
+        if step < warmup:
+            return step / warmup
+        left = (updates - step) / max(1, updates - warmup)  # from 1 to 0
+        scale, end = warmup or 10_000, 1e-7 / max(args.learning_rate, 1e-7)
+        return dict(linear=left, cosine=0.5 * (1 - math.cos(math.pi * left)), polynomial=end + (1 - end) * left,
+                    inverse_sqrt=((step - warmup + scale) / scale) ** -0.5, exponential=0.01 ** (1 - left)).get(kind, 1.0)
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 def check_finite(numbers, update):
     """Stop before a model that has overflowed writes the next batch, or takes the place of a good checkpoint."""

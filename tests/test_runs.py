@@ -241,26 +241,48 @@ def test_adam_eps_reaches_adam(script):
     assert p.item() == pytest.approx(-2e-6, rel=1e-4)
 
 
-def schedule(kind, step, warmup, updates):
-    """The known formulas, as a share of the top learning rate (1e-2)."""
-    if kind not in ("constant", "exponential") and step < warmup:
-        return step / warmup
-    done = (step - warmup) / (updates - warmup)
-    if kind == "inverse_sqrt":
-        scale = warmup or 10_000
-        return ((step - warmup + scale) / scale) ** -0.5
-    return {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "exponential": 0.01 ** (step / updates),
-            "polynomial": (1 - 1e-5) * (1 - done) + 1e-5}.get(kind, 1.0)  # fmt: skip
+def schedule(kind, rate, warmup, updates):
+    """Learning rates of transformers' schedule, of which exponential is none."""
+    if kind == "exponential":
+        falling = [rate * 0.01 ** (step / (updates - warmup)) for step in range(updates - warmup)]
+        return [rate * step / warmup for step in range(warmup)] + falling
+    optimizer, rates = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate), []
+    scheduler = transformers.get_scheduler(kind, optimizer, warmup, updates)
+    for _ in range(updates):
+        rates += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize("kind", ["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt", "polynomial", "exponential"])
+def test_schedules(script, kind, warmup):
+    """The learning rates of 11 updates are those of transformers, with and without warm-up."""
+    args = script.Args(learning_rate=1e-2, lr_scheduler_type=kind, warmup_ratio=warmup / 11)
+    optimizer, scheduler = script.make_optimizer(args, [torch.nn.Parameter(torch.zeros(1))], 11)
+    rates = []
+    for _ in range(11):
+        rates += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx(schedule(kind, 1e-2, warmup, 11), rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize("kind", ["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt", "polynomial", "exponential"])
-def test_schedules(ppo, tmp_path, kind):
-    """The logged learning rate follows the formula, one step an update, with two updates of warm-up where there is one."""
-    short = dict(per_device_train_batch_size=2, num_mini_batches=1, num_ppo_epochs=1, response_min_length=1, response_length=2)
+def test_schedules_at_learning_rate_0(script, kind):
+    """Nothing is divided by a learning rate of 0, which --sanity has."""
+    args = script.Args(learning_rate=0.0, lr_scheduler_type=kind, warmup_ratio=0.4)
+    _, scheduler = script.make_optimizer(args, [torch.nn.Parameter(torch.zeros(1))], 5)
+    assert scheduler.get_last_lr() == [0.0]
+
+
+def test_the_learning_rate_steps_once_an_update(ppo, tmp_path):
+    """The logged learning rates are the schedule's, one step an update, with two updates of warm-up."""
+    short = dict(per_device_train_batch_size=2, num_mini_batches=1, num_ppo_epochs=2, response_min_length=1, response_length=2)
     reward_fn = reward_file(tmp_path, SCORE)
-    _, _, rows = ppo(total_episodes=10, lr_scheduler_type=kind, warmup_ratio=0.4, num_eval_prompts=2, reward_fn=reward_fn, **short)
-    expected = [1e-2 * schedule(kind, step, 2, 5) for step in range(5)]
-    assert [row["lr"] for row in rows] == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    _, _, rows = ppo(total_episodes=10, lr_scheduler_type="cosine", warmup_ratio=0.4, num_eval_prompts=2, reward_fn=reward_fn, **short)
+    assert [row["lr"] for row in rows] == pytest.approx(schedule("cosine", 1e-2, 2, 5), rel=1e-6, abs=1e-12)
 
 
 # ---- Memory ----------------------------------------------------------------------------------------------------------
