@@ -63,13 +63,13 @@ def fork(module, argv, log):
     if child:
         os.close(tell)
         return child, told
-    os.close(told)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT, and so would the run
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
     code = 1
     try:
+        os.close(told)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT, and so would the run
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
         torch.set_num_threads(1)
 
         def telling(function):
