@@ -224,8 +224,12 @@ def fail(error):
     """
     Console().show_cursor()  # the progress bar hid it
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        if torch.distributed.TCPStore(*place, is_master=False, timeout=timedelta(seconds=10)).add("failed", 1) > 1:
+        try:
+            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            failed = torch.distributed.TCPStore(*place, is_master=False, timeout=timedelta(seconds=10)).add("failed", 1)
+        except (KeyError, torch.distributed.DistError):  # without torchrun there is no store before the processes have met
+            failed = 1
+        if failed > 1:
             sys.exit(2)
     cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch and safetensors have their own words for it
     if isinstance(error, ModuleNotFoundError):
@@ -459,8 +463,12 @@ def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
     if (Path(name) / "adapter_config.json").exists():
         import peft
+        if "quantization_config" in kwargs:
+            raise UserError(f"--load-in-8bit: {name} is a LoRA adapter, which cannot be merged into 8 bit: merge it first")
         base = load_model(auto_class, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, settings, **kwargs)
-        return peft.PeftModel.from_pretrained(base, name).merge_and_unload().requires_grad_(True)  # peft froze the base
+        model = peft.PeftModel.from_pretrained(base, name).merge_and_unload().requires_grad_(True)  # peft froze the base
+        model.name_or_path = str(name)  # what the next adapter stands on
+        return model
     config = load("model", AutoConfig.from_pretrained, name)
     rates = {key: 0.0 for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float)}
     gelu = {key: "gelu_pytorch_tanh" for key, value in config.to_dict().items() if value == "gelu_new"}  # the same in one kernel, not 8
@@ -748,7 +756,7 @@ def check_finite(numbers, update):
 
 def pick_dtype(args, device):
     """bf16 products where they are asked for or, on auto, where the hardware has units for them; weights and sums stay fp32."""
-    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
+    fast = torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if args.bf16 or args.dtype == "bfloat16" or (args.dtype == "auto" and fast) else torch.float32
 
 def describe_memory(model, learner, config, args, length, sampled, accelerator):
@@ -861,9 +869,9 @@ def rollout(model, tokenizer, reward, batch, stop_token_id, args):
     tokens, lengths = (torch.cat(x) for x in zip(*(generate(model.policy, *p, stop_token_id, args.temperature) for p in parts)))
     valid = length_mask(lengths, tokens.shape[1])  # [B, T]
     asked = [q[m].tolist() for q, m in zip(*batch[:2])]
-    prompts = tokenizer.batch_decode(asked, skip_special_tokens=True)
+    shown, prompts = (tokenizer.batch_decode(asked, skip_special_tokens=skip) for skip in (True, False))  # the reward reads all
     texts = tokenizer.batch_decode([a + t[v].tolist() for a, t, v in zip(asked, tokens, valid)], skip_special_tokens=True)
-    responses = [text[len(prompt):] for prompt, text in zip(prompts, texts)]  # alone, some tokenizers would drop its first space
+    responses = [text[len(prompt):] for prompt, text in zip(shown, texts)]  # alone, some tokenizers would drop its first space
     stopped = tokens.gather(1, lengths[:, None] - 1).squeeze(1) == stop_token_id  # [B]
     ids, mask = torch.cat([batch[0], tokens], 1), torch.cat([batch[1], valid], 1)  # [B, C + T]
     order = mask.sum(1).argsort()  # similar lengths together, as in the update
@@ -981,7 +989,7 @@ class Run:
         number = int(self.accelerator.gather(torch.tensor([self.signal], device=self.accelerator.device)).max())
         due = number or update == self.updates or (self.args.save_every and update % self.args.save_every == 0)
         if due and probe:
-            with torch.no_grad():
+            with torch.no_grad(), torch.random.fork_rng():  # its dropout takes no draw from the training
                 check_finite(probe(), update)
         folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
         if due and self.engine:
@@ -1030,6 +1038,8 @@ class Run:
                 moments |= {i: {key: shard_like(x, held[i]) for key, x in kept.items()} for i, kept in moments.items()}
                 optimizer.load_state_dict(state["optimizer"])
             scheduler.load_state_dict(state["scheduler"])
+            for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
+                group["lr"] = base * factor(scheduler.last_epoch)  # another number of updates has another curve
             torch.set_rng_state(state["rng"]["torch"])
             random.setstate(state["rng"]["python"])
             self.console.print(f"resumed after update {state['update']}, from {last}")
@@ -1072,7 +1082,8 @@ def start(args):
         plugin.deepspeed_config |= dict(train_micro_batch_size_per_gpu=args.per_device_train_batch_size, torch_autocast=bf16,
                                         gradient_accumulation_steps=1, gradient_clipping=args.max_grad_norm or 0.0)  # ours adds up
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # it would load every model in shards
-    words = [*psutil.Process(os.getppid()).cmdline(), ""]  # accelerate 1.15 starts one for `launch --cpu --num_processes 2`
+    parent = psutil.Process().parent()  # None in a container that shows no process outside
+    words = [*(parent.cmdline() if parent else ()), ""]  # accelerate 1.15 starts one for `launch --cpu --num_processes 2`
     asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"] or ["1"]
     asked, runs = os.environ.get("WORLD_SIZE", asked[0]), accelerator.num_processes
     if runs != int(asked):
@@ -1122,6 +1133,8 @@ def train(args):
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
     B, T, epochs, n = args.local_batch_size * world, args.response_length, args.num_ppo_epochs, args.per_device_train_batch_size
     updates = 2 if args.sanity else math.ceil(args.total_episodes / B)
+    if args.kl_target is not None and B >= 5 * args.kl_horizon:
+        raise UserError(f"--kl-horizon {args.kl_horizon:g} must be more than a fifth of the batch, {B}: one step could make the price 0")
     args = replace(args, learning_rate=0.0) if args.sanity else args
     bare, tokenizer = build_policy(args).to(device), load_tokenizer(args.model_name_or_path)
     for part in (bare.policy, bare.critic or bare.policy):

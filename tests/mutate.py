@@ -256,6 +256,7 @@ FAULTS = [Fault(*row) for row in [
      "new = True", "preferences::a_new_head_has_the_documented_spread"),
     ("kl_estimator is not used", 36, D, "train", "args.kl_estimator)", '"k1")', "dialog_runs::rewards_by_hand[k2]"),
     ("vf_coef is not used", 36, S, "train", "args.vf_coef * value_loss", "value_loss", "mutants::one_step_by_hand[ppo_sentiment]"),
+    ("warm-up is not used", 36, S, "make_optimizer", "return step / warmup", "return 1.0", "runs::schedules[linear-4]"),
     ("cliprange is not used", 36, D, "train", "args.cliprange)", "0.2)", "mutants::clip_ranges_reach_the_losses[ppo_dialog]"),
     ("gamma and lambda swapped in the run", 36, D, "train", "args.gamma, args.lam", "args.lam, args.gamma",
      "dialog_runs::rewards_by_hand[k1]"),

@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from run_tools import ROOT, distance, flags_of, reward_file, rows_of, script_words, start_process, torchrun_words, weights
@@ -246,6 +247,27 @@ def test_a_process_that_fails_ends_the_run(small, tmp_path, case):
 
 
 # ---- resume ------------------------------------------------------------------------------------------------------------
+def test_no_parent_is_seen(scripts, monkeypatch):
+    """In a container the process that started the run may not be visible: then nobody asked for several processes."""
+    monkeypatch.setattr(psutil.Process, "parent", lambda self: None)
+    monkeypatch.setattr(os, "getppid", lambda: 0)
+    assert scripts["sft"].start(scripts["sft"].Args()).num_processes == 1
+
+
+@pytest.mark.parametrize("error", [torch.distributed.DistNetworkError("timed out"), KeyError("MASTER_ADDR")])
+def test_an_error_before_the_processes_have_met(scripts, monkeypatch, capsys, error):
+    """Without torchrun nobody keeps the count of failures yet, and each process says its own."""
+    def store(*_, **__):
+        raise error
+
+    monkeypatch.setattr(torch.distributed, "TCPStore", store)
+    for name, value in dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        scripts["sft"].fail(scripts["sft"].UserError("what is wrong"))
+    assert end.value.code == 2 and capsys.readouterr().err == "sft.py: what is wrong\n"
+
+
 @pytest.mark.parametrize("script", ALL)
 def test_resume_with_more_updates(scripts, small, script):
     """At a constant learning rate a run that was made longer is the run that was longer from the start."""
@@ -263,6 +285,19 @@ def test_resume_with_more_updates(scripts, small, script):
 def timeless_weights(one, other):
     """The models of two runs are equal to the bit."""
     return (one / "model/model.safetensors").read_bytes() == (other / "model/model.safetensors").read_bytes()
+
+
+def test_resume_with_dropout(scripts, small, monkeypatch):
+    """A model that starts at random has dropout; stopped in the middle and resumed, its masks are those of one go."""
+    module, shape = scripts["sft"], "gpt2 n_embd=32 n_layer=1 n_head=2 n_positions=256 resid_pdrop=0.5"
+    flags = LONG["sft"] | dict(from_config=shape, train_tokenizer=300, save_every=0)
+    _, whole = module.train(small("sft", "whole", **flags))
+    args = small("sft", "parts", **flags)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        stop_after(patch, module, 3)
+        module.train(args)
+    _, folder = module.train(module.parse_args(["--resume", args.output_dir]))
+    assert timeless_weights(whole, folder)
 
 
 @pytest.mark.parametrize("script", ALL)

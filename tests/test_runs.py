@@ -192,8 +192,12 @@ def test_lora_from_a_trained_adapter_starts_at_kl_0(ppo, script, small, tiny_lm,
             assert (model.policy(ids).logits - adapted(ids).logits).abs().max() > 0.1
         here = (ids, torch.ones_like(ids, dtype=torch.bool), 6, 1.0)
         assert torch.equal(model(*here)[0], model.reference_logprobs(*here))
-    _, _, metrics = ppo(total_episodes=16, **start)
+    _, folder, metrics = ppo(total_episodes=16, **start)
     assert metrics[0]["objective/kl"] == 0 and metrics[1]["objective/kl"] != 0
+    whole, parts = (script.load_model(AutoModelForCausalLM, folder / name) for name in ("model", "adapter"))
+    assert distance(whole.state_dict(), parts.state_dict()) < 1e-5  # the new adapter knows that it stands on another one
+    with pytest.raises(script.UserError, match="merge it first"):
+        script.build_policy(small("ppo_sentiment", **start | dict(load_in_8bit=True)))
 
 
 def test_lora_share_of_gpt2(script):
@@ -275,6 +279,37 @@ def test_schedules_at_learning_rate_0(script, kind):
     args = script.Args(learning_rate=0.0, lr_scheduler_type=kind, warmup_ratio=0.4)
     _, scheduler = script.make_optimizer(args, [torch.nn.Parameter(torch.zeros(1))], 5)
     assert scheduler.get_last_lr() == [0.0]
+
+
+def test_a_run_that_is_made_longer_takes_the_new_schedule(ppo, script):
+    """Its next update has the learning rate of the longer curve, not the 0 at the end of the old one."""
+    _, folder, _ = ppo(total_episodes=16, lr_scheduler_type="linear")
+    script.train(script.parse_args(["--resume", str(folder), "--total-episodes", "32"]))
+    assert [row["lr"] for row in rows_of(folder)] == pytest.approx([1e-2, 0.5e-2, 0.5e-2, 0.25e-2])
+
+
+def test_dtype_auto_wants_units_for_bf16(script, monkeypatch):
+    """Where a GPU only emulates bf16, --dtype auto is float32."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert script.pick_dtype(script.Args(dtype="auto"), torch.device("cuda")) is torch.float32
+
+
+@pytest.mark.parametrize("name", ["ppo_sentiment", "rloo_tldr"])
+def test_the_reward_reads_the_prompt_with_its_special_tokens(scripts, tiny_lm, name):
+    """A prompt's marks, as of a chat, reach the reward; those that a response ends with do not."""
+    script, asked, args = scripts[name], [], scripts[name].Args(temperature=1.0)
+    tokenizer, model = AutoTokenizer.from_pretrained(tiny_lm()), AutoModelForCausalLM.from_pretrained(tiny_lm()).eval()
+    text = f"{tokenizer.eos_token}The film{tokenizer.eos_token} was"
+    ids = torch.tensor([tokenizer(text).input_ids] * 2)
+    ids, mask, uniforms = ids, torch.ones_like(ids, dtype=torch.bool), torch.rand(2, 5, generator=torch.Generator().manual_seed(0))
+    reward = lambda prompts, responses: (asked.extend(zip(prompts, responses)), torch.zeros(len(prompts)))[1]  # noqa: E731
+    if name == "rloo_tldr":
+        script.rollout_groups(script.PolicyAndReference(model, model), tokenizer, reward, (ids, mask, uniforms[None]), 0, args)
+    else:
+        batch = (ids, mask, torch.full((2,), 5), uniforms)
+        script.rollout(script.PolicyAndValue(model, model), tokenizer, reward, batch, 0, args)
+    assert [prompt for prompt, _ in asked] == [text] * 2 and all(response for _, response in asked)
+    assert not any(tokenizer.eos_token in response for _, response in asked)
 
 
 def test_the_learning_rate_steps_once_an_update(ppo, tmp_path):

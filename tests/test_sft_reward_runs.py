@@ -3,7 +3,9 @@
 import json
 import math
 
+import datasets
 import pytest
+import tokenizers
 import torch
 import transformers
 from conftest import ACTS
@@ -125,6 +127,35 @@ def test_sft_lora(sft, tiny_lm):
     state = torch.load(next((folder / "checkpoints").iterdir()) / "state.pt", weights_only=True)
     assert state["parameters"] and all("lora_" in name for name in state["parameters"])
     AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+def test_sft_checkpoints_take_no_draw_from_dropout(sft):
+    """The pass that looks whether a model is finite before it is saved leaves the masks of the dropout to come as they are."""
+    shape = "gpt2 n_embd=32 n_layer=1 n_head=2 n_positions=256 resid_pdrop=0.5"
+    start = dict(from_config=shape, train_tokenizer=300)
+    (_, often, _), (_, rarely, _) = (sft(name, save_every=every, **start) for name, every in (("often", 1), ("rarely", 0)))
+    assert all(torch.equal(x, weights(rarely / "model")[name]) for name, x in weights(often / "model").items())
+
+
+def test_sft_samples_fit_the_context(scripts, tiny_lm):
+    """A prompt that leaves no room for 40 tokens is cut, and so are the samples of a model with a context below 48."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_lm()), AutoTokenizer.from_pretrained(tiny_lm())
+    context = model.config.max_position_embeddings
+    ids = torch.randint(3, 1000, (context,)).tolist()
+    pairs = [(ids, [-100] * (context - 2) + ids[-2:]), (ids, ids)]
+    assert len(scripts["sft"].write_samples(model, tokenizer, pairs, scripts["sft"].Args())) == 2
+    short = AutoModelForCausalLM.from_config(type(model.config)(**model.config.to_dict() | dict(n_positions=20)))
+    assert len(scripts["sft"].write_samples(short, tokenizer, [(ids[:20], ids[:20])], scripts["sft"].Args())) == 1
+
+
+def test_reward_encoder_leaves_out_what_is_no_text(scripts, capsys):
+    """An encoder's tokenizer marks the ends of an empty text too; such rows, null and numbers are left out all the same."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[CLS]": 0, "[SEP]": 1, "good": 2}, unk_token="good"))
+    words.post_processor = tokenizers.processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)])
+    rows = datasets.Dataset.from_dict(dict(text=["good", None, ""], label=[1, 0, 0]))
+    module, tokenizer = scripts["reward_model"], transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+    assert module.examples(rows, {0: 0, 1: 1}, tokenizer, module.Args()) == [([[0, 2, 1]], 1)]
+    assert "left out 2 of 3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "llama", "qwen2"])
