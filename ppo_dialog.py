@@ -28,7 +28,6 @@ Papers: PPO (Schulman et al. 2017), GAE (Schulman et al. 2016), Fine-tuning lang
 
 # ---- 2. Imports ------------------------------------------------------------------------------------------------------
 import copy
-import errno
 import fcntl
 import inspect
 import json
@@ -44,7 +43,7 @@ import subprocess
 import sys
 import time
 import traceback
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -227,13 +226,10 @@ def fail(error):
     """
     Console().show_cursor()  # the progress bar hid it
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        try:
+        with suppress(KeyError, torch.distributed.DistError):  # without torchrun there is no store before the processes have met
             place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            failed = torch.distributed.TCPStore(*place, is_master=False, timeout=timedelta(seconds=10)).add("failed", 1)
-        except (KeyError, torch.distributed.DistError):  # without torchrun there is no store before the processes have met
-            failed = 1
-        if failed > 1:
-            sys.exit(2)
+            if torch.distributed.TCPStore(*place, is_master=False, timeout=timedelta(seconds=10)).add("failed", 1) > 1:
+                sys.exit(2)
     cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch and safetensors have their own words for it
     if isinstance(error, ModuleNotFoundError):
         line = f"these flags need {error.name}: pip install {error.name}"
@@ -584,21 +580,17 @@ class PolicyAndValue(nn.Module):
 
 def load_policy(args, name):
     """The policy, ready to be trained, and the frozen reference; None where that is the policy with its adapter off."""
-    reference, eight_bit = None, {}
-    if args.num_shared_layers < 0:
-        raise UserError(f"--num-shared-layers must be 0 or more; it is {args.num_shared_layers}")
     if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
         raise UserError("--num-shared-layers goes neither with --lora-r, which shares all layers, nor with --load-in-8bit")
-    if args.load_in_8bit:
-        eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
+    eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True)) if args.load_in_8bit else {}
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
     check_head(policy, name)
     if args.lora_r:
-        policy = add_lora(policy, args)  # one copy of the weights: the reference is the policy with its adapter off
+        policy, reference = add_lora(policy, args), None  # one copy of the weights: the reference is the policy with its adapter off
     elif args.num_shared_layers:
         body, _ = body_and_head(policy)
         blocks = max((m for m in body.modules() if isinstance(m, nn.ModuleList)), key=len)
-        if args.num_shared_layers > len(blocks):
+        if not 0 < args.num_shared_layers <= len(blocks):
             raise UserError(f"--num-shared-layers {args.num_shared_layers}: the model has {len(blocks)} layers")
         shared = [m for m in body.modules() if isinstance(m, nn.Embedding)] + list(blocks[: args.num_shared_layers])
         shared = [p.requires_grad_(False) for module in shared for p in module.parameters()]
@@ -749,24 +741,21 @@ def make_learner(model, accelerator):
     if accelerator.distributed_type != "FSDP" and (plugin is None or plugin.zero_stage < 3):
         return model
     learner = copy.deepcopy(model, memo={id(getattr(model, "reference", None)): None})  # what its memo holds is taken as it is
-    if accelerator.distributed_type == "FSDP" and any(p.dtype is torch.int8 for p in learner.parameters()):
-        raise UserError("--load-in-8bit: FSDP2 cannot cut 8-bit weights into shards; use ZeRO or plain data parallelism")
     layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
     learner._no_split_modules = [type(layers[0]).__name__]  # FSDP2 shards layer by layer
     return learner
 
 @torch.no_grad()
 def take_weights(model, learner):
-    """Copy the weights of a sharded module into the whole one, one by one; all processes take part. -> the whole one"""
-    pairs = zip(trainable(model).values(), trainable(learner).values()) if learner is not model else ()
-    for p, shard in pairs:
+    """Copy the weights of a sharded module into the whole one, one by one; all processes take part. -> the whole one, in eval mode"""
+    for p, shard in zip(trainable(model).values(), trainable(learner).values()) if learner is not model else ():
         if hasattr(shard, "full_tensor"):  # FSDP2
             p.copy_(shard.full_tensor())
         else:  # ZeRO-3
             import deepspeed
             with deepspeed.zero.GatheredParameters([shard]):
                 p.copy_(shard)
-    return model
+    return model.eval()
 
 def clip_gradients(accelerator, parameters, max_norm):
     """Scale the gradients of one step down to this norm; None: never. -> their norm before, over all processes' shards
@@ -787,11 +776,9 @@ def make_optimizer(args, parameters, updates):
     kind = locate(args.optimizer)
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
         raise UserError(f"--optimizer {args.optimizer}: not an optimizer of an installed package; e.g. torch.optim.AdamW")
-    fused = "Adam" in args.optimizer  # others have no fused step for FSDP2's shards
-    options = dict(lr=args.learning_rate, eps=args.adam_eps, fused=fused)  # as far as it takes them
+    options = dict(lr=args.learning_rate, eps=args.adam_eps, fused="Adam" in args.optimizer)  # others cannot fuse on FSDP2's shards
     optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
-    kind = args.lr_scheduler_type
-    warmup = 0 if kind == "constant" else math.ceil(args.warmup_ratio * updates)
+    warmup = 0 if args.lr_scheduler_type == "constant" else math.ceil(args.warmup_ratio * updates)
 
     def factor(step):  # of the learning rate, as transformers' schedules of these names have it; importing those takes seconds
         if step < warmup:
@@ -799,15 +786,14 @@ def make_optimizer(args, parameters, updates):
         left = (updates - step) / max(1, updates - warmup)  # from 1 to 0
         scale, end = warmup or 10_000, 1e-7 / max(args.learning_rate, 1e-7)
         return dict(linear=left, cosine=0.5 * (1 - math.cos(math.pi * left)), polynomial=end + (1 - end) * left,
-                    inverse_sqrt=((step - warmup + scale) / scale) ** -0.5, exponential=0.01 ** (1 - left)).get(kind, 1.0)
+                    inverse_sqrt=(1 + (step - warmup) / scale) ** -0.5, exponential=0.01 ** (1 - left)).get(args.lr_scheduler_type, 1.0)
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 def check_finite(numbers, update):
     """Stop before a model that has overflowed writes the next batch, or takes the place of a good checkpoint."""
     if not numbers.isfinite().all():
-        raise UserError(f"update {update}: what the model computes is no longer finite: lower --learning-rate, or --max-grad-norm 1; "
-                        "no checkpoint of this update is saved")
+        raise UserError(f"update {update} is not saved: what the model computes is not finite: lower --learning-rate, or --max-grad-norm 1")
 
 def pick_dtype(args, device):
     """bf16 products where they are asked for or, on auto, where the hardware has units for them; weights and sums stay fp32."""
@@ -820,15 +806,13 @@ def describe_memory(model, learner, config, args, length, sampled, accelerator):
     Gradients and activations go before the cache of the next rollout comes. Of shards (FSDP2, DeepSpeed) each process has its part.
     """
     device, split = accelerator.device, accelerator.num_processes if accelerator.distributed_type in ("FSDP", "DEEPSPEED") else 1
-    held = {id(p): p for p in model.parameters()}.values()
-    trained, weights = sum(p.numel() for p in held if p.requires_grad), sum(p.numel() * p.element_size() for p in held)
+    trained, weights = sum(p.numel() for p in trainable(model).values()), sum(p.nbytes for p in model.parameters())
     layer = length * config.hidden_size * 4  # bytes of an fp32 vector a token of one row
     kept = config.num_hidden_layers + 17 if args.gradient_checkpointing else 17 * config.num_hidden_layers  # Korthikanti et al. 2022, eq. 1
-    update = dict(gradients=4 * trained // split, activations=kept * layer * args.per_device_train_batch_size)
-    rollout = dict(cache=2 * config.num_hidden_layers * layer * sampled)
-    whole = dict(weights=weights, optimizer=8 * trained // split, shards=4 * trained // split if learner is not model else 0)
-    parts = whole | update | rollout
-    total = sum(parts.values()) - min(sum(update.values()), sum(rollout.values()))
+    parts = dict(weights=weights, optimizer=8 * trained // split, shards=4 * trained // split if learner is not model else 0,
+                 gradients=4 * trained // split, activations=kept * layer * args.per_device_train_batch_size,
+                 cache=2 * config.num_hidden_layers * layer * sampled)
+    total = sum(parts.values()) - min(parts["gradients"] + parts["activations"], parts["cache"])
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
     listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size)
     warning = "; MORE THAN THERE IS: a smaller batch, LoRA, 8 bit?" if total - weights > free else ""  # the weights are there already
@@ -840,9 +824,8 @@ def load_splits(name):
     splits = load("data set", datasets.load_dataset, name)
     if "train" not in splits or len(splits["train"]) < 2:
         raise UserError(f"data set {name!r} needs a split train with at least 2 rows; it has {', '.join(splits)}")
-    rows = splits["train"]
+    rows, held = splits["train"], splits.get("test", splits.get("validation"))
     cut = len(rows) - max(1, len(rows) // 10)
-    held = next((splits[split] for split in ("test", "validation") if split in splits), None)
     return (rows, held) if held is not None else (rows.select(range(cut)), rows.select(range(cut, len(rows))))
 
 def left_out(total, kept, why):
@@ -1064,7 +1047,7 @@ class Run:
             try:
                 fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it ends
             except OSError as error:
-                if error.errno in (errno.EACCES, errno.EAGAIN):  # others: a file system without locks
+                if isinstance(error, (BlockingIOError, PermissionError)):  # others: a file system without locks
                     raise UserError(f"{name} is in use by a run that has not ended") from error
             commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
             versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, accelerate)}
@@ -1113,16 +1096,10 @@ class Run:
 
     def whole(self, value):
         """What a checkpoint keeps, with the shards of FSDP2 put together; all processes take part, one gets the result."""
-        if isinstance(value, dict):
-            return {key: self.whole(x) for key, x in value.items()}
-        if not hasattr(value, "full_tensor"):
-            return value
-        whole = value.full_tensor()
-        return whole.cpu() if self.main else None
-
-    def shards(self):
-        """How DeepSpeed has cut a checkpoint; "" where it is whole, and fits any number of processes."""
-        return f"ZeRO-{self.engine.zero_optimization_stage()} on {self.accelerator.num_processes} processes" if self.engine else ""
+        if hasattr(value, "full_tensor"):
+            full = value.full_tensor()
+            return full.cpu() if self.main else None
+        return {key: self.whole(x) for key, x in value.items()} if isinstance(value, dict) else value
 
     def checkpoint(self, update, parameters, optimizer, scheduler, probe=None, **state):
         """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit.
@@ -1132,7 +1109,7 @@ class Run:
         number = int(self.accelerator.gather(torch.tensor([self.signal], device=self.accelerator.device)).max())
         due = number or update == self.updates or (self.args.save_every and update % self.args.save_every == 0)
         if due and probe:
-            with torch.no_grad(), torch.random.fork_rng():  # its dropout takes no draw from the training
+            with torch.no_grad():
                 check_finite(probe(), update)
         folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
         if due and self.engine:
@@ -1142,7 +1119,7 @@ class Run:
             state |= self.whole(dict(parameters={name: p.detach() for name, p in parameters.items()}, optimizer=optimizer.state_dict()))
         if self.main and due:
             rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # of the user's code; ours draws from (seed, update)
-            state |= dict(update=update, scheduler=scheduler.state_dict(), batch=self.batch, shards=self.shards(), rng=rng)
+            state |= dict(update=update, scheduler=scheduler.state_dict(), batch=self.batch, shards=self.shards, rng=rng)
             draft.mkdir(parents=True, exist_ok=True)
             try:
                 with open(draft / "state.pt", "wb") as file:
@@ -1150,8 +1127,7 @@ class Run:
                     os.fsync(file.fileno())
             except (OSError, RuntimeError) as error:
                 shutil.rmtree(draft)
-                raise UserError(f"cannot save {folder}: {error.__context__ or error}; the checkpoint before is whole: --resume goes on "
-                                "from there") from error
+                raise UserError(f"cannot save {folder}: {error.__context__ or error}; --resume goes on from the one before") from error
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(draft, folder)  # a checkpoint gets its name when it is whole, so a kill leaves the last one good
             for old in sorted(folder.parent.glob("[0-9]*"), reverse=True)[max(self.args.keep_checkpoints, 1) :]:
@@ -1164,13 +1140,14 @@ class Run:
     def restore(self, parameters, optimizer, scheduler):
         """Load the checkpoint that --resume names, or the run's newest. -> its state; {"update": 0} at the start of a run"""
         found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {"update": 0}
+        self.shards = f"ZeRO-{self.engine.zero_optimization_stage()} on {self.accelerator.num_processes} processes" if self.engine else ""
         if self.args.resume and found:
             last = next((path for path in found if path.resolve() == Path(self.args.resume).resolve()), found[-1])
             state = load("checkpoint", torch.load, str(last / "state.pt"), map_location="cpu", weights_only=True)
             if state["batch"] != self.batch:
                 raise UserError(f"--resume {last}: a step there is of {state['batch']} rows, here of {self.batch}: choose "
                                 "--per-device-train-batch-size so that with this number of processes it stays the same")
-            if (cut := state.get("shards", "")) != self.shards():
+            if (cut := state.get("shards", "")) != self.shards:  # "": whole, and fits any number of processes
                 raise UserError(f"--resume {last}: it is of {cut or 'a run without DeepSpeed'}, which must stay so")
             if self.engine:
                 self.engine.load_checkpoint(str(last), tag="deepspeed")
@@ -1180,20 +1157,18 @@ class Run:
                 moments, held = state["optimizer"]["state"], [p for group in optimizer.param_groups for p in group["params"]]
                 moments |= {i: {key: shard_like(x, held[i]) for key, x in kept.items()} for i, kept in moments.items()}
                 optimizer.load_state_dict(state["optimizer"])
-            scheduler.load_state_dict(state["scheduler"])
-            for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
-                group["lr"] = base * factor(scheduler.last_epoch)  # another number of updates has another curve
+            scheduler.load_state_dict(state["scheduler"] | {"last_epoch": state["update"] - 1})
+            scheduler.step()  # again, since another number of updates has another curve
             torch.set_rng_state(state["rng"]["torch"])
             random.setstate(state["rng"]["python"])
             self.console.print(f"resumed after update {state['update']}, from {last}")
-            for later in [path for path in found if path > last] if self.main else ():  # what came later will come again
-                shutil.rmtree(later)
-        for draft in (self.folder / "checkpoints").glob(".*") if self.main else ():  # what a kill left half written
-            shutil.rmtree(draft)
-        files = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")] if self.main else []
-        for file in filter(Path.exists, files):
-            lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]  # a kill can tear the last one
-            self.write(file.name, "".join(line for line in lines if json.loads(line)["update"] <= state["update"]))
+        if self.main:
+            later = [path for path in found if self.args.resume and path > last]  # it will come again
+            for path in (*later, *(self.folder / "checkpoints").glob(".*")):  # the others: what a kill left half written
+                shutil.rmtree(path)
+            for file in filter(Path.exists, (self.folder / "metrics.jsonl", self.folder / "samples.jsonl")):
+                lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]  # a kill can tear the last one
+                self.write(file.name, "".join(line for line in lines if json.loads(line)["update"] <= state["update"]))
         return state
 
     def curves(self, *names):
@@ -1271,6 +1246,8 @@ def train(args):
     if args.offload and (args.load_in_8bit or args.num_shared_layers):
         raise UserError("--offload goes neither with --load-in-8bit, whose weights stay where they are, nor with --num-shared-layers")
     accelerator = start(args)
+    if args.load_in_8bit and args.lora_r and accelerator.distributed_type == "FSDP":
+        raise UserError("--load-in-8bit: FSDP2 cannot cut 8-bit weights into shards; use ZeRO or plain data parallelism")
     if args.early_stop_approxkl is not None and accelerator.distributed_type == "DEEPSPEED":
         raise UserError("--early-stop-approxkl: DeepSpeed has made the step before it could be stopped; use FSDP2")
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
@@ -1384,8 +1361,6 @@ def train(args):
             else:
                 optimizer.step()
             optimizer.zero_grad()
-        lr = optimizer.param_groups[0]["lr"]
-        scheduler.step()
         take_weights(bare, learner)
         with torch.no_grad(), autocast:
             check_finite(torch.stack(bare(b["ids"][:1], b["mask"][:1], T, args.temperature))[:, b_mask[:1]], update)
@@ -1395,7 +1370,7 @@ def train(args):
         lengths, kl_sum, seconds = b["lengths"].float(), kl.sum(1).mean(), time.time() - began
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
         metrics = {
-            "update": update, "episode": update * B, "lr": lr, "eps": B / seconds, "objective/kl": kl_sum,
+            "update": update, "episode": update * B, "lr": optimizer.param_groups[0]["lr"], "eps": B / seconds, "objective/kl": kl_sum,
             "objective/kl_coef": kl_coef, "objective/entropy": -torch.where(b_mask, b["logprobs"], 0.0).sum(1).mean(),
             "objective/non_score_reward": -kl_coef * kl_sum, "objective/rlhf_reward": scores.mean() - kl_coef * kl_sum,
             "objective/scores": scores.mean(), "policy/approxkl_avg": approxkl, "policy/clipfrac_avg": clipfrac,
@@ -1423,6 +1398,7 @@ def train(args):
             rows = [dict(last=turn.previous, reference=turn.reference, answer=answer) | {name: x[i] for name, x in said.items()}
                     for i, (turn, answer) in enumerate(zip(turns[:4], answers))]
             run.table(f"samples of update {update}", rows, "samples.jsonl", update=update)
+        scheduler.step()
         run.checkpoint(update, parameters, optimizer, scheduler, kl_coef=kl_coef)
 
     # 7. The same held-out prompts again, the table, and the model that the next script loads.
