@@ -589,7 +589,7 @@ def write_samples(model, tokenizer, pairs, args):
     rows, context = [], getattr(model.config, "max_position_embeddings", 10**9)
     for ids, labels in pairs[: args.num_samples]:
         prompt = ids[: max(8, labels.count(-100))] if -100 in labels else ids[:8]
-        prompt = prompt[: max(1, context - 40)]
+        prompt = prompt[-max(1, context - 40):]  # its end is what is continued
         out = model.generate(torch.tensor([prompt], device=model.device), attention_mask=torch.ones(1, len(prompt), device=model.device),
                              max_new_tokens=min(40, context - len(prompt)), do_sample=True, top_k=0, pad_token_id=tokenizer.pad_token_id)
         rows.append(dict(prompt=tokenizer.decode(prompt), completion=tokenizer.decode(out[0, len(prompt):])))

@@ -1,6 +1,6 @@
 """Mutation testing: puts one known fault at a time into a copy of the project, and asks whether the tests notice.
 
-    python tests/mutate.py               # all faults; writes tests/mutations.jsonl, about 7 minutes on one core
+    python tests/mutate.py               # all faults; writes tests/mutations.jsonl, about 10 minutes on one core
     python tests/mutate.py 15 gae        # only faults of trick 15 and those with "gae" in their name; writes nothing
     python tests/mutate.py --list        # the faults and their tests
 

@@ -301,7 +301,7 @@ def test_the_reward_reads_the_prompt_with_its_special_tokens(scripts, tiny_lm, n
     tokenizer, model = AutoTokenizer.from_pretrained(tiny_lm()), AutoModelForCausalLM.from_pretrained(tiny_lm()).eval()
     text = f"{tokenizer.eos_token}The film{tokenizer.eos_token} was"
     ids = torch.tensor([tokenizer(text).input_ids] * 2)
-    ids, mask, uniforms = ids, torch.ones_like(ids, dtype=torch.bool), torch.rand(2, 5, generator=torch.Generator().manual_seed(0))
+    mask, uniforms = torch.ones_like(ids, dtype=torch.bool), torch.rand(2, 5, generator=torch.Generator().manual_seed(0))
     reward = lambda prompts, responses: (asked.extend(zip(prompts, responses)), torch.zeros(len(prompts)))[1]  # noqa: E731
     if name == "rloo_tldr":
         script.rollout_groups(script.PolicyAndReference(model, model), tokenizer, reward, (ids, mask, uniforms[None]), 0, args)

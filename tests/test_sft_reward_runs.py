@@ -143,7 +143,8 @@ def test_sft_samples_fit_the_context(scripts, tiny_lm):
     context = model.config.max_position_embeddings
     ids = torch.randint(3, 1000, (context,)).tolist()
     pairs = [(ids, [-100] * (context - 2) + ids[-2:]), (ids, ids)]
-    assert len(scripts["sft"].write_samples(model, tokenizer, pairs, scripts["sft"].Args())) == 2
+    rows = scripts["sft"].write_samples(model, tokenizer, pairs, scripts["sft"].Args())
+    assert [row["prompt"] for row in rows] == [tokenizer.decode(ids[38 - context : -2]), tokenizer.decode(ids[:8])]
     short = AutoModelForCausalLM.from_config(type(model.config)(**model.config.to_dict() | dict(n_positions=20)))
     assert len(scripts["sft"].write_samples(short, tokenizer, [(ids[:20], ids[:20])], scripts["sft"].Args())) == 1
 
