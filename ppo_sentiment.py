@@ -522,13 +522,13 @@ def response_states(body, input_ids, mask, T):
     before = before + width * torch.arange(len(rows), device=mask.device)[:, None]
     return hidden.flatten(0, 1).index_select(0, before.flatten()).view(*before.shape, -1)
 
-def response_logprobs(model, input_ids, mask, T, temperature):
+def response_logprobs(model, input_ids, mask, T, temperature, states=response_states):
     """Log-probabilities and entropies of the last T tokens, 0 where they are masked, and the hidden states that predicted them.
 
     [B, C + T], bool [B, C + T] -> fp32 [B, T], fp32 [B, T], [B, T, H]. Only valid tokens go through the head.
     """
     body, head = body_and_head(model)
-    hidden, valid = response_states(body, input_ids, mask, T), mask[:, -T:]
+    hidden, valid = states(body, input_ids, mask, T), mask[:, -T:]
     found = token_logprobs(hidden[valid][None], head.weight, input_ids[:, -T:][valid][None], temperature, head.bias)  # [1, valid tokens]
     return *(torch.zeros(valid.shape, device=mask.device).masked_scatter(valid, x) for x in found), hidden
 

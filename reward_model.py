@@ -97,6 +97,8 @@ class Args:
     """of the weights in model/; bfloat16 halves the file, and every script loads it in float32"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
+    share_prompts: bool = True
+    """decoders: what the responses to a prompt begin with is computed once for all of them; not with --gradient-checkpointing"""
     lora_r: int = 0
     """rank of LoRA (0: train all weights)"""
     lora_alpha: int = 32
@@ -330,6 +332,24 @@ def sequence_logits(model, input_ids, mask):
     hidden = model.base_model(input_ids=torch.where(mask, input_ids, 0), use_cache=False).last_hidden_state  # [B, L, H]
     return model.score(hidden[torch.arange(len(hidden), device=mask.device), mask.sum(-1) - 1]).float()
 
+def shared_prompt_scores(model, input_ids, mask, K):
+    """The same scores of rows of K texts, where what the texts of a row begin with is read once. [N * K, L] -> fp32 [N * K, 1]
+
+    A decoder's keys and values of the prompt serve all responses to it, as in a rollout, and its gradient is the sum of theirs
+    (prefix sharing; Wang and Hegde 2024). Shared are as many tokens as the texts of every row have in common, so there is no gap.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # under LoRA
+    rows = input_ids.view(-1, K, input_ids.shape[1])  # [N, K, L]
+    alike = (rows == rows[:, :1]).flatten(0, 1).all(0).long().cumprod(0).sum()  # tokens from the beginning
+    P = int(torch.minimum(alike, mask.sum(1).min() - 1))  # each text keeps one of its own
+    if P == 0 or not hasattr(inner, "score") or inner._is_stateful:
+        return sequence_logits(model, input_ids, mask)
+    tokens, cache = torch.where(mask, input_ids, 0), transformers.DynamicCache(config=inner.config)
+    inner.base_model(input_ids=tokens[::K, :P], past_key_values=cache, use_cache=True)
+    cache.batch_repeat_interleave(K)
+    hidden = inner.base_model(input_ids=tokens[:, P:], past_key_values=cache, use_cache=True).last_hidden_state  # [N * K, L - P, H]
+    return inner.score(hidden[torch.arange(len(hidden), device=mask.device), mask.sum(-1) - 1 - P]).float()
+
 def base_of(name):
     """The model under a LoRA adapter's folder, or under the adapter it stands on; any other name as it is."""
     if not (Path(name) / "adapter_config.json").exists():
@@ -441,12 +461,13 @@ def describe_memory(model, learner, config, args, length, sampled, accelerator):
 class Classifier(nn.Module):
     """The model behind one forward, which is what gets wrapped (DDP, FSDP, DeepSpeed)."""
 
-    def __init__(self, model):
+    def __init__(self, model, share=False):
         super().__init__()
-        self.model = model
+        self.model, self.share = model, share
 
-    def forward(self, ids, mask):
-        return sequence_logits(self.model, ids, mask)
+    def forward(self, ids, mask, K=1):
+        """Logits of rows of K texts each. [N * K, L], bool [N * K, L] -> fp32 [N * K, classes]"""
+        return shared_prompt_scores(self.model, ids, mask, K) if self.share and K > 1 else sequence_logits(self.model, ids, mask)
 
 # ---- 6. Data ---------------------------------------------------------------------------------------------------------
 def load_splits(name):
@@ -563,10 +584,10 @@ def center_texts(train_rows, tokenizer, args):
 def collate_texts(batch, device):
     """Rows of K texts or fewer -> ids [N * K, L] padded on the right, bool mask [N * K, L], exists bool [N, K], targets [N].
 
-    A text that a row lacks is one token 0; `exists` leaves its score out.
+    In place of a text that a row lacks stands its first; `exists` leaves the score out.
     """
     counts = torch.tensor([len(texts) for texts, _ in batch])
-    texts = [torch.tensor(ids) for group, _ in batch for ids in group + [[0]] * (int(counts.max()) - len(group))]
+    texts = [torch.tensor(ids) for group, _ in batch for ids in group + group[:1] * (int(counts.max()) - len(group))]
     ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)
     mask = length_mask(torch.tensor([len(text) for text in texts]), ids.shape[1])
     parts = ids, mask, length_mask(counts, int(counts.max())), torch.tensor([target for _, target in batch])
@@ -595,7 +616,7 @@ def score_rows(model, rows, autocast, accelerator):
     for i in range(0, len(rows), 32):
         ids, mask, exists, targets = collate_texts(part := rows[i : i + 32], accelerator.device)
         with autocast:
-            logits = model(ids, mask).cpu().view(*exists.shape, -1)  # [N, K, classes or 1]
+            logits = model(ids, mask, exists.shape[1]).cpu().view(*exists.shape, -1)  # [N, K, classes or 1]
         found += [(x[: len(texts)].tolist(), target) for x, (texts, target) in zip(logits, part)]
     return accelerate.utils.gather_object(found)
 
@@ -844,7 +865,7 @@ def train(args):
             getattr(model.get_base_model(), name, nn.Identity()).requires_grad_(True)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable(dict(use_reentrant=False))
-    bare = Classifier(model).to(device)
+    bare = Classifier(model, args.share_prompts and not args.gradient_checkpointing).to(device)
     keep = torch.randperm(len(held_rows), generator=draws(args.seed, "held-out"))[: args.num_eval_rows].tolist()
     read = (lambda rows: examples(rows, numbers, tokenizer, args)) if labels else (lambda rows: preferences(rows, tokenizer, args))
     train_rows, held_rows = read(train_rows), read(held_rows.select(keep))
@@ -852,6 +873,7 @@ def train(args):
     B = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
     updates = max(1, round(args.num_train_epochs * len(train_rows) / B))
     optimizer, scheduler = make_optimizer(args, trainable(learner := make_learner(bare, accelerator)).values(), updates)
+    learner.share &= learner is bare  # a layer in shards can run once a pass
     dtype = pick_dtype(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
 
@@ -887,7 +909,7 @@ def train(args):
             with accelerator.no_sync(model) if i + n < len(batch) else nullcontext():
                 ids, mask, exists, targets = collate_texts(batch[i : i + n], device)
                 with autocast:
-                    losses, right, scores = row_losses(model(ids, mask), exists, targets, len(names))  # [n], [n], [n, K]
+                    losses, right, scores = row_losses(model(ids, mask, exists.shape[1]), exists, targets, len(names))  # [n], [n], [n, K]
                 accelerator.sync_gradients = i + n >= len(batch)  # DeepSpeed steps in the last pass's backward
                 accelerator.backward(losses.sum() / B * world)  # DDP divides by the number of processes
             seen += [] if labels else [scores.detach()[exists]]

@@ -150,6 +150,8 @@ class Args:
     """passes over each batch of rollouts (TRL's ppo_epochs)"""
     local_rollout_forward_batch_size: int = 64
     """responses generated and scored at once on one process"""
+    share_prompts: bool = False
+    """the responses to a prompt are in one minibatch and pass, which reads the prompt once; other minibatches than TRL's"""
     # RLOO
     kl_coef: float = 0.05
     """price of one nat of KL to the reference"""
@@ -480,13 +482,28 @@ def response_states(body, input_ids, mask, T):
     before = before + width * torch.arange(len(rows), device=mask.device)[:, None]
     return hidden.flatten(0, 1).index_select(0, before.flatten()).view(*before.shape, -1)
 
-def response_logprobs(model, input_ids, mask, T, temperature):
+def group_states(k, body, input_ids, mask, T):
+    """response_states for k responses to each prompt, which is read once: rows r, B / k + r, ... answer the same one. -> [B, T, H]
+
+    A prompt's keys and values serve all its responses, as in `generate`, and its gradient is the sum of theirs (prefix sharing,
+    Wang and Hegde 2024).
+    """
+    C, R = (int(part.sum(1).max()) for part in (mask[:, :-T], mask[:, -T:]))  # the longest prompt and response here
+    first = mask.shape[1] - T
+    ids, mask = (x[:, first - C : first + R] for x in (input_ids, mask))
+    cache, prompts = transformers.DynamicCache(config=body.config), slice(len(ids) // k)
+    last = hidden_states(body, ids[prompts, :C], mask[prompts, :C], cache)[:, -1:]  # [B / k, 1, H]
+    cache.batch_select_indices(torch.arange(len(last), device=ids.device).repeat(k))
+    rest = hidden_states(body, ids[:, C:], mask, cache)[:, :-1]  # [B, R - 1, H]
+    return F.pad(torch.cat([last.repeat(k, 1, 1), rest], 1), (0, 0, 0, T - R))
+
+def response_logprobs(model, input_ids, mask, T, temperature, states=response_states):
     """Log-probabilities and entropies of the last T tokens, 0 where they are masked, and the hidden states that predicted them.
 
     [B, C + T], bool [B, C + T] -> fp32 [B, T], fp32 [B, T], [B, T, H]. Only valid tokens go through the head.
     """
     body, head = body_and_head(model)
-    hidden, valid = response_states(body, input_ids, mask, T), mask[:, -T:]
+    hidden, valid = states(body, input_ids, mask, T), mask[:, -T:]
     found = token_logprobs(hidden[valid][None], head.weight, input_ids[:, -T:][valid][None], temperature, head.bias)  # [1, valid tokens]
     return *(torch.zeros(valid.shape, device=mask.device).masked_scatter(valid, x) for x in found), hidden
 
@@ -497,14 +514,14 @@ class PolicyAndReference(nn.Module):
         super().__init__()
         self.policy, self.reference = policy, reference
 
-    def forward(self, input_ids, mask, T, temperature):
+    def forward(self, input_ids, mask, T, temperature, states=response_states):
         """-> logprobs, entropies, each fp32 [B, T]."""
-        return response_logprobs(self.policy, input_ids, mask, T, temperature)[:2]
+        return response_logprobs(self.policy, input_ids, mask, T, temperature, states)[:2]
 
-    def reference_logprobs(self, input_ids, mask, T, temperature):
+    def reference_logprobs(self, input_ids, mask, T, temperature, states=response_states):
         """The same log-probabilities under the reference: a frozen model, or the policy without its adapter. -> fp32 [B, T]"""
         with self.policy.disable_adapter() if self.reference is None else nullcontext():
-            return response_logprobs(self.reference or self.policy, input_ids, mask, T, temperature)[0]
+            return response_logprobs(self.reference or self.policy, input_ids, mask, T, temperature, states)[0]
 
 def load_policy(args, name):
     """The policy, ready to be trained, and the frozen reference; None where that is the policy with its adapter off."""
@@ -839,6 +856,23 @@ def generate(model, ids, mask, room, uniforms, stop_token_id, temperature):
         hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
     return tokens, torch.minimum(response_lengths(tokens, stop_token_id), room)
 
+def together(k, P, args):
+    """Rows that stay in one pass, and how it finds their states: each alone, or with --share-prompts the k responses to a prompt.
+
+    -> [k * P, 1], response_states or [P, k], group_states
+    """
+    rows = torch.arange(k * P).view(k, P).T  # [P, k]
+    return (rows, partial(group_states, k)) if args.share_prompts and k > 1 else (rows.T.reshape(-1, 1), response_states)
+
+def passes(units, lengths, n):
+    """Cut units [U, s] of rows into passes of n rows: similar lengths together, since each pass is as wide as its longest row.
+
+    -> list of [s * (n / s)], all first rows of the units, then all second ones
+    """
+    units = units.to(lengths.device)
+    order = lengths[units].amax(1).argsort()
+    return [part.T.flatten() for part in units[order].split(n // units.shape[1])]
+
 @torch.no_grad()
 def rollout_groups(model, tokenizer, score, batch, stop_token_id, args):
     """k responses to each of P prompts, their raw scores, and the log-probabilities that the update will call old.
@@ -866,10 +900,11 @@ def rollout_groups(model, tokenizer, score, batch, stop_token_id, args):
     scores = score(prompts, responses)
     ids = torch.cat([ids.repeat(k, 1), tokens], 1)  # [k * P, C + T]
     mask = torch.cat([mask.repeat(k, 1), length_mask(lengths, T)], 1)
-    order = mask.sum(1).argsort()  # similar lengths together, as in the update
-    parts = [(ids[rows], mask[rows], T, args.temperature) for rows in order.split(args.per_device_train_batch_size)]
+    units, states = together(k, P, args)
+    order = passes(units, mask.sum(1), args.per_device_train_batch_size)  # as in the update
+    parts = [(ids[rows], mask[rows], T, args.temperature, states) for rows in order]
     parts = [(model(*part)[0], model.reference_logprobs(*part)) for part in parts]
-    logprobs, ref_logprobs = (torch.cat(x)[order.argsort()] for x in zip(*parts))  # [k * P, T]
+    logprobs, ref_logprobs = (torch.cat(x)[torch.cat(order).argsort()] for x in zip(*parts))  # [k * P, T]
     b = dict(ids=ids, mask=mask, lengths=lengths, stopped=stopped, scores=scores, logprobs=logprobs, ref_logprobs=ref_logprobs)
     return b, prompts, responses
 
@@ -1179,6 +1214,8 @@ def train(args):
                    "total_episodes", "local_rollout_forward_batch_size", "num_examples", "temperature", "response_length")
     if args.rloo_k < 2 or args.local_batch_size % args.rloo_k:
         raise UserError(f"--rloo-k {args.rloo_k} must be 2 or more and divide the {args.local_batch_size} episodes of a process's batch")
+    if args.share_prompts and (args.gradient_checkpointing or args.per_device_train_batch_size % args.rloo_k):
+        raise UserError("--share-prompts needs a --per-device-train-batch-size that --rloo-k divides, and no --gradient-checkpointing")
     check_judge(args)
     if args.kl_in_loss and args.kl_estimator == "k1":
         raise UserError("--kl-in-loss with --kl-estimator k1 has no gradient in expectation; use k2, or k3 as GRPO does")
@@ -1197,6 +1234,8 @@ def train(args):
     train_posts, held_posts = (load_posts(rows, tokenizer, args) for rows in load_splits(args.dataset_name))
     config, (longest, stop_token_id) = bare.policy.config, check_fit(args, tokenizer, bare.policy, train_posts + held_posts)
     optimizer, scheduler = make_optimizer(args, trainable(learner := make_learner(bare, accelerator)).values(), updates)
+    if args.share_prompts and learner is not bare:
+        raise UserError("--share-prompts: layers in shards (FSDP2, ZeRO-3) can run once a pass; use ZeRO-2 or plain data parallelism")
     dtype = pick_dtype(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
 
@@ -1257,22 +1296,23 @@ def train(args):
         # responses / the minibatch's size, so the gradient does not depend on micro-batches, accumulation or processes.
         model.train()
         sums = torch.zeros(8, device=device)  # what is logged, over all minibatches
-        order = [torch.randperm(B, generator=draws(args.seed, "order", update, epoch)) for epoch in range(epochs)]
-        for mb in torch.stack(order).to(device).view(epochs * args.num_mini_batches, -1):  # [B / num_mini_batches] rows
-            mine = mb[rank * len(mb) // world : (rank + 1) * len(mb) // world]
-            micros = mine[b["mask"][mine].sum(1).argsort()].split(n)  # similar lengths together, so that each is cut to its longest
+        (units, states), M = together(k, P, args), B // args.num_mini_batches  # [U, s] rows; M are in a minibatch
+        order = [torch.randperm(len(units), generator=draws(args.seed, "order", update, epoch)) for epoch in range(epochs)]
+        for mb in torch.stack(order).view(epochs * args.num_mini_batches, -1):  # [U / num_mini_batches]
+            mine = units[mb[rank * len(mb) // world : (rank + 1) * len(mb) // world]]
+            micros = passes(mine, b["mask"].sum(1), n)
             for i, rows in enumerate(micros):
                 m, old, ref = b_mask[rows], b["logprobs"][rows], b["ref_logprobs"][rows]  # [n, T]
                 with accelerator.no_sync(model) if i + 1 < len(micros) else nullcontext():
                     with autocast:
-                        new, entropies = model(b["ids"][rows], b["mask"][rows], T, args.temperature)  # [n, T]
+                        new, entropies = model(b["ids"][rows], b["mask"][rows], T, args.temperature, states)  # [n, T]
                     # where before arithmetic: behind a response's end there may stand anything, and nan * 0 is nan
                     new, old, ref, entropies = (torch.where(m, x, 0.0) for x in (new, old, ref, entropies))
                     log_ratio = (new - old).sum(1)  # [n], of the whole response
                     policy_loss = clipped_policy_loss(log_ratio, torch.zeros_like(log_ratio), advantages[rows], args.cliprange)  # [n]
-                    loss = policy_loss.sum() / len(mb)
+                    loss = policy_loss.sum() / M
                     if args.kl_in_loss:
-                        loss = loss + args.kl_coef * kl_per_token(new, ref, args.kl_estimator).sum() / len(mb)
+                        loss = loss + args.kl_coef * kl_per_token(new, ref, args.kl_estimator).sum() / M
                     accelerator.sync_gradients = i + 1 == len(micros)  # DeepSpeed steps in the last pass's backward
                     accelerator.backward(loss * world)  # DDP divides by the number of processes
                 log_ratio = log_ratio.detach()

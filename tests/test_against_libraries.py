@@ -1,6 +1,7 @@
 """The scripts against transformers and peft: what these compute for one text alone, without padding, packing, cache or chunks."""
 
 import copy
+from functools import partial
 
 import naive
 import pytest
@@ -71,6 +72,25 @@ def test_a_padded_batch_scores_as_one_by_one(k, language_model, arch, temperatur
         close(ours[: len(response)], tokens_behind(table, prompt, response))
         before = table[len(prompt) - 1 : -1]
         close(entropy[: len(response)], -(before.exp() * before).sum(-1))
+
+
+@every_architecture
+def test_prompts_read_once_give_the_same_states(scripts, language_model, arch):
+    """group_states against response_states: 3 responses to each of 2 prompts of 9 and 2 tokens, hidden states and gradients."""
+    k, model, T = scripts["rloo_tldr"], language_model(arch), 6
+    prompts, lengths = [numbers(9, seed=1), numbers(2, seed=2)], (5, 1, 3, 2, 4, 5)
+    rows = [torch.cat([pad(prompts[i % 2], (9 - len(prompts[i % 2]), 0), value=TOO_LARGE), numbers(T, seed=3 + i)]) for i in range(6)]
+    mask = torch.stack([torch.cat([torch.arange(9) >= 9 - len(prompts[i % 2]), torch.arange(T) < n]) for i, n in enumerate(lengths)])
+    ids, found = torch.where(mask, torch.stack(rows), TOO_LARGE), []
+    for states in (k.response_states, partial(k.group_states, 3)):
+        logprobs, entropies, hidden = k.response_logprobs(model, ids, mask, T, 0.7, states)
+        model.zero_grad()
+        (logprobs * torch.linspace(-1, 2, logprobs.numel()).view(logprobs.shape)).sum().backward()
+        gradients = (torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters())
+        found.append((logprobs, entropies, hidden[mask[:, -T:]], *gradients))
+    model.zero_grad()
+    for ours, theirs in zip(*found):
+        close(ours, theirs, atol=1e-4)
 
 
 @rollouts
@@ -363,6 +383,46 @@ def test_sequence_logits_do_not_depend_on_padding(scripts, classifier_folder, ar
         wide, wide_mask = torch.full((4, 9), other), torch.nn.functional.pad(mask, (0, 4), value=False)
         wide[wide_mask] = ids[mask]
         close(k.sequence_logits(model, wide, wide_mask), theirs)
+
+
+@every_architecture
+def test_a_prompt_that_is_read_once_changes_nothing(scripts, classifier_folder, arch):
+    """Scores and gradients are transformers' for each text alone, and fewer tokens run through the model; rows of 3, 2 and 3 texts."""
+    k, folder = scripts["reward_model"], classifier_folder(arch)
+    rows = [[numbers(p, seed=p).tolist() + numbers(r, seed=10 + p + r).tolist() for r in sizes]
+            for p, sizes in ((9, (4, 1, 6)), (7, (2, 5)), (12, (3, 3, 1)))]  # fmt: skip
+    rows[0].append(rows[0][0][:])  # a text twice
+    ids, mask, exists, _ = k.collate_texts([(texts, 0) for texts in rows], "cpu")
+    model, alone = (k.load_model(transformers.AutoModelForSequenceClassification, folder).eval() for _ in range(2))
+    read = []
+    hook = model.base_model.register_forward_pre_hook(lambda _, args, inputs: read.append(inputs["input_ids"].numel()), with_kwargs=True)
+    ours = k.Classifier(model, share=True)(ids, mask, exists.shape[1])
+    hook.remove()
+    assert len(read) == 2 and sum(read) == ids.numel() - 7 * (len(ids) - len(rows))  # 7 tokens are those of every row
+    alone.config.pad_token_id = -1
+    theirs = torch.cat([alone(input_ids=torch.tensor([text])).logits for texts in rows for text in texts])
+    close(ours[exists.flatten()], theirs)
+    weights = torch.linspace(-1, 2, theirs.numel()).view(theirs.shape)
+    (ours[exists.flatten()] * weights).sum().backward()
+    (theirs * weights).sum().backward()
+    for p, q in zip(model.parameters(), alone.parameters()):
+        close(*(torch.zeros_like(x) if x.grad is None else x.grad for x in (p, q)), atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [[[[5, 6], [5, 6]], [[7, 6], [5, 6]]], [[[5], [5]]], [[[5, 6, 7], [5]]]])
+def test_texts_with_nothing_to_share_are_read_as_they_are(scripts, classifier_folder, rows):
+    k = scripts["reward_model"]
+    model = k.load_model(transformers.AutoModelForSequenceClassification, classifier_folder("gpt2")).eval()
+    ids, mask, *_ = k.collate_texts([(texts, 0) for texts in rows], "cpu")
+    close(k.shared_prompt_scores(model, ids, mask, 2), logits_alone(classifier_folder("gpt2"), [x for texts in rows for x in texts]))
+
+
+def test_an_encoder_shares_no_prompt(scripts, classifier_folder):
+    """All its tokens look at each other."""
+    k, folder = scripts["reward_model"], classifier_folder("distilbert")
+    model, rows = k.load_model(transformers.AutoModelForSequenceClassification, folder).eval(), [[5, 6, 7, 8], [5, 6, 7, 9, 3]]
+    ids, mask, *_ = k.collate_texts([(rows, 0)], "cpu")
+    close(k.Classifier(model, share=True)(ids, mask, 2), logits_alone(folder, rows))
 
 
 def test_sequence_logits_of_an_encoder(scripts, classifier_folder):

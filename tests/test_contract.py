@@ -18,7 +18,7 @@ from conftest import KERNELS, ROOT, SCRIPTS
 SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
 OWN = {"Args", "RECIPES", "TINY", "TINY_TLDR", "TINY_DIALOG", "train", "main"}  # the names that mean something else in every script
 DIFFERENT = {}  # (script, shared name) -> why its source may differ; empty
-LINES = {"sft": 921, "reward_model": 957, "rloo_tldr": 1395, "ppo_sentiment": 1291, "ppo_dialog": 1493}
+LINES = {"sft": 921, "reward_model": 979, "rloo_tldr": 1435, "ppo_sentiment": 1291, "ppo_dialog": 1493}
 BANNERS = ["2. Imports", "3. Config", "4. Kernels", "5. Models", "6. Data", "7. Rollout", "8. Evaluation", "9. Logging and run folder",
            "10. Train", "11. Main"]  # fmt: skip
 WITHOUT = {"reward_model": {"7. Rollout"}}  # it samples nothing
@@ -159,6 +159,7 @@ FLAGS_OF_THEIR_OWN = {
     ("num_eval_rows", "reward_model"): "scored, not in a before / after table",
     ("model_name_or_path", "rloo_tldr"): "TRL's: sft_model_path may be another policy",
     ("reward_model_path", "rloo_tldr"): "preferences instead of a sentiment",
+    ("share_prompts", "rloo_tldr"): "it moves responses to other minibatches; pairs are in one anyway",
     ("gradient_checkpointing", "rloo_tldr"): "generation is not affected",
     ("lora_r", "rloo_tldr"): "it also says what becomes of the reference",
     ("dataset_name", "rloo_tldr"): "other columns",

@@ -195,6 +195,18 @@ def test_gradient_does_not_depend_on_micro_batches(pairs):
     assert results[0][1] == pytest.approx(results[1][1]) == pytest.approx(results[2][1])
 
 
+@pytest.mark.parametrize("flags", [{}, dict(lora_r=4)])
+def test_share_prompts(pairs, script, monkeypatch, flags):
+    """The same run with prompts read once and once for each response; with --gradient-checkpointing there is no cache to share."""
+    kept = []
+    for number, changes in enumerate((dict(share_prompts=True), dict(share_prompts=False), dict(gradient_checkpointing=True))):
+        with monkeypatch.context() as patch:
+            calls = spy(patch, script, "shared_prompt_scores")
+            kept.append([row["loss"] for row in pairs(f"run{number}", **flags, **changes)[2]])
+        assert bool(calls) == (number == 0)
+    assert kept[0] == pytest.approx(kept[1], abs=1e-4) and kept[0] == pytest.approx(kept[2], abs=1e-4)
+
+
 def test_lora_trains_adapter_and_head(pairs, script, tiny_lm):
     """The adapter is on no head, which is trained whole; the saved model is merged and carries its head."""
     _, folder, rows = pairs(lora_r=4, learning_rate=5e-2)

@@ -29,7 +29,8 @@ def start_of(folder):
 
 
 # ---- Learning rate 0 -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("sizes, off", [(dict(num_mini_batches=1, per_device_train_batch_size=8), 0.0), ({}, 1e-5)], ids=["equal", "drawn"])
+@pytest.mark.parametrize("sizes, off", [(dict(num_mini_batches=1, per_device_train_batch_size=8), 0.0), ({}, 1e-5),
+                                        (dict(share_prompts=True), 1e-5)], ids=["equal", "drawn", "groups"])
 def test_learning_rate_0_changes_nothing(rloo, tiny_lm, sizes, off):
     """Trick 10: the first ratio of whole responses is 1, the KL 0, and the weights stay to the bit. A batch in one pass has
     the rollout's own width in the update, so the ratio is exactly 1; in other passes the width differs, and so does the rounding.
@@ -151,6 +152,38 @@ def test_gradient_does_not_depend_on_micro_batches(rloo, tiny_lm):
         results.append(weights(folder / "model"))
     assert distance(results[0], results[1]) < 2e-6 and distance(results[0], results[2]) < 2e-6
     assert distance(results[0], start_of(tiny_lm())) > 1e-3
+
+
+def test_share_prompts_is_another_way_to_the_same_step(rloo, tiny_lm):
+    """A step of SGD on 8 responses, 4 to a prompt: with prompts read once, in passes of 8 and of 4, and without."""
+    results = []
+    halves = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    for i, sizes in enumerate(({}, dict(share_prompts=True), dict(share_prompts=True, **halves))):
+        sizes = dict(rloo_k=4, per_device_train_batch_size=8, num_mini_batches=1, num_ppo_epochs=1, total_episodes=8) | sizes
+        _, folder, rows = rloo(f"run{i}", **SGD | dict(learning_rate=0.1), kl_in_loss=True, kl_estimator="k3", **sizes)
+        assert abs(rows[0]["val/ratio"] - 1) < 1e-5
+        results.append(weights(folder / "model"))
+    assert distance(results[0], results[1]) < 2e-6 and distance(results[0], results[2]) < 2e-6
+    assert distance(results[0], start_of(tiny_lm())) > 1e-3
+
+
+def test_share_prompts_keeps_groups_together(rloo, script, monkeypatch):
+    """Every pass of the rollout and of the update has whole groups: all first responses, then all second ones, ..."""
+    calls = spy(monkeypatch, script, "group_states")
+    rloo(share_prompts=True, rloo_k=2, per_device_train_batch_size=4, num_mini_batches=2, num_ppo_epochs=2, total_episodes=8)
+    trained = [args for args, out in calls if out.requires_grad]
+    assert len(trained) == 4 and {len(ids) for _, _, ids, *_ in trained} == {4}
+    for k, _, ids, _, T in (args for args, _ in calls):
+        first, second = ids[:, :-T].chunk(2)
+        assert k == 2 and torch.equal(first, second) and not torch.equal(*ids[:, -T:].chunk(2))
+    epochs = [torch.cat([trained[i][2], trained[i + 1][2]]) for i in (0, 2)]  # each has all 8 rows
+    assert [len(epoch.unique(dim=0)) for epoch in epochs] == [8, 8]
+
+
+def test_share_prompts_needs_whole_groups(script, small):
+    for flags in (dict(rloo_k=4, per_device_train_batch_size=2), dict(gradient_checkpointing=True)):
+        with pytest.raises(script.UserError, match="--share-prompts"):
+            script.train(small("rloo_tldr", share_prompts=True, **flags))
 
 
 @pytest.mark.parametrize("minibatches, epochs, accumulation", [(1, 1, 1), (4, 3, 1), (2, 2, 2)])

@@ -17,13 +17,18 @@ SPEC.loader.exec_module(compare)
 def test_our_command_is_the_job(name, scripts, tmp_path):
     job = compare.JOBS[name]
     for changes in (entry for entry in compare.CONTESTANTS[name].values() if isinstance(entry, dict)):
-        _, script, *flags = compare.our_command(job, changes, tmp_path, tmp_path, 3, tmp_path / "run")
+        words, processes = compare.our_command(job, changes, tmp_path, tmp_path, 3, tmp_path / "run"), changes.get("processes", 1)
+        place = next(i for i, word in enumerate(words) if isinstance(word, Path))
+        script, flags = words[place], words[place + 1 :]
         args = scripts[script.stem].parse_args(list(map(str, flags)))
         assert args.dtype == changes.get("dtype", "float32") and args.save_every == 0
         if "batch" in job:
-            assert args.local_batch_size == job["batch"] and args.total_episodes == 3 * job["batch"]
+            assert args.local_batch_size * processes == job["batch"] and args.total_episodes == 3 * job["batch"]
             assert args.num_ppo_epochs * args.num_mini_batches == job["epochs"] * job["mini_batches"]
             assert (args.response_length, args.temperature) == (job["response"][1], job["temperature"])
+        else:
+            batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
+            assert batch == job["micro_batch"] * job["accumulation"]
 
 
 @pytest.mark.parametrize("name", compare.JOBS)

@@ -43,6 +43,7 @@ JOBS = {
 }
 OURS = {"ours fp32": {}, "ours bf16": dict(dtype="bfloat16")}  # name -> changes of the job and flags; a script takes its own only
 BIG = {"ours fp32, 32 a pass": dict(micro_batch=32), "ours bf16, 32 a pass": dict(micro_batch=32, dtype="bfloat16")}
+TWO = {"ours fp32, 2 processes": dict(processes=2)}  # a thread each
 LORA = {"ours fp32, LoRA": dict(lora_r=16), "ours bf16, LoRA": dict(lora_r=16, dtype="bfloat16")}
 # peers: name -> (environment, script, flags); with "if named" only when --only names them
 RLOO_PEERS = {
@@ -70,14 +71,14 @@ TOKEN_PEERS = {
     "TRL 1.12.0, PPO": ("trl_new", "trl_new_ppo.py", "--trl-path {peers}/trl_1_12"),
 }
 CONTESTANTS = {
-    "rloo": OURS | BIG | RLOO_PEERS,
-    "rloo-eos": OURS | BIG | RLOO_PEERS,
-    "ppo-token": OURS | BIG | TOKEN_PEERS,
-    "ppo-sentiment": OURS | LORA | SENTIMENT_PEERS,
-    "ppo-sentiment-small": OURS | LORA | SENTIMENT_PEERS,
-    "sft": OURS | SFT_PEERS,
+    "rloo": OURS | BIG | TWO | RLOO_PEERS,
+    "rloo-eos": OURS | BIG | TWO | RLOO_PEERS,
+    "ppo-token": OURS | BIG | TWO | TOKEN_PEERS,
+    "ppo-sentiment": OURS | TWO | LORA | SENTIMENT_PEERS,
+    "ppo-sentiment-small": OURS | TWO | LORA | SENTIMENT_PEERS,
+    "sft": OURS | TWO | SFT_PEERS,
     "sft-small": OURS | SFT_PEERS,
-    "reward-model": OURS | PAIRS_PEERS,
+    "reward-model": OURS | TWO | PAIRS_PEERS,
     "reward-model-small": OURS | PAIRS_PEERS,
 }
 
@@ -129,13 +130,16 @@ def our_command(job, changes, models, rows, batches, out):
     """One of our scripts with its normal flags. What a comparison does not want is off, or as small as the script allows."""
     job = job | {k: v for k, v in changes.items() if k in job}
     model, own = models / job["model"], {k: v for k, v in changes.items() if k not in job}
-    flags = dict(model_name_or_path=model, dtype="float32", per_device_train_batch_size=job["micro_batch"], output_dir=out, save_every=0,
-                 learning_rate=job["learning_rate"])
+    processes = own.pop("processes", 1)
+    passes = job["batch"] // job["mini_batches"] // job["micro_batch"] if "batch" in job else job["accumulation"]
+    rows_a_pass, passes = (job["micro_batch"], passes // processes) if passes >= processes else (job["micro_batch"] // processes, passes)
+    flags = dict(model_name_or_path=model, dtype="float32", per_device_train_batch_size=rows_a_pass, output_dir=out, save_every=0,
+                 learning_rate=job["learning_rate"], gradient_accumulation_steps=passes)
     if "batch" in job:
-        (shortest, longest), accumulation = job["response"], job["batch"] // job["mini_batches"] // job["micro_batch"]
-        flags |= dict(dataset_name=models / job["prompts"], total_episodes=batches * job["batch"], gradient_accumulation_steps=accumulation,
-                      num_mini_batches=job["mini_batches"], num_ppo_epochs=job["epochs"], response_length=longest,
-                      temperature=job["temperature"], local_rollout_forward_batch_size=job["batch"], num_sample_generations=0)
+        shortest, longest = job["response"]
+        flags |= dict(dataset_name=models / job["prompts"], total_episodes=batches * job["batch"], num_mini_batches=job["mini_batches"],
+                      num_ppo_epochs=job["epochs"], response_length=longest, temperature=job["temperature"],
+                      local_rollout_forward_batch_size=job["batch"] // processes, num_sample_generations=0)
         reward = dict(reward_model_path=f"{model}_rm", missing_eos_penalty=1.0)
         if job["script"] == "rloo_tldr.py":
             flags |= reward | dict(rloo_k=2, num_examples=1)
@@ -145,14 +149,14 @@ def our_command(job, changes, models, rows, batches, out):
             critic = dict(reward_label=0, value_model_path=f"{model}_rm", kl_target=None, kl_coef=0.05)
             flags |= reward | critic if "critic" in job["flops"] else dict(reward_fn=f"{HERE / 'reward.py'}:distinct_letters")
     else:
-        flags |= dict(dataset_name=rows, max_length=job["max_length"], gradient_accumulation_steps=job["accumulation"],
-                      num_train_epochs=1.0, num_eval_rows=1)
+        flags |= dict(dataset_name=rows, max_length=job["max_length"], num_train_epochs=1.0, num_eval_rows=1)
         flags |= dict(num_samples=0) if job["script"] == "sft.py" else {}
-    return [sys.executable, ROOT / job["script"], *flags_of(flags | own)]
+    start = [sys.executable, *(["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else [])]
+    return [*start, ROOT / job["script"], *flags_of(flags | own)]
 
 
-def read_ours(folder, job, rows):
-    """metrics.jsonl -> seconds, rollout, train, prompt_tokens, response_tokens of each batch, and the peak of memory."""
+def read_ours(folder, job, rows, processes):
+    """metrics.jsonl -> seconds, rollout, train, prompt_tokens, response_tokens of each batch, and the peak of memory of all processes."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     batches = [dict(seconds=line["perf/seconds"], train=line.get("perf/train_seconds", line["perf/seconds"]),
                     rollout=line.get("perf/rollout_seconds", 0.0)) for line in lines]
@@ -168,7 +172,7 @@ def read_ours(folder, job, rows):
             drawn = runpy.run_path(ROOT / job["script"])["stream_rows"](len(lengths), i * size, size, 1)
             batch |= dict(prompt_tokens=0, response_tokens=sum(lengths[row] for row in drawn.tolist()))
     versions = json.loads((folder / "args.json").read_text())["versions"]
-    return dict(batches=batches, peak_memory_mb=lines[-1]["perf/peak_memory_mb"], versions=versions)
+    return dict(batches=batches, peak_memory_mb=processes * lines[-1]["perf/peak_memory_mb"], versions=versions)
 
 
 def peer_command(job, entry, args, models, rows):
@@ -231,8 +235,9 @@ def compare(name, args):
                 load = os.getloadavg()[0]
                 fp32, bf16 = map(float, run([sys.executable, "-c", GEMM], args.threads, log).split())
                 if ours:
-                    run(our_command(job, entry, models, rows, args.batches, out), args.threads, log)
-                    line = read_ours(out, job, rows)
+                    processes = entry.get("processes", 1)
+                    run(our_command(job, entry, models, rows, args.batches, out), args.threads // processes, log)
+                    line = read_ours(out, job, rows, processes)
                 else:
                     line = json.loads(run(peer_command(job, entry, args, models, rows), args.threads, log).strip().splitlines()[-1])
                 about = dict(comparison=name, round=number, contestant=who, ours=ours, flags=entry if ours else entry[2], load_average=load)

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from compare import HERE, ROOT, describe_machine, flags_of, run, table
 
-PROMPT = 32
-START = dict(response=64, vocabulary=8192, batch=64, layers=4, width=128)
+START = dict(prompt=32, response=64, vocabulary=8192, batch=64, layers=4, width=128)
 MODELS = {1: (2, 96), 7: (6, 256), 29: (8, 512), 124: (12, 896)}  # millions of weights, with a vocabulary of 8192
 SWEEPS = {
     "response": dict(points=[16, 32, 64, 128, 256, 512, 1024], batch=16),
@@ -30,7 +29,7 @@ SWEEPS = {
 
 
 def write_world(folder, setting):
-    """A model of this size with a tokenizer of 512 tokens, whatever its vocabulary, and prompts of PROMPT tokens."""
+    """A model of this size with a tokenizer of 512 tokens, whatever its vocabulary, and prompts of one length."""
     import tokenizers
     import torch
     import transformers
@@ -39,12 +38,12 @@ def write_world(folder, setting):
     learned = tokenizers.ByteLevelBPETokenizer()
     learned.train_from_iterator([path.read_text() for path in ROOT.glob("*.md")] + [" a"] * 100, vocab_size=512, special_tokens=["<|end|>"])
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=learned._tokenizer, eos_token="<|end|>", pad_token="<|end|>")
-    prompt = " a" * PROMPT
-    assert len(tokenizer(prompt).input_ids) == PROMPT
+    prompt = " a" * setting["prompt"]
+    assert len(tokenizer(prompt).input_ids) == setting["prompt"]
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         n_layer=setting["layers"], n_embd=setting["width"], n_head=setting["width"] // 32, vocab_size=setting["vocabulary"],
-        n_positions=PROMPT + setting["response"], bos_token_id=0, eos_token_id=0, activation_function="gelu_pytorch_tanh",
+        n_positions=setting["prompt"] + setting["response"], bos_token_id=0, eos_token_id=0, activation_function="gelu_pytorch_tanh",
     ))  # fmt: skip
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -54,22 +53,21 @@ def write_world(folder, setting):
     return model.num_parameters()
 
 
-def measure(sweep, point, threads, dtype):
-    """One point -> its line."""
-    setting = START | {key: value for key, value in SWEEPS[sweep].items() if key != "points"}
-    setting |= dict(zip(("layers", "width"), MODELS[point])) if sweep == "model" else {sweep: point}
+def measure(setting, threads, dtype, updates=2, **others):
+    """Updates of rloo_tldr.py, a process -> a line: the setting, weights, load before it, seconds of the last update's phases, peak."""
     with tempfile.TemporaryDirectory() as work:
         folder, batch = Path(work), setting["batch"]
         weights = write_world(folder, setting)
         flags = dict(model_name_or_path=folder / "model", dataset_name=folder / "data", output_dir=folder / "run", dtype=dtype,
                      reward_fn=f"{HERE / 'reward.py'}:distinct_letters", stop_token=None, response_length=setting["response"],
-                     total_episodes=2 * batch, per_device_train_batch_size=8, gradient_accumulation_steps=batch // 8, num_mini_batches=1,
-                     num_ppo_epochs=1, local_rollout_forward_batch_size=batch, num_examples=1, num_sample_generations=0, save_every=0)
+                     total_episodes=updates * batch, per_device_train_batch_size=8, gradient_accumulation_steps=batch // 8,
+                     num_mini_batches=1, num_ppo_epochs=1, local_rollout_forward_batch_size=batch, num_examples=1,
+                     num_sample_generations=0, save_every=0)
         load = os.getloadavg()[0]
-        run([sys.executable, ROOT / "rloo_tldr.py", *flags_of(flags)], threads, folder / "log")
+        run([sys.executable, ROOT / "rloo_tldr.py", *flags_of(flags | others)], threads, folder / "log")
         last = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     phases = {name: last[f"perf/{name}"] for name in ("seconds", "rollout_seconds", "train_seconds", "peak_memory_mb")}
-    return dict(sweep=sweep, point=point, dtype=dtype, parameters=weights, load_average=load) | setting | phases
+    return dict(dtype=dtype, parameters=weights, load_average=load) | setting | phases
 
 
 def read(file):
@@ -125,7 +123,9 @@ def main():
         machine = describe_machine(args.threads)
         for sweep in args.sweep:
             for point in args.points or SWEEPS[sweep]["points"]:
-                line = measure(sweep, point, args.threads, args.dtype)
+                setting = START | {key: value for key, value in SWEEPS[sweep].items() if key != "points"}
+                setting |= dict(zip(("layers", "width"), MODELS[point])) if sweep == "model" else {sweep: point}
+                line = dict(sweep=sweep, point=point) | measure(setting, args.threads, args.dtype)
                 with open(file, "a") as lines:
                     lines.write(json.dumps(line | dict(machine=machine)) + "\n")
                 print(f"{sweep} {point}: {line['seconds']:.2f} s, {line['peak_memory_mb']:.0f} MB", flush=True)
