@@ -168,7 +168,7 @@ FAULTS = [Fault(*row) for row in [
     ("a shared prompt's keys go to the wrong responses", None, M, "shared_prompt_scores", "cache.batch_repeat_interleave(K)",
      "cache.batch_select_indices(torch.arange(len(mask) // K).repeat(K))", LIB + "a_prompt_that_is_read_once_changes_nothing[gpt2]"),
     ("a shared prompt is longer than what is alike", None, M, "shared_prompt_scores", ".cumprod(0).sum()", ".sum()",
-     LIB + "a_prompt_that_is_read_once_changes_nothing[gpt2]"),
+     LIB + "only_a_common_beginning_is_shared"),
     ("no gradient through a shared prompt", None, M, "shared_prompt_scores", "inner.base_model(input_ids=tokens[::K, :P], ",
      "torch.no_grad()(inner.base_model.forward)(input_ids=tokens[::K, :P], ", LIB + "a_prompt_that_is_read_once_changes_nothing[gpt2]"),
     ("shared prompts get each other's responses", 25, R, "group_states", "torch.arange(len(last), device=ids.device).repeat(k)",

@@ -409,8 +409,8 @@ def test_a_prompt_that_is_read_once_changes_nothing(scripts, classifier_folder, 
         close(*(torch.zeros_like(x) if x.grad is None else x.grad for x in (p, q)), atol=1e-4)
 
 
-@pytest.mark.parametrize("rows", [[[[5, 6], [5, 6]], [[7, 6], [5, 6]]], [[[5], [5]]], [[[5, 6, 7], [5]]]])
-def test_texts_with_nothing_to_share_are_read_as_they_are(scripts, classifier_folder, rows):
+@pytest.mark.parametrize("rows", [[[[5, 6], [5, 6]], [[7, 6], [5, 6]]], [[[5], [5]]], [[[5, 6, 7], [5]]], [[[5, 6, 9, 4], [5, 7, 9, 3]]]])
+def test_only_a_common_beginning_is_shared(scripts, classifier_folder, rows):
     k = scripts["reward_model"]
     model = k.load_model(transformers.AutoModelForSequenceClassification, classifier_folder("gpt2")).eval()
     ids, mask, *_ = k.collate_texts([(texts, 0) for texts in rows], "cpu")

@@ -23,11 +23,11 @@ def test_nothing_behind_the_end_is_read(scripts, small, monkeypatch, tiny_lm, tm
     kind = module.PolicyAndValue if script in PPO else module.PolicyAndReference
     forward, reference = kind.forward, kind.reference_logprobs
 
-    def torn(self, ids, mask, T, temperature):
-        return tuple(torch.where(mask[:, -T:], x, math.nan) for x in forward(self, ids, mask, T, temperature))
+    def torn(self, ids, mask, T, *rest):
+        return tuple(torch.where(mask[:, -T:], x, math.nan) for x in forward(self, ids, mask, T, *rest))
 
-    def torn_reference(self, ids, mask, T, temperature):
-        return torch.where(mask[:, -T:], reference(self, ids, mask, T, temperature), math.nan)
+    def torn_reference(self, ids, mask, T, *rest):
+        return torch.where(mask[:, -T:], reference(self, ids, mask, T, *rest), math.nan)
 
     monkeypatch.setattr(kind, "forward", torn)
     monkeypatch.setattr(kind, "reference_logprobs", torn_reference)
