@@ -53,14 +53,14 @@ def write_world(folder, setting):
     return model.num_parameters()
 
 
-def measure(setting, threads, dtype, updates=2, **others):
-    """Updates of rloo_tldr.py, a process -> a line: the setting, weights, load before it, seconds of the last update's phases, peak."""
+def measure(setting, threads, dtype, **others):
+    """Two updates of rloo_tldr.py in a process -> a line: the setting, weights, load before it, seconds of the second's phases, peak."""
     with tempfile.TemporaryDirectory() as work:
         folder, batch = Path(work), setting["batch"]
         weights = write_world(folder, setting)
         flags = dict(model_name_or_path=folder / "model", dataset_name=folder / "data", output_dir=folder / "run", dtype=dtype,
                      reward_fn=f"{HERE / 'reward.py'}:distinct_letters", stop_token=None, response_length=setting["response"],
-                     total_episodes=updates * batch, per_device_train_batch_size=8, gradient_accumulation_steps=batch // 8,
+                     total_episodes=2 * batch, per_device_train_batch_size=8, gradient_accumulation_steps=batch // 8,
                      num_mini_batches=1, num_ppo_epochs=1, local_rollout_forward_batch_size=batch, num_examples=1,
                      num_sample_generations=0, save_every=0)
         load = os.getloadavg()[0]
