@@ -442,12 +442,11 @@ def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
     error = min(max(kl / target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * episodes / horizon)
 
-def sample_tokens(logits, uniforms):
-    """Draw one token a row by inverting the cumulative sum of softmax(logits). [B, V], [B] in [0, 1) -> [B]
+def sample_tokens(probs, uniforms):
+    """Draw one token a row by inverting the cumulative sum of the probabilities. fp32 [B, V], [B] in [0, 1) -> [B]
 
     Two levels, blocks of 64 tokens and then the token in its block, so that fp32 sums do not swallow small probabilities.
     """
-    probs = logits.float().softmax(-1)
     probs = (F.pad(probs, (0, -probs.shape[1] % 64)) if probs.shape[1] % 64 else probs).unflatten(-1, (-1, 64))  # [B, V / 64, 64]
     blocks = probs.sum(-1).cumsum(-1)  # [B, V / 64]
     below = 1 - 2**-23  # just under the total, so that rounding never points behind the last possible token
@@ -942,7 +941,7 @@ def generate_until(model, ids, mask, uniforms, stops, temperature, watch=None):
     tokens, held = torch.zeros(uniforms.shape, dtype=torch.long, device=ids.device), torch.zeros_like(rows)
     for t in range(uniforms.shape[1]):
         logits = F.linear(hidden, head.weight, head.bias).div_(temperature)  # [rows, V]
-        token = sample_tokens(logits, uniforms[rows, t])  # [rows]
+        token = sample_tokens(logits.float().softmax(-1), uniforms[rows, t])  # [rows]
         tokens[rows, t], held = token, stops[held, token]
         if watch:
             watch(tokens[0, : t + 1], int(held[0]))

@@ -418,12 +418,11 @@ def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
     error = min(max(kl / target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * episodes / horizon)
 
-def sample_tokens(logits, uniforms):
-    """Draw one token a row by inverting the cumulative sum of softmax(logits). [B, V], [B] in [0, 1) -> [B]
+def sample_tokens(probs, uniforms):
+    """Draw one token a row by inverting the cumulative sum of the probabilities. fp32 [B, V], [B] in [0, 1) -> [B]
 
     Two levels, blocks of 64 tokens and then the token in its block, so that fp32 sums do not swallow small probabilities.
     """
-    probs = logits.float().softmax(-1)
     probs = (F.pad(probs, (0, -probs.shape[1] % 64)) if probs.shape[1] % 64 else probs).unflatten(-1, (-1, 64))  # [B, V / 64, 64]
     blocks = probs.sum(-1).cumsum(-1)  # [B, V / 64]
     below = 1 - 2**-23  # just under the total, so that rounding never points behind the last possible token
@@ -814,21 +813,16 @@ def draw_batch(queries, rows, args, *place):
 def generate(model, ids, mask, room, uniforms, stop_token_id, temperature):
     """Sample until the stop token or the end of the room. Pure sampling: no top-k, no top-p, no minimum length.
 
-    Left-padded ids, mask [B, C]; room [k * B]; uniforms [k * B, T] -> tokens [k * B, T], lengths [k * B]. Rows r, B + r, ... answer
-    prompt r, which runs through the model once. A row that is done leaves the batch.
+    Left-padded ids, mask [B, C]; room [B]; uniforms [B, T] -> tokens [B, T], lengths [B]. A row that is done leaves the batch.
     """
     body, head = body_and_head(model)
     cache = transformers.DynamicCache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
-    if len(uniforms) > len(ids):
-        prompt = torch.arange(len(ids), device=ids.device).repeat(len(uniforms) // len(ids))  # [k * B]
-        cache.batch_select_indices(prompt)
-        hidden, mask = hidden[prompt], mask[prompt]
     rows = torch.arange(len(uniforms), device=ids.device)  # the rows still being written
     tokens = torch.zeros(uniforms.shape, dtype=torch.long, device=ids.device)
     for t in range(uniforms.shape[1]):
         logits = F.linear(hidden, head.weight, head.bias).div_(temperature)  # [rows, V]
-        token = sample_tokens(logits, uniforms[rows, t])  # [rows]
+        token = sample_tokens(logits.float().softmax(-1), uniforms[rows, t])  # [rows]
         tokens[rows, t] = token
         going = ((token != stop_token_id) & (t + 1 < room[rows])).nonzero().squeeze(-1)
         if len(going) == 0:

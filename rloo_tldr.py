@@ -17,7 +17,7 @@ If you know PPO from ppo_sentiment.py, this is what changes:
     python rloo_tldr.py judge --model_name_or_path M --judge_model J --judge_url URL --num_examples 1000    # the win rate alone
 
 Trick -> where: leave-one-out and the layout of groups -> rloo_advantages, train, steps 1 and 4 | EOS penalty, clip, KL, order of
-steps -> train, steps 2 and 3 | one prefill a prompt -> generate | exact global sampling -> draws, sample_tokens | score read
+steps -> train, steps 2 and 3 | one prefill a prompt -> generate_groups | exact global sampling -> draws, sample_tokens | score read
 at EOS, with another tokenizer too -> preference_ids, load_scorer | judge, order at random, ties, retries -> load_judge
 
 Papers: Back to Basics (Ahmadian et al. 2024), Buy 4 REINFORCE samples, get a baseline for free (Kool et al. 2019), Learning to
@@ -150,6 +150,8 @@ class Args:
     """passes over each batch of rollouts (TRL's ppo_epochs)"""
     local_rollout_forward_batch_size: int = 64
     """responses generated and scored at once on one process"""
+    old_logprobs: Literal["forward", "sampler"] = "forward"
+    """sampler: those that the tokens were drawn with, a forward pass less; refused where the first ratio is not 1 (bf16)"""
     share_prompts: bool = False
     """the responses to a prompt are in one minibatch and pass, which reads the prompt once; other minibatches than TRL's"""
     # RLOO
@@ -378,12 +380,11 @@ def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     ratio = torch.exp((logprobs - old_logprobs).clamp(max=80))  # e^89 is inf in fp32, and inf * 0 nan: in the loss or its gradient
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange))
 
-def sample_tokens(logits, uniforms):
-    """Draw one token a row by inverting the cumulative sum of softmax(logits). [B, V], [B] in [0, 1) -> [B]
+def sample_tokens(probs, uniforms):
+    """Draw one token a row by inverting the cumulative sum of the probabilities. fp32 [B, V], [B] in [0, 1) -> [B]
 
     Two levels, blocks of 64 tokens and then the token in its block, so that fp32 sums do not swallow small probabilities.
     """
-    probs = logits.float().softmax(-1)
     probs = (F.pad(probs, (0, -probs.shape[1] % 64)) if probs.shape[1] % 64 else probs).unflatten(-1, (-1, 64))  # [B, V / 64, 64]
     blocks = probs.sum(-1).cumsum(-1)  # [B, V / 64]
     below = 1 - 2**-23  # just under the total, so that rounding never points behind the last possible token
@@ -485,7 +486,7 @@ def response_states(body, input_ids, mask, T):
 def group_states(k, body, input_ids, mask, T):
     """response_states for k responses to each prompt, which is read once: rows r, B / k + r, ... answer the same one. -> [B, T, H]
 
-    A prompt's keys and values serve all its responses, as in `generate`, and its gradient is the sum of theirs (prefix sharing,
+    A prompt's keys and values serve all its responses, as in `generate_groups`, and its gradient is the sum of theirs (prefix sharing,
     Wang and Hegde 2024).
     """
     C, R = (int(part.sum(1).max()) for part in (mask[:, :-T], mask[:, -T:]))  # the longest prompt and response here
@@ -827,34 +828,32 @@ def draw_posts(posts, rows, args, *place):
 
 # ---- 7. Rollout ------------------------------------------------------------------------------------------------------
 @torch.no_grad()
-def generate(model, ids, mask, room, uniforms, stop_token_id, temperature):
-    """Sample until the stop token or the end of the room. Pure sampling: no top-k, no top-p, no minimum length.
+def generate_groups(model, ids, mask, uniforms, stop_token_id, temperature):
+    """Sample k responses to each prompt, until the stop token or T tokens. Pure sampling: no top-k, no top-p, no minimum length.
 
-    Left-padded ids, mask [B, C]; room [k * B]; uniforms [k * B, T] -> tokens [k * B, T], lengths [k * B]. Rows r, B + r, ... answer
-    prompt r, which runs through the model once. A row that is done leaves the batch.
+    Left-padded ids, mask [P, C]; uniforms [k * P, T] -> tokens [k * P, T], lengths [k * P], log-probabilities that the tokens were
+    drawn with [k * P, T]. Rows r, P + r, ... answer prompt r, which runs through the model once. A row that is done leaves the batch.
     """
     body, head = body_and_head(model)
     cache = transformers.DynamicCache(config=body.config)
-    hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
-    if len(uniforms) > len(ids):
-        prompt = torch.arange(len(ids), device=ids.device).repeat(len(uniforms) // len(ids))  # [k * B]
-        cache.batch_select_indices(prompt)
-        hidden, mask = hidden[prompt], mask[prompt]
-    rows = torch.arange(len(uniforms), device=ids.device)  # the rows still being written
-    tokens = torch.zeros(uniforms.shape, dtype=torch.long, device=ids.device)
+    hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [P, H]
+    prompt = torch.arange(len(ids), device=ids.device).repeat(len(uniforms) // len(ids))  # [k * P]
+    cache.batch_select_indices(prompt)
+    hidden, mask, rows = hidden[prompt], mask[prompt], torch.arange(len(prompt), device=ids.device)  # the rows still being written
+    tokens, logprobs = torch.zeros(uniforms.shape, dtype=torch.long, device=ids.device), torch.zeros_like(uniforms)
     for t in range(uniforms.shape[1]):
-        logits = F.linear(hidden, head.weight, head.bias).div_(temperature)  # [rows, V]
-        token = sample_tokens(logits, uniforms[rows, t])  # [rows]
-        tokens[rows, t] = token
-        going = ((token != stop_token_id) & (t + 1 < room[rows])).nonzero().squeeze(-1)
-        if len(going) == 0:
+        probs = F.linear(hidden, head.weight, head.bias).div_(temperature).float().softmax(-1)  # [rows, V]
+        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
+        tokens[rows, t], logprobs[rows, t] = token, probs.gather(1, token[:, None]).squeeze(1).log()
+        going = (token != stop_token_id).nonzero().squeeze(-1)
+        if len(going) == 0 or t + 1 == uniforms.shape[1]:
             break
         if len(going) < len(rows):
             cache.batch_select_indices(going)
             rows, mask, token = rows[going], mask[going], token[going]
         mask = F.pad(mask, (0, 1), value=True)
         hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
-    return tokens, torch.minimum(response_lengths(tokens, stop_token_id), room)
+    return tokens, response_lengths(tokens, stop_token_id), logprobs
 
 def together(k, P, args):
     """Rows that stay in one pass, and how it finds their states: each alone, or with --share-prompts the k responses to a prompt.
@@ -878,18 +877,17 @@ def rollout_groups(model, tokenizer, score, batch, stop_token_id, args):
     """k responses to each of P prompts, their raw scores, and the log-probabilities that the update will call old.
 
     These come from the update's own forward, so that the first ratio is 1: exactly where micro-batches are as long as the update's,
-    otherwise up to rounding.
+    otherwise up to rounding. With --old-logprobs sampler they are those that the tokens were drawn with, which `train` checks.
     Rows are ordered as TRL does: first responses of all prompts, then second ones. -> dict of tensors [k * P, ...], responses (str)
     """
     ids, mask, uniforms = batch  # [P, C], [P, C], [k, P, T]
     k, P, T = uniforms.shape
-    tokens, lengths = torch.zeros(k, P, T, dtype=torch.long, device=ids.device), torch.zeros(k, P, dtype=torch.long, device=ids.device)
+    written = []
     for part in torch.arange(P).split(max(1, args.local_rollout_forward_batch_size // k)):
         draw = uniforms[:, part].flatten(0, 1)  # [k * n, T]
-        room = torch.full((len(draw),), T, device=ids.device)
-        out = generate(model.policy, ids[part], mask[part], room, draw, stop_token_id, args.temperature)
-        tokens[:, part], lengths[:, part] = out[0].view(k, -1, T), out[1].view(k, -1)
-    tokens, lengths = tokens.view(k * P, T), lengths.view(k * P)
+        written.append(generate_groups(model.policy, ids[part], mask[part], draw, stop_token_id, args.temperature))
+    written = (torch.cat([x.unflatten(0, (k, -1)) for x in parts], 1).flatten(0, 1) for parts in zip(*written))
+    tokens, lengths, drawn = written  # [k * P, T], [k * P], [k * P, T]
     stopped = tokens.gather(1, lengths[:, None] - 1).squeeze(1) == stop_token_id  # [k * P]
     asked = [x[m].tolist() for x, m in zip(ids, mask)] * k
     words = [x[:n].tolist() for x, n in zip(tokens, lengths - stopped.long())]  # without the stop token
@@ -903,8 +901,9 @@ def rollout_groups(model, tokenizer, score, batch, stop_token_id, args):
     units, states = together(k, P, args)
     order = passes(units, mask.sum(1), args.per_device_train_batch_size)  # as in the update
     parts = [(ids[rows], mask[rows], T, args.temperature, states) for rows in order]
-    parts = [(model(*part)[0], model.reference_logprobs(*part)) for part in parts]
-    logprobs, ref_logprobs = (torch.cat(x)[torch.cat(order).argsort()] for x in zip(*parts))  # [k * P, T]
+    back, forward = torch.cat(order).argsort(), args.old_logprobs == "forward"
+    logprobs = torch.cat([model(*part)[0] for part in parts])[back] if forward else drawn  # [k * P, T]
+    ref_logprobs = torch.cat([model.reference_logprobs(*part) for part in parts])[back]
     b = dict(ids=ids, mask=mask, lengths=lengths, stopped=stopped, scores=scores, logprobs=logprobs, ref_logprobs=ref_logprobs)
     return b, prompts, responses
 
@@ -981,7 +980,7 @@ def win_rate(model, tokenizer, score, judge, batch, references, stop_token_id, a
     The win rate is of the prompts that have a reference and a verdict; a tie counts half; 1.96 standard errors to either side.
     """
     model.eval()
-    b, prompts, responses = rollout_groups(model, tokenizer, score, batch, stop_token_id, args)
+    b, prompts, responses = rollout_groups(model, tokenizer, score, batch, stop_token_id, replace(args, old_logprobs="forward"))
     valid = length_mask(b["lengths"], args.response_length)  # [B, T]
     kl = torch.where(valid, kl_per_token(b["logprobs"], b["ref_logprobs"], "k1"), 0.0).sum(1)  # [B]
     numbers = {"score mean": b["scores"].mean(), "score median": b["scores"].quantile(0.5), "KL, nats a response": kl.mean(),
@@ -1298,7 +1297,7 @@ def train(args):
         sums = torch.zeros(8, device=device)  # what is logged, over all minibatches
         (units, states), M = together(k, P, args), B // args.num_mini_batches  # [U, s] rows; M are in a minibatch
         order = [torch.randperm(len(units), generator=draws(args.seed, "order", update, epoch)) for epoch in range(epochs)]
-        for mb in torch.stack(order).view(epochs * args.num_mini_batches, -1):  # [U / num_mini_batches]
+        for step, mb in enumerate(torch.stack(order).view(epochs * args.num_mini_batches, -1)):  # [U / num_mini_batches]
             mine = units[mb[rank * len(mb) // world : (rank + 1) * len(mb) // world]]
             micros = passes(mine, b["mask"].sum(1), n)
             for i, rows in enumerate(micros):
@@ -1317,6 +1316,9 @@ def train(args):
                     accelerator.backward(loss * world)  # DDP divides by the number of processes
                 log_ratio = log_ratio.detach()
                 ratio = torch.exp(log_ratio)
+                if args.old_logprobs == "sampler" and step == 0 and not (ratio - 1).abs().max() < 1e-3:
+                    raise UserError(f"--old-logprobs sampler: the first ratios are {ratio.min():.5f} to {ratio.max():.5f}, not 1: sampling "
+                                    "and training round differently here; use --old-logprobs forward, or --dtype float32")
                 seen = (policy_loss, policy_loss > -advantages[rows] * ratio, 0.5 * log_ratio**2, ratio - 1, (ratio - 1) ** 2,
                         torch.ones_like(ratio), entropies, m)
                 sums += torch.stack([x.detach().float().sum() for x in seen])

@@ -76,7 +76,7 @@ def test_what_looks_like_a_mark_is_shown(chat, script, talker, monkeypatch):
     for text in ("5 <EO 6", "ends <EO", "a<<EOU", "tab <EOU>"):
         ids = iter(tokenizer(f" {text}", add_special_tokens=False).input_ids)
         with monkeypatch.context() as patch:
-            patch.setattr(script, "sample_tokens", lambda logits, uniforms: logits.new_full((1,), next(ids)).long())  # noqa: B023
+            patch.setattr(script, "sample_tokens", lambda probs, uniforms: probs.new_full((1,), next(ids)).long())  # noqa: B023
             count = len(tokenizer(f" {text}", add_special_tokens=False).input_ids)
             said, _ = chat([talker.model, "--response-length", str(count)], "Speak")
         at = said.index("> Bot: ")

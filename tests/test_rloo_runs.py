@@ -43,6 +43,40 @@ def test_learning_rate_0_changes_nothing(rloo, tiny_lm, sizes, off):
     assert same(weights(folder / "model"), start_of(tiny_lm()))
 
 
+@pytest.mark.parametrize("flags", [dict(), dict(share_prompts=True, temperature=0.7), dict(lora_r=2, lora_target_modules="c_attn")],
+                         ids=["plain", "groups", "lora"])
+def test_old_logprobs_of_the_sampler_make_the_same_step(rloo, script, monkeypatch, flags):
+    """Trick 10: they are those of a forward pass to 1e-5, which the rollout then does without; the step is the same."""
+    seen = {}
+    for old in ("forward", "sampler"):
+        with monkeypatch.context() as patch:
+            rollouts, forwards = spy(patch, script, "rollout_groups"), spy(patch, script.PolicyAndReference, "forward")
+            _, folder, (row,) = rloo(old, old_logprobs=old, total_episodes=8, **SGD, learning_rate=1e-2, **flags)
+        seen[old] = rollouts[1][1][0]["logprobs"], weights(folder / "model"), row, len(forwards)
+    (logprobs, after, row, forwards), (drawn, after_drawn, row_drawn, fewer) = seen.values()
+    torch.testing.assert_close(drawn, logprobs, atol=1e-5, rtol=1e-5)
+    assert not torch.equal(drawn, logprobs) and fewer < forwards and distance(after, after_drawn) < 2e-6
+    assert row_drawn["val/ratio"] == pytest.approx(row["val/ratio"], rel=1e-4) != 1
+
+
+def test_old_logprobs_of_the_sampler_are_checked(rloo, script, monkeypatch):
+    """Trick 10: where the first ratio of an update is not 1, in bf16 or by a mistake, the run ends; --old-logprobs forward goes on."""
+    with pytest.raises(script.UserError, match="--old-logprobs sampler: the first ratios"):
+        rloo("bf16", old_logprobs="sampler", dtype="bfloat16")
+    original, calls = script.generate_groups, []
+
+    def later(*args):  # a distribution that has moved, from the second update on (the first call is the evaluation's)
+        calls.append(1)
+        tokens, lengths, logprobs = original(*args)
+        return tokens, lengths, logprobs + 0.01 * (len(calls) > 2)
+
+    monkeypatch.setattr(script, "generate_groups", later)
+    with pytest.raises(script.UserError, match="--old-logprobs sampler: the first ratios"):
+        rloo("moved", old_logprobs="sampler")
+    assert len(calls) == 3
+    rloo("forward", old_logprobs="forward")
+
+
 def test_other_splits_of_the_batch_sample_the_same_tokens(rloo, script, monkeypatch):
     """Micro-batches and rollout batches of other sizes: the same responses in the same order, and a ratio within 1e-4 of 1."""
     seen = []
@@ -71,12 +105,12 @@ def test_a_prompt_runs_through_the_model_once(script, tiny_lm, monkeypatch):
     """The first forward has P rows for k * P responses, and these are what k copies of the prompts would have got."""
     model = AutoModelForCausalLM.from_pretrained(tiny_lm()).eval()
     ids, uniforms = torch.randint(3, 1000, (2, 5), generator=torch.Generator().manual_seed(0)), torch.rand(3, 2, 6)
-    mask, room = torch.tensor([[False, True, True, True, True], [True] * 5]), torch.full((6,), 6)
+    mask = torch.tensor([[False, True, True, True, True], [True] * 5])
     calls = spy(monkeypatch, script, "hidden_states")
-    tokens, lengths = script.generate(model, ids, mask, room, uniforms.flatten(0, 1), 0, 1.0)
+    tokens, lengths, _ = script.generate_groups(model, ids, mask, uniforms.flatten(0, 1), 0, 1.0)
     assert [args[1].shape for args, _ in calls[:2]] == [(2, 5), (6, 1)]
     for i in range(3):
-        alone = script.generate(model, ids, mask, room[:2], uniforms[i], 0, 1.0)
+        alone = script.generate_groups(model, ids, mask, uniforms[i], 0, 1.0)
         assert torch.equal(lengths[2 * i : 2 * i + 2], alone[1])
         valid = script.length_mask(alone[1], 6)
         assert torch.equal(tokens[2 * i : 2 * i + 2][valid], alone[0][valid])

@@ -102,11 +102,11 @@ def test_the_sampled_distribution_is_the_scored_one(script, tiny_lm, temperature
         for i, prompt in enumerate(prompts):  # one by one, without pads, in plain transformers
             logits = model(torch.cat([prompt, tokens[i]])[None]).logits[0, len(prompt) - 1 : -1]
             logp = (logits / temperature).log_softmax(-1)
-            assert torch.equal(script.sample_tokens(logits / temperature, uniforms[i]), tokens[i])
+            assert torch.equal(script.sample_tokens((logits / temperature).softmax(-1), uniforms[i]), tokens[i])
             torch.testing.assert_close(logp.gather(1, tokens[i][:, None])[:, 0], scored[i], atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(-(logp.exp() * logp).sum(1), entropies[i], atol=1e-4, rtol=1e-4)
             if temperature != 1:
-                assert not torch.equal(script.sample_tokens(logits, uniforms[i]), tokens[i])
+                assert not torch.equal(script.sample_tokens(logits.softmax(-1), uniforms[i]), tokens[i])
 
 
 def test_responses_keep_their_first_space(ppo, script, metaspace_lm, monkeypatch):

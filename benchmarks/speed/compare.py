@@ -43,6 +43,7 @@ JOBS = {
 }
 OURS = {"ours fp32": {}, "ours bf16": dict(dtype="bfloat16")}  # name -> changes of the job and flags; a script takes its own only
 BIG = {"ours fp32, 32 a pass": dict(micro_batch=32), "ours bf16, 32 a pass": dict(micro_batch=32, dtype="bfloat16")}
+FAST = {"ours fp32, fast flags": dict(share_prompts=True, old_logprobs="sampler")}  # another draw of minibatches, a forward pass less
 TWO = {"ours fp32, 2 processes": dict(processes=2)}  # a thread each
 LORA = {"ours fp32, LoRA": dict(lora_r=16), "ours bf16, LoRA": dict(lora_r=16, dtype="bfloat16")}
 # peers: name -> (environment, script, flags); with "if named" only when --only names them
@@ -71,8 +72,8 @@ TOKEN_PEERS = {
     "TRL 1.12.0, PPO": ("trl_new", "trl_new_ppo.py", "--trl-path {peers}/trl_1_12"),
 }
 CONTESTANTS = {
-    "rloo": OURS | BIG | TWO | RLOO_PEERS,
-    "rloo-eos": OURS | BIG | TWO | RLOO_PEERS,
+    "rloo": OURS | FAST | BIG | TWO | RLOO_PEERS,
+    "rloo-eos": OURS | FAST | BIG | TWO | RLOO_PEERS,
     "ppo-token": OURS | BIG | TWO | TOKEN_PEERS,
     "ppo-sentiment": OURS | TWO | LORA | SENTIMENT_PEERS,
     "ppo-sentiment-small": OURS | TWO | LORA | SENTIMENT_PEERS,
