@@ -61,8 +61,9 @@ def close(ours, theirs, atol=1e-5):
 @rollouts
 @every_architecture
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_padded_batch_scores_as_one_by_one(k, language_model, arch, temperature):
+def test_a_padded_batch_scores_as_one_by_one(k, language_model, arch, temperature, monkeypatch):
     """Tricks 2, 3, 6, 11: left-padded prompts and ended responses, whose pads have no row in the embedding."""
+    monkeypatch.setattr(k, "packing_pays", lambda *_: False)
     model = language_model(arch)
     ids, mask, rows, T = padded_batch()
     logprobs, entropies, hidden = k.response_logprobs(model, ids, mask, T, temperature)
@@ -72,6 +73,44 @@ def test_a_padded_batch_scores_as_one_by_one(k, language_model, arch, temperatur
         close(ours[: len(response)], tokens_behind(table, prompt, response))
         before = table[len(prompt) - 1 : -1]
         close(entropy[: len(response)], -(before.exp() * before).sum(-1))
+
+
+@rollouts
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch != "bloom"])
+def test_packed_rows_are_the_padded_ones(k, language_model, arch, monkeypatch):
+    """Log-probabilities, entropies, hidden states and gradients of rows that are one row, against those of rows moved left."""
+    model, (ids, mask, _, T) = language_model(arch), padded_batch()
+    valid, found = mask[:, -T:], []
+    for way in (False, True):
+        monkeypatch.setattr(k, "packing_pays", lambda *_: way)  # noqa: B023
+        model.zero_grad()
+        logprobs, entropies, hidden = k.response_logprobs(model, ids, mask, T, 0.7)
+        (logprobs * torch.linspace(-1, 2, logprobs.numel()).view(logprobs.shape)).sum().backward()
+        gradients = (torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters())
+        found.append((logprobs, entropies, hidden[valid], *gradients))
+    model.zero_grad()
+    for ours, theirs in zip(*found):
+        close(ours, theirs, atol=1e-4)
+
+
+@rollouts
+def test_when_rows_are_packed(k):
+    """Short rows of uneven lengths in a wide model; not long ones, not even ones, and never where packing would be wrong."""
+    config = dict(vocab_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    body = transformers.LlamaModel(transformers.LlamaConfig(hidden_size=768, **config))
+
+    def pays(body, *lengths):
+        return k.packing_pays(body, k.length_mask(torch.tensor(lengths), max(lengths)), max(lengths))
+
+    assert pays(body, 20, 15, 12, 8) and pays(body, *range(4, 22)) and not pays(body, 20, 20, 20, 20)
+    narrow = transformers.LlamaModel(transformers.LlamaConfig(hidden_size=32, **config))
+    assert not pays(body, *range(100, 110)) and not pays(narrow, *range(4, 22)) and pays(narrow, 60, 3, 2, 2)
+    for window, can in ((59, False), (60, True)):
+        windowed = transformers.MistralModel(transformers.MistralConfig(hidden_size=32, num_key_value_heads=2, sliding_window=window, **config))
+        assert pays(windowed, 60, 3, 2, 2) is can
+    assert not pays(transformers.BloomModel(transformers.BloomConfig(vocab_size=8, hidden_size=32, n_layer=1, n_head=2)), 60, 3, 2, 2)
+    recurrent = transformers.MambaConfig(vocab_size=8, hidden_size=32, num_hidden_layers=1)
+    assert not pays(transformers.MambaModel(recurrent), 60, 3, 2, 2)
 
 
 @every_architecture
