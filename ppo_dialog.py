@@ -563,7 +563,9 @@ def response_states(body, input_ids, mask, T):
     """
     width = int(mask.sum(1).max())
     if packing_pays(body, mask, width):
-        hidden = document_states(body, input_ids[mask][None], (mask.cumsum(1) - 1)[mask][None])  # [1, N, H]
+        row = torch.stack([input_ids[mask], (mask.cumsum(1) - 1)[mask]])  # [2, N], tokens and their positions
+        row = F.pad(row, (0, -row.shape[1] % 16))  # few different lengths: a CPU keeps what it compiled for each of them (bf16)
+        hidden = document_states(body, *row[:, None])  # [1, N, H]
         before = (mask.flatten().cumsum(0) - 1).view(mask.shape)[:, -T - 1 : -1]  # [B, T], the place of the token before
     else:
         prompt = mask[:, :-T].sum(1, keepdim=True)  # [B, 1]
