@@ -43,7 +43,7 @@ JOBS = {
 }
 OURS = {"ours fp32": {}, "ours bf16": dict(dtype="bfloat16")}  # name -> changes of the job and flags; a script takes its own only
 BIG = {"ours fp32, 32 a pass": dict(micro_batch=32), "ours bf16, 32 a pass": dict(micro_batch=32, dtype="bfloat16")}
-FAST = {"ours fp32, fast flags": dict(share_prompts=True, old_logprobs="sampler")}  # another draw of minibatches, a forward pass less
+FAST = {"ours fp32, sampler": dict(old_logprobs="sampler")}  # a forward pass less
 TWO = {"ours fp32, 2 processes": dict(processes=2)}  # a thread each
 LORA = {"ours fp32, LoRA": dict(lora_r=16), "ours bf16, LoRA": dict(lora_r=16, dtype="bfloat16")}
 # peers: name -> (environment, script, flags); with "if named" only when --only names them
@@ -313,7 +313,8 @@ def show(name, args):
     medians = {who: {key: median(row[key] for row in found) for key in names} for who, found in rows.items()}
     print(table(["contestant", *names], [[who, *(f"{row[key]:.4g}" for key in names)] for who, row in medians.items()]))
     ours, peers = ([who for who in rows if runs[who][0]["ours"] is side] for side in (True, False))
-    rate, cells = names[0], []
+    shortest, longest = lines[0]["job"].get("response", (0, 0))
+    rate, cells = names[0] if shortest == longest else "tokens/s", []  # where lengths are drawn, episodes are not alike
     for who in ours:
         cells.append([who])
         for peer in peers:

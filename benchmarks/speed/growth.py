@@ -90,7 +90,7 @@ def show(file):
     print(table(header, [[line["sweep"], *(f"{line[key]:.4g}" for key in keys)] for line in lines]))
     sweeps = [sweep for sweep in SWEEPS if any(line["sweep"] == sweep for line in lines)]
     figure = Figure(figsize=(3.2 * len(sweeps), 5), layout="constrained")
-    axes = figure.subplots(2, len(sweeps), squeeze=False)
+    axes = figure.subplots(2, len(sweeps), squeeze=False, sharey="row")
     names = dict(response="tokens of a response", vocabulary="vocabulary", batch="responses a batch", model="weights, millions")
     for column, sweep in zip(axes.T, sweeps):
         found = [line for line in lines if line["sweep"] == sweep]
@@ -100,6 +100,8 @@ def show(file):
         column[1].loglog(points, [line["peak_memory_mb"] for line in found], "o-", label="peak of the process")
         column[1].loglog(points, [line["logits_mb"] for line in found], "k:", label="batch x length x vocabulary")
         column[1].set_xlabel(names[sweep])
+    for axis in axes[:, 0]:
+        axis.yaxis.set_major_formatter("{x:g}")
     axes[0, 0].set_ylabel("ms a response token")
     axes[1, 0].set_ylabel("MB")
     axes[0, 0].legend(fontsize=7)
