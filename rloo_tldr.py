@@ -491,7 +491,8 @@ def packing_pays(body, mask, width):
         return False  # a recurrent state would leak, and without position ids (BLOOM) rows would go on counting
     config, N, cells = body.config.get_text_config(), int(mask.sum()), len(mask) * width
     windows = [getattr(config, name, None) or width for name in ("sliding_window", "attention_chunk_size")]
-    return min(windows) >= width and 6 * config.hidden_size * (cells - N) > 2 * (N**2 - cells * width / 2)
+    fits = min(windows) >= width and not getattr(config, "alibi", False)  # the mask knows no window, and Falcon's ALiBi reads another
+    return fits and 6 * config.hidden_size * (cells - N) > 2 * (N**2 - cells * width / 2)
 
 def response_states(body, input_ids, mask, T):
     """The hidden states that predict the last T tokens: the one at t - 1 predicts token t. [B, C + T], bool [B, C + T] -> [B, T, H]

@@ -106,9 +106,12 @@ def test_when_rows_are_packed(k):
     narrow = transformers.LlamaModel(transformers.LlamaConfig(hidden_size=32, **config))
     assert not pays(body, *range(100, 110)) and not pays(narrow, *range(4, 22)) and pays(narrow, 60, 3, 2, 2)
     for window, can in ((59, False), (60, True)):
-        windowed = transformers.MistralModel(transformers.MistralConfig(hidden_size=32, num_key_value_heads=2, sliding_window=window, **config))
-        assert pays(windowed, 60, 3, 2, 2) is can
+        windowed = transformers.MistralConfig(hidden_size=32, num_key_value_heads=2, sliding_window=window, **config)
+        assert pays(transformers.MistralModel(windowed), 60, 3, 2, 2) is can
     assert not pays(transformers.BloomModel(transformers.BloomConfig(vocab_size=8, hidden_size=32, n_layer=1, n_head=2)), 60, 3, 2, 2)
+    falcon = transformers.FalconConfig(vocab_size=8, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    for falcon.alibi in (False, True):
+        assert pays(transformers.FalconModel(falcon), 60, 3, 2, 2) is not falcon.alibi
     recurrent = transformers.MambaConfig(vocab_size=8, hidden_size=32, num_hidden_layers=1)
     assert not pays(transformers.MambaModel(recurrent), 60, 3, 2, 2)
 

@@ -22,7 +22,6 @@ from pathlib import Path
 import compare
 import torch
 
-
 FILE = compare.HERE / "results" / "profiles.jsonl"
 KINDS = {  # of operators, by the beginning of their names; what is left of the update is Python and the profiler itself
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::"),
