@@ -547,7 +547,7 @@ def document_states(body, ids, positions):
 def packing_pays(body, mask, width):
     """Whether rows, padded to this width, cost less as one row without pads, where most pairs of tokens are masked. bool [B, C + T]
 
-    A layer takes 24 H^2 operations for a token and 4 H for a pair, and those of pairs are half as fast (measured on a CPU, not on a GPU).
+    A layer takes 24 H^2 operations for a token and 4 H for a pair; those of pairs, which are slower, count twice. Not for GPUs: not tried.
     """
     if mask.device.type != "cpu" or getattr(body, "_is_stateful", True) or "position_ids" not in inspect.signature(body.forward).parameters:
         return False  # a recurrent state would leak, and without position ids (BLOOM) rows would go on counting

@@ -650,7 +650,7 @@ def test_logged_kl_is_the_kl_of_the_reward(ppo, script, tmp_path, monkeypatch, e
     calls = spy(monkeypatch, script, "token_rewards")
     _, _, rows = ppo(kl_estimator=estimator, kl_coef=0.3, total_episodes=16, learning_rate=0.05, reward_fn=reward_file(tmp_path, SCORE))
     for row, ((scores, kl, lengths, _), rewards) in zip(rows, calls):
-        assert row["objective/non_score_reward"] == pytest.approx(-0.3 * row["objective/kl"], rel=1e-6, abs=1e-7)
+        assert row["objective/non_score_reward"] == pytest.approx(-0.3 * row["objective/kl"], rel=2e-7, abs=1e-7)
         assert row["objective/scores"] == pytest.approx(scores.mean().item(), abs=1e-6)
         assert row["objective/rlhf_reward"] == pytest.approx(row["objective/scores"] + row["objective/non_score_reward"], abs=1e-6)
         assert row["objective/rlhf_reward"] == pytest.approx(rewards.sum(1).mean().item(), abs=1e-5)

@@ -63,8 +63,9 @@ def test_table_from_results(tmp_path, capsys):
     assert "| theirs | 2.5 | 12.5 | 4 | 1 | 3 | 100 |" in shown
     assert "| ours | 7.5 | 37.5 | 1.5 |" in shown  # medians of 10 and 5 episodes a second
     assert "| ours | 3.00 (2.00 to 4.00) |" in shown
-    assert "| episodes/s, ours / peer | theirs |" in shown
+    assert "| episodes/s, ours / peer | theirs |" in shown and "| tokens/s, ours / peer" not in shown
     drawn = [line | dict(job=job | dict(response=(4, 15))) for line in lines]  # lengths are drawn: episodes are not alike
     (tmp_path / "rloo.jsonl").write_text("".join(json.dumps(line) + "\n" for line in drawn))
     compare.show("rloo", args)
-    assert "| tokens/s, ours / peer | theirs |" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| episodes/s, ours / peer | theirs |" in shown and "| tokens/s, ours / peer | theirs |" in shown

@@ -314,13 +314,13 @@ def show(name, args):
     print(table(["contestant", *names], [[who, *(f"{row[key]:.4g}" for key in names)] for who, row in medians.items()]))
     ours, peers = ([who for who in rows if runs[who][0]["ours"] is side] for side in (True, False))
     shortest, longest = lines[0]["job"].get("response", (0, 0))
-    rate, cells = names[0] if shortest == longest else "tokens/s", []  # where lengths are drawn, episodes are not alike
-    for who in ours:
-        cells.append([who])
-        for peer in peers:
-            each = [a[rate] / b[rate] for a, b in zip(rows[who], rows[peer])]
-            cells[-1].append(f"{medians[who][rate] / medians[peer][rate]:.2f} ({min(each):.2f} to {max(each):.2f})" if each else "")
-    if ours and peers:
+    for rate in names[: 1 + (shortest < longest)] if ours and peers else ():  # where lengths are drawn, tokens/s too: episodes differ
+        cells = []
+        for who in ours:
+            cells.append([who])
+            for peer in peers:
+                each = [a[rate] / b[rate] for a, b in zip(rows[who], rows[peer])]
+                cells[-1].append(f"{medians[who][rate] / medians[peer][rate]:.2f} ({min(each):.2f} to {max(each):.2f})" if each else "")
         print(f"\n{table([f'{rate}, ours / peer', *peers], cells)}")
 
 
