@@ -27,6 +27,7 @@ details of RLHF with PPO (Huang et al. 2024). Results, metrics, details: docs/re
 
 # ---- 2. Imports ------------------------------------------------------------------------------------------------------
 import copy
+import ctypes
 import fcntl
 import inspect
 import json
@@ -800,13 +801,20 @@ class Run:
             axis.set(title=name, xlabel="update")
         figure.savefig(self.folder / "curves.png", dpi=120)
 
+def hold_memory():
+    """Keep what is freed: glibc gives large blocks back at once, and Linux fills the next ones with zeros, page by page, in every step."""
+    with suppress(AttributeError):  # a C library without mallopt
+        for option, value in ((-4, 0), (-1, 2**31 - 1), (-2, 2**26)):  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
+            ctypes.CDLL(None).mallopt(option, value)
+
 def start(args):
     """The accelerator: CPU, GPU, or one process of several, by accelerate's configuration sharded (FSDP2, DeepSpeed).
 
     Refuses to run on fewer processes than were asked for.
     """
     ddp = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)  # they are constants, and an offloaded model's are elsewhere
-    cpu = not torch.cuda.is_available()
+    if cpu := not torch.cuda.is_available():
+        hold_memory()
     sharded = [kind for kind in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true"]
     if "FSDP" in sharded and os.environ.get("FSDP_VERSION") != "2":
         raise UserError("accelerate's configuration asks for the first FSDP, which does not work here; put fsdp_version: 2 into it")

@@ -22,6 +22,7 @@ Results, metrics, details: docs/sft.md.
 
 # ---- 2. Imports ------------------------------------------------------------------------------------------------------
 import copy
+import ctypes
 import fcntl
 import inspect
 import json
@@ -223,32 +224,44 @@ def block_size(device):
     """Positions and words in a block of logits: 4 MiB stay in a processor's cache, 128 MiB cost a GPU few launches (not measured)."""
     return (1024, 1024) if device.type == "cpu" else (4096, 8192)
 
+KEPT_PROBS = 2**25  # probabilities, 128 MiB, that may wait for the backward pass of an update
+
 class BlockwiseLogprobs(torch.autograd.Function):
-    """Log-probabilities of tokens through the head, a block of logits at a time; the backward pass computes the logits again.
+    """Log-probabilities of tokens through the head, a block of logits at a time. What is not kept, the backward pass computes again.
 
     The softmax of a block times the block's share of the row is the softmax of the row, so each pass takes one exp of a logit
     (Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", has blocks of this kind on a GPU).
     """
 
     @staticmethod
-    def blocks(hidden, weight, bias):
-        """-> number of the block of columns, rows, columns, and the fp32 logits and their softmax over the block, [rows, columns]"""
-        height, width = block_size(hidden.device)
+    def blocks(hidden, weight, bias, kept=()):
+        """-> number of the block of columns, rows, columns, and the fp32 logits and their softmax over the block, [rows, columns]
+
+        Of the first blocks the softmax may be `kept`, and the logits are None then.
+        """
+        (height, width), kept = block_size(hidden.device), iter(kept)
         for k, start in enumerate(range(0, len(weight), width)):
             for row in range(0, len(hidden), height):
-                rows, columns = slice(row, row + height), slice(start, start + width)
+                rows, columns, probs = slice(row, row + height), slice(start, start + width), next(kept, None)
+                if probs is not None:
+                    yield k, rows, columns, None, probs
+                    continue
                 logits = F.linear(hidden[rows], weight[columns], None if bias is None else bias[columns])
                 logits = logits.float().clamp_(min=-1e4)  # a bias of -inf forbids a token, and 0 * -inf is nan
                 yield k, rows, columns, logits, logits.softmax(-1)
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, tokens):
-        """[N, H], [V, H], [V] or None, [N] -> log-probabilities of the tokens and of the likeliest ones, entropies, each fp32 [N]"""
+    def forward(ctx, hidden, weight, bias, tokens, keep):
+        """[N, H], [V, H], [V] or None, [N] -> log-probabilities of the tokens and of the likeliest ones, entropies, each fp32 [N]
+
+        At most `keep` probabilities stay for the backward pass: a quarter of the head's products and half of its exp less for them.
+        """
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
         picked = torch.empty(len(hidden), device=hidden.device)  # [N], logit of the token
         parts = math.ceil(len(weight) / block_size(hidden.device)[1])
+        kept = []
         top, lse, mean = torch.empty(3, len(hidden), parts, device=hidden.device)  # [N, blocks]: largest logit, log of the sum of exp, mean
         for k, rows, columns, logits, probs in BlockwiseLogprobs.blocks(hidden, weight, bias):
             top[rows, k] = logits.amax(-1)
@@ -257,9 +270,11 @@ class BlockwiseLogprobs(torch.autograd.Function):
             place = tokens[rows] - columns.start
             near = place.clamp(0, logits.shape[1] - 1)
             picked[rows] = torch.where(near == place, logits.gather(1, near[:, None]).squeeze(1), picked[rows])
+            keep -= probs.numel()
+            kept += [probs] if keep >= 0 else []
         total, share = lse.logsumexp(-1), lse.softmax(-1)  # [N], [N, blocks]
         entropies = total - (share * mean).sum(-1)  # [N]
-        ctx.save_for_backward(hidden, weight, bias, tokens, share)
+        ctx.save_for_backward(hidden, weight, bias, tokens, share, *kept)
         likeliest = top.amax(-1) - total  # [N]
         ctx.mark_non_differentiable(likeliest, entropies)
         return picked - total, likeliest, entropies
@@ -267,12 +282,12 @@ class BlockwiseLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_):
         """The derivative of a token's log-probability by the logits: 1 at the token, minus the softmax."""
-        hidden, weight, bias, tokens, share = ctx.saved_tensors
+        hidden, weight, bias, tokens, share, *kept = ctx.saved_tensors
         d_hidden = grad[:, None] * weight[tokens].float()  # [N, H]
         d_weight = torch.empty_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # [V, H]
         d_bias = grad.new_zeros(len(weight)).index_add_(0, tokens, grad) if bias is not None else None  # [V]
-        for k, rows, columns, _, probs in BlockwiseLogprobs.blocks(hidden, weight, bias):
-            d_logits = probs.mul_((-grad[rows] * share[rows, k])[:, None])  # [rows, columns]
+        for k, rows, columns, _, probs in BlockwiseLogprobs.blocks(hidden, weight, bias, kept):
+            d_logits = probs * (-grad[rows] * share[rows, k])[:, None]  # [rows, columns]
             if d_bias is not None:
                 d_bias[columns] += d_logits.sum(0)
             d_logits = d_logits.to(hidden.dtype)
@@ -282,16 +297,16 @@ class BlockwiseLogprobs(torch.autograd.Function):
                 d_weight[columns] = part if rows.start == 0 else d_weight[columns] + part
         if d_weight is not None:
             d_weight.index_add_(0, tokens, grad[:, None] * hidden.float())
-        return d_hidden, d_weight, d_bias, None
+        return d_hidden, d_weight, d_bias, None, None
 
-def next_token_losses(hidden, weight, labels, bias=None):
+def next_token_losses(hidden, weight, labels, bias=None, keep=0):
     """Cross-entropy in nats, and whether the likeliest token was right, at each position whose label is not -100; else 0.
 
     [B, L, H], [V, H], [B, L] -> fp32 [B, L - 1], bool [B, L - 1]. The state at t - 1 is judged by the label at t. Positions without a
-    label do not go through the head, and [B, L, V] is never held.
+    label do not go through the head, and [B, L, V] is never held; the gradient finds at most `keep` probabilities kept.
     """
     labels, valid = labels[:, 1:], labels[:, 1:] != -100
-    logprobs, likeliest, _ = BlockwiseLogprobs.apply(hidden[:, :-1][valid], weight, bias, labels[valid])
+    logprobs, likeliest, _ = BlockwiseLogprobs.apply(hidden[:, :-1][valid], weight, bias, labels[valid], keep)
     empty = torch.zeros(valid.shape, device=valid.device)
     return empty.masked_scatter(valid, -logprobs), empty.bool().masked_scatter(valid, logprobs >= likeliest)
 
@@ -469,7 +484,8 @@ class LanguageModel(nn.Module):
     def forward(self, ids, labels, positions):
         """-> losses fp32 [B, L - 1], right bool [B, L - 1]"""
         body, head = body_and_head(self.model)
-        return next_token_losses(document_states(body, ids, positions), head.weight, labels, head.bias)
+        keep = KEPT_PROBS if torch.is_grad_enabled() else 0
+        return next_token_losses(document_states(body, ids, positions), head.weight, labels, head.bias, keep)
 
 @torch.no_grad()
 def check_losses(model, name):
@@ -769,13 +785,20 @@ class Run:
             axis.set(title=name, xlabel="update")
         figure.savefig(self.folder / "curves.png", dpi=120)
 
+def hold_memory():
+    """Keep what is freed: glibc gives large blocks back at once, and Linux fills the next ones with zeros, page by page, in every step."""
+    with suppress(AttributeError):  # a C library without mallopt
+        for option, value in ((-4, 0), (-1, 2**31 - 1), (-2, 2**26)):  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
+            ctypes.CDLL(None).mallopt(option, value)
+
 def start(args):
     """The accelerator: CPU, GPU, or one process of several, by accelerate's configuration sharded (FSDP2, DeepSpeed).
 
     Refuses to run on fewer processes than were asked for.
     """
     ddp = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)  # they are constants, and an offloaded model's are elsewhere
-    cpu = not torch.cuda.is_available()
+    if cpu := not torch.cuda.is_available():
+        hold_memory()
     sharded = [kind for kind in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true"]
     if "FSDP" in sharded and os.environ.get("FSDP_VERSION") != "2":
         raise UserError("accelerate's configuration asks for the first FSDP, which does not work here; put fsdp_version: 2 into it")

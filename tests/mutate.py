@@ -319,6 +319,11 @@ FAULTS = [Fault(*row) for row in [
      "kernels::token_logprobs_gradients_agree_with_autograd"),
     ("the gradient of the head is that of the last rows", None, D, "BlockwiseLogprobs.backward", "d_weight[columns] + part", "part",
      "kernels::token_logprobs_gradients_agree_with_autograd"),
+    ("kept blocks come back in another order", None, S, "BlockwiseLogprobs.blocks", "iter(kept)", "iter(kept[::-1])",
+     "kernels::kept_probabilities_change_no_bit", "RuntimeError"),
+    ("all probabilities are kept", None, R, "BlockwiseLogprobs.forward", "[probs] if keep >= 0 else []", "[probs]",
+     "kernels::kept_probabilities_change_no_bit"),
+    ("freed memory goes back to Linux", None, S, "start", "hold_memory()", "None", "faults::what_is_freed_is_kept"),
     ("the longest row is cut", None, S, "response_states", "int(mask.sum(1).max())", "int(mask.sum(1).min())",
      LIB + "a_padded_batch_scores_as_one_by_one[1.0-gpt2-ppo_sentiment]"),
     # stop sequences

@@ -76,6 +76,17 @@ def test_a_padded_batch_scores_as_one_by_one(k, language_model, arch, temperatur
 
 
 @rollouts
+def test_an_update_keeps_probabilities_and_a_rollout_none(k, language_model, monkeypatch):
+    model, (ids, mask, _, T) = language_model("gpt2"), padded_batch()
+    kernel, asked = k.token_logprobs, []
+    monkeypatch.setattr(k, "token_logprobs", lambda *args: (asked.append(args[5]), kernel(*args))[1])
+    k.response_logprobs(model, ids, mask, T, 1.0)
+    with torch.no_grad():
+        k.response_logprobs(model, ids, mask, T, 1.0)
+    assert asked == [k.KEPT_PROBS, 0]
+
+
+@rollouts
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch != "bloom"])
 def test_packed_rows_are_the_padded_ones(k, language_model, arch, monkeypatch):
     """Log-probabilities, entropies, hidden states and gradients of rows that are one row, against those of rows moved left."""

@@ -209,6 +209,20 @@ def test_token_logprobs_never_holds_all_logits(k):
 
 
 @shipping("token_logprobs")
+@pytest.mark.parametrize("keep, blocks", [(1, 0), (3 * 10**6, 3), (2**25, 9)])
+def test_kept_probabilities_change_no_bit(k, keep, blocks):
+    """Of 3 x 3 blocks with 5.2 million probabilities the first are kept, never more than asked for, and the gradients are the same."""
+    hidden, weight, tokens, bias = head_case(3, 700, 4, 2_500)
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
+        ours = gradients(lambda h, w, b: k.token_logprobs(h, w, tokens, 0.7, b, keep)[0], hidden, weight, bias)
+    base = gradients(lambda h, w, b: k.token_logprobs(h, w, tokens, 0.7, b)[0], hidden, weight, bias)
+    assert all(torch.equal(x, y) for x, y in zip(ours, base))
+    kept = [size for size in sizes if size > 20_000]  # the others: hidden, weight, bias, shares of blocks
+    assert len(kept) == blocks and sum(kept) <= keep
+
+
+@shipping("token_logprobs")
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_token_logprobs_in_bf16(k, with_bias):
     """A logit rounded to bf16 is off by 2**-8 of its size at most, so a log-probability by twice that of the largest; sums are fp32."""
@@ -852,8 +866,11 @@ def test_next_token_losses_agree_with_naive(k, with_bias):
 
 
 @shipping("next_token_losses")
-def test_next_token_losses_learn_as_cross_entropy(k):
-    """Gradients over several blocks of words, against torch's own cross-entropy in float64; the prompt's positions get none."""
+@pytest.mark.parametrize("keep", [0, 2**25])
+def test_next_token_losses_learn_as_cross_entropy(k, keep):
+    """Gradients over several blocks of words, whose probabilities are kept or not, against torch's own cross-entropy in float64; the
+    prompt's positions get none.
+    """
     hidden, weight = normal(3, 9, 4), normal(2500, 4, seed=1)
     labels = torch.randint(0, 2500, (3, 9), generator=torch.Generator().manual_seed(2))
     labels[:, :4], labels[0, 1] = -100, 7
@@ -861,7 +878,7 @@ def test_next_token_losses_learn_as_cross_entropy(k):
     for dtype in (torch.float32, torch.float64):
         h, w = (x.to(dtype).requires_grad_() for x in (hidden, weight))
         theirs = torch.nn.functional.cross_entropy((h @ w.T)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-        loss = k.next_token_losses(h, w, labels)[0].sum() if dtype is torch.float32 else theirs
+        loss = k.next_token_losses(h, w, labels, keep=keep)[0].sum() if dtype is torch.float32 else theirs
         slopes.append(torch.autograd.grad(loss, (h, w)))
     for ours, theirs in zip(*slopes):
         close(ours, theirs, rtol=1e-4, atol=1e-5)
