@@ -1479,6 +1479,7 @@ def train(args):
         save_value(bare, run.folder / "model")
         run.curves("objective/scores", "meteor", "objective/kl", "policy/entropy_avg")
         say(f"saved {run.folder / 'model'}")
+    accelerator.wait_for_everyone()  # one that ends right after an exchange may abort, and torchrun then stops the one that saves
     accelerator.end_training()
     return bare, run.folder
 

@@ -1445,6 +1445,7 @@ def train(args):
         save_policy(bare.policy, tokenizer, run.folder / "model")
         run.curves("objective/scores", "objective/kl", "val/num_eos_tokens", "completions/mean_length")
         say(f"saved {run.folder / 'model'}")
+    accelerator.wait_for_everyone()  # one that ends right after an exchange may abort, and torchrun then stops the one that saves
     accelerator.end_training()
     return bare, run.folder
 

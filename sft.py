@@ -925,6 +925,7 @@ def train(args):
         tokenizer.save_pretrained(run.folder / "model")
         run.curves("loss", "mean_token_accuracy", "lr")
         say(f"saved {run.folder / 'model'}")
+    accelerator.wait_for_everyone()  # one that ends right after an exchange may abort, and torchrun then stops the one that saves
     accelerator.end_training()
     return bare.model, run.folder
 

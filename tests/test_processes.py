@@ -87,7 +87,7 @@ for name, script, words in json.load(open("jobs.json")):
 def end(process, code=0):
     """Wait for a process that must end with this code. -> stdout, stderr"""
     out, errors = process.communicate(timeout=600)
-    assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{errors}"
+    assert process.returncode == code, f"exit code {process.returncode}\n{out[-4000:]}\n{errors[-4000:]}"
     return out, errors
 
 
@@ -254,6 +254,8 @@ def three(scripts, filled, world, tmp_path_factory):
 def test_three_processes(scripts, small, filled, three, tmp_path, script):
     """Losses, KL coefficient, weights and held-out numbers of one process, after 5 updates."""
     assert codes(three, script, 3) == [0, 0, 0]
+    saved = (three / script / "model/config.json").stat().st_mtime
+    assert all((three / f"{script}.{rank}").stat().st_mtime >= saved for rank in range(3))  # all wait for what is saved
     flags = SIZES[script][0] | SIZES[script][1] | THREE[script] | dict(per_device_train_batch_size=6)
     scripts[script].train(small(script, "one", **filled(flags)))
     assert len(rows_of(three / script)) == 5

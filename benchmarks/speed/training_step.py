@@ -85,13 +85,15 @@ def main():
     if not args.peers:
         parser.error("--peers FOLDER: run benchmarks/speed/install_peers.sh FOLDER first")
     sys.path.insert(0, str(compare.ROOT))
-    import rloo_tldr
     import torch
+
+    import rloo_tldr
 
     torch.set_num_threads(args.threads)
     FILE.write_text("")
     for job, (model, *sizes) in JOBS.items():
-        line = dict(job=job, seconds=measure(rloo_tldr, args.peers / "models" / model, *sizes), machine=compare.describe_machine(args.threads))
+        seconds = measure(rloo_tldr, args.peers / "models" / model, *sizes)
+        line = dict(job=job, seconds=seconds, machine=compare.describe_machine(args.threads))
         with open(FILE, "a") as lines:
             lines.write(json.dumps(line) + "\n")
     show()
