@@ -45,24 +45,41 @@ def test_useful_work_by_hand():
     assert compare.useful_flops(job, 10, 4, 3, 2) == 16 * (10 * 5 + 4 * 2) + 2 * 2 * 50 + 12 * 50
 
 
-def test_table_from_results(tmp_path, capsys):
-    """Two rounds by hand: the first batch of a run does not count, a ratio is of medians, its range of the rounds."""
+def runs_by_hand(file, gflops=1.0):
+    """Write two rounds of ours fp32 and of theirs, of batches of 10 episodes. -> their lines, and the job"""
     job = dict(script="rloo_tldr.py", model="m", batch=10, epochs=1, flops=dict(forward=2, reward=1))
     machine = dict(cpu="a CPU", cores=2, flags=["avx2"], threads=1)
-    rest = dict(peak_memory_mb=100, gemm_fp32_gflops=1.0, gemm_bf16_gflops=2.0, parameters=[10, 4], load_average=0.0)
+    rest = dict(peak_memory_mb=100, gemm_fp32_gflops=gflops, gemm_bf16_gflops=2.0, parameters=[10, 4], load_average=0.0)
     rest |= dict(job=job, machine=machine)
     lines = []
-    for ours, name, rounds in ((True, "ours", (1.0, 2.0)), (False, "theirs", (4.0, 4.0))):
+    for ours, name, rounds in ((True, "ours fp32", (1.0, 2.0)), (False, "theirs", (4.0, 4.0))):
         for seconds in rounds:
             batch = dict(seconds=seconds, rollout=seconds / 4, train=seconds * 3 / 4, prompt_tokens=30, response_tokens=20)
             lines.append(dict(contestant=name, ours=ours, batches=[batch | dict(seconds=99.0), batch, batch]) | rest)
-    (tmp_path / "rloo.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return lines, job
+
+
+def test_bounds_by_hand(tmp_path, monkeypatch):
+    """1.5 s, of which 60 % are products; 6,800 useful operations, 6,800 a second at full speed: an MFU of 1 in 1 s and 1/2 in 2 s."""
+    monkeypatch.syspath_prepend(SPEED)
+    import profile_update
+
+    monkeypatch.setattr(profile_update, "FILE", tmp_path / "profiles.jsonl")
+    runs_by_hand(tmp_path / "rloo.jsonl", gflops=6.8e-6)  # (2 + 2 + 6) * (10 * 50 + 4 * 20) + 2 * 10 * 50
+    shown = profile_update.bounds([dict(job="rloo", shares={"matrix products": 0.6})])
+    assert "| rloo | theirs | 1.50 | 0.90 | 1.12 | 4.00 | 2.67 | 4.44 | 3.56 |" in shown
+
+
+def test_table_from_results(tmp_path, capsys):
+    """Two rounds by hand: the first batch of a run does not count, a ratio is of medians, its range of the rounds."""
+    lines, job = runs_by_hand(tmp_path / "rloo.jsonl")
     args = type("Args", (), dict(results=tmp_path))
     compare.show("rloo", args)
     shown = capsys.readouterr().out
     assert "| theirs | 2.5 | 12.5 | 4 | 1 | 3 | 100 |" in shown
-    assert "| ours | 7.5 | 37.5 | 1.5 |" in shown  # medians of 10 and 5 episodes a second
-    assert "| ours | 3.00 (2.00 to 4.00) |" in shown
+    assert "| ours fp32 | 7.5 | 37.5 | 1.5 |" in shown  # medians of 10 and 5 episodes a second
+    assert "| ours fp32 | 3.00 (2.00 to 4.00) |" in shown
     assert "| episodes/s, ours / peer | theirs |" in shown and "| tokens/s, ours / peer" not in shown
     drawn = [line | dict(job=job | dict(response=(4, 15))) for line in lines]  # lengths are drawn: episodes are not alike
     (tmp_path / "rloo.jsonl").write_text("".join(json.dumps(line) + "\n" for line in drawn))

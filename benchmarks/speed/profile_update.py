@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import compare
 import torch
@@ -44,11 +45,29 @@ def shares(events, seconds):
 
 
 def show():
-    """The lines of the file as a table."""
+    """The lines of the file as a table, and what they say of the results of compare.py."""
     lines = [json.loads(line) for line in FILE.read_text().splitlines()]
     rows = [[line["job"], str(line["threads"]), f"{line['seconds']:.2f}"] for line in lines]
     rows = [row + [f"{line['shares'][kind]:.0%}" for kind in KINDS] for row, line in zip(rows, lines)]
     print(compare.table(["a batch of", "threads", "s, profiled", *KINDS], rows))
+    print(f"\n{bounds(lines)}")
+
+
+def bounds(lines):
+    """What a batch of ours could gain: if it were its matrix products alone, or the needed arithmetic at the speed of the measured one."""
+    rows = []
+    header = ["a batch of", "peer", "ours, s", "its products, s", "at full speed, s", "peer, s", "ratio", "of products", "of full speed"]
+    for line in lines:
+        runs = {}
+        for run in map(json.loads, (FILE.parent / f"{line['job']}.jsonl").read_text().splitlines()):
+            runs.setdefault(run["contestant"], []).append(compare.numbers(run))
+        seconds = {who: median(row["s a batch"] for row in found) for who, found in runs.items()}
+        ours, mfu = seconds["ours fp32"], median(row["useful MFU %"] for row in runs["ours fp32"]) / 100
+        times = ours, ours * line["shares"]["matrix products"], ours * mfu
+        for peer in (who for who in seconds if not who.startswith("ours")):
+            cells = [f"{x:.2f}" for x in (*times, seconds[peer])] + [f"{seconds[peer] / x:.2f}" for x in times]
+            rows.append([line["job"], peer, *cells])
+    return compare.table(header, rows)
 
 
 def profiled(script, flags, rows=30, save=None):
