@@ -221,8 +221,8 @@ def draws(seed, *place):
     return torch.Generator().manual_seed(random.Random(repr((seed, *place))).getrandbits(63))
 
 def block_size(device):
-    """Positions and words in a block of logits: 4 MiB stay in a processor's cache, 128 MiB cost a GPU few launches (not measured)."""
-    return (1024, 1024) if device.type == "cpu" else (4096, 8192)
+    """Positions and words in a block of logits: 3 MiB stay in a processor's cache, 128 MiB cost a GPU few launches (not measured)."""
+    return (1024, 768) if device.type == "cpu" else (4096, 8192)
 
 KEPT_PROBS = 2**25  # probabilities, 128 MiB, that may wait for the backward pass of an update
 

@@ -123,9 +123,9 @@ def test_token_logprobs_of_one_token_and_one_word(k):
 
 
 @shipping("token_logprobs")
-@pytest.mark.parametrize("V, B, T, atol", [(50_257, 4, 50, 5e-5), (2_048, 3, 683, 1e-5), (1_025, 2, 512, 1e-5), (2**20 + 1, 1, 3, 1e-3)])
+@pytest.mark.parametrize("V, B, T, atol", [(50_257, 4, 50, 5e-5), (1_536, 3, 683, 1e-5), (769, 2, 512, 1e-5), (2**20 + 1, 1, 3, 1e-3)])
 def test_token_logprobs_in_several_blocks(k, V, B, T, atol):
-    """Blocks are 1024 positions x 1024 words: here one or three of positions, two to 1025 of words, the last ones of one or of all.
+    """Blocks are 1024 positions x 768 words: here one or three of positions, two to 1366 of words, the last ones of one or of all.
     torch's fp32 log_softmax, which adds up V numbers, sets the tolerance.
     """
     hidden, weight, tokens, bias = head_case(B, T, 2, V)
@@ -209,10 +209,10 @@ def test_token_logprobs_never_holds_all_logits(k):
 
 
 @shipping("token_logprobs")
-@pytest.mark.parametrize("keep, blocks", [(1, 0), (3 * 10**6, 3), (2**25, 9)])
+@pytest.mark.parametrize("keep, blocks", [(1, 0), (2 * 10**6, 3), (2**25, 9)])
 def test_kept_probabilities_change_no_bit(k, keep, blocks):
-    """Of 3 x 3 blocks with 5.2 million probabilities the first are kept, never more than asked for, and the gradients are the same."""
-    hidden, weight, tokens, bias = head_case(3, 700, 4, 2_500)
+    """Of 3 x 3 blocks with 4.2 million probabilities the first are kept, never more than asked for, and the gradients are the same."""
+    hidden, weight, tokens, bias = head_case(3, 700, 4, 2_000)
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
         ours = gradients(lambda h, w, b: k.token_logprobs(h, w, tokens, 0.7, b, keep)[0], hidden, weight, bias)

@@ -1,6 +1,6 @@
-"""What two things gain in an optimizer step: probabilities that are kept (KEPT_PROBS) and memory that is held (hold_memory).
+"""What three things gain in an optimizer step: probabilities kept (KEPT_PROBS), memory held (hold_memory), narrow blocks (block_size).
 
-    python benchmarks/speed/training_step.py --peers FOLDER     # one process, the four combinations in turn: results/training_step.jsonl
+    python benchmarks/speed/training_step.py --peers FOLDER     # one process, VARIANTS in turn: results/training_step.jsonl
     python benchmarks/speed/training_step.py --show             # the table of that file
 
 A step is two forward and backward passes of rloo_tldr.py's log-probabilities over the same random rows, clipping and Adam. Turning
@@ -18,10 +18,17 @@ from statistics import median
 import compare
 
 FILE = compare.HERE / "results" / "training_step.jsonl"
-JOBS = {  # model, rows of a pass, tokens of a prompt, shortest and longest response, steps of each combination
+JOBS = {  # model, rows of a pass, tokens of a prompt, shortest and longest response, steps of each variant
     "neox14m, 8 rows": ("neox14m", 8, 64, 53, 53, 9),
     "gpt2_tiny, 16 rows": ("gpt2_tiny", 16, 5, 4, 15, 40),
     "gpt2_small, 16 rows": ("gpt2_small", 16, 5, 4, 15, 4),
+}
+VARIANTS = {  # probabilities kept, memory held, words in a block of logits
+    "neither, ms": (False, False, 768),
+    "probabilities kept": (True, False, 768),
+    "memory held": (False, True, 768),
+    "both": (True, True, 768),
+    "both, blocks of 1024 words": (True, True, 1024),
 }
 
 
@@ -33,7 +40,7 @@ def give_back():
 
 
 def measure(script, folder, rows, prompt, shortest, longest, steps):
-    """-> {"held kept": median seconds of a step} for the four combinations of 0 and 1"""
+    """-> {variant: median seconds of a step}"""
     import torch
     import transformers
 
@@ -51,27 +58,25 @@ def measure(script, folder, rows, prompt, shortest, longest, steps):
         optimizer.zero_grad()
 
     seconds, keep = {}, script.KEPT_PROBS
+    height, _ = script.block_size(ids.device)
     for _ in range(steps):
-        for held in (0, 1):
-            for kept in (0, 1):
-                script.hold_memory() if held else give_back()
-                script.KEPT_PROBS = keep * kept
-                step()  # the first after a change does not count
-                began = time.perf_counter()
-                step()
-                seconds.setdefault(f"{held} {kept}", []).append(time.perf_counter() - began)
-    script.KEPT_PROBS = keep
+        for name, (kept, held, width) in VARIANTS.items():
+            script.hold_memory() if held else give_back()
+            script.KEPT_PROBS, script.block_size = keep * kept, lambda device: (height, width)
+            step()  # the first after a change does not count
+            began = time.perf_counter()
+            step()
+            seconds.setdefault(name, []).append(time.perf_counter() - began)
     return {name: median(found) for name, found in seconds.items()}
 
 
 def show():
     """The lines of the file as a table: milliseconds a step, and how many times as fast as with neither."""
-    names = {"0 0": "neither, ms", "0 1": "probabilities kept", "1 0": "memory held", "1 1": "both"}
+    lines = [json.loads(line) for line in FILE.read_text().splitlines()]
     rows = []
-    for line in map(json.loads, FILE.read_text().splitlines()):
-        base = line["seconds"]["0 0"]
-        rows.append([line["job"], f"{1e3 * base:.0f}", *(f"{base / line['seconds'][name]:.2f}" for name in list(names)[1:])])
-    print(compare.table(["a step of", *names.values()], rows))
+    for job, (base, *others) in ((line["job"], line["seconds"].values()) for line in lines):
+        rows.append([job, f"{1e3 * base:.0f}", *(f"{base / x:.2f}" for x in others)])
+    print(compare.table(["a step of", *VARIANTS], rows))
 
 
 def main():
