@@ -13,6 +13,7 @@ The tests run in processes forked from this one (Linux, macOS), which has import
 """
 
 import ast
+import functools
 import json
 import os
 import shutil
@@ -335,9 +336,12 @@ FAULTS = [Fault(*row) for row in [
 ]]
 
 
+parsed = functools.cache(ast.parse)
+
+
 def place(source, path):
     """Where a function or Class.method stands in a source. -> start, end"""
-    nodes = ast.parse(source).body
+    nodes = parsed(source).body
     for name in path.split("."):
         found = [node for node in nodes if getattr(node, "name", None) == name]
         if len(found) != 1:

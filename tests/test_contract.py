@@ -3,6 +3,7 @@
 import ast
 import collections
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -97,6 +98,7 @@ def test_a_kernel_is_called_as_documented(kernel):
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
+@functools.cache
 def fields(source):
     """Field of Args -> (type, docstring or None)."""
     body = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Args").body

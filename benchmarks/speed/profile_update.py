@@ -1,6 +1,6 @@
-"""Where one update spends its time: the second update of a script, under torch.profiler.
+"""Where one update spends its time: the third update of a script, under torch.profiler, which warms up in the second.
 
-    python benchmarks/speed/profile_update.py rloo_tldr.py --total-episodes 256 --num-examples 1      # a script and its normal flags
+    python benchmarks/speed/profile_update.py rloo_tldr.py --total-episodes 384 --num-examples 1      # a script and its normal flags
     python benchmarks/speed/profile_update.py rloo --peers FOLDER --dtype bfloat16        # a job of compare.py (fp32 by default)
     python benchmarks/speed/profile_update.py rloo --peers FOLDER --save          # and a line in results/profiles.jsonl
     python benchmarks/speed/profile_update.py --show                              # the table of that file
@@ -38,7 +38,7 @@ KINDS = {  # of operators, by the beginning of their names; what is left of the 
 def shares(events, seconds):
     """Self times by kind -> {kind: share of the update's seconds}."""
     found = dict.fromkeys(KINDS, 0.0)
-    for event in events:
+    for event in (event for event in events if not event.key.startswith("ProfilerStep")):  # what is left of the update
         kind = next(kind for kind, starts in KINDS.items() if event.key.startswith(starts))
         found[kind] += event.self_cpu_time_total / 1e6 / seconds
     return found
@@ -48,8 +48,9 @@ def show():
     """The lines of the file as a table, and what they say of the results of compare.py."""
     lines = [json.loads(line) for line in FILE.read_text().splitlines()]
     rows = [[line["job"], str(line["threads"]), f"{line['seconds']:.2f}"] for line in lines]
-    rows = [row + [f"{line['shares'][kind]:.0%}" for kind in KINDS] for row, line in zip(rows, lines)]
-    print(compare.table(["a batch of", "threads", "s, profiled", *KINDS], rows))
+    parts = [[*line["shares"].values(), 1 - sum(line["shares"].values())] for line in lines]
+    rows = [row + [f"{share:.0%}" for share in part] for row, part in zip(rows, parts)]
+    print(compare.table(["a batch of", "threads", "s, profiled", *KINDS, "between operators"], rows))
     print(f"\n{bounds(lines)}")
 
 
@@ -71,26 +72,33 @@ def bounds(lines):
 
 
 def profiled(script, flags, rows=30, save=None):
-    """Run a script's main with these flags until its second update is over, and print the profile of that one."""
+    """Run a script's main with these flags until its third update is over, and print the profile of that one.
+
+    In the second one the profiler runs too, and its records are dropped: else its first memory would count as time of operators.
+    """
     spec = importlib.util.spec_from_file_location(Path(script).stem, script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by its name
     spec.loader.exec_module(module)
-    log, profile, seen = module.Run.log, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), []
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule)
+    log, seen = module.Run.log, []
 
     def logged(run, *rest):  # the end of an update
         log(run, *rest)
-        seen.append(time.perf_counter())
-        if len(seen) == 1:
-            profile.start()
+        ended = time.perf_counter()
+        if len(seen) < 2:
+            (profile.step if seen else profile.start)()
+            seen.append(time.perf_counter())
         else:
             profile.stop()
-            print(f"\n{script} {' '.join(map(str, flags))}\nupdate 2: {seen[1] - seen[0]:.3f} s under the profiler")
+            seconds = ended - seen[1]
+            print(f"\n{script} {' '.join(map(str, flags))}\nupdate 3: {seconds:.3f} s under the profiler")
             print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=rows, max_name_column_width=40))
-            found = shares(profile.key_averages(), seen[1] - seen[0])
+            found = shares(profile.key_averages(), seconds)
             print(", ".join(f"{kind} {share:.0%}" for kind, share in found.items()))
             if save:
-                line = dict(job=save, seconds=seen[1] - seen[0], threads=torch.get_num_threads(), shares=found)
+                line = dict(job=save, seconds=seconds, threads=torch.get_num_threads(), shares=found)
                 with open(FILE, "a") as lines:
                     lines.write(json.dumps(line | dict(machine=compare.describe_machine(torch.get_num_threads()))) + "\n")
             sys.stdout.flush()
@@ -98,7 +106,7 @@ def profiled(script, flags, rows=30, save=None):
 
     module.Run.log = logged
     module.main([str(flag) for flag in flags])
-    sys.exit("the run had less than two updates")
+    sys.exit("the run had less than three updates")
 
 
 def main():
@@ -118,7 +126,7 @@ def main():
     if "rows" in job:
         rows.mkdir()
         compare.write_rows(job, args.rows or job["rows"], models, 3, rows)
-    _, script, *command = compare.our_command(job, {}, models, rows, 2, work / "run")
+    _, script, *command = compare.our_command(job, {}, models, rows, 3, work / "run")
     profiled(script, [*command, *flags], save=args.save and args.what)
 
 

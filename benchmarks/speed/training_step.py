@@ -19,7 +19,7 @@ import compare
 
 FILE = compare.HERE / "results" / "training_step.jsonl"
 JOBS = {  # model, rows of a pass, tokens of a prompt, shortest and longest response, steps of each variant
-    "neox14m, 8 rows": ("neox14m", 8, 64, 53, 53, 9),
+    "neox14m, 8 rows": ("neox14m", 8, 64, 53, 53, 15),
     "gpt2_tiny, 16 rows": ("gpt2_tiny", 16, 5, 4, 15, 40),
     "gpt2_small, 16 rows": ("gpt2_small", 16, 5, 4, 15, 4),
 }
@@ -62,7 +62,7 @@ def measure(script, folder, rows, prompt, shortest, longest, steps):
     for _ in range(steps):
         for name, (kept, held, width) in VARIANTS.items():
             script.hold_memory() if held else give_back()
-            script.KEPT_PROBS, script.block_size = keep * kept, lambda device: (height, width)
+            script.KEPT_PROBS, script.block_size = keep * kept, lambda device, width=width: (height, width)
             step()  # the first after a change does not count
             began = time.perf_counter()
             step()
