@@ -120,7 +120,7 @@ def test_kills_at_random_moments(scripts, small, tmp_path):
         killed += process.returncode != 0
         if process.returncode == 0:
             break
-        words = [sys.executable, *words[1:2], "--resume", folder] if list((folder / "checkpoints").glob("[0-9]*")) else words
+        words = [sys.executable, *words[1:2], "--resume", folder]  # also before its first checkpoint: from the start
     assert killed
     _, folder = module.train(module.parse_args(["--resume", str(folder)]))
     assert_same_run("ppo_sentiment", whole, folder)
