@@ -3,7 +3,7 @@
     python benchmarks/speed/products.py            # results/products.jsonl and a table
     python benchmarks/speed/products.py --show     # the table of that file
 
-oneDNN's product is called by a name that torch keeps for itself, so the scripts do not use it.
+oneDNN's product is called by a name that torch keeps for itself; the scripts do not.
 """
 
 import argparse

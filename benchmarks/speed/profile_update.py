@@ -74,7 +74,8 @@ def bounds(lines):
 def profiled(script, flags, rows=30, save=None):
     """Run a script's main with these flags until its third update is over, and print the profile of that one.
 
-    In the second one the profiler runs too, and its records are dropped: else its first memory would count as time of operators.
+    In the second one the profiler warms up. The memory of its records still faults, page by page, inside operators that take new memory,
+    and counts as their time: zeros of an embedding's gradient and the softmax of generation show several times what they take by the clock.
     """
     spec = importlib.util.spec_from_file_location(Path(script).stem, script)
     module = importlib.util.module_from_spec(spec)
