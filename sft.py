@@ -229,26 +229,29 @@ KEPT_PROBS = 2**25  # probabilities, 128 MiB, that may wait for the backward pas
 class BlockwiseLogprobs(torch.autograd.Function):
     """Log-probabilities of tokens through the head, a block of logits at a time. What is not kept, the backward pass computes again.
 
-    The softmax of a block times the block's share of the row is the softmax of the row, so each pass takes one exp of a logit
-    (Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", has blocks of this kind on a GPU).
+    A logit's exp, less the largest of its block, times a number for the row and the block is the softmax of the row, so each pass takes
+    one exp of a logit (Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", has blocks of this kind on a GPU).
     """
 
     @staticmethod
     def blocks(hidden, weight, bias, kept=()):
-        """-> number of the block of columns, rows, columns, and the fp32 logits and their softmax over the block, [rows, columns]
+        """-> number of the block of columns, rows, columns; in fp32 the largest logits [rows], logits less these, their exp [rows, columns]
 
-        Of the first blocks the softmax may be `kept`, and the logits are None then.
+        Of the first blocks the exp may be `kept`, and the logits are None then.
         """
         (height, width), kept = block_size(hidden.device), iter(kept)
         for k, start in enumerate(range(0, len(weight), width)):
             for row in range(0, len(hidden), height):
-                rows, columns, probs = slice(row, row + height), slice(start, start + width), next(kept, None)
-                if probs is not None:
-                    yield k, rows, columns, None, probs
+                rows, columns, exps = slice(row, row + height), slice(start, start + width), next(kept, None)
+                if exps is not None:
+                    yield k, rows, columns, None, None, exps
                     continue
-                logits = F.linear(hidden[rows], weight[columns], None if bias is None else bias[columns])
-                logits = logits.float().clamp_(min=-1e4)  # a bias of -inf forbids a token, and 0 * -inf is nan
-                yield k, rows, columns, logits, logits.softmax(-1)
+                logits = F.linear(hidden[rows], weight[columns], None if bias is None else bias[columns]).float()
+                if bias is not None:
+                    logits.clamp_(min=-1e4)  # a bias of -inf forbids a token, and 0 * -inf is nan
+                top = logits.amax(-1)
+                logits.sub_(top[:, None])
+                yield k, rows, columns, top, logits, logits.exp()
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, tokens, keep):
@@ -262,32 +265,32 @@ class BlockwiseLogprobs(torch.autograd.Function):
         picked = torch.empty(len(hidden), device=hidden.device)  # [N], logit of the token
         parts = math.ceil(len(weight) / block_size(hidden.device)[1])
         kept = []
-        top, lse, mean = torch.empty(3, len(hidden), parts, device=hidden.device)  # [N, blocks]: largest logit, log of the sum of exp, mean
-        for k, rows, columns, logits, probs in BlockwiseLogprobs.blocks(hidden, weight, bias):
-            top[rows, k] = logits.amax(-1)
-            lse[rows, k] = top[rows, k] - probs.amax(-1).log()
-            mean[rows, k] = (probs * logits).sum(-1)
+        tops, sums, means = torch.empty(3, parts, len(hidden), device=hidden.device)  # [blocks, N]: largest logit, sum of exp, exp * logit
+        for k, rows, columns, top, logits, exps in BlockwiseLogprobs.blocks(hidden, weight, bias):
+            tops[k, rows], sums[k, rows] = top, exps.sum(-1)
             place = tokens[rows] - columns.start
             near = place.clamp(0, logits.shape[1] - 1)
-            picked[rows] = torch.where(near == place, logits.gather(1, near[:, None]).squeeze(1), picked[rows])
-            keep -= probs.numel()
-            kept += [probs] if keep >= 0 else []
-        total, share = lse.logsumexp(-1), lse.softmax(-1)  # [N], [N, blocks]
-        entropies = total - (share * mean).sum(-1)  # [N]
-        ctx.save_for_backward(hidden, weight, bias, tokens, share, *kept)
-        likeliest = top.amax(-1) - total  # [N]
+            picked[rows] = torch.where(near == place, logits.gather(1, near[:, None]).squeeze(1) + top, picked[rows])
+            means[k, rows] = logits.mul_(exps).sum(-1)
+            keep -= exps.numel()
+            kept += [exps] if keep >= 0 else []
+        total = (tops + sums.log()).logsumexp(0)  # [N]
+        scale = torch.exp(tops - total)  # [blocks, N], makes probabilities of a block's exp
+        entropies = -(scale * (means + (tops - total) * sums)).sum(0)  # [N], of -p log p
+        ctx.save_for_backward(hidden, weight, bias, tokens, scale, *kept)
+        likeliest = tops.amax(0) - total  # [N]
         ctx.mark_non_differentiable(likeliest, entropies)
         return picked - total, likeliest, entropies
 
     @staticmethod
     def backward(ctx, grad, *_):
         """The derivative of a token's log-probability by the logits: 1 at the token, minus the softmax."""
-        hidden, weight, bias, tokens, share, *kept = ctx.saved_tensors
+        hidden, weight, bias, tokens, scale, *kept = ctx.saved_tensors
         d_hidden = grad[:, None] * weight[tokens].float()  # [N, H]
         d_weight = torch.empty_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # [V, H]
         d_bias = grad.new_zeros(len(weight)).index_add_(0, tokens, grad) if bias is not None else None  # [V]
-        for k, rows, columns, _, probs in BlockwiseLogprobs.blocks(hidden, weight, bias, kept):
-            d_logits = probs * (-grad[rows] * share[rows, k])[:, None]  # [rows, columns]
+        for k, rows, columns, _, _, exps in BlockwiseLogprobs.blocks(hidden, weight, bias, kept):
+            d_logits = exps * (-grad[rows] * scale[k, rows])[:, None]  # [rows, columns]
             if d_bias is not None:
                 d_bias[columns] += d_logits.sum(0)
             d_logits = d_logits.to(hidden.dtype)
