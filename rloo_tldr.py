@@ -320,6 +320,8 @@ class BlockwiseLogprobs(torch.autograd.Function):
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
+        N, more = len(hidden), -len(hidden) % 16 if kind == "cpu" and dtype is torch.bfloat16 else 0
+        hidden, tokens = F.pad(hidden, (0, 0, 0, more)), F.pad(tokens, (0, more))  # few different N: a CPU compiles for each (bf16)
         picked = torch.empty(len(hidden), device=hidden.device)  # [N], logit of the token
         parts = math.ceil(len(weight) / block_size(hidden.device)[1])
         kept = []
@@ -336,14 +338,15 @@ class BlockwiseLogprobs(torch.autograd.Function):
         scale = torch.exp(tops - total)  # [blocks, N], makes probabilities of a block's exp
         entropies = -(scale * (means + (tops - total) * sums)).sum(0)  # [N], of -p log p
         ctx.save_for_backward(hidden, weight, bias, tokens, scale, *kept)
-        likeliest = tops.amax(0) - total  # [N]
+        logprobs, likeliest, entropies = picked[:N] - total[:N], tops.amax(0)[:N] - total[:N], entropies[:N]
         ctx.mark_non_differentiable(likeliest, entropies)
-        return picked - total, likeliest, entropies
+        return logprobs, likeliest, entropies
 
     @staticmethod
     def backward(ctx, grad, *_):
         """The derivative of a token's log-probability by the logits: 1 at the token, minus the softmax."""
         hidden, weight, bias, tokens, scale, *kept = ctx.saved_tensors
+        N, grad = len(grad), F.pad(grad, (0, len(hidden) - len(grad)))
         d_hidden = grad[:, None] * weight[tokens].float()  # [N, H]
         d_weight = torch.empty_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # [V, H]
         d_bias = grad.new_zeros(len(weight)).index_add_(0, tokens, grad) if bias is not None else None  # [V]
@@ -358,7 +361,7 @@ class BlockwiseLogprobs(torch.autograd.Function):
                 d_weight[columns] = part if rows.start == 0 else d_weight[columns] + part
         if d_weight is not None:
             d_weight.index_add_(0, tokens, grad[:, None] * hidden.float())
-        return d_hidden, d_weight, d_bias, None, None
+        return d_hidden[:N], d_weight, d_bias, None, None
 
 def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None, keep=0):
     """Log-probabilities of tokens, and entropies in nats of the distributions they came from; never holds [B, T, V].
@@ -495,7 +498,7 @@ def attention(module, query, key, value, attention_mask, **options):
 
     8 rows of 128 tokens: 2 ms, and 6 in bf16. From 256 tokens on both are alike, and the forward pass is faster in bf16.
     """
-    if query.device.type == "cpu" and 1 < query.shape[2] <= 128:  # 1: a token of generation
+    if torch.is_autocast_enabled("cpu") and 1 < query.shape[2] <= 128:  # 1: a token of generation
         with torch.autocast("cpu", enabled=False):
             return sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **options)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

@@ -324,6 +324,36 @@ def test_generate_does_not_depend_on_the_batch(k, language_model):
         assert n[0] == lengths[i] and torch.equal(single[0, : n[0]], tokens[i, : n[0]])
 
 
+@rollouts
+@pytest.mark.parametrize("length, dtype", [(1, torch.bfloat16), (2, torch.float32), (128, torch.float32), (129, torch.bfloat16)])
+def test_attention_in_bf16_is_in_fp32_over_short_rows(k, length, dtype):
+    """Under autocast on a CPU: rows of 2 to 128 tokens in fp32, to the bit; a token of generation and long rows in bf16."""
+    parts = [torch.randn(2, 3, length, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]  # no bf16 holds these
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = k.attention(torch.nn.Module(), *parts, None)
+    parts = (x.to(dtype) for x in parts)
+    expected = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=length > 1)
+    assert found.dtype is dtype and torch.equal(found, expected.transpose(1, 2))
+
+
+@rollouts
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch not in ("bloom", "gpt_neo")])  # these have code of their own
+def test_models_attend_over_short_rows_in_fp32(k, language_model, arch, monkeypatch):
+    """What transformers' models call in a pass over a batch, and in one for a token behind a cache."""
+    model, seen, product = language_model(arch), [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query, *rest, **options):
+        seen.append((query.shape[2], query.dtype, torch.is_autocast_enabled("cpu")))
+        return product(query, *rest, **options)
+
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "sdpa", k.attention)  # it is the last script's that was imported
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        cache = model(numbers(2, 5)).past_key_values
+        model(numbers(2, 1), past_key_values=cache)
+    assert seen[0] == (5, torch.float32, False) and seen[-1][0] == 1 and seen[-1][2]
+
+
 # ---- LoRA and shared layers ------------------------------------------------------------------------------------------
 LAYERS_WITH_LORA = {"gpt2": "c_attn", "llama": "q_proj,v_proj"}
 

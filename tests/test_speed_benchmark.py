@@ -60,15 +60,47 @@ def runs_by_hand(file, gflops=1.0):
     return lines, job
 
 
-def test_bounds_by_hand(tmp_path, monkeypatch):
-    """1.5 s, of which 60 % are products; 6,800 useful operations, 6,800 a second at full speed: an MFU of 1 in 1 s and 1/2 in 2 s."""
+@pytest.fixture
+def profile_update(monkeypatch):
     monkeypatch.syspath_prepend(SPEED)
-    import profile_update
+    return importlib.import_module("profile_update")
 
+
+def test_bounds_by_hand(profile_update, tmp_path, monkeypatch):
+    """1.5 s; 6,800 useful operations, 6,800 a second at full speed: an MFU of 1 in 1 s and 1/2 in 2 s."""
     monkeypatch.setattr(profile_update, "FILE", tmp_path / "profiles.jsonl")
     runs_by_hand(tmp_path / "rloo.jsonl", gflops=6.8e-6)  # (2 + 2 + 6) * (10 * 50 + 4 * 20) + 2 * 10 * 50
-    shown = profile_update.bounds([dict(job="rloo", shares={"matrix products": 0.6})])
-    assert "| rloo | theirs | 1.50 | 0.90 | 1.12 | 4.00 | 2.67 | 4.44 | 3.56 |" in shown
+    assert "| rloo | theirs | 1.50 | 1.12 | 4.00 | 2.67 | 3.56 |" in profile_update.bounds(["rloo"])
+
+
+def test_phases_do_not_count_what_runs_inside_them(profile_update, monkeypatch):
+    """A minute of its own before and after two inside, and three of nobody's."""
+    now = [0.0]
+    monkeypatch.setattr(profile_update.time, "perf_counter", lambda: 60 * now[0])
+
+    class Script:
+        def outer(self):
+            now[0] += 1
+            Script.inner(2)
+            now[0] += 1
+
+        @staticmethod
+        def inner(minutes):
+            now[0] += minutes
+
+    clock = profile_update.Clock()
+    for name in ("outer", "inner"):
+        clock.time(Script, name, name)
+    now[0] += 3
+    Script().outer()
+    assert clock.seconds == dict(rest=180, outer=120, inner=120)
+
+
+@pytest.mark.parametrize("phase", ["generation", "transformer, forward", "logits and their gradient", "transformer, backward", "optimizer"])
+def test_every_phase_has_functions(profile_update, phase, scripts):
+    """Each name is one that a script has, so that no phase is empty because a function was renamed."""
+    for name in profile_update.PHASES[phase]:
+        assert any(profile_update.find(script, name) for script in scripts.values()), name
 
 
 def test_table_from_results(tmp_path, capsys):

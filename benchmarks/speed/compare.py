@@ -44,7 +44,7 @@ JOBS = {
 OURS = {"ours fp32": {}, "ours bf16": dict(dtype="bfloat16")}  # name -> changes of the job and flags; a script takes its own only
 BIG = {"ours fp32, 32 a pass": dict(micro_batch=32), "ours bf16, 32 a pass": dict(micro_batch=32, dtype="bfloat16")}
 FAST = {"ours fp32, sampler": dict(old_logprobs="sampler")}  # a forward pass less
-TWO = {"ours fp32, 2 processes": dict(processes=2)}  # a thread each
+TWO = {"ours fp32, 2 processes": dict(processes=2), "ours bf16, 2 processes": dict(processes=2, dtype="bfloat16")}  # a thread each
 LORA = {"ours fp32, LoRA": dict(lora_r=16), "ours bf16, LoRA": dict(lora_r=16, dtype="bfloat16")}
 # peers: name -> (environment, script, flags); with "if named" only when --only names them
 RLOO_PEERS = {
