@@ -120,7 +120,7 @@ def profiled(script, flags, save=None, operators=False):
         log(run, *rest)
         seen.append(time.perf_counter())
         if len(seen) == 3:
-            dtype = json.loads((Path(run.folder) / "args.json").read_text())["dtype"]
+            dtype = json.loads((Path(run.folder) / "args.json").read_text())["args"]["dtype"]
             total = sum(clock.seconds.values())
             print(f"\n{script} {' '.join(map(str, flags))}\nupdate 3: {total:.3f} s")
             print(", ".join(f"{phase} {clock.seconds[phase]:.3f} s, {clock.seconds[phase] / total:.0%}" for phase in [*PHASES, "rest"]))
