@@ -68,7 +68,6 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 HERE = Path(__file__).resolve().parent  # data/ and checkpoints/ stand beside this file
 
@@ -560,12 +559,11 @@ def attention(module, query, key, value, attention_mask, **options):
 
     8 rows of 128 tokens: 2 ms, and 6 in bf16. From 256 tokens on both are alike, and the forward pass is faster in bf16.
     """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     if torch.is_autocast_enabled("cpu") and 1 < query.shape[2] <= 128:  # 1: a token of generation
         with torch.autocast("cpu", enabled=False):
             return sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **options)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-
-transformers.AttentionInterface.register("sdpa", attention)
 
 def document_states(body, ids, positions):
     """Last hidden states [B, L, H]. Where a row holds several documents, a block-diagonal causal mask keeps them apart.
@@ -1342,6 +1340,7 @@ def train(args):
     optimizer, scheduler = make_optimizer(args, trainable(learner := make_learner(bare, accelerator)).values(), updates)
     dtype = pick_dtype(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
+    transformers.AttentionInterface.register("sdpa", attention)  # in place of transformers' own
 
     run = Run(args, accelerator, updates, {"score": "objective/scores", "METEOR": "meteor", "KL": "objective/kl"})
     say = run.console.print

@@ -66,7 +66,6 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 HERE = Path(__file__).resolve().parent  # data/ and checkpoints/ stand beside this file
 
@@ -498,12 +497,11 @@ def attention(module, query, key, value, attention_mask, **options):
 
     8 rows of 128 tokens: 2 ms, and 6 in bf16. From 256 tokens on both are alike, and the forward pass is faster in bf16.
     """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     if torch.is_autocast_enabled("cpu") and 1 < query.shape[2] <= 128:  # 1: a token of generation
         with torch.autocast("cpu", enabled=False):
             return sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **options)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-
-transformers.AttentionInterface.register("sdpa", attention)
 
 def document_states(body, ids, positions):
     """Last hidden states [B, L, H]. Where a row holds several documents, a block-diagonal causal mask keeps them apart.
@@ -1313,6 +1311,7 @@ def train(args):
         raise UserError("--share-prompts: layers in shards (FSDP2, ZeRO-3) can run once a pass; use ZeRO-2 or plain data parallelism")
     dtype = pick_dtype(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
+    transformers.AttentionInterface.register("sdpa", attention)  # in place of transformers' own
 
     run = Run(args, accelerator, updates, {"score": "objective/scores", "KL": "objective/kl", "ended": "val/num_eos_tokens"})
     say = run.console.print

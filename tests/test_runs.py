@@ -8,6 +8,7 @@ import transformers
 from run_tools import distance, eos_prone, reward_file, rows_of, same, spy, weights
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 pytest_plugins = ["run_fixtures"]
 SCORE = "return [float(len(r) % 7) - 3 for r in responses]"  # some reward that varies
@@ -381,14 +382,16 @@ def test_gradient_checkpointing(ppo, lora):
 
 
 @pytest.mark.parametrize("flags", [dict(bf16=True), dict(dtype="bfloat16")])
-def test_bf16(ppo, flags):
-    """Products in bf16: close to fp32's numbers and not the same; weights stay in fp32."""
+def test_bf16(ppo, flags, monkeypatch):
+    """Products in bf16: close to fp32's numbers and not the same; weights stay in fp32, and models attend by the script's `attention`."""
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
     _, _, full = ppo("full", learning_rate=0.0)
     model, folder, half = ppo("half", learning_rate=0.0, **flags)
     assert {p.dtype for p in model.parameters()} == {torch.float32} == {p.dtype for p in weights(folder / "model").values()}
     name = "objective/entropy"
     assert half[0][name] != full[0][name] and half[0][name] == pytest.approx(full[0][name], rel=0.1)
     assert half[0]["val/ratio"] == pytest.approx(1, abs=1e-2) and abs(half[0]["objective/kl"]) < 1e-2
+    assert transformers.AttentionInterface()["sdpa"].__name__ == "attention"
 
 
 # ---- Value function --------------------------------------------------------------------------------------------------
