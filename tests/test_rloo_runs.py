@@ -323,10 +323,11 @@ def test_parts(rloo, tiny_lm, flags):
 
 @pytest.mark.parametrize("arch", ["gpt_neo", "gpt_neox", "opt", "bloom", "llama", "qwen2"])
 def test_architectures(rloo, tiny_lm, tiny_preference_model, arch):
-    """As policy and as reward model: ratio 1 at learning rate 0, and a model that plain transformers loads."""
+    """As policy and as reward model: ratio 1 at learning rate 0 in one pass, and a model that plain transformers loads."""
     folder = tiny_lm(arch)
     reward = tiny_preference_model(arch)
-    _, run, rows = rloo(model_name_or_path=folder, reward_model_path=reward, learning_rate=0.0, total_episodes=8)
+    whole = dict(num_mini_batches=1, per_device_train_batch_size=8)
+    _, run, rows = rloo(model_name_or_path=folder, reward_model_path=reward, learning_rate=0.0, total_episodes=8, **whole)
     assert rows[0]["val/ratio"] == 1 and rows[0]["objective/kl"] == 0
     AutoModelForCausalLM.from_pretrained(run / "model")
 
