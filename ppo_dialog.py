@@ -24,6 +24,7 @@ resume bit for bit -> Run.checkpoint, Run.restore
 
 Papers: PPO (Schulman et al. 2017), GAE (Schulman et al. 2016), Fine-tuning language models from human preferences (Ziegler et al.
 2019), RL4LMs (Ramamurthy et al. 2023), METEOR (Banerjee and Lavie 2005). Results, metrics, details: docs/ppo_dialog.md.
+What two scripts share is the same in both, letter for letter: so a function may have an option that only another script uses.
 """
 
 # ---- 2. Imports ------------------------------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ class Args:
     resume: str | None = None
     """a run folder, one of its checkpoints, or `latest`: go on from there, with the flags of that run"""
     save_every: int = 10
-    """updates from one checkpoint to the next (0: only when a signal stops the run)"""
+    """updates from one checkpoint to the next (0: only at the end, or when a signal stops the run)"""
     keep_checkpoints: int = 2
     """how many of the newest checkpoints stay on disk"""
     log_with: Literal["none", "wandb", "tensorboard"] = "none"
@@ -251,7 +252,8 @@ def parse_args(argv):
     recipe, flags = (argv[0], argv[1:]) if argv and argv[0][0] != "-" else ("custom" if named else "tiny", argv)
     if recipe not in (*RECIPES, "custom"):
         raise UserError(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
-    args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=__doc__.split("\n")[0])
+    about = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=about)
     if not args.resume:
         return args
     runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else ()
@@ -317,9 +319,9 @@ class BlockwiseLogprobs(torch.autograd.Function):
 
     @staticmethod
     def blocks(hidden, weight, bias, kept=()):
-        """-> number of the block of columns, rows, columns; in fp32 the largest logits [rows], logits less these, their exp [rows, columns]
+        """-> number of the block of columns, rows, columns; fp32: the largest logits [rows], logits minus these, their exp [rows, columns]
 
-        Of the first blocks the exp may be `kept`, and the logits are None then.
+        Of the first blocks the exp may be `kept`, and the two before it are None then.
         """
         (height, width), kept = block_size(hidden.device), iter(kept)
         for k, start in enumerate(range(0, len(weight), width)):
@@ -339,7 +341,7 @@ class BlockwiseLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, tokens, keep):
         """[N, H], [V, H], [V] or None, [N] -> log-probabilities of the tokens and of the likeliest ones, entropies, each fp32 [N]
 
-        At most `keep` probabilities stay for the backward pass: a quarter of the head's products and half of its exp less for them.
+        At most `keep` exps stay for the backward pass: a quarter of the head's products and half of its exps less for them.
         """
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -349,20 +351,22 @@ class BlockwiseLogprobs(torch.autograd.Function):
         picked = torch.empty(len(hidden), device=hidden.device)  # [N], logit of the token
         parts = math.ceil(len(weight) / block_size(hidden.device)[1])
         kept = []
-        tops, sums, means = torch.empty(3, parts, len(hidden), device=hidden.device)  # [blocks, N]: largest logit, sum of exp, exp * logit
+        tops, sums, dots = torch.empty(3, parts, len(hidden), device=hidden.device)  # [blocks, N]: largest logit, sums of exp, exp * logit
         for k, rows, columns, top, logits, exps in BlockwiseLogprobs.blocks(hidden, weight, bias):
             tops[k, rows], sums[k, rows] = top, exps.sum(-1)
             place = tokens[rows] - columns.start
             near = place.clamp(0, logits.shape[1] - 1)
             picked[rows] = torch.where(near == place, logits.gather(1, near[:, None]).squeeze(1) + top, picked[rows])
-            means[k, rows] = logits.mul_(exps).sum(-1)
+            dots[k, rows] = logits.mul_(exps).sum(-1)
             keep -= exps.numel()
             kept += [exps] if keep >= 0 else []
-        total = (tops + sums.log()).logsumexp(0)  # [N]
-        scale = torch.exp(tops - total)  # [blocks, N], makes probabilities of a block's exp
-        entropies = -(scale * (means + (tops - total) * sums)).sum(0)  # [N], of -p log p
+        best = tops.amax(0)  # [N], largest logit; what follows is relative to it, and is not rounded at its size
+        scale = torch.exp(tops - best)  # [blocks, N]
+        total = (scale * sums).sum(0)  # [N], of exp
+        scale = scale / total  # makes probabilities of a block's exp
+        entropies = total.log() - (scale * (dots + (tops - best) * sums)).sum(0)  # [N], of -p log p
         ctx.save_for_backward(hidden, weight, bias, tokens, scale, *kept)
-        logprobs, likeliest, entropies = picked[:N] - total[:N], tops.amax(0)[:N] - total[:N], entropies[:N]
+        logprobs, likeliest, entropies = (x[:N] for x in (picked - best - total.log(), -total.log(), entropies))
         ctx.mark_non_differentiable(likeliest, entropies)
         return logprobs, likeliest, entropies
 
@@ -372,7 +376,8 @@ class BlockwiseLogprobs(torch.autograd.Function):
         hidden, weight, bias, tokens, scale, *kept = ctx.saved_tensors
         N, grad = len(grad), F.pad(grad, (0, len(hidden) - len(grad)))
         d_hidden = grad[:, None] * weight[tokens].float()  # [N, H]
-        d_weight = torch.empty_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # [V, H]
+        empty = torch.empty_like if N else torch.zeros_like
+        d_weight = empty(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # [V, H]
         d_bias = grad.new_zeros(len(weight)).index_add_(0, tokens, grad) if bias is not None else None  # [V]
         for k, rows, columns, _, _, exps in BlockwiseLogprobs.blocks(hidden, weight, bias, kept):
             d_logits = exps * (-grad[rows] * scale[k, rows])[:, None]  # [rows, columns]
@@ -391,7 +396,7 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None, keep=0):
     """Log-probabilities of tokens, and entropies in nats of the distributions they came from; never holds [B, T, V].
 
     [B, T, H], [V, H], [B, T] -> fp32 [B, T], fp32 [B, T]. Differentiable in hidden, weight and bias, through logprobs. At
-    most `keep` probabilities wait for the backward pass, which computes the others again.
+    most `keep` exps of logits wait for the backward pass, which computes the others again.
     """
     hidden = (hidden / temperature).flatten(0, 1)  # [B * T, H], less than there are logits
     bias = None if bias is None else bias / temperature
@@ -530,9 +535,12 @@ def add_lora(model, args):
     heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
     try:
-        return peft.get_peft_model(model, config)
+        model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
+    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):  # token_logprobs reads the weight alone
+        raise UserError(f"--lora-target-modules {args.lora_target_modules}: the output embedding cannot have an adapter here")
+    return model
 
 def trainable(module):
     """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
@@ -555,12 +563,13 @@ def hidden_states(body, input_ids, mask, cache):
     return body(**inputs, past_key_values=cache, use_cache=True).last_hidden_state
 
 def attention(module, query, key, value, attention_mask, **options):
-    """transformers' SDPA, [B, heads, L, size] each, but in fp32 for short rows on a CPU, whose backward pass in bf16 takes longer.
+    """transformers' SDPA, [B, heads, L, size] each, but in fp32 on a CPU, where the backward pass in bf16 takes longer.
 
-    8 rows of 128 tokens: 2 ms, and 6 in bf16. From 256 tokens on both are alike, and the forward pass is faster in bf16.
+    8 rows of 128 tokens: 2 ms, and 6 in bf16; at 512 both are alike. For all lengths, or rows as long as the limit would round
+    otherwise in the update than in the rollout. A single token behind a cache has no backward pass, and stays in bf16.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    if torch.is_autocast_enabled("cpu") and 1 < query.shape[2] <= 128:  # 1: a token of generation
+    if torch.is_autocast_enabled("cpu") and query.shape[2] > 1:
         with torch.autocast("cpu", enabled=False):
             return sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **options)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -593,14 +602,15 @@ def packing_pays(body, mask, width):
 def response_states(body, input_ids, mask, T):
     """The hidden states that predict the last T tokens: the one at t - 1 predicts token t. [B, C + T], bool [B, C + T] -> [B, T, H]
 
-    Either all rows are one without pads, or they are moved left, to where their prompts begin: a causal model never looks to its right,
-    so pads there need no mask, and nothing is computed behind the longest row. After the end of a response there may stand anything.
+    Either all rows are packed into one, or each is moved left, so that it begins with its prompt: a causal model never
+    looks to its right, so pads there need no mask, and nothing is computed behind the longest row. After the end of a response there
+    may stand anything.
     """
     width = int(mask.sum(1).max())
     if packing_pays(body, mask, width):
         row = torch.stack([input_ids[mask], (mask.cumsum(1) - 1)[mask]])  # [2, N], tokens and their positions
         row = F.pad(row, (0, -row.shape[1] % 16))  # few different lengths: a CPU keeps what it compiled for each of them (bf16)
-        hidden = document_states(body, *row[:, None])  # [1, N, H]
+        hidden = document_states(body, *row[:, None])  # [1, N + pads, H]
         before = (mask.flatten().cumsum(0) - 1).view(mask.shape)[:, -T - 1 : -1]  # [B, T], the place of the token before
     else:
         prompt = mask[:, :-T].sum(1, keepdim=True)  # [B, 1]
@@ -1442,7 +1452,8 @@ def train(args):
         # 6. Log, and let the coefficient follow the KL.
         pg_loss, vf_loss, clipfrac, vf_clipfrac, approxkl, entropy, off, off2, _ = (sums / sums[-1]).tolist()
         lengths, kl_sum, seconds = b["lengths"].float(), kl.sum(1).mean(), time.time() - began
-        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)  # bytes on macOS, else KiB
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else host
         metrics = {
             "update": update, "episode": update * B, "lr": optimizer.param_groups[0]["lr"], "eps": B / seconds, "objective/kl": kl_sum,
             "objective/kl_coef": kl_coef, "objective/entropy": -torch.where(b_mask, b["logprobs"], 0.0).sum(1).mean(),

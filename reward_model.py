@@ -23,6 +23,7 @@ What it saves loads with AutoModelForSequenceClassification, a classifier with t
 
 Papers: Learning to summarize from human feedback (Stiennon et al. 2020), InstructGPT (Ouyang et al. 2022), The N+ implementation
 details of RLHF with PPO (Huang et al. 2024). Results, metrics, details: docs/reward_model.md.
+What two scripts share is the same in both, letter for letter: so a function may have an option that only another script uses.
 """
 
 # ---- 2. Imports ------------------------------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ class Args:
     resume: str | None = None
     """a run folder, one of its checkpoints, or `latest`: go on from there, with the flags of that run"""
     save_every: int = 100
-    """updates from one checkpoint to the next (0: only when a signal stops the run)"""
+    """updates from one checkpoint to the next (0: only at the end, or when a signal stops the run)"""
     keep_checkpoints: int = 2
     """how many of the newest checkpoints stay on disk"""
     log_with: Literal["none", "wandb", "tensorboard"] = "none"
@@ -210,7 +211,8 @@ def parse_args(argv):
     recipe, flags = (argv[0], argv[1:]) if argv and argv[0][0] != "-" else ("custom" if named else "tiny", argv)
     if recipe not in (*RECIPES, "custom"):
         raise UserError(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
-    args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=__doc__.split("\n")[0])
+    about = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=about)
     if not args.resume:
         return args
     runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else ()
@@ -313,9 +315,12 @@ def add_lora(model, args):
     heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
     try:
-        return peft.get_peft_model(model, config)
+        model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
+    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):  # token_logprobs reads the weight alone
+        raise UserError(f"--lora-target-modules {args.lora_target_modules}: the output embedding cannot have an adapter here")
+    return model
 
 def trainable(module):
     """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
@@ -944,7 +949,8 @@ def train(args):
             scores = accelerate.utils.gather_object(torch.cat(seen).tolist())  # of all processes
             metrics |= {"margin": margin, "min_reward": min(scores), "mean_reward": sum(scores) / len(scores), "max_reward": max(scores)}
         seconds = time.time() - began
-        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)  # bytes on macOS, else KiB
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else host
         run.log(metrics | {"grad_norm": norm, "perf/seconds": seconds, "perf/peak_memory_mb": peak / 2**20})
         run.checkpoint(update, parameters, optimizer, scheduler, lambda: take_weights(bare, learner)(ids[:1], mask[:1]))  # noqa: B023
 

@@ -23,6 +23,7 @@ at EOS, with another tokenizer too -> preference_ids, load_scorer | judge, order
 Papers: Back to Basics (Ahmadian et al. 2024), Buy 4 REINFORCE samples, get a baseline for free (Kool et al. 2019), Learning to
 summarize from human feedback (Stiennon et al. 2020), The N+ implementation details of RLHF with PPO (Huang et al. 2024).
 Results, metrics, details: docs/rloo_tldr.md.
+What two scripts share is the same in both, letter for letter: so a function may have an option that only another script uses.
 """
 
 # ---- 2. Imports ------------------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ class Args:
     resume: str | None = None
     """a run folder, one of its checkpoints, or `latest`: go on from there, with the flags of that run"""
     save_every: int = 10
-    """updates from one checkpoint to the next (0: only when a signal stops the run)"""
+    """updates from one checkpoint to the next (0: only at the end, or when a signal stops the run)"""
     keep_checkpoints: int = 2
     """how many of the newest checkpoints stay on disk"""
     log_with: Literal["none", "wandb", "tensorboard"] = "none"
@@ -247,7 +248,8 @@ def parse_args(argv):
     recipe, flags = (argv[0], argv[1:]) if argv and argv[0][0] != "-" else ("custom" if named else "tiny", argv)
     if recipe not in (*RECIPES, "custom"):
         raise UserError(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
-    args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=__doc__.split("\n")[0])
+    about = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=about)
     if not args.resume:
         return args
     runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else ()
@@ -292,9 +294,9 @@ class BlockwiseLogprobs(torch.autograd.Function):
 
     @staticmethod
     def blocks(hidden, weight, bias, kept=()):
-        """-> number of the block of columns, rows, columns; in fp32 the largest logits [rows], logits less these, their exp [rows, columns]
+        """-> number of the block of columns, rows, columns; fp32: the largest logits [rows], logits minus these, their exp [rows, columns]
 
-        Of the first blocks the exp may be `kept`, and the logits are None then.
+        Of the first blocks the exp may be `kept`, and the two before it are None then.
         """
         (height, width), kept = block_size(hidden.device), iter(kept)
         for k, start in enumerate(range(0, len(weight), width)):
@@ -314,7 +316,7 @@ class BlockwiseLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, tokens, keep):
         """[N, H], [V, H], [V] or None, [N] -> log-probabilities of the tokens and of the likeliest ones, entropies, each fp32 [N]
 
-        At most `keep` probabilities stay for the backward pass: a quarter of the head's products and half of its exp less for them.
+        At most `keep` exps stay for the backward pass: a quarter of the head's products and half of its exps less for them.
         """
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -324,20 +326,22 @@ class BlockwiseLogprobs(torch.autograd.Function):
         picked = torch.empty(len(hidden), device=hidden.device)  # [N], logit of the token
         parts = math.ceil(len(weight) / block_size(hidden.device)[1])
         kept = []
-        tops, sums, means = torch.empty(3, parts, len(hidden), device=hidden.device)  # [blocks, N]: largest logit, sum of exp, exp * logit
+        tops, sums, dots = torch.empty(3, parts, len(hidden), device=hidden.device)  # [blocks, N]: largest logit, sums of exp, exp * logit
         for k, rows, columns, top, logits, exps in BlockwiseLogprobs.blocks(hidden, weight, bias):
             tops[k, rows], sums[k, rows] = top, exps.sum(-1)
             place = tokens[rows] - columns.start
             near = place.clamp(0, logits.shape[1] - 1)
             picked[rows] = torch.where(near == place, logits.gather(1, near[:, None]).squeeze(1) + top, picked[rows])
-            means[k, rows] = logits.mul_(exps).sum(-1)
+            dots[k, rows] = logits.mul_(exps).sum(-1)
             keep -= exps.numel()
             kept += [exps] if keep >= 0 else []
-        total = (tops + sums.log()).logsumexp(0)  # [N]
-        scale = torch.exp(tops - total)  # [blocks, N], makes probabilities of a block's exp
-        entropies = -(scale * (means + (tops - total) * sums)).sum(0)  # [N], of -p log p
+        best = tops.amax(0)  # [N], largest logit; what follows is relative to it, and is not rounded at its size
+        scale = torch.exp(tops - best)  # [blocks, N]
+        total = (scale * sums).sum(0)  # [N], of exp
+        scale = scale / total  # makes probabilities of a block's exp
+        entropies = total.log() - (scale * (dots + (tops - best) * sums)).sum(0)  # [N], of -p log p
         ctx.save_for_backward(hidden, weight, bias, tokens, scale, *kept)
-        logprobs, likeliest, entropies = picked[:N] - total[:N], tops.amax(0)[:N] - total[:N], entropies[:N]
+        logprobs, likeliest, entropies = (x[:N] for x in (picked - best - total.log(), -total.log(), entropies))
         ctx.mark_non_differentiable(likeliest, entropies)
         return logprobs, likeliest, entropies
 
@@ -347,7 +351,8 @@ class BlockwiseLogprobs(torch.autograd.Function):
         hidden, weight, bias, tokens, scale, *kept = ctx.saved_tensors
         N, grad = len(grad), F.pad(grad, (0, len(hidden) - len(grad)))
         d_hidden = grad[:, None] * weight[tokens].float()  # [N, H]
-        d_weight = torch.empty_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # [V, H]
+        empty = torch.empty_like if N else torch.zeros_like
+        d_weight = empty(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # [V, H]
         d_bias = grad.new_zeros(len(weight)).index_add_(0, tokens, grad) if bias is not None else None  # [V]
         for k, rows, columns, _, _, exps in BlockwiseLogprobs.blocks(hidden, weight, bias, kept):
             d_logits = exps * (-grad[rows] * scale[k, rows])[:, None]  # [rows, columns]
@@ -366,7 +371,7 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None, keep=0):
     """Log-probabilities of tokens, and entropies in nats of the distributions they came from; never holds [B, T, V].
 
     [B, T, H], [V, H], [B, T] -> fp32 [B, T], fp32 [B, T]. Differentiable in hidden, weight and bias, through logprobs. At
-    most `keep` probabilities wait for the backward pass, which computes the others again.
+    most `keep` exps of logits wait for the backward pass, which computes the others again.
     """
     hidden = (hidden / temperature).flatten(0, 1)  # [B * T, H], less than there are logits
     bias = None if bias is None else bias / temperature
@@ -390,12 +395,12 @@ def masked_mean(values, mask):
     return torch.where(mask, values, 0.0).float().sum() / mask.sum()
 
 def rloo_advantages(rewards, rloo_k):
-    """Reward minus the mean reward of the prompt's other responses (Kool et al. 2019; Ahmadian et al. 2024, section 3). [k * B] -> [k * B]
+    """Reward minus the mean reward of the prompt's other responses (Kool et al. 2019; Ahmadian et al. 2024, section 3). [k * P] -> [k * P]
 
     Ordered as TRL does: first responses of all prompts, then second ones, ... No division by a standard deviation, which explodes
     where a group's rewards are nearly equal.
     """
-    rewards = rewards.float().view(rloo_k, -1)  # [k, B]
+    rewards = rewards.float().view(rloo_k, -1)  # [k, P]
     return (rewards - (rewards.sum(0) - rewards) / (rloo_k - 1)).flatten()
 
 def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
@@ -468,9 +473,12 @@ def add_lora(model, args):
     heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
     try:
-        return peft.get_peft_model(model, config)
+        model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
+    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):  # token_logprobs reads the weight alone
+        raise UserError(f"--lora-target-modules {args.lora_target_modules}: the output embedding cannot have an adapter here")
+    return model
 
 def trainable(module):
     """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
@@ -493,12 +501,13 @@ def hidden_states(body, input_ids, mask, cache):
     return body(**inputs, past_key_values=cache, use_cache=True).last_hidden_state
 
 def attention(module, query, key, value, attention_mask, **options):
-    """transformers' SDPA, [B, heads, L, size] each, but in fp32 for short rows on a CPU, whose backward pass in bf16 takes longer.
+    """transformers' SDPA, [B, heads, L, size] each, but in fp32 on a CPU, where the backward pass in bf16 takes longer.
 
-    8 rows of 128 tokens: 2 ms, and 6 in bf16. From 256 tokens on both are alike, and the forward pass is faster in bf16.
+    8 rows of 128 tokens: 2 ms, and 6 in bf16; at 512 both are alike. For all lengths, or rows as long as the limit would round
+    otherwise in the update than in the rollout. A single token behind a cache has no backward pass, and stays in bf16.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    if torch.is_autocast_enabled("cpu") and 1 < query.shape[2] <= 128:  # 1: a token of generation
+    if torch.is_autocast_enabled("cpu") and query.shape[2] > 1:
         with torch.autocast("cpu", enabled=False):
             return sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **options)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -531,14 +540,15 @@ def packing_pays(body, mask, width):
 def response_states(body, input_ids, mask, T):
     """The hidden states that predict the last T tokens: the one at t - 1 predicts token t. [B, C + T], bool [B, C + T] -> [B, T, H]
 
-    Either all rows are one without pads, or they are moved left, to where their prompts begin: a causal model never looks to its right,
-    so pads there need no mask, and nothing is computed behind the longest row. After the end of a response there may stand anything.
+    Either all rows are packed into one, or each is moved left, so that it begins with its prompt: a causal model never
+    looks to its right, so pads there need no mask, and nothing is computed behind the longest row. After the end of a response there
+    may stand anything.
     """
     width = int(mask.sum(1).max())
     if packing_pays(body, mask, width):
         row = torch.stack([input_ids[mask], (mask.cumsum(1) - 1)[mask]])  # [2, N], tokens and their positions
         row = F.pad(row, (0, -row.shape[1] % 16))  # few different lengths: a CPU keeps what it compiled for each of them (bf16)
-        hidden = document_states(body, *row[:, None])  # [1, N, H]
+        hidden = document_states(body, *row[:, None])  # [1, N + pads, H]
         before = (mask.flatten().cumsum(0) - 1).view(mask.shape)[:, -T - 1 : -1]  # [B, T], the place of the token before
     else:
         prompt = mask[:, :-T].sum(1, keepdim=True)  # [B, 1]
@@ -669,7 +679,7 @@ def load_scorer(name, batch_size, device):
     if new_head(model, name):
         print(f"{name} is a language model without a score: its new head is random, and so is the reward", file=sys.stderr)
     if model.config.num_labels != 1:
-        raise UserError(f"--reward-model-path {name}: a classifier of {model.config.num_labels} labels; RLOO here needs one score")
+        raise UserError(f"{name}: a classifier of {model.config.num_labels} labels; a model of preferences has one score")
     offset, model = getattr(config, "reward_offset", 0.0), model.to(device).eval()
     limit = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", 10**6))
 
@@ -933,7 +943,7 @@ def together(k, P, args):
 def passes(units, lengths, n):
     """Cut units [U, s] of rows into passes of n rows: similar lengths together, since each pass is as wide as its longest row.
 
-    -> list of [s * (n / s)], all first rows of the units, then all second ones
+    -> list of at most n rows each, all first rows of the units, then all second ones
     """
     units = units.to(lengths.device)
     order = lengths[units].amax(1).argsort()
@@ -945,7 +955,8 @@ def rollout_groups(model, tokenizer, score, batch, stop_token_id, args):
 
     These come from the update's own forward, so that the first ratio is 1: exactly where micro-batches are as long as the update's,
     otherwise up to rounding. With --old-logprobs sampler they are those that the tokens were drawn with, which `train` checks.
-    Rows are ordered as TRL does: first responses of all prompts, then second ones. -> dict of tensors [k * P, ...], responses (str)
+    Rows are ordered as TRL does: first responses of all prompts, then second ones.
+    -> dict of tensors [k * P, ...], prompts, responses (lists of str)
     """
     ids, mask, uniforms = batch  # [P, C], [P, C], [k, P, T]
     k, P, T = uniforms.shape
@@ -1020,16 +1031,22 @@ def chat_judge(args):
 
     return compare
 
-def load_judge(args, score, device):
-    """The judge as a function of prompts, responses, references -> list of 1 (wins), 0 (loses), 0.5 (tie), None (no verdict)."""
+def load_gold(args):
+    """The function of --judge-fn, or None."""
+    return load_function("--judge-fn", args.judge_fn) if args.judge_fn else None
+
+def load_judge(args, score, gold, device):
+    """The judge as a function of prompts, responses, references -> list of 1 (wins), 0 (loses), 0.5 (tie), None (no verdict).
+
+    A chat model, a second model of preferences, else the larger score: by `gold`, or without it by the reward's `score`.
+    """
     if args.judge_model and (args.judge_url or not any((place / args.judge_model).is_dir() for place in (Path(), HERE))):
         return chat_judge(args)
     if args.judge_model:
         judge = load_scorer(args.judge_model, args.local_rollout_forward_batch_size, device)
         score = lambda prompts, responses: torch.tensor(judge(prompts, responses))  # noqa: E731
-    elif args.judge_fn:
-        function = load_function("--judge-fn", args.judge_fn)
-        score = lambda prompts, responses: check_scores(function(prompts, responses), prompts, responses)  # noqa: E731
+    elif gold:
+        score = lambda prompts, responses: check_scores(gold(prompts, responses), prompts, responses)  # noqa: E731
 
     def compare(prompts, responses, references):
         ours, theirs = score(list(prompts), list(responses)), score(list(prompts), list(references))
@@ -1301,9 +1318,8 @@ def train(args):
     args = replace(args, learning_rate=0.0) if args.sanity else args
     name, tokenizer = args.sft_model_path or args.model_name_or_path, load_tokenizer(args.model_name_or_path)
     bare = PolicyAndReference(*load_policy(args, name)).to(device)
-    score = load_scores(args, device)
-    judge = load_judge(args, score, device) if accelerator.is_main_process else None  # a chat model is asked by one process
-    gold = load_function("--judge-fn", args.judge_fn) if args.judge_fn else None
+    score, gold = load_scores(args, device), load_gold(args)
+    judge = load_judge(args, score, gold, device) if accelerator.is_main_process else None  # a chat model is asked by one process
     train_posts, held_posts = (load_posts(rows, tokenizer, args) for rows in load_splits(args.dataset_name))
     config, (longest, stop_token_id) = bare.policy.config, check_fit(args, tokenizer, bare.policy, train_posts + held_posts)
     optimizer, scheduler = make_optimizer(args, trainable(learner := make_learner(bare, accelerator)).values(), updates)
@@ -1344,7 +1360,7 @@ def train(args):
         with autocast:
             batch = [x.to(device) for x in (ids[mine], mask[mine], uniforms[:, mine])]
             local, prompts, responses = rollout_groups(bare, tokenizer, score, batch, stop_token_id, args)
-        if gold is not None:
+        if gold:
             local["gold"] = check_scores(gold(prompts, responses), prompts, responses).to(device)
         groups = {key: accelerator.gather(x).view(world, k, -1, *x.shape[1:]) for key, x in local.items()}
         b = {key: x.transpose(0, 1).flatten(0, 2) for key, x in groups.items()}  # [B, ...], all first responses, then all second ones
@@ -1406,8 +1422,8 @@ def train(args):
             else:
                 optimizer.step()
             optimizer.zero_grad()
-        # Reference sync and an average (EMA) of the policy are lines here: docs/rloo_tldr.md.
         take_weights(bare, learner)
+        # To move the reference, or to average the policy (EMA), add lines here: docs/rloo_tldr.md.
         with torch.no_grad(), autocast:
             check_finite(torch.stack(bare(b["ids"][:1], b["mask"][:1], T, args.temperature))[:, b_mask[:1]], update)
 
@@ -1415,7 +1431,8 @@ def train(args):
         sums = accelerator.reduce(sums)
         (pg_loss, clipfrac, approxkl, off, off2), entropy = (sums[:5] / sums[5]).tolist(), (sums[6] / sums[7]).item()
         lengths, kl_mean, seconds = b["lengths"].float(), kl.mean(), time.time() - began
-        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)  # bytes on macOS, else KiB
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else host
         metrics = {
             "update": update, "episode": update * B, "lr": optimizer.param_groups[0]["lr"], "eps": B / seconds, "objective/kl": kl_mean,
             "objective/kl_coef": args.kl_coef, "objective/entropy": -torch.where(b_mask, b["logprobs"], 0.0).sum(1).mean(),
@@ -1429,7 +1446,7 @@ def train(args):
             "frac_reward_zero_std": (b["scores"].view(k, P).std(0, correction=0) < 1e-6).float().mean(), "perf/seconds": seconds,
             "perf/rollout_seconds": rollout_seconds, "perf/train_seconds": seconds - rollout_seconds,
             "perf/tokens_per_second": lengths.sum() / seconds, "perf/peak_memory_mb": peak / 2**20,
-        } | ({"judge/scores": b["gold"].mean()} if gold is not None else {})
+        } | ({"judge/scores": b["gold"].mean()} if gold else {})
         metrics = {key: x.item() if isinstance(x, torch.Tensor) else x for key, x in metrics.items()}
         run.log(metrics, health(metrics, args))
         limit = 1e-4 if dtype is torch.float32 else 1e-1  # of a whole response, a sum of T log-probabilities
@@ -1484,7 +1501,8 @@ def judge_alone(args):
     if not any(references):
         raise UserError(f"data set {args.dataset_name!r}: judge needs references, in a column completion")
     batch = [x.to(device) for x in batch]
-    judge, model = load_judge(args, score, device), PolicyAndReference(policy, policy)
+    judge, model = load_judge(args, score, load_gold(args), device), PolicyAndReference(policy, policy)
+    transformers.AttentionInterface.register("sdpa", attention)  # as in training
     with torch.autocast(device.type, torch.bfloat16, enabled=pick_dtype(args, device) is torch.bfloat16):
         numbers, *_ = win_rate(model, tokenizer, score, judge, batch, references, stop, args)
     if "win rate" not in numbers:

@@ -18,6 +18,7 @@ If you know nanoGPT's train.py, this is what differs:
     torchrun --nproc_per_node 2 sft.py                # two processes, twice the batch (or: accelerate launch)
 
 Results, metrics, details: docs/sft.md.
+What two scripts share is the same in both, letter for letter: so a function may have an option that only another script uses.
 """
 
 # ---- 2. Imports ------------------------------------------------------------------------------------------------------
@@ -74,7 +75,7 @@ class Args:
     resume: str | None = None
     """a run folder, one of its checkpoints, or `latest`: go on from there, with the flags of that run"""
     save_every: int = 100
-    """updates from one checkpoint to the next (0: only when a signal stops the run)"""
+    """updates from one checkpoint to the next (0: only at the end, or when a signal stops the run)"""
     keep_checkpoints: int = 2
     """how many of the newest checkpoints stay on disk"""
     log_with: Literal["none", "wandb", "tensorboard"] = "none"
@@ -197,7 +198,8 @@ def parse_args(argv):
     recipe, flags = (argv[0], argv[1:]) if argv and argv[0][0] != "-" else ("custom" if named else "tiny", argv)
     if recipe not in (*RECIPES, "custom"):
         raise UserError(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
-    args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=__doc__.split("\n")[0])
+    about = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=about)
     if not args.resume:
         return args
     runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else ()
@@ -235,9 +237,9 @@ class BlockwiseLogprobs(torch.autograd.Function):
 
     @staticmethod
     def blocks(hidden, weight, bias, kept=()):
-        """-> number of the block of columns, rows, columns; in fp32 the largest logits [rows], logits less these, their exp [rows, columns]
+        """-> number of the block of columns, rows, columns; fp32: the largest logits [rows], logits minus these, their exp [rows, columns]
 
-        Of the first blocks the exp may be `kept`, and the logits are None then.
+        Of the first blocks the exp may be `kept`, and the two before it are None then.
         """
         (height, width), kept = block_size(hidden.device), iter(kept)
         for k, start in enumerate(range(0, len(weight), width)):
@@ -257,7 +259,7 @@ class BlockwiseLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, tokens, keep):
         """[N, H], [V, H], [V] or None, [N] -> log-probabilities of the tokens and of the likeliest ones, entropies, each fp32 [N]
 
-        At most `keep` probabilities stay for the backward pass: a quarter of the head's products and half of its exp less for them.
+        At most `keep` exps stay for the backward pass: a quarter of the head's products and half of its exps less for them.
         """
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -267,20 +269,22 @@ class BlockwiseLogprobs(torch.autograd.Function):
         picked = torch.empty(len(hidden), device=hidden.device)  # [N], logit of the token
         parts = math.ceil(len(weight) / block_size(hidden.device)[1])
         kept = []
-        tops, sums, means = torch.empty(3, parts, len(hidden), device=hidden.device)  # [blocks, N]: largest logit, sum of exp, exp * logit
+        tops, sums, dots = torch.empty(3, parts, len(hidden), device=hidden.device)  # [blocks, N]: largest logit, sums of exp, exp * logit
         for k, rows, columns, top, logits, exps in BlockwiseLogprobs.blocks(hidden, weight, bias):
             tops[k, rows], sums[k, rows] = top, exps.sum(-1)
             place = tokens[rows] - columns.start
             near = place.clamp(0, logits.shape[1] - 1)
             picked[rows] = torch.where(near == place, logits.gather(1, near[:, None]).squeeze(1) + top, picked[rows])
-            means[k, rows] = logits.mul_(exps).sum(-1)
+            dots[k, rows] = logits.mul_(exps).sum(-1)
             keep -= exps.numel()
             kept += [exps] if keep >= 0 else []
-        total = (tops + sums.log()).logsumexp(0)  # [N]
-        scale = torch.exp(tops - total)  # [blocks, N], makes probabilities of a block's exp
-        entropies = -(scale * (means + (tops - total) * sums)).sum(0)  # [N], of -p log p
+        best = tops.amax(0)  # [N], largest logit; what follows is relative to it, and is not rounded at its size
+        scale = torch.exp(tops - best)  # [blocks, N]
+        total = (scale * sums).sum(0)  # [N], of exp
+        scale = scale / total  # makes probabilities of a block's exp
+        entropies = total.log() - (scale * (dots + (tops - best) * sums)).sum(0)  # [N], of -p log p
         ctx.save_for_backward(hidden, weight, bias, tokens, scale, *kept)
-        logprobs, likeliest, entropies = picked[:N] - total[:N], tops.amax(0)[:N] - total[:N], entropies[:N]
+        logprobs, likeliest, entropies = (x[:N] for x in (picked - best - total.log(), -total.log(), entropies))
         ctx.mark_non_differentiable(likeliest, entropies)
         return logprobs, likeliest, entropies
 
@@ -290,7 +294,8 @@ class BlockwiseLogprobs(torch.autograd.Function):
         hidden, weight, bias, tokens, scale, *kept = ctx.saved_tensors
         N, grad = len(grad), F.pad(grad, (0, len(hidden) - len(grad)))
         d_hidden = grad[:, None] * weight[tokens].float()  # [N, H]
-        d_weight = torch.empty_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # [V, H]
+        empty = torch.empty_like if N else torch.zeros_like
+        d_weight = empty(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # [V, H]
         d_bias = grad.new_zeros(len(weight)).index_add_(0, tokens, grad) if bias is not None else None  # [V]
         for k, rows, columns, _, _, exps in BlockwiseLogprobs.blocks(hidden, weight, bias, kept):
             d_logits = exps * (-grad[rows] * scale[k, rows])[:, None]  # [rows, columns]
@@ -309,7 +314,7 @@ def next_token_losses(hidden, weight, labels, bias=None, keep=0):
     """Cross-entropy in nats, and whether the likeliest token was right, at each position whose label is not -100; else 0.
 
     [B, L, H], [V, H], [B, L] -> fp32 [B, L - 1], bool [B, L - 1]. The state at t - 1 is judged by the label at t. Positions without a
-    label do not go through the head, and [B, L, V] is never held; the gradient finds at most `keep` probabilities kept.
+    label do not go through the head, and [B, L, V] is never held; the gradient finds at most `keep` exps of logits kept.
     """
     labels, valid = labels[:, 1:], labels[:, 1:] != -100
     logprobs, likeliest, _ = BlockwiseLogprobs.apply(hidden[:, :-1][valid], weight, bias, labels[valid], keep)
@@ -362,9 +367,12 @@ def add_lora(model, args):
     heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
     try:
-        return peft.get_peft_model(model, config)
+        model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
+    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):  # token_logprobs reads the weight alone
+        raise UserError(f"--lora-target-modules {args.lora_target_modules}: the output embedding cannot have an adapter here")
+    return model
 
 def trainable(module):
     """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
@@ -909,7 +917,8 @@ def train(args):
         # 4. Log and save.
         loss, accuracy = (accelerator.reduce(sums) / tokens).tolist()
         seconds = time.time() - began
-        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)  # bytes on macOS, else KiB
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else host
         run.log({"update": update, "epoch": update * B / len(rows), "lr": optimizer.param_groups[0]["lr"], "loss": loss,
                  "mean_token_accuracy": accuracy, "perplexity": math.exp(min(loss, 700)), "grad_norm": norm, "perf/seconds": seconds,
                  "perf/tokens_per_second": int(tokens) / seconds, "perf/peak_memory_mb": peak / 2**20})

@@ -325,9 +325,9 @@ def test_generate_does_not_depend_on_the_batch(k, language_model):
 
 
 @rollouts
-@pytest.mark.parametrize("length, dtype", [(1, torch.bfloat16), (2, torch.float32), (128, torch.float32), (129, torch.bfloat16)])
-def test_attention_in_bf16_is_in_fp32_over_short_rows(k, length, dtype):
-    """Under autocast on a CPU: rows of 2 to 128 tokens in fp32, to the bit; a token of generation and long rows in bf16."""
+@pytest.mark.parametrize("length, dtype", [(1, torch.bfloat16), (2, torch.float32), (128, torch.float32), (129, torch.float32)])
+def test_attention_in_bf16_is_in_fp32_over_rows(k, length, dtype):
+    """Under autocast on a CPU: rows in fp32, to the bit; a token of generation in bf16."""
     parts = [torch.randn(2, 3, length, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]  # no bf16 holds these
     with torch.autocast("cpu", torch.bfloat16):
         found, _ = k.attention(torch.nn.Module(), *parts, None)
@@ -338,7 +338,7 @@ def test_attention_in_bf16_is_in_fp32_over_short_rows(k, length, dtype):
 
 @rollouts
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch not in ("bloom", "gpt_neo")])  # these have code of their own
-def test_models_attend_over_short_rows_in_fp32(k, language_model, arch, monkeypatch):
+def test_models_attend_over_rows_in_fp32(k, language_model, arch, monkeypatch):
     """What transformers' models call in a pass over a batch, and in one for a token behind a cache."""
     model, seen, product = language_model(arch), [], torch.nn.functional.scaled_dot_product_attention
 

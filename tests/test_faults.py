@@ -256,7 +256,7 @@ def test_no_parent_is_seen(scripts, monkeypatch):
 
 
 def test_what_is_freed_is_kept(tmp_path):
-    """Linux would give each new tensor of 64 MiB fresh pages, a fault for each of 16,384; memory that the process has kept costs none.
+    """Linux would give each new tensor of 64 MiB fresh pages, a fault for nearly each of 16,384; memory that the process has kept costs none.
 
     The first tensors do not count: glibc before 2.38 does not find the place of a freed one at once, where they are aligned.
     """
@@ -274,7 +274,7 @@ print(faults)
 """
     process = start_process([sys.executable, "-c", code], ROOT)
     faults = json.loads(process.communicate(timeout=120)[0].splitlines()[-1])
-    assert sum(faults[-8:]) < 16_384 <= faults[0], faults
+    assert sum(faults[-8:]) < 16_000 < faults[0], faults  # a page or two may be there before
 
 
 @pytest.mark.parametrize("error", [torch.distributed.DistNetworkError("timed out"), KeyError("MASTER_ADDR")])

@@ -223,6 +223,25 @@ def test_kept_probabilities_change_no_bit(k, keep, blocks):
 
 
 @shipping("token_logprobs")
+def test_gradients_of_large_logits(k):
+    """All logits near -100, as many models have them: their probabilities still sum to 1, so nothing is rounded at the size of a logit."""
+    hidden, weight, tokens, _ = head_case(4, 16, 64, 2_000)
+    hidden[..., 0], weight[:, 0] = 1, -100
+    ours, theirs = (gradients(lambda h, w: f(h, w, tokens)[0], hidden, weight) for f in (k.token_logprobs, reference_logprobs))
+    for x, y in zip(ours, theirs):
+        assert (x.double() - y).norm() < 2e-5 * y.norm()
+
+
+@shipping("token_logprobs")
+def test_token_logprobs_of_no_token(k):
+    """A pass without a valid token has a gradient of 0, not what stood in the memory before."""
+    hidden, weight, _, bias = head_case(1, 1, 16, 1_600)
+    none = torch.zeros(1, 0, dtype=torch.long)
+    d_hidden, *others = gradients(lambda h, w, b: k.token_logprobs(h[:, :0], w, none, 1.0, b)[0], hidden, weight, bias)
+    assert all(torch.equal(x, torch.zeros_like(x)) for x in (d_hidden, *others))
+
+
+@shipping("token_logprobs")
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_token_logprobs_in_bf16(k, with_bias):
     """A logit rounded to bf16 is off by 2**-8 of its size at most, so a log-probability by twice that of the largest; sums are fp32."""

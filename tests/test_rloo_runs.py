@@ -13,6 +13,7 @@ import torch
 import transformers
 from run_tools import distance, free_port, reward_file, rows_of, same, spy, start_process, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 pytest_plugins = ["run_fixtures"]
 SGD = dict(optimizer="torch.optim.SGD", max_grad_norm=None)
@@ -409,8 +410,8 @@ def test_a_named_judge_is_the_judge(script, tiny_preference_model, small):
     """--judge-model and --judge-url come before the gold scorer of recipe tiny; an address without a name is refused."""
     tiny = script.parse_args(["--judge-model", "m", "--judge-url", "http://here/v1"])
     assert tiny.judge_fn and script.judge_name(tiny) == "m"
-    assert script.load_judge(tiny, None, "cpu").__qualname__.startswith("chat_judge")
-    model = script.load_judge(replace(tiny, judge_model=tiny_preference_model(), judge_url=None), None, torch.device("cpu"))
+    assert script.load_judge(tiny, None, None, "cpu").__qualname__.startswith("chat_judge")
+    model = script.load_judge(replace(tiny, judge_model=tiny_preference_model(), judge_url=None), None, None, torch.device("cpu"))
     assert model(["a post"], [" x"], [" x"]) == [0.5]
     with pytest.raises(script.UserError, match="--judge-url"):
         script.train(small("rloo_tldr", judge_url="http://here/v1"))
@@ -572,13 +573,15 @@ def test_a_real_server_as_judge(script, small, server, capsys):
     assert "Model win rate: " in line and name in line and "n = 6" in line and "temperature 0.7" in line
 
 
-def test_the_verb_judge(script, small, capsys, tiny_lm, tiny_posts, tmp_path):
-    """As TRL's judge_tldr.py, its flags included; here with a function, so that the rate is known."""
+def test_the_verb_judge(script, small, capsys, tiny_lm, tiny_posts, tmp_path, monkeypatch):
+    """As TRL's judge_tldr.py, its flags included; here with a function, so that the rate is known. Models attend as in training."""
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
     judge = reward_file(tmp_path, "return [float(len(r)) for r in responses]")
     flags = ["--model_name_or_path", tiny_lm(), "--judge_fn", judge, "--num_examples", "5", "--dataset_name", tiny_posts]
     script.main(["judge", *flags, "--response_length", "2", "--max_prompt_length", "200"])
     out = capsys.readouterr().out
     assert out.startswith("Model win rate: 0.00% +- 0.00% (0.0% ties; 0 posts without verdict), n = 5, judge ")
+    assert transformers.AttentionInterface()["sdpa"] is script.attention
     with pytest.raises(SystemExit):
         script.main(["judge", *flags[:2], "--judge_model", "/no/such/folder", "--judge_url", "http://localhost:9/v1", *flags[4:],
                      "--max_prompt_length", "200"])  # fmt: skip

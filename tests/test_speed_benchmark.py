@@ -41,6 +41,7 @@ def test_useful_work_by_hand():
     """10 weights in the body, 4 in the head, prompts of 3 tokens in all and responses of 2: generation, reference, two epochs."""
     job = dict(script="rloo_tldr.py", epochs=2, flops=dict(forward=2, reward=1))
     assert compare.useful_flops(job, 10, 4, 3, 2) == (2 + 2 + 6 + 6) * (10 * 5 + 4 * 2) + 2 * 10 * 5
+    assert compare.useful_flops(job, 10, 4, 3, 2, 4) == (2 + 2 + 4 + 4) * (10 * 5 + 4 * 2) + 2 * 10 * 5  # LoRA
     job["flops"] = dict(forward=2, reward=2, critic=True)  # PPO: the critic reads and learns
     assert compare.useful_flops(job, 10, 4, 3, 2) == 16 * (10 * 5 + 4 * 2) + 2 * 2 * 50 + 12 * 50
 

@@ -267,23 +267,24 @@ def timed(line):
     return line["batches"][1:] or line["batches"]
 
 
-def useful_flops(job, body, head, prompt, response):
-    """Of a batch with so many tokens: 2 a weight for a needed forward pass, 6 for a training pass; the head on responses only."""
+def useful_flops(job, body, head, prompt, response, training=6):
+    """Of a batch with so many tokens: 2 a weight for a needed forward pass, `training` for a training pass; the head on responses only."""
     tokens = prompt + response
     if job["script"] == "sft.py":
         return 6 * (body + head) * tokens
     if job["script"] == "reward_model.py":
         return 6 * body * tokens
     passes = job["flops"]  # generation and reference; reward model (and critic)
-    policy = (2 * passes["forward"] + 6 * job["epochs"]) * (body * tokens + head * response)
+    policy = (2 * passes["forward"] + training * job["epochs"]) * (body * tokens + head * response)
     return policy + body * tokens * (2 * passes.get("reward", 0) + 6 * job["epochs"] * ("critic" in passes))
 
 
 def numbers(line):
     """One run -> its row of the table."""
     job, seconds = line["job"], median(batch["seconds"] for batch in timed(line))
-    each = [(useful_flops(job, *line["parameters"], b["prompt_tokens"], b["response_tokens"]), b["prompt_tokens"] + b["response_tokens"],
-             b["seconds"]) for b in timed(line)]  # fmt: skip
+    training = 4 if "LoRA" in line["contestant"] else 6  # frozen weights have no gradient
+    each = [(useful_flops(job, *line["parameters"], b["prompt_tokens"], b["response_tokens"], training),
+             b["prompt_tokens"] + b["response_tokens"], b["seconds"]) for b in timed(line)]  # fmt: skip
     row = {"episodes/s": job["batch"] / seconds} if "batch" in job else {}
     row |= {"tokens/s": median(tokens / s for _, tokens, s in each), "s a batch": seconds}
     row |= {phase: median(batch[phase] for batch in timed(line)) for phase in ("rollout", "train")} if "batch" in job else {}
