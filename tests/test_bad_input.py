@@ -35,7 +35,8 @@ TABLE += [(script, f"{name}-data", dict(dataset_name=f"DATA/{name}"), word) for 
 TABLE += [(script, f"optimizer-{name}", dict(optimizer=name), name) for script in ALL
           for name in ("torch.optim.Nonsense", "nonsense", "torch.optim", "torch.nn.Linear")]  # fmt: skip
 TABLE += [(script, "lora", dict(lora_r=4, lora_target_modules="q_nonsense"), "q_nonsense") for script in ALL]
-TABLE += [(script, "lora-head", dict(lora_r=4, lora_target_modules="c_attn,lm_head"), "output embedding") for script in ALL if script != "reward_model"]
+HEAD = dict(lora_r=4, lora_target_modules="c_attn,lm_head")
+TABLE += [(script, "lora-head", HEAD, "output embedding") for script in ALL if script != "reward_model"]
 TABLE += [
     ("ppo_sentiment", "reward-model", dict(reward_model_path=MISSING), MISSING),
     ("ppo_sentiment", "judge", dict(judge_model_path=MISSING), MISSING),

@@ -256,7 +256,7 @@ def test_no_parent_is_seen(scripts, monkeypatch):
 
 
 def test_what_is_freed_is_kept(tmp_path):
-    """Linux would give each new tensor of 64 MiB fresh pages, a fault for nearly each of 16,384; memory that the process has kept costs none.
+    """Linux would give each new tensor of 64 MiB fresh pages, a fault for nearly each of 16,384; memory that it has kept costs none.
 
     The first tensors do not count: glibc before 2.38 does not find the place of a freed one at once, where they are aligned.
     """
