@@ -93,7 +93,7 @@ class Args:
     log_with: Literal["none", "wandb", "tensorboard"] = "none"
     """where the metrics go besides metrics.jsonl; WANDB_MODE=offline works"""
     num_sample_generations: int = 10
-    """how many times in a run a table of samples is shown (TRL)"""
+    """about how many times in a run a table of samples is shown (TRL)"""
     num_eval_prompts: int = 512
     """held-out prompts of the before / after table"""
     sanity: bool = False
@@ -104,7 +104,7 @@ class Args:
     reward_model_path: str | None = "rajkumarrrk/roberta-daily-dialog-intent-classifier"
     """intent classifier: class 0 is act 1; its tokenizer need not be the policy's. None: no intent, and the data need no acts"""
     reward_fn: str | None = None
-    """FILE.py:function that joins the reward; runs your code: (prompts, responses), lists of str -> list of float"""
+    """FILE.py:function that joins the reward; runs your code: (whole dialogues so far, answers), lists of str -> list of float"""
     value_model_path: str | None = None
     """a critic of its own that starts here (same vocabulary); None: a value head on the policy's backbone"""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
@@ -262,6 +262,8 @@ def parse_args(argv):
     if not there or not (folder / "args.json").exists():
         raise UserError(f"--resume {args.resume}: there is no such checkpoint, or no run (no args.json)")
     saved = load("run", lambda name: json.loads(Path(name).read_text())["args"], str(folder / "args.json"))
+    if argv[0][0] != "-" and recipe != saved.get("recipe"):
+        raise UserError(f"--resume {args.resume}: a run of recipe {saved.get('recipe')}, not {recipe}")
     if other := set(saved) ^ set(asdict(args)):
         raise UserError(f"--resume {args.resume}: a run of another script or version, one of the two has no {', '.join(sorted(other))}")
     args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
@@ -496,9 +498,13 @@ def check_positive(args, *names):
         if getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {getattr(args, name)}")
 
+def located(name):
+    """A folder as it is named, or beside this file, as recipes name theirs; else the name, which is the Hub's."""
+    return next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)
+
 def load(what, function, name, **kwargs):
     """function(name), with one line where it fails: a wrong path, no network, a broken file."""
-    name = next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)  # recipes name folders beside this file
+    name = located(name)
     try:
         return function(name, **kwargs)
     except Exception as error:  # the libraries raise a dozen kinds
@@ -531,6 +537,8 @@ def load_tokenizer(name):
 def add_lora(model, args):
     """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
     import peft
+    if args.lora_r < 0:
+        raise UserError(f"--lora-r must be 0 (no LoRA) or more; it is {args.lora_r}")
     target = args.lora_target_modules if args.lora_target_modules == "all-linear" else args.lora_target_modules.split(",")
     heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
@@ -677,16 +685,25 @@ def load_policy(args, name):
         policy.activation_checkpointing_enable(dict(use_reentrant=False))  # transformers does it in train mode, not in generate
     return policy, reference and reference.requires_grad_(False)
 
+@torch.no_grad()
+def reads_left_to_right(body):
+    """Whether the states of a text stay as they are where it goes on."""
+    ids = torch.arange(6)[None]  # [1, 6]
+    whole, part = (body(x).last_hidden_state[:, :5] for x in (ids, ids[:, :5]))
+    return torch.allclose(whole, part, atol=1e-3, rtol=1e-3)
+
 def build_policy(args):
     """Policy, reference and value function as the flags say. -> PolicyAndValue"""
     policy, reference = load_policy(args, args.model_name_or_path)
     critic = load_model(AutoModel, args.value_model_path) if args.value_model_path else None
     if critic is not None and critic.config.vocab_size < policy.config.vocab_size:
         raise UserError(f"--value-model-path {args.value_model_path}: its vocabulary is smaller than the policy's")
+    if critic is not None and not reads_left_to_right(critic):
+        raise UserError(f"--value-model-path {args.value_model_path}: it sees the tokens that come later; a critic must not")
     if critic is not None and args.gradient_checkpointing:
         critic.activation_checkpointing_enable(dict(use_reentrant=False))
     model = PolicyAndValue(policy, reference, critic)
-    if (head := Path(args.value_model_path or args.model_name_or_path) / "value_head.safetensors").exists():
+    if (head := Path(located(args.value_model_path or args.model_name_or_path)) / "value_head.safetensors").exists():
         model.value_head.load_state_dict(load_file(head))
     return model
 
@@ -1088,7 +1105,8 @@ def evaluate_dialogs(model, tokenizer, parts, turns, batch, stops, args):
     R = told.shape[1]
     ids, mask = torch.cat([batch[0], told], 1), torch.cat([batch[1], length_mask(kept, R)], 1)  # [B, C + R]
     n = args.per_device_train_batch_size
-    logprobs = torch.cat([model(i, m, R, 1.0)[0] for i, m in zip(ids.split(n), mask.split(n))])  # [B, R], of the references
+    passes = zip(ids.split(n), mask.split(n))
+    logprobs = torch.cat([response_logprobs(model.policy, i, m, R, 1.0)[0] for i, m in passes])  # [B, R], of the references
     text = text_metrics(answers, [turn.reference for turn in turns])
     table = {"rouge1": text["rouge1"], "rougeLsum": text["rougeLsum"], "meteor": b["meteor"].mean(), "sacrebleu": text["sacrebleu"]}
     table |= {"intent": b["intent_match"].mean()} if "intent_match" in b else {}
@@ -1496,8 +1514,9 @@ def train(args):
     if run.main:
         rows = zip(held_turns[:6], before[1], after[1])
         run.table("held-out prompts", [dict(last=t.previous, reference=t.reference, before=b, after=a) for t, b, a in rows])
-        said = [turn.reference for turn in held_turns]  # what people's own answers measure, where that says something
-        own = text_metrics(said, said) | custom_metrics(held_turns, said)
+        said = [turn.reference for turn in held_turns]  # what people's own answers measure
+        own = {k: x for k, x in text_metrics(said, said).items() if "distinct" in k}
+        own |= {k: float(x) for k, x in custom_metrics(held_turns, said).items()}
         own["tokens an answer"] = sum(len(turn.ids[turn.place]) for turn in held_turns) / len(said)
         rows = [dict(metric=k, before=x, after=after[0][k], references=own.get(k, "")) for k, x in before[0].items()]
         decoding = f"sampling, temperature {args.temperature}, up to {T} tokens"
@@ -1508,7 +1527,7 @@ def train(args):
         save_value(bare, run.folder / "model")
         run.curves("objective/scores", "meteor", "objective/kl", "policy/entropy_avg")
         say(f"saved {run.folder / 'model'}")
-    accelerator.wait_for_everyone()  # one that ends right after an exchange may abort, and torchrun then stops the one that saves
+    accelerator.wait_for_everyone()  # a process that ends too soon may abort, and torchrun would then stop the one that saves
     accelerator.end_training()
     return bare, run.folder
 

@@ -91,7 +91,7 @@ class Args:
     log_with: Literal["none", "wandb", "tensorboard"] = "none"
     """where the metrics go besides metrics.jsonl; WANDB_MODE=offline works"""
     num_sample_generations: int = 10
-    """how many times in a run a table of samples is shown (TRL)"""
+    """about how many times in a run a table of samples is shown (TRL)"""
     num_eval_prompts: int = 128
     """held-out prompts of the before / after table"""
     sanity: bool = False
@@ -259,6 +259,8 @@ def parse_args(argv):
     if not there or not (folder / "args.json").exists():
         raise UserError(f"--resume {args.resume}: there is no such checkpoint, or no run (no args.json)")
     saved = load("run", lambda name: json.loads(Path(name).read_text())["args"], str(folder / "args.json"))
+    if argv[0][0] != "-" and recipe != saved.get("recipe"):
+        raise UserError(f"--resume {args.resume}: a run of recipe {saved.get('recipe')}, not {recipe}")
     if other := set(saved) ^ set(asdict(args)):
         raise UserError(f"--resume {args.resume}: a run of another script or version, one of the two has no {', '.join(sorted(other))}")
     args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
@@ -472,9 +474,13 @@ def check_positive(args, *names):
         if getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {getattr(args, name)}")
 
+def located(name):
+    """A folder as it is named, or beside this file, as recipes name theirs; else the name, which is the Hub's."""
+    return next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)
+
 def load(what, function, name, **kwargs):
     """function(name), with one line where it fails: a wrong path, no network, a broken file."""
-    name = next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)  # recipes name folders beside this file
+    name = located(name)
     try:
         return function(name, **kwargs)
     except Exception as error:  # the libraries raise a dozen kinds
@@ -507,6 +513,8 @@ def load_tokenizer(name):
 def add_lora(model, args):
     """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
     import peft
+    if args.lora_r < 0:
+        raise UserError(f"--lora-r must be 0 (no LoRA) or more; it is {args.lora_r}")
     target = args.lora_target_modules if args.lora_target_modules == "all-linear" else args.lora_target_modules.split(",")
     heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
@@ -653,16 +661,25 @@ def load_policy(args, name):
         policy.activation_checkpointing_enable(dict(use_reentrant=False))  # transformers does it in train mode, not in generate
     return policy, reference and reference.requires_grad_(False)
 
+@torch.no_grad()
+def reads_left_to_right(body):
+    """Whether the states of a text stay as they are where it goes on."""
+    ids = torch.arange(6)[None]  # [1, 6]
+    whole, part = (body(x).last_hidden_state[:, :5] for x in (ids, ids[:, :5]))
+    return torch.allclose(whole, part, atol=1e-3, rtol=1e-3)
+
 def build_policy(args):
     """Policy, reference and value function as the flags say. -> PolicyAndValue"""
     policy, reference = load_policy(args, args.model_name_or_path)
     critic = load_model(AutoModel, args.value_model_path) if args.value_model_path else None
     if critic is not None and critic.config.vocab_size < policy.config.vocab_size:
         raise UserError(f"--value-model-path {args.value_model_path}: its vocabulary is smaller than the policy's")
+    if critic is not None and not reads_left_to_right(critic):
+        raise UserError(f"--value-model-path {args.value_model_path}: it sees the tokens that come later; a critic must not")
     if critic is not None and args.gradient_checkpointing:
         critic.activation_checkpointing_enable(dict(use_reentrant=False))
     model = PolicyAndValue(policy, reference, critic)
-    if (head := Path(args.value_model_path or args.model_name_or_path) / "value_head.safetensors").exists():
+    if (head := Path(located(args.value_model_path or args.model_name_or_path)) / "value_head.safetensors").exists():
         model.value_head.load_state_dict(load_file(head))
     return model
 
@@ -867,9 +884,11 @@ def load_queries(rows, tokenizer, args):
     texts = [text for text in rows["text"] if isinstance(text, str) and len(text) > args.min_text_length]
     queries = tokenizer(texts, truncation=True, max_length=args.query_max_length, add_special_tokens=False).input_ids if texts else []
     queries = [query for query in queries if len(query) >= args.query_min_length]
-    left_out(len(rows), len(queries), f"rows: no text of more than --min-text-length {args.min_text_length} characters")
+    left_out(len(rows), len(queries), f"rows: no text of more than --min-text-length {args.min_text_length} characters "
+             f"and at least --query-min-length {args.query_min_length} tokens")
     if not queries:
-        raise UserError(f"data set {args.dataset_name!r}: no text is longer than --min-text-length {args.min_text_length} characters")
+        raise UserError(f"data set {args.dataset_name!r}: no text is longer than --min-text-length {args.min_text_length} characters "
+                        f"and has at least --query-min-length {args.query_min_length} tokens")
     return queries
 
 def draw_batch(queries, rows, args, *place):
@@ -1352,7 +1371,7 @@ def train(args):
         save_value(bare, run.folder / "model")
         run.curves("objective/scores", "objective/kl", "policy/entropy_avg", "loss/value_avg")
         say(f"saved {run.folder / 'model'}")
-    accelerator.wait_for_everyone()  # one that ends right after an exchange may abort, and torchrun then stops the one that saves
+    accelerator.wait_for_everyone()  # a process that ends too soon may abort, and torchrun would then stop the one that saves
     accelerator.end_training()
     return bare, run.folder
 

@@ -221,6 +221,8 @@ def parse_args(argv):
     if not there or not (folder / "args.json").exists():
         raise UserError(f"--resume {args.resume}: there is no such checkpoint, or no run (no args.json)")
     saved = load("run", lambda name: json.loads(Path(name).read_text())["args"], str(folder / "args.json"))
+    if argv[0][0] != "-" and recipe != saved.get("recipe"):
+        raise UserError(f"--resume {args.resume}: a run of recipe {saved.get('recipe')}, not {recipe}")
     if other := set(saved) ^ set(asdict(args)):
         raise UserError(f"--resume {args.resume}: a run of another script or version, one of the two has no {', '.join(sorted(other))}")
     args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
@@ -264,9 +266,13 @@ def check_positive(args, *names):
         if getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {getattr(args, name)}")
 
+def located(name):
+    """A folder as it is named, or beside this file, as recipes name theirs; else the name, which is the Hub's."""
+    return next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)
+
 def load(what, function, name, **kwargs):
     """function(name), with one line where it fails: a wrong path, no network, a broken file."""
-    name = next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)  # recipes name folders beside this file
+    name = located(name)
     try:
         return function(name, **kwargs)
     except Exception as error:  # the libraries raise a dozen kinds
@@ -301,16 +307,19 @@ def draw_model(auto_class, text, tokenizer, **settings):
     name, *pairs = text.split()
     ends = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     try:
-        config = AutoConfig.from_pretrained(name) if Path(name).exists() or "/" in name else AutoConfig.for_model(name)
-        config.update(dict(vocab_size=len(tokenizer), **ends, **settings))
-        config.update({key: json.loads(value) for key, value in (pair.split("=") for pair in pairs)})
+        values = {key: json.loads(value) for key, value in (pair.split("=") for pair in pairs)}
+        there = Path(name).exists() or "/" in name
+        config = AutoConfig.from_pretrained(name) if there else AutoConfig.for_model(name, **values)  # it draws other values from these
+        config.update(dict(vocab_size=len(tokenizer)) | ends | settings | values)
         return auto_class.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the libraries raise a dozen kinds
         raise UserError(f"--from-config {text!r}: {error}; expected e.g. 'gpt2 n_layer=3 n_embd=128', or a folder") from error
 
 def add_lora(model, args):
     """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
     import peft
+    if args.lora_r < 0:
+        raise UserError(f"--lora-r must be 0 (no LoRA) or more; it is {args.lora_r}")
     target = args.lora_target_modules if args.lora_target_modules == "all-linear" else args.lora_target_modules.split(",")
     heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
@@ -974,7 +983,7 @@ def train(args):
         tokenizer.save_pretrained(run.folder / "model")
         run.curves("loss", "accuracy", "lr")
         say(f"saved {run.folder / 'model'}")
-    accelerator.wait_for_everyone()  # one that ends right after an exchange may abort, and torchrun then stops the one that saves
+    accelerator.wait_for_everyone()  # a process that ends too soon may abort, and torchrun would then stop the one that saves
     accelerator.end_training()
     return bare.model, run.folder
 

@@ -91,7 +91,7 @@ class Args:
     log_with: Literal["none", "wandb", "tensorboard"] = "none"
     """where the metrics go besides metrics.jsonl; WANDB_MODE=offline works"""
     num_sample_generations: int = 10
-    """how many times in a run a table of samples is shown (TRL)"""
+    """about how many times in a run a table of samples is shown (TRL)"""
     sanity: bool = False
     """two updates at learning rate 0 that check ratio 1, KL 0 and finite losses; nothing is trained"""
     # models
@@ -258,6 +258,8 @@ def parse_args(argv):
     if not there or not (folder / "args.json").exists():
         raise UserError(f"--resume {args.resume}: there is no such checkpoint, or no run (no args.json)")
     saved = load("run", lambda name: json.loads(Path(name).read_text())["args"], str(folder / "args.json"))
+    if argv[0][0] != "-" and recipe != saved.get("recipe"):
+        raise UserError(f"--resume {args.resume}: a run of recipe {saved.get('recipe')}, not {recipe}")
     if other := set(saved) ^ set(asdict(args)):
         raise UserError(f"--resume {args.resume}: a run of another script or version, one of the two has no {', '.join(sorted(other))}")
     args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
@@ -434,9 +436,13 @@ def check_positive(args, *names):
         if getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {getattr(args, name)}")
 
+def located(name):
+    """A folder as it is named, or beside this file, as recipes name theirs; else the name, which is the Hub's."""
+    return next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)
+
 def load(what, function, name, **kwargs):
     """function(name), with one line where it fails: a wrong path, no network, a broken file."""
-    name = next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)  # recipes name folders beside this file
+    name = located(name)
     try:
         return function(name, **kwargs)
     except Exception as error:  # the libraries raise a dozen kinds
@@ -469,6 +475,8 @@ def load_tokenizer(name):
 def add_lora(model, args):
     """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
     import peft
+    if args.lora_r < 0:
+        raise UserError(f"--lora-r must be 0 (no LoRA) or more; it is {args.lora_r}")
     target = args.lora_target_modules if args.lora_target_modules == "all-linear" else args.lora_target_modules.split(",")
     heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
@@ -1480,7 +1488,7 @@ def train(args):
         save_policy(bare.policy, tokenizer, run.folder / "model")
         run.curves("objective/scores", "objective/kl", "val/num_eos_tokens", "completions/mean_length")
         say(f"saved {run.folder / 'model'}")
-    accelerator.wait_for_everyone()  # one that ends right after an exchange may abort, and torchrun then stops the one that saves
+    accelerator.wait_for_everyone()  # a process that ends too soon may abort, and torchrun would then stop the one that saves
     accelerator.end_training()
     return bare, run.folder
 

@@ -208,6 +208,8 @@ def parse_args(argv):
     if not there or not (folder / "args.json").exists():
         raise UserError(f"--resume {args.resume}: there is no such checkpoint, or no run (no args.json)")
     saved = load("run", lambda name: json.loads(Path(name).read_text())["args"], str(folder / "args.json"))
+    if argv[0][0] != "-" and recipe != saved.get("recipe"):
+        raise UserError(f"--resume {args.resume}: a run of recipe {saved.get('recipe')}, not {recipe}")
     if other := set(saved) ^ set(asdict(args)):
         raise UserError(f"--resume {args.resume}: a run of another script or version, one of the two has no {', '.join(sorted(other))}")
     args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
@@ -328,9 +330,13 @@ def check_positive(args, *names):
         if getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {getattr(args, name)}")
 
+def located(name):
+    """A folder as it is named, or beside this file, as recipes name theirs; else the name, which is the Hub's."""
+    return next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)
+
 def load(what, function, name, **kwargs):
     """function(name), with one line where it fails: a wrong path, no network, a broken file."""
-    name = next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)  # recipes name folders beside this file
+    name = located(name)
     try:
         return function(name, **kwargs)
     except Exception as error:  # the libraries raise a dozen kinds
@@ -363,6 +369,8 @@ def load_tokenizer(name):
 def add_lora(model, args):
     """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
     import peft
+    if args.lora_r < 0:
+        raise UserError(f"--lora-r must be 0 (no LoRA) or more; it is {args.lora_r}")
     target = args.lora_target_modules if args.lora_target_modules == "all-linear" else args.lora_target_modules.split(",")
     heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
@@ -469,11 +477,12 @@ def draw_model(auto_class, text, tokenizer, **settings):
     name, *pairs = text.split()
     ends = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     try:
-        config = AutoConfig.from_pretrained(name) if Path(name).exists() or "/" in name else AutoConfig.for_model(name)
-        config.update(dict(vocab_size=len(tokenizer), **ends, **settings))
-        config.update({key: json.loads(value) for key, value in (pair.split("=") for pair in pairs)})
+        values = {key: json.loads(value) for key, value in (pair.split("=") for pair in pairs)}
+        there = Path(name).exists() or "/" in name
+        config = AutoConfig.from_pretrained(name) if there else AutoConfig.for_model(name, **values)  # it draws other values from these
+        config.update(dict(vocab_size=len(tokenizer)) | ends | settings | values)
         return auto_class.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the libraries raise a dozen kinds
         raise UserError(f"--from-config {text!r}: {error}; expected e.g. 'gpt2 n_layer=3 n_embd=128', or a folder") from error
 
 def learn_tokenizer(texts, size):
@@ -618,7 +627,7 @@ def write_samples(model, tokenizer, pairs, args):
     """Continue prompts, or the first 8 tokens of held-out documents, by sampling, until EOS or 40 tokens. -> rows of a table"""
     rows, context = [], getattr(model.config, "max_position_embeddings", 10**9)
     for ids, labels in pairs[: args.num_samples]:
-        prompt = ids[: max(8, labels.count(-100))] if -100 in labels else ids[:8]
+        prompt = ids[: labels.count(-100) or max(1, min(8, len(ids) - 1))]
         prompt = prompt[-max(1, context - 40):]  # its end is what is continued
         out = model.generate(torch.tensor([prompt], device=model.device), attention_mask=torch.ones(1, len(prompt), device=model.device),
                              max_new_tokens=min(40, context - len(prompt)), do_sample=True, top_k=0, pad_token_id=tokenizer.pad_token_id)
@@ -853,8 +862,10 @@ def train(args):
         load_model(AutoModelForCausalLM, args.model_name_or_path)
     if args.max_length > getattr(model.config, "max_position_embeddings", args.max_length):
         raise UserError(f"--max-length {args.max_length}: the model's context is {model.config.max_position_embeddings} tokens")
-    if args.packing and "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UserError("--packing needs a model that takes position ids, and this one does not; use --no-packing")
+    windows = [getattr(model.config, name, None) or args.max_length for name in ("sliding_window", "attention_chunk_size")]
+    apart = not (model._is_stateful or getattr(model.config, "alibi", False) or min(windows) < args.max_length)
+    if args.packing and not (apart and "position_ids" in inspect.signature(model.forward).parameters):
+        raise UserError("--packing needs a model that takes position ids, keeps no state and attends to whole rows; use --no-packing here")
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no EOS, so the model could not learn to stop")
     check_losses(model, args.from_config or args.model_name_or_path)
@@ -940,7 +951,7 @@ def train(args):
         tokenizer.save_pretrained(run.folder / "model")
         run.curves("loss", "mean_token_accuracy", "lr")
         say(f"saved {run.folder / 'model'}")
-    accelerator.wait_for_everyone()  # one that ends right after an exchange may abort, and torchrun then stops the one that saves
+    accelerator.wait_for_everyone()  # a process that ends too soon may abort, and torchrun would then stop the one that saves
     accelerator.end_training()
     return bare.model, run.folder
 

@@ -35,6 +35,12 @@ TABLE += [(script, f"{name}-data", dict(dataset_name=f"DATA/{name}"), word) for 
 TABLE += [(script, f"optimizer-{name}", dict(optimizer=name), name) for script in ALL
           for name in ("torch.optim.Nonsense", "nonsense", "torch.optim", "torch.nn.Linear")]  # fmt: skip
 TABLE += [(script, "lora", dict(lora_r=4, lora_target_modules="q_nonsense"), "q_nonsense") for script in ALL]
+TABLE += [(script, "critic-both-ways", dict(value_model_path="DATA/both-ways"), "later") for script in ("ppo_sentiment", "ppo_dialog")]
+TABLE += [(script, "lora-below-0", dict(lora_r=-1), "--lora-r") for script in ALL]
+MISTRAL = "mistral hidden_size=32 intermediate_size=64 num_hidden_layers=2 num_attention_heads=2 num_key_value_heads=2 sliding_window=8"
+TABLE += [("sft", "packing-in-windows", dict(from_config=MISTRAL, train_tokenizer=300), "--no-packing")]
+SHORT = dict(dataset_name="DATA/short", query_min_length=60, query_max_length=64)
+TABLE += [("ppo_sentiment", "queries-too-short", SHORT, "--query-min-length")]
 HEAD = dict(lora_r=4, lora_target_modules="c_attn,lm_head")
 TABLE += [(script, "lora-head", HEAD, "output embedding") for script in ALL if script != "reward_model"]
 TABLE += [
@@ -146,6 +152,8 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
         config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=0, **sizes)
         transformers.GPT2LMHeadModel(config).save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
+    config = transformers.DistilBertConfig(vocab_size=1024, dim=32, n_layers=1, n_heads=4)
+    transformers.DistilBertModel(config).save_pretrained(root / "both-ways")
     AutoModelForCausalLM.from_pretrained(tiny_lm()).save_pretrained(root / "no-eos")
     plain = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     plain.save_pretrained(root / "no-eos")
@@ -157,6 +165,7 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
                               ("strings", "Hello.", 1)):  # fmt: skip
         write_rows(root / name, train=[dict(dialog=texts, act=acts)] * 8)
     write_rows(root / "no-acts", train=[dict(dialog=SAID)] * 8)
+    write_rows(root / "short", train=[dict(text="A film of " + "ten " * 50)] * 8, test=[dict(text="A film of " + "ten " * 50)] * 8)
     write_rows(root / "held-out-acts", train=[dict(dialog=SAID, act=[1, 1])] * 8, test=[dict(dialog=SAID, act=[1, 9])])
     write_rows(root / "pairs", train=[dict(prompt=TEXT, chosen=" good", rejected=" bad")] * 8)
     write_rows(root / "empty-pairs", train=[dict(prompt=TEXT, chosen=" ", rejected=" bad")] * 8)

@@ -55,9 +55,9 @@ def test_a_documented_command_parses(scripts, name, words):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_flag_named_in_the_docs_exists(scripts, name):
     """`--flag` in a script's page is a field of some script's Args, or an option of torchrun, accelerate, pip or git."""
-    foreign = {"a_b", "nproc_per_node", "num_processes", "multi_gpu", "cpu", "help", "private", "repo_type", "no_packing",
-               "no_completion_only_loss"}  # fmt: skip
-    known = {field for script in scripts.values() for field in script.Args.__dataclass_fields__} | foreign
+    foreign = {"a_b", "nproc_per_node", "num_processes", "multi_gpu", "cpu", "help", "private", "repo_type"}
+    fields = [field for script in scripts.values() for field in script.Args.__dataclass_fields__.values()]
+    known = {field.name for field in fields} | {f"no_{field.name}" for field in fields if field.type is bool} | foreign
     page = (ROOT / "docs" / f"{name}.md").read_text()
     named = {flag.replace("-", "_") for flag in re.findall(r"(?<!-)--([a-z][a-z0-9_-]+)", page)}
     assert not named - known

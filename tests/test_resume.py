@@ -163,6 +163,8 @@ def test_resume_refuses_other_flags(scripts, small, script):
     module.train(args)
     with pytest.raises(module.UserError, match="learning_rate"):
         module.parse_args(["--resume", args.output_dir, "--learning-rate", "0.5"])
+    with pytest.raises(module.UserError, match="custom, not tiny"):
+        module.parse_args(["tiny", "--resume", args.output_dir])
     assert module.parse_args(["--resume", args.output_dir, "--save-every", "7"]).save_every == 7
     again = module.parse_args(["--resume", args.output_dir, "--learning-rate", str(args.learning_rate)])
     assert (again.output_dir, again.dataset_name) == (args.output_dir, args.dataset_name)

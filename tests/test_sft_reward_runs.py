@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import datasets
 import pytest
@@ -39,6 +40,21 @@ def test_from_config_with_a_new_tokenizer(sft, tiny_reviews):
     table = table_of(folder)
     assert table["after"]["loss"] < table["before"]["loss"] - 1
     assert rows[0]["perplexity"] == pytest.approx(math.exp(rows[0]["loss"]))
+
+
+def test_from_config_of_a_model_that_lists_its_layers(sft):
+    """qwen3 draws a list of the kinds of its layers from their number, and without it the model cannot be saved after the training."""
+    sizes = "hidden_size=32 intermediate_size=64 num_hidden_layers=2 num_attention_heads=2 num_key_value_heads=2 head_dim=16"
+    _, folder, _ = sft(from_config=f"qwen3 {sizes}", train_tokenizer=300)
+    assert AutoModelForCausalLM.from_pretrained(folder / "model").config.num_hidden_layers == 2
+
+
+def test_a_sample_shows_no_answer_as_its_prompt(scripts, tiny_lm, monkeypatch):
+    """A short prompt stays one, and something of a short text is left to be written."""
+    tokenizer, model = AutoTokenizer.from_pretrained(tiny_lm()), AutoModelForCausalLM.from_pretrained(tiny_lm())
+    pairs = [([5, 6, 7, 8], [-100, -100, 7, 8]), ([5, 6, 7], [5, 6, 7]), (list(range(20)), list(range(20))), ([9], [9])]
+    rows = scripts["sft"].write_samples(model, tokenizer, pairs, types.SimpleNamespace(num_samples=4))
+    assert [row["prompt"] for row in rows] == [tokenizer.decode(ids) for ids in ([5, 6], [5, 6], range(8), [9])]
 
 
 def test_packing_changes_no_loss(sft, tmp_path):
