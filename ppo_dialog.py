@@ -554,6 +554,12 @@ def trainable(module):
     """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
+def context_of(model):
+    """How many tokens a model takes at most; RoBERTa's positions begin behind the id of its pad."""
+    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
+    taken = max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)
+    return getattr(model.config, "max_position_embeddings", 10**9) - taken
+
 def body_and_head(model):
     """The transformer without its head, and its output embedding, of a causal language model with or without LoRA."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -722,7 +728,7 @@ def load_classifier(name, batch_size, device):
     model, tokenizer = load_model(AutoModelForSequenceClassification, name).to(device).eval(), load_tokenizer(name)
     model.config.pad_token_id, tokenizer.padding_side = tokenizer.pad_token_id, "right"  # how a decoder finds its last token
     tokenizer.truncation_side = "left"  # the response is the end
-    limit = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", 10**6))
+    limit = min(tokenizer.model_max_length, context_of(model))
 
     @torch.no_grad()
     def classify(texts):  # decoded, and tokenised again: the tokenizers need not be the same
@@ -1099,7 +1105,7 @@ def evaluate_dialogs(model, tokenizer, parts, turns, batch, stops, args):
     model.eval()
     b, answers = rollout_answers(model, tokenizer, parts, turns, batch, stops, args)
     kl = torch.where(length_mask(b["lengths"], args.response_length), b["logprobs"] - b["ref_logprobs"], 0.0).sum(1)  # [B]
-    room = getattr(model.policy.config, "max_position_embeddings", 10**9) - batch[0].shape[1]
+    room = context_of(model.policy) - batch[0].shape[1]
     said = [torch.tensor(turn.ids[turn.place][:room], device=kl.device) for turn in turns]  # as much of it as the context holds
     told, kept = nn.utils.rnn.pad_sequence(said, batch_first=True), torch.tensor([len(x) for x in said], device=kl.device)  # [B, R], [B]
     R = told.shape[1]
@@ -1359,7 +1365,7 @@ def train(args):
     args = replace(args, learning_rate=0.0) if args.sanity else args
     bare, tokenizer = build_policy(args).to(device), load_tokenizer(args.model_name_or_path)
     for part in (bare.policy, bare.critic or bare.policy):
-        if getattr(part.config, "max_position_embeddings", 10**9) < args.max_prompt_length + T:
+        if context_of(part) < args.max_prompt_length + T:
             raise UserError(f"--max-prompt-length {args.max_prompt_length} + --response-length {T} is longer than the model's context")
     parts, classifier, meteor_matches = load_reward_parts(args, device)
     frozen = [model for model in (bare.reference, classifier) if model is not None]
@@ -1547,7 +1553,7 @@ def chat(argv):
     model, tokenizer = load_model(AutoModelForCausalLM, name).eval(), load_tokenizer(name)
     check_head(model, name)
     stops = load_stops(tokenizer, body_and_head(model)[1].weight.shape[0], args)
-    room = getattr(model.config, "max_position_embeddings", 10**9) - args.response_length
+    room = context_of(model) - args.response_length
     if room <= 0:
         raise UserError(f"--response-length {args.response_length} leaves no room for a prompt in the model's context")
     args = replace(args, max_prompt_length=min(args.max_prompt_length, room))

@@ -530,6 +530,12 @@ def trainable(module):
     """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
+def context_of(model):
+    """How many tokens a model takes at most; RoBERTa's positions begin behind the id of its pad."""
+    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
+    taken = max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)
+    return getattr(model.config, "max_position_embeddings", 10**9) - taken
+
 def body_and_head(model):
     """The transformer without its head, and its output embedding, of a causal language model with or without LoRA."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -698,7 +704,7 @@ def load_classifier(name, batch_size, device):
     model, tokenizer = load_model(AutoModelForSequenceClassification, name).to(device).eval(), load_tokenizer(name)
     model.config.pad_token_id, tokenizer.padding_side = tokenizer.pad_token_id, "right"  # how a decoder finds its last token
     tokenizer.truncation_side = "left"  # the response is the end
-    limit = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", 10**6))
+    limit = min(tokenizer.model_max_length, context_of(model))
 
     @torch.no_grad()
     def classify(texts):  # decoded, and tokenised again: the tokenizers need not be the same
@@ -1212,7 +1218,7 @@ def train(args):
     args = replace(args, learning_rate=0.0) if args.sanity else args
     bare, tokenizer = build_policy(args).to(device), load_tokenizer(args.model_name_or_path)
     for part in (bare.policy, bare.critic or bare.policy):
-        if getattr(part.config, "max_position_embeddings", 10**9) < args.query_max_length + T:
+        if context_of(part) < args.query_max_length + T:
             raise UserError(f"--query-max-length {args.query_max_length} + --response-length {T} is longer than the model's context")
     reward = load_reward(args, device)
     judge = args.judge_model_path and opinion_of(args.reward_label, args.judge_model_path, 64, device)

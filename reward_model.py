@@ -335,6 +335,12 @@ def trainable(module):
     """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
+def context_of(model):
+    """How many tokens a model takes at most; RoBERTa's positions begin behind the id of its pad."""
+    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
+    taken = max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)
+    return getattr(model.config, "max_position_embeddings", 10**9) - taken
+
 def sequence_logits(model, input_ids, mask):
     """Class logits of right-padded texts. [B, L], bool [B, L] -> fp32 [B, classes]
 
@@ -380,6 +386,9 @@ def new_head(model, name):
     config = load("model", AutoConfig.from_pretrained, base_of(name)) if name else None
     known = config and any("ForSequenceClassification" in architecture for architecture in config.architectures or ())
     new = not known or config.num_labels != model.config.num_labels
+    if name and base_of(name) != name:
+        import peft
+        new = new and peft.PeftConfig.from_pretrained(name).task_type != "SEQ_CLS"  # peft keeps the head of such an adapter
     if new and hasattr(model, "score"):
         scale = (model.score.in_features + 1) ** -0.5
         nn.init.normal_(model.score.weight, std=scale)
@@ -879,8 +888,8 @@ def train(args):
         model = load_model(AutoModelForSequenceClassification, args.model_name_or_path, settings, ignore_mismatched_sizes=True)
     new = new_head(model, None if args.from_config else args.model_name_or_path)
     model.config.pad_token_id = tokenizer.pad_token_id  # for transformers' pipeline, which finds a decoder's last token by it
-    if args.max_length > getattr(model.config, "max_position_embeddings", args.max_length):
-        raise UserError(f"--max-length {args.max_length}: the model's context is {model.config.max_position_embeddings} tokens")
+    if args.max_length > context_of(model):
+        raise UserError(f"--max-length {args.max_length}: the model's context is {context_of(model)} tokens")
     if args.lora_r:
         model = add_lora(model, args)
         for name in ("score", "classifier", "pre_classifier"):  # the new head, by the names that transformers gives it: trained whole
@@ -922,7 +931,8 @@ def train(args):
         if labels and args.min_prefix_length:
             shares = torch.rand(B, generator=draws(args.seed, "prefix", update)).tolist()
             cuts = [args.min_prefix_length + round(share * (len(ids) - args.min_prefix_length)) for share, ([ids], _) in zip(shares, batch)]
-            batch = [([ids[:cut]], label) for cut, ([ids], label) in zip(cuts, batch)]
+            ends = [ids[-1:] if ids[-1:] == [tokenizer.sep_token_id] else [] for [ids], _ in batch]  # BERT's [SEP] stays
+            batch = [([ids[: cut - len(end)] + end], label) for cut, end, ([ids], label) in zip(cuts, ends, batch)]
         batch = sorted(batch[rank * B // world : (rank + 1) * B // world], key=lambda row: max(map(len, row[0])))
 
         # 2. Gradients: each micro-batch adds its sum / the size of the whole batch. All responses to a prompt are in one pass.

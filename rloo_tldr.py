@@ -492,6 +492,12 @@ def trainable(module):
     """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
+def context_of(model):
+    """How many tokens a model takes at most; RoBERTa's positions begin behind the id of its pad."""
+    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
+    taken = max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)
+    return getattr(model.config, "max_position_embeddings", 10**9) - taken
+
 def body_and_head(model):
     """The transformer without its head, and its output embedding, of a causal language model with or without LoRA."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -669,6 +675,9 @@ def new_head(model, name):
     config = load("model", AutoConfig.from_pretrained, base_of(name)) if name else None
     known = config and any("ForSequenceClassification" in architecture for architecture in config.architectures or ())
     new = not known or config.num_labels != model.config.num_labels
+    if name and base_of(name) != name:
+        import peft
+        new = new and peft.PeftConfig.from_pretrained(name).task_type != "SEQ_CLS"  # peft keeps the head of such an adapter
     if new and hasattr(model, "score"):
         scale = (model.score.in_features + 1) ** -0.5
         nn.init.normal_(model.score.weight, std=scale)
@@ -689,7 +698,7 @@ def load_scorer(name, batch_size, device):
     if model.config.num_labels != 1:
         raise UserError(f"{name}: a classifier of {model.config.num_labels} labels; a model of preferences has one score")
     offset, model = getattr(config, "reward_offset", 0.0), model.to(device).eval()
-    limit = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", 10**6))
+    limit = min(tokenizer.model_max_length, context_of(model))
 
     @torch.no_grad()
     def score(prompts, responses):
@@ -884,7 +893,7 @@ def load_posts(rows, tokenizer, args):
 def check_fit(args, tokenizer, policy, posts):
     """Refuse posts that do not fit the context, and a stop token that does not exist. -> tokens of the longest prompt, stop token's id"""
     longest, T = max(len(ids) for ids, *_ in posts), args.response_length
-    if getattr(policy.config, "max_position_embeddings", 10**9) < longest + T:
+    if context_of(policy) < longest + T:
         raise UserError(f"the longest prompt, {longest} tokens, + --response-length {T} is longer than the model's context; lower "
                         "--max-prompt-length")
     stop_token_id = args.stop_token_id if args.stop_token_id is not None else tokenizer.eos_token_id if args.stop_token else -1

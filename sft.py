@@ -117,7 +117,7 @@ class Args:
     num_train_rows: int | None = None
     """only the first so many documents; None: all"""
     num_eval_rows: int = 500
-    """held-out documents of the before / after table"""
+    """held-out documents of the before / after table, the first ones of the split"""
     # batch
     num_train_epochs: float = 1.0
     """passes over the rows"""
@@ -492,6 +492,12 @@ def learn_tokenizer(texts, size):
     ends = dict(bos_token="<|endoftext|>", eos_token="<|endoftext|>", pad_token="<|pad|>")
     return transformers.PreTrainedTokenizerFast(tokenizer_object=learned._tokenizer, **ends)
 
+def context_of(model):
+    """How many tokens a model takes at most; RoBERTa's positions begin behind the id of its pad."""
+    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
+    taken = max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)
+    return getattr(model.config, "max_position_embeddings", 10**9) - taken
+
 def body_and_head(model):
     """The transformer without its head, and its output embedding, of a causal language model with or without LoRA."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -625,7 +631,7 @@ def document_states(body, ids, positions):
 @torch.no_grad()
 def write_samples(model, tokenizer, pairs, args):
     """Continue prompts, or the first 8 tokens of held-out documents, by sampling, until EOS or 40 tokens. -> rows of a table"""
-    rows, context = [], getattr(model.config, "max_position_embeddings", 10**9)
+    rows, context = [], context_of(model)
     for ids, labels in pairs[: args.num_samples]:
         prompt = ids[: labels.count(-100) or max(1, min(8, len(ids) - 1))]
         prompt = prompt[-max(1, context - 40):]  # its end is what is continued
@@ -860,8 +866,8 @@ def train(args):
         tokenizer = load_tokenizer(args.model_name_or_path)
     model = draw_model(AutoModelForCausalLM, args.from_config, tokenizer) if args.from_config else \
         load_model(AutoModelForCausalLM, args.model_name_or_path)
-    if args.max_length > getattr(model.config, "max_position_embeddings", args.max_length):
-        raise UserError(f"--max-length {args.max_length}: the model's context is {model.config.max_position_embeddings} tokens")
+    if args.max_length > context_of(model):
+        raise UserError(f"--max-length {args.max_length}: the model's context is {context_of(model)} tokens")
     windows = [getattr(model.config, name, None) or args.max_length for name in ("sliding_window", "attention_chunk_size")]
     apart = not (model._is_stateful or getattr(model.config, "alibi", False) or min(windows) < args.max_length)
     if args.packing and not (apart and "position_ids" in inspect.signature(model.forward).parameters):

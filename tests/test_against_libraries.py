@@ -7,7 +7,7 @@ import naive
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, HEADS, LAYERS, ROOT, WIDTH, shipping
+from conftest import ARCHITECTURES, HEADS, LAYERS, ROOT, SCRIPTS, WIDTH, shipping
 from datasets import Dataset
 from torch.nn.functional import pad
 
@@ -718,3 +718,19 @@ def test_train_mode_has_no_dropout(scripts, name, tiny_lm, tmp_path):
     loaded = k.add_lora(loaded, k.Args(lora_r=2)).train()
     ids = numbers(2, 12)
     assert torch.equal(loaded(input_ids=ids).logits, loaded(input_ids=ids).logits)
+
+
+# ---- the context of a model ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("kind, sizes, tokens", [("Roberta", dict(max_position_embeddings=66, pad_token_id=1), 64),
+                                                 ("DistilBert", dict(max_position_embeddings=66, n_layers=1, dim=32, n_heads=4), 66),
+                                                 ("GPT2", dict(n_positions=66), 66), ("Bloom", dict(), 10**9)])  # fmt: skip
+def test_the_context_is_what_a_model_takes(scripts, name, kind, sizes, tokens):
+    """One token more ends in an error. BLOOM has no limit."""
+    shape = dict(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4) if kind != "DistilBert" else dict(vocab_size=99)
+    model = getattr(transformers, kind + "Model")(getattr(transformers, kind + "Config")(**shape | sizes)).eval()
+    assert scripts[name].context_of(model) == tokens
+    if tokens < 10**9:
+        model(torch.full((1, tokens), 5))
+        with pytest.raises((IndexError, RuntimeError)):
+            model(torch.full((1, tokens + 1), 5))

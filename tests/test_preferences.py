@@ -3,6 +3,7 @@
 import json
 import math
 
+import peft
 import pytest
 import torch
 from run_tools import distance, spy, weights, write_rows
@@ -157,6 +158,16 @@ def test_a_new_head_has_the_documented_spread(script, tiny_lm, tmp_path):
     model.save_pretrained(tmp_path / "rm")
     again = script.load_model(AutoModelForSequenceClassification, str(tmp_path / "rm"))
     assert not script.new_head(again, str(tmp_path / "rm")) and torch.equal(again.score.weight, model.score.weight)
+
+
+def test_the_head_of_an_adapter_stays(script, tiny_lm, tmp_path):
+    """peft keeps the head beside an adapter of a classifier (trick 35): it is not drawn again."""
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_lm("llama"), num_labels=1)
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"]))
+    model.base_model.model.score.modules_to_save["default"].weight.data.fill_(0.5)
+    model.save_pretrained(tmp_path)
+    model = script.load_model(AutoModelForSequenceClassification, str(tmp_path), dict(num_labels=1))
+    assert not script.new_head(model, str(tmp_path)) and (model.score.weight == 0.5).all()
 
 
 def test_references_score_0(pairs, scripts, tiny_posts, tiny_pairs):

@@ -422,6 +422,21 @@ def test_prefixes_while_training(reward, scripts, monkeypatch):
     assert len(torch.cat(trained).unique()) > 15
 
 
+def test_prefixes_keep_the_mark_at_the_end(reward, scripts, monkeypatch, tiny_classifier, tmp_path):
+    """What BERT's tokenizer puts behind each text stands behind its beginnings too."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_classifier())
+    tokenizer.sep_token = tokenizer.eos_token
+    mark = [(tokenizer.sep_token, tokenizer.sep_token_id)]
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(f"$A {tokenizer.sep_token}", special_tokens=mark)
+    tokenizer.save_pretrained(tmp_path / "model")
+    AutoModelForSequenceClassification.from_pretrained(tiny_classifier()).save_pretrained(tmp_path / "model")
+    calls = spy(monkeypatch, scripts["reward_model"], "collate_texts")
+    reward(model_name_or_path=str(tmp_path / "model"), min_prefix_length=4)
+    for _, (ids, mask, *_) in calls:
+        assert (ids.gather(1, mask.sum(1, keepdim=True) - 1) == tokenizer.sep_token_id).all()
+    assert min(mask.sum(1).min() for _, (_, mask, *_) in calls) < 15
+
+
 def test_reward_gradient_does_not_depend_on_micro_batches(reward):
     """One step of SGD on 8 texts: as 8, as 2 x 4 and as 8 x 1."""
     results = []
