@@ -282,6 +282,7 @@ def load(what, function, name, **kwargs):
 
 def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
+    name = located(name)
     if (Path(name) / "adapter_config.json").exists():
         import peft
         if "quantization_config" in kwargs:
@@ -327,7 +328,7 @@ def add_lora(model, args):
         model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
-    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):  # token_logprobs reads the weight alone
+    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):  # the loss would read the weight alone
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: the output embedding cannot have an adapter here")
     return model
 
@@ -373,6 +374,7 @@ def shared_prompt_scores(model, input_ids, mask, K):
 
 def base_of(name):
     """The model under a LoRA adapter's folder, or under the adapter it stands on; any other name as it is."""
+    name = located(name)
     if not (Path(name) / "adapter_config.json").exists():
         return name
     import peft
@@ -386,7 +388,7 @@ def new_head(model, name):
     config = load("model", AutoConfig.from_pretrained, base_of(name)) if name else None
     known = config and any("ForSequenceClassification" in architecture for architecture in config.architectures or ())
     new = not known or config.num_labels != model.config.num_labels
-    if name and base_of(name) != name:
+    if name and (name := located(name)) != base_of(name):
         import peft
         new = new and peft.PeftConfig.from_pretrained(name).task_type != "SEQ_CLS"  # peft keeps the head of such an adapter
     if new and hasattr(model, "score"):

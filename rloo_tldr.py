@@ -353,7 +353,7 @@ class BlockwiseLogprobs(torch.autograd.Function):
         hidden, weight, bias, tokens, scale, *kept = ctx.saved_tensors
         N, grad = len(grad), F.pad(grad, (0, len(hidden) - len(grad)))
         d_hidden = grad[:, None] * weight[tokens].float()  # [N, H]
-        empty = torch.empty_like if N else torch.zeros_like
+        empty = torch.empty_like if N else torch.zeros_like  # without rows nothing below fills it
         d_weight = empty(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # [V, H]
         d_bias = grad.new_zeros(len(weight)).index_add_(0, tokens, grad) if bias is not None else None  # [V]
         for k, rows, columns, _, _, exps in BlockwiseLogprobs.blocks(hidden, weight, bias, kept):
@@ -452,6 +452,7 @@ def load(what, function, name, **kwargs):
 
 def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
+    name = located(name)
     if (Path(name) / "adapter_config.json").exists():
         import peft
         if "quantization_config" in kwargs:
@@ -484,7 +485,7 @@ def add_lora(model, args):
         model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
-    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):  # token_logprobs reads the weight alone
+    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):  # the loss would read the weight alone
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: the output embedding cannot have an adapter here")
     return model
 
@@ -517,8 +518,8 @@ def hidden_states(body, input_ids, mask, cache):
 def attention(module, query, key, value, attention_mask, **options):
     """transformers' SDPA, [B, heads, L, size] each, but in fp32 on a CPU, where the backward pass in bf16 takes longer.
 
-    8 rows of 128 tokens: 2 ms, and 6 in bf16; at 512 both are alike. For all lengths, or rows as long as the limit would round
-    otherwise in the update than in the rollout. A single token behind a cache has no backward pass, and stays in bf16.
+    8 rows of 128 tokens: 2 ms, and 6 in bf16; at 512 both are alike. With a limit, rows near it would round differently
+    in the rollout and in the update. A single token behind a cache has no backward pass, and stays in bf16.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     if torch.is_autocast_enabled("cpu") and query.shape[2] > 1:
@@ -539,17 +540,25 @@ def document_states(body, ids, positions):
     mask = torch.zeros(apart.shape, device=ids.device).masked_fill(apart, torch.finfo(torch.bfloat16).min)[:, None]  # [B, 1, L, L]
     return body(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
 
+def can_pack(model, width):
+    """Whether rows of this width may hold several documents: a mask keeps them apart, and positions begin anew.
+
+    A recurrent state would leak, the mask knows no window, Falcon's ALiBi reads another, and BLOOM would go on counting.
+    """
+    config, parameters = model.config.get_text_config(), inspect.signature(model.forward).parameters
+    windows = [getattr(config, name, None) or width for name in ("sliding_window", "attention_chunk_size")]
+    leaks = getattr(model, "_is_stateful", True) or getattr(config, "alibi", False)
+    return min(windows) >= width and not leaks and "position_ids" in parameters
+
 def packing_pays(body, mask, width):
     """Whether rows, padded to this width, cost less as one row without pads, where most pairs of tokens are masked. bool [B, C + T]
 
     A layer takes 24 H^2 operations for a token and 4 H for a pair; those of pairs, which are slower, count twice. Not for GPUs: not tried.
     """
-    if mask.device.type != "cpu" or getattr(body, "_is_stateful", True) or "position_ids" not in inspect.signature(body.forward).parameters:
-        return False  # a recurrent state would leak, and without position ids (BLOOM) rows would go on counting
-    config, N, cells = body.config.get_text_config(), int(mask.sum()), len(mask) * width
-    windows = [getattr(config, name, None) or width for name in ("sliding_window", "attention_chunk_size")]
-    fits = min(windows) >= width and not getattr(config, "alibi", False)  # the mask knows no window, and Falcon's ALiBi reads another
-    return fits and 6 * config.hidden_size * (cells - N) > 2 * (N**2 - cells * width / 2)
+    if mask.device.type != "cpu" or not can_pack(body, width):
+        return False
+    N, cells = int(mask.sum()), len(mask) * width
+    return 6 * body.config.get_text_config().hidden_size * (cells - N) > 2 * (N**2 - cells * width / 2)
 
 def response_states(body, input_ids, mask, T):
     """The hidden states that predict the last T tokens: the one at t - 1 predicts token t. [B, C + T], bool [B, C + T] -> [B, T, H]
@@ -662,6 +671,7 @@ def sequence_logits(model, input_ids, mask):
 
 def base_of(name):
     """The model under a LoRA adapter's folder, or under the adapter it stands on; any other name as it is."""
+    name = located(name)
     if not (Path(name) / "adapter_config.json").exists():
         return name
     import peft
@@ -675,7 +685,7 @@ def new_head(model, name):
     config = load("model", AutoConfig.from_pretrained, base_of(name)) if name else None
     known = config and any("ForSequenceClassification" in architecture for architecture in config.architectures or ())
     new = not known or config.num_labels != model.config.num_labels
-    if name and base_of(name) != name:
+    if name and (name := located(name)) != base_of(name):
         import peft
         new = new and peft.PeftConfig.from_pretrained(name).task_type != "SEQ_CLS"  # peft keeps the head of such an adapter
     if new and hasattr(model, "score"):
@@ -1057,7 +1067,7 @@ def load_judge(args, score, gold, device):
 
     A chat model, a second model of preferences, else the larger score: by `gold`, or without it by the reward's `score`.
     """
-    if args.judge_model and (args.judge_url or not any((place / args.judge_model).is_dir() for place in (Path(), HERE))):
+    if args.judge_model and (args.judge_url or not Path(located(args.judge_model)).is_dir()):
         return chat_judge(args)
     if args.judge_model:
         judge = load_scorer(args.judge_model, args.local_rollout_forward_batch_size, device)

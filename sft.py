@@ -296,7 +296,7 @@ class BlockwiseLogprobs(torch.autograd.Function):
         hidden, weight, bias, tokens, scale, *kept = ctx.saved_tensors
         N, grad = len(grad), F.pad(grad, (0, len(hidden) - len(grad)))
         d_hidden = grad[:, None] * weight[tokens].float()  # [N, H]
-        empty = torch.empty_like if N else torch.zeros_like
+        empty = torch.empty_like if N else torch.zeros_like  # without rows nothing below fills it
         d_weight = empty(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # [V, H]
         d_bias = grad.new_zeros(len(weight)).index_add_(0, tokens, grad) if bias is not None else None  # [V]
         for k, rows, columns, _, _, exps in BlockwiseLogprobs.blocks(hidden, weight, bias, kept):
@@ -346,6 +346,7 @@ def load(what, function, name, **kwargs):
 
 def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
+    name = located(name)
     if (Path(name) / "adapter_config.json").exists():
         import peft
         if "quantization_config" in kwargs:
@@ -378,7 +379,7 @@ def add_lora(model, args):
         model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
-    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):  # token_logprobs reads the weight alone
+    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):  # the loss would read the weight alone
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: the output embedding cannot have an adapter here")
     return model
 
@@ -613,6 +614,16 @@ def collate_rows(rows, device):
             labels[i, at] = -100
             at += len(tokens)
     return ids.to(device), labels.to(device), positions.to(device)
+
+def can_pack(model, width):
+    """Whether rows of this width may hold several documents: a mask keeps them apart, and positions begin anew.
+
+    A recurrent state would leak, the mask knows no window, Falcon's ALiBi reads another, and BLOOM would go on counting.
+    """
+    config, parameters = model.config.get_text_config(), inspect.signature(model.forward).parameters
+    windows = [getattr(config, name, None) or width for name in ("sliding_window", "attention_chunk_size")]
+    leaks = getattr(model, "_is_stateful", True) or getattr(config, "alibi", False)
+    return min(windows) >= width and not leaks and "position_ids" in parameters
 
 def document_states(body, ids, positions):
     """Last hidden states [B, L, H]. Where a row holds several documents, a block-diagonal causal mask keeps them apart.
@@ -868,9 +879,7 @@ def train(args):
         load_model(AutoModelForCausalLM, args.model_name_or_path)
     if args.max_length > context_of(model):
         raise UserError(f"--max-length {args.max_length}: the model's context is {context_of(model)} tokens")
-    windows = [getattr(model.config, name, None) or args.max_length for name in ("sliding_window", "attention_chunk_size")]
-    apart = not (model._is_stateful or getattr(model.config, "alibi", False) or min(windows) < args.max_length)
-    if args.packing and not (apart and "position_ids" in inspect.signature(model.forward).parameters):
+    if args.packing and not can_pack(model, args.max_length):
         raise UserError("--packing needs a model that takes position ids, keeps no state and attends to whole rows; use --no-packing here")
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no EOS, so the model could not learn to stop")

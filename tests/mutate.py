@@ -67,7 +67,7 @@ FAULTS = [Fault(*row) for row in [
      "torch.arange(int(mask.sum()))]", LIB + "packed_rows_are_the_padded_ones[llama-ppo_dialog]"),
     ("hidden states of packed rows one to the right", 6, S, "response_states", "[:, -T - 1 : -1]", "[:, -T:]",
      LIB + "packed_rows_are_the_padded_ones[gpt2-ppo_sentiment]"),
-    ("rows are packed over a window", None, R, "packing_pays", "min(windows) >= width and ", "",
+    ("rows are packed over a window", None, R, "can_pack", "min(windows) >= width and ", "",
      LIB + "when_rows_are_packed[rloo_tldr]"),
     ("mean over pads", 4, S, "masked_mean", "/ mask.sum()", "/ mask.numel()", "kernels::masked_mean_agrees_with_naive"),
     ("mask one too long", 4, R, "length_mask", "< lengths[:, None]", "<= lengths[:, None]", "kernels::length_mask_edges"),

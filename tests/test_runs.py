@@ -2,6 +2,7 @@
 
 import math
 
+import peft
 import pytest
 import torch
 import transformers
@@ -392,6 +393,18 @@ def test_bf16(ppo, flags, monkeypatch):
     assert half[0][name] != full[0][name] and half[0][name] == pytest.approx(full[0][name], rel=0.1)
     assert half[0]["val/ratio"] == pytest.approx(1, abs=1e-2) and abs(half[0]["objective/kl"]) < 1e-2
     assert transformers.AttentionInterface()["sdpa"].__name__ == "attention"
+
+
+def test_what_stands_beside_the_script_is_found(script, tiny_lm, tmp_path, monkeypatch):
+    """A folder is named from the script's own too: its weights, its value head and what an adapter is."""
+    model = script.build_policy(script.Args(model_name_or_path=tiny_lm()))
+    model.value_head.bias.data.fill_(2)
+    model.policy.save_pretrained(tmp_path / "lm")
+    script.save_value(model, tmp_path / "lm")
+    peft.get_peft_model(model.policy, peft.LoraConfig(r=2, target_modules=["c_attn"])).save_pretrained(tmp_path / "adapter")
+    monkeypatch.setattr(script, "HERE", tmp_path)
+    assert script.build_policy(script.Args(model_name_or_path="lm")).value_head.bias == 2
+    assert script.load_model(AutoModelForCausalLM, "adapter").name_or_path == str(tmp_path / "adapter")
 
 
 # ---- Value function --------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def test_from_config_of_a_model_that_lists_its_layers(sft):
     assert AutoModelForCausalLM.from_pretrained(folder / "model").config.num_hidden_layers == 2
 
 
-def test_a_sample_shows_no_answer_as_its_prompt(scripts, tiny_lm, monkeypatch):
+def test_a_sample_shows_no_answer_as_its_prompt(scripts, tiny_lm):
     """A short prompt stays one, and something of a short text is left to be written."""
     tokenizer, model = AutoTokenizer.from_pretrained(tiny_lm()), AutoModelForCausalLM.from_pretrained(tiny_lm())
     pairs = [([5, 6, 7, 8], [-100, -100, 7, 8]), ([5, 6, 7], [5, 6, 7]), (list(range(20)), list(range(20))), ([9], [9])]
