@@ -620,10 +620,11 @@ def can_pack(model, width):
 
     A recurrent state would leak, the mask knows no window, Falcon's ALiBi reads another, and BLOOM would go on counting.
     """
-    config, parameters = model.config.get_text_config(), inspect.signature(model.forward).parameters
+    if getattr(model, "_is_stateful", True) or "position_ids" not in inspect.signature(model.forward).parameters:
+        return False
+    config = model.config.get_text_config()
     windows = [getattr(config, name, None) or width for name in ("sliding_window", "attention_chunk_size")]
-    leaks = getattr(model, "_is_stateful", True) or getattr(config, "alibi", False)
-    return min(windows) >= width and not leaks and "position_ids" in parameters
+    return min(windows) >= width and not getattr(config, "alibi", False)
 
 def document_states(body, ids, positions):
     """Last hidden states [B, L, H]. Where a row holds several documents, a block-diagonal causal mask keeps them apart.
