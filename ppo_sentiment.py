@@ -1,35 +1,33 @@
 """PPO that teaches a language model to write positive film reviews.
 
 If you know PPO from CleanRL's ppo.py, this is what language changes:
-1. A state is a text and an action is a token. The first words of a review are the prompt; the policy samples the rest from
-   its own softmax, without top-k or top-p, because that distribution is the one which is scored later (`generate`).
-2. The reward comes once, on the last token: the logit with which a classifier calls the whole text positive (`token_rewards`).
-3. Every token also pays for leaving the reference model: -kl_coef * (logprob - ref_logprob). The coefficient follows the
-   KL that it is meant to hold (`adaptive_kl_coef`; Ziegler et al. 2019, section 2.2).
-4. Responses end early, so every tensor has a mask made from counts, never from `token != pad` (`length_mask`).
-5. The value function is a linear head on the policy's own backbone, zero at the start, or a critic with its own weights.
 
-    python ppo_sentiment.py                                # recipe tiny: no download, no GPU, 2 to 3 minutes on 2 cores
-    python ppo_sentiment.py --learning-rate 1.41e-5        # every field of Args is a flag; --help lists them
-    python ppo_sentiment.py gpt2-imdb                      # the published job, from the Hub
-    python ppo_sentiment.py gpt2-imdb-lora --load-in-8bit  # LoRA on a base in 8 bit; the reference is the policy without its adapter
-    torchrun --nproc_per_node 2 ppo_sentiment.py           # two processes, twice the batch (or: accelerate launch)
-    python ppo_sentiment.py --resume latest                # go on after a kill, with the same bits
+1. The state is a text and the action is the next token. The first words of a review are the prompt, and
+   the policy samples the rest from softmax(logits / temperature), without top-k or top-p: exactly the
+   distribution whose log-probabilities are trained.
+2. The reward comes once, on the last token: the classifier's logit for "positive" on the whole text.
+3. Every token is also penalized for moving away from the reference model (the policy before PPO):
+   -kl_coef * (logprob - ref_logprob). The coefficient adapts to keep the KL near kl_target.
+4. Responses have different lengths, so every tensor needs a mask. Masks are made from lengths, never from
+   `token != pad`, because many tokenizers use EOS as the padding token.
+5. The value function is a linear head on the policy's own transformer, or a critic with its own weights.
+6. There is no entropy bonus. Advantages are whitened over the whole batch instead of per minibatch, and the
+   loss is a mean over tokens, so a long response weighs more than a short one.
 
-Trick -> where: EOS penalty, score clip, order of steps -> train, steps 2 to 4 | whitening -> masked_whiten | GAE -> gae | clipping ->
-clipped_policy_loss, clipped_value_loss | logits never held whole -> token_logprobs | exact global sampling -> draws, sample_tokens |
-loss independent of micro-batches and processes -> train, step 5 | resume bit for bit -> Run.checkpoint, Run.restore |
-tokenizers that differ -> load_classifier
+    python ppo_sentiment.py                            # recipe tiny: no download, no GPU, minutes on 2 cores
+    python ppo_sentiment.py --learning-rate 1.41e-5    # tiny with one change; every field of Args is a flag
+    python ppo_sentiment.py gpt2-imdb                  # the published experiment, from the Hub
+    python ppo_sentiment.py gpt2-imdb-lora --load-in-8bit
+    torchrun --nproc_per_node 2 ppo_sentiment.py       # two processes, twice the batch
+    python ppo_sentiment.py --resume latest            # continue a run that was stopped, bit for bit
 
-Papers: PPO (Schulman et al. 2017), GAE (Schulman et al. 2016), Fine-tuning language models from human preferences (Ziegler et al.
-2019), The N+ implementation details of RLHF with PPO (Huang et al. 2024). Results, metrics, details: docs/ppo_sentiment.md.
-What two scripts share is the same in both, letter for letter: so a function may have an option that only another script uses.
+Part I is the algorithm. Part II is infrastructure: models, rewards, data, processes, run folder, flags.
+Papers: PPO (Schulman et al. 2017), GAE (Schulman et al. 2016), Fine-Tuning Language Models from Human
+Preferences (Ziegler et al. 2019), The N+ Implementation Details of RLHF with PPO (Huang et al. 2024).
+Results, metrics, details, and which lines to change for what: docs/ppo_sentiment.md.
 """
 
-# ---- 2. Imports ------------------------------------------------------------------------------------------------------
 import copy
-import ctypes
-import fcntl
 import inspect
 import json
 import logging
@@ -44,10 +42,9 @@ import subprocess
 import sys
 import time
 import traceback
-from contextlib import nullcontext, suppress
+import warnings
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
-from functools import partial
 from numbers import Real
 from pathlib import Path
 from pydoc import locate
@@ -55,1353 +52,1926 @@ from typing import Literal
 
 import accelerate
 import datasets
-import psutil
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-HERE = Path(__file__).resolve().parent  # data/ and checkpoints/ stand beside this file
+# ============================================================================================================
+# Part I: the algorithm
+# ============================================================================================================
 
-# ---- 3. Config -------------------------------------------------------------------------------------------------------
-Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt", "polynomial", "exponential"]
 
 @dataclass
 class Args:
-    # run
-    recipe: tyro.conf.Suppress[str] = "custom"
-    """name of the recipe, set from the first word of the command line"""
-    seed: int = 1
-    """every random draw follows from it and from the number of the update"""
-    output_dir: str | None = None
-    """run folder (default: runs/<script>/<recipe>-s<seed>-<time>)"""
-    resume: str | None = None
-    """a run folder, one of its checkpoints, or `latest`: go on from there, with the flags of that run"""
-    save_every: int = 10
-    """updates from one checkpoint to the next (0: only at the end, or when a signal stops the run)"""
-    keep_checkpoints: int = 2
-    """how many of the newest checkpoints stay on disk"""
-    log_with: Literal["none", "wandb", "tensorboard"] = "none"
-    """where the metrics go besides metrics.jsonl; WANDB_MODE=offline works"""
-    num_sample_generations: int = 10
-    """about how many times in a run a table of samples is shown (TRL)"""
-    num_eval_prompts: int = 128
-    """held-out prompts of the before / after table"""
-    sanity: bool = False
-    """two updates at learning rate 0 that check ratio 1, KL 0 and finite losses; nothing is trained"""
-    # models
-    model_name_or_path: str = "lvwerra/gpt2-imdb"
-    """the policy before PPO, also the reference: a Hub name, or a folder (a LoRA adapter's too)"""
-    reward_model_path: str = "lvwerra/distilbert-imdb"
-    """sentiment classifier; its tokenizer need not be the policy's"""
-    reward_label: str = "positive"
-    """the label whose logit is the reward: its name in the classifier's config, in any case, or its number"""
-    reward_fn: str | None = None
-    """FILE.py:function in place of the reward model; runs your code: (prompts, responses), lists of str -> list of float"""
-    judge_model_path: str | None = None
-    """a second classifier that PPO never sees; its probability of reward_label joins the before / after table"""
-    value_model_path: str | None = None
-    """a critic of its own that starts here (same vocabulary); None: a value head on the policy's backbone"""
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
-    """bfloat16: products in bf16, weights and sums in fp32; auto: bfloat16 where the hardware multiplies it fast"""
-    bf16: bool = False
-    """the same as --dtype bfloat16 (TRL's spelling)"""
-    load_in_8bit: bool = False
-    """frozen weights in 8 bit (bitsandbytes): the base under LoRA, otherwise the reference"""
-    num_shared_layers: int = 0
-    """embeddings and the first layers that are frozen and shared with the reference, to save memory (0: none)"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass; generation is not affected"""
-    lora_r: int = 0
-    """rank of LoRA (0: train all weights); the reference is then the policy with the adapter off"""
-    lora_alpha: int = 32
-    """LoRA scale: the update is lora_alpha / lora_r * B A"""
-    lora_target_modules: str = "c_attn"
-    """names of the layers that get an adapter, with commas, or all-linear (c_attn: GPT-2's attention)"""
-    # data
-    dataset_name: str = "stanfordnlp/imdb"
-    """a Hub name or a folder of jsonl, with the column text"""
-    min_text_length: int = 200
-    """characters; shorter reviews are left out (TRL's example: more than 200)"""
-    query_min_length: int = 2
-    """tokens of the shortest prompt"""
-    query_max_length: int = 8
-    """tokens of the longest prompt; each length is drawn, both ends included (TRL's LengthSampler leaves out the upper one)"""
-    # rollout
-    response_min_length: int = 4
-    """tokens; the room for a response is drawn from here to response_length, both included"""
-    response_length: int = 16
-    """tokens of the longest response"""
-    temperature: float = 1.0
-    """of sampling, and of every log-probability in this file"""
-    stop_token: Literal["eos"] | None = "eos"
-    """eos: a response ends at the tokenizer's EOS; None (`--stop-token None`): only at its drawn length"""
-    stop_token_id: int | None = None
-    """a stop token by its id, instead of stop_token"""
-    missing_eos_penalty: float | None = None
-    """subtracted from the score of a response that did not stop by itself (TRL)"""
-    score_clip: float | None = None
-    """scores are clipped to +- this (TRL); None: not clipped"""
-    # batch
-    total_episodes: int = 24_832
-    """prompts, one response each, in the whole run (194 batches of 128: one pass over IMDB); rounded up to whole batches"""
-    per_device_train_batch_size: int = 16
-    """responses in one forward and backward pass of the update"""
-    gradient_accumulation_steps: int = 1
-    """passes for one optimizer step"""
-    num_mini_batches: int = 8
-    """optimizer steps in one epoch over the batch"""
-    num_ppo_epochs: int = 4
-    """passes over each batch of rollouts (TRL's ppo_epochs)"""
-    local_rollout_forward_batch_size: int = 128
-    """responses generated and scored at once on one process"""
+    """The defaults follow TRL's GPT-2 IMDB sentiment example (recipe gpt2-imdb).
+
+    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
+    """
+
+    # Run
+    recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
+    seed: int = 1  # random seed; all sampling is a function of (seed, update)
+    output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
+    resume: str | None = None  # continue a run: its folder, one of its checkpoints, or `latest`
+    save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
+    keep_checkpoints: int = 2  # number of checkpoints to keep; older ones are deleted
+    log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
+    num_sample_generations: int = 10  # how many times samples are printed during the run
+    num_eval_prompts: int = 128  # number of held-out prompts in the before / after table
+
+    # Models
+    model_name_or_path: str = "lvwerra/gpt2-imdb"  # the policy before PPO; also the reference
+    reward_model_path: str = "lvwerra/distilbert-imdb"  # a classifier; it may use another tokenizer
+    reward_label: str = "positive"  # the label whose logit is the reward: its name or number
+    reward_fn: str | None = None  # FILE.py:function instead of the classifier: (prompts, responses) -> floats
+    judge_model_path: str | None = None  # a second classifier, not seen in training, for the final table
+    value_model_path: str | None = None  # a critic with its own weights; None: a head on the policy
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
+    load_in_8bit: bool = False  # 8-bit frozen weights: with LoRA the base model, without it the reference
+    num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
+    lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
+    lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
+    lora_target_modules: str = "c_attn"  # layers that get an adapter: comma-separated names, or all-linear
+
+    # Data
+    dataset_name: str = "stanfordnlp/imdb"  # a Hub name or a folder of jsonl files, with a column text
+    min_text_length: int = 200  # use only reviews that are longer than this, in characters
+    query_min_length: int = 2  # shortest prompt, in tokens
+    query_max_length: int = 8  # longest prompt, in tokens; lengths are drawn uniformly, both ends included
+    response_min_length: int = 4  # each response has its own length limit, drawn uniformly from here ...
+    response_length: int = 16  # ... to here, both included; EOS may end it earlier
+    stop_token: Literal["eos"] | None = "eos"  # end responses at EOS; None: only at their length limit
+    stop_token_id: int | None = None  # end responses at this token id instead of EOS
+    temperature: float = 1.0  # sampling temperature; all log-probabilities use it too
+
+    # Batch. Episodes per update: per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches
+    # x processes. Unlike in CleanRL, more minibatches make the batch larger, not the minibatches smaller.
+
+    total_episodes: int = 24_832  # number of responses in the whole run, rounded up to whole batches
+    per_device_train_batch_size: int = 16  # responses per forward and backward pass on one process
+    gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
+    num_mini_batches: int = 8  # optimizer steps per epoch
+    num_ppo_epochs: int = 4  # epochs over each batch of rollouts
+    local_rollout_forward_batch_size: int = 128  # responses generated or classified at once on one process
+
     # PPO
-    kl_coef: float = 0.2
-    """price of one nat of KL to the reference; the start value where kl_target is set (TRL's init_kl_coef)"""
-    kl_target: float | None = 6.0
-    """nats per response that the coefficient steers to (Ziegler et al. 2019); None (`--kl-target None`): fixed coefficient"""
-    kl_horizon: float = 10_000
-    """episodes over which the coefficient adapts"""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """of the KL in the reward (Schulman 2020); only k1 gives the gradient of KL(policy || reference) there"""
-    gamma: float = 1.0
-    """discount per token"""
-    lam: float = 0.95
-    """GAE's lambda"""
-    cliprange: float = 0.2
-    """epsilon of the clipped policy loss"""
-    cliprange_value: float = 0.2
-    """how far a value may move from its rollout's before its loss is clipped"""
-    vf_coef: float = 0.1
-    """weight of the value loss"""
-    whiten_rewards: bool = False
-    """divide rewards by their standard deviation (mean kept); advantages are always whitened"""
-    early_stop_approxkl: float | None = None
-    """leave an update's epochs when a minibatch's approxkl exceeds this (TRL stops at 1.5 x its target_kl)"""
-    # optimizer
-    learning_rate: float = 1.41e-5
-    """TRL's sentiment example"""
-    optimizer: str = "torch.optim.Adam"
-    """dotted name: torch.optim.AdamW, torch.optim.SGD, bitsandbytes.optim.Adam8bit, bitsandbytes.optim.Lion, ..."""
-    adam_eps: float = 1e-8
-    """Adam's epsilon, for optimizers that have one (N+ uses 1e-5)"""
-    lr_scheduler_type: Schedule = "constant"
-    """as transformers' schedules, and exponential (down to 1 %); one step an update"""
-    warmup_ratio: float = 0.0
-    """share of the updates in which the learning rate rises from 0 (for the schedules that warm up)"""
-    max_grad_norm: float | None = 1.0
-    """gradients are scaled down to this norm; None: never"""
+    kl_coef: float = 0.2  # KL penalty coefficient; the initial value if kl_target is set
+    kl_target: float | None = 6.0  # hold the KL near this, in nats per response; None: fixed coefficient
+    kl_horizon: float = 10_000  # time scale of that adaptation, in episodes
+    missing_eos_penalty: float | None = None  # subtracted from the score of a response without a stop token
+    score_clip: float | None = None  # clip scores to [-score_clip, score_clip]
+    whiten_rewards: bool = False  # rescale rewards to std 1, keeping their mean
+    gamma: float = 1.0  # discount per token
+    lam: float = 0.95  # lambda of GAE
+    cliprange: float = 0.2  # epsilon of the clipped policy loss
+    cliprange_value: float = 0.2  # how far a value may move from its old value before its loss is clipped
+    vf_coef: float = 0.1  # weight of the value loss
 
-    @property
-    def local_batch_size(self) -> int:
-        """episodes of one process in one update (TRL 0.11's arithmetic)"""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_mini_batches
+    # Optimizer
+    learning_rate: float = 1.41e-5  # initial (or constant) learning rate
+    optimizer: str = "torch.optim.Adam"  # dotted name: torch.optim.AdamW, bitsandbytes.optim.Adam8bit, ...
+    adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "exponential"] = "constant"  # per update
+    warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises from 0
+    max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
 
-TINY = dict(
-    model_name_or_path="checkpoints/reviews-lm", reward_model_path="checkpoints/reviews-sentiment", dataset_name="data/reviews",
-    dtype="float32", total_episodes=17_920, per_device_train_batch_size=32, num_mini_batches=4, learning_rate=1.5e-4,
-    lr_scheduler_type="linear", kl_coef=0.06, num_sample_generations=3,
-)
+
 RECIPES = {
-    "tiny": Args(**TINY),  # the small world of this project
-    "gpt2-imdb": Args(),  # TRL's sentiment example
-    "gpt2-imdb-lora": Args(lora_r=16, lora_alpha=32, lora_target_modules="c_attn"),
+    "tiny": Args(  # small models and data that come with this repository
+        model_name_or_path="checkpoints/reviews-lm",
+        reward_model_path="checkpoints/reviews-sentiment",
+        dataset_name="data/reviews",
+        dtype="float32",
+        total_episodes=17_920,
+        per_device_train_batch_size=32,
+        num_mini_batches=4,
+        learning_rate=1.5e-4,
+        lr_scheduler_type="linear",
+        kl_coef=0.06,
+        num_sample_generations=3,
+    ),
+    "gpt2-imdb": Args(),
+    "gpt2-imdb-lora": Args(lora_r=16),
 }
 
-class UserError(Exception):
-    """Something that the user can mend: shown in one line, exit code 2."""
 
-def fail(error):
-    """End the process: one line for what the user can mend, a full disk too; a bug of ours keeps its traceback.
+# ---- Math: pure functions of tensors -----------------------------------------------------------------------
+#
+# Shapes: B responses, C positions of the prompt, T positions of the response, V words in the vocabulary, H
+# hidden units. A row of C + T tokens is a left-padded prompt and a right-padded response, here with C = 4
+# and T = 5:
+#
+#     pad    pad    The    film  | was    good   EOS    pad    pad       length of the response: 3
+#
+# The hidden state of each token predicts the next one: "film" predicts "was".
 
-    Of several processes only the first to fail says why. The others fail alike, or because it is gone.
-    """
-    Console().show_cursor()  # the progress bar hid it
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        with suppress(KeyError, torch.distributed.DistError):  # without torchrun there is no store before the processes have met
-            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            if torch.distributed.TCPStore(*place, is_master=False, timeout=timedelta(seconds=10)).add("failed", 1) > 1:
-                sys.exit(2)
-    cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch and safetensors have their own words for it
-    if isinstance(error, ModuleNotFoundError):
-        line = f"these flags need {error.name}: pip install {error.name}"
-    elif isinstance(error, (UserError, UnicodeDecodeError)):  # data that are not UTF-8
-        line = str(error)
-    elif isinstance(cause, OSError) or "(os error " in str(error):
-        line = f"{cause}; what was saved before is whole, and --resume goes on from the last checkpoint"
-    else:
-        raise error
-    sys.exit(print(f"{Path(__file__).name}: {' '.join(line.splitlines())}", file=sys.stderr) or 2)
 
-def parse_args(argv):
-    """Flags after an optional recipe. No recipe and no model named: tiny. A model named: the published defaults of Args.
-
-    --resume takes the flags of the run that it goes on with, and refuses others where they would change the result.
-    """
-    named = any(word.split("=")[0].replace("_", "-") in ("--model-name-or-path", "--sft-model-path", "--from-config") for word in argv)
-    recipe, flags = (argv[0], argv[1:]) if argv and argv[0][0] != "-" else ("custom" if named else "tiny", argv)
-    if recipe not in (*RECIPES, "custom"):
-        raise UserError(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
-    about = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
-    args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=about)
-    if not args.resume:
-        return args
-    runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else ()
-    folder = runs[-1].parent if runs else Path(args.resume)
-    there, folder = folder.exists(), folder.parent.parent if folder.parent.name == "checkpoints" else folder
-    if not there or not (folder / "args.json").exists():
-        raise UserError(f"--resume {args.resume}: there is no such checkpoint, or no run (no args.json)")
-    saved = load("run", lambda name: json.loads(Path(name).read_text())["args"], str(folder / "args.json"))
-    if argv[0][0] != "-" and recipe != saved.get("recipe"):
-        raise UserError(f"--resume {args.resume}: a run of recipe {saved.get('recipe')}, not {recipe}")
-    if other := set(saved) ^ set(asdict(args)):
-        raise UserError(f"--resume {args.resume}: a run of another script or version, one of the two has no {', '.join(sorted(other))}")
-    args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
-    free = ("resume", "save_every", "keep_checkpoints", "log_with", "judge_fn", "judge_model", "judge_url", "total_episodes",
-            "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps")  # the batch must stay: Run.restore
-    if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
-        raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
-    return replace(args, output_dir=str(folder))
-
-# ---- 4. Kernels ------------------------------------------------------------------------------------------------------
-# Pure tensor functions. Masks and lengths come from counts, sums are in fp32, and what is masked out may hold nan.
 def response_lengths(tokens, stop_token_id):
-    """Tokens of each response up to and including the first stop token; T where there is none. [B, T] -> [B]"""
+    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
+
+    A stop_token_id of -1 means that there is no stop token.
+    """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(tokens == stop_token_id, position, T).amin(1)  # [B]
+    return torch.where(tokens == stop_token_id, position, T).amin(1)
+
 
 def length_mask(lengths, max_length):
-    """True on the first `lengths` positions of each row. [B] -> bool [B, T]"""
-    return torch.arange(max_length, device=lengths.device) < lengths[:, None]  # [B, T]
+    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
 
-def block_size(device):
-    """Positions and words in a block of logits: 3 MiB stay in a processor's cache, 128 MiB cost a GPU few launches (not measured)."""
-    return (1024, 768) if device.type == "cpu" else (4096, 8192)
 
-KEPT_PROBS = 2**25  # probabilities, 128 MiB, that may wait for the backward pass of an update
+def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
+    """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
-class BlockwiseLogprobs(torch.autograd.Function):
-    """Log-probabilities of tokens through the head, a block of logits at a time. What is not kept, the backward pass computes again.
-
-    A logit's exp, less the largest of its block, times a number for the row and the block is the softmax of the row, so each pass takes
-    one exp of a logit (Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", has blocks of this kind on a GPU).
+    hidden [..., H], weight [V, H], tokens [...], bias [V] or None -> logprobs, entropies, fp32 [...], in
+    nats. Only the log-probabilities have a gradient. The logits are computed in chunks (`ChunkedLogprobs`).
     """
+    if bias is not None:
+        bias = bias.clamp(min=-1e4)  # models may forbid a token by -inf, but p log p would be 0 * -inf = nan
+    flat_hidden = hidden.reshape(-1, hidden.shape[-1])  # [N, H]
+    flat_tokens = tokens.reshape(-1)  # [N]
+    # Inside forward, gradients are always off. So tell it here whether there will be a backward pass.
+    logprobs, entropies = ChunkedLogprobs.apply(
+        flat_hidden, weight, flat_tokens, temperature, bias, torch.is_grad_enabled()
+    )
+    return logprobs.view(tokens.shape), entropies.view(tokens.shape)
 
-    @staticmethod
-    def blocks(hidden, weight, bias, kept=()):
-        """-> number of the block of columns, rows, columns; fp32: the largest logits [rows], logits minus these, their exp [rows, columns]
-
-        Of the first blocks the exp may be `kept`, and the two before it are None then.
-        """
-        (height, width), kept = block_size(hidden.device), iter(kept)
-        for k, start in enumerate(range(0, len(weight), width)):
-            for row in range(0, len(hidden), height):
-                rows, columns, exps = slice(row, row + height), slice(start, start + width), next(kept, None)
-                if exps is not None:
-                    yield k, rows, columns, None, None, exps
-                    continue
-                logits = F.linear(hidden[rows], weight[columns], None if bias is None else bias[columns]).float()
-                if bias is not None:
-                    logits.clamp_(min=-1e4)  # a bias of -inf forbids a token, and 0 * -inf is nan
-                top = logits.amax(-1)
-                logits.sub_(top[:, None])
-                yield k, rows, columns, top, logits, logits.exp()
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, tokens, keep):
-        """[N, H], [V, H], [V] or None, [N] -> log-probabilities of the tokens and of the likeliest ones, entropies, each fp32 [N]
-
-        At most `keep` exps stay for the backward pass: a quarter of the head's products and half of its exps less for them.
-        """
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
-        N, more = len(hidden), -len(hidden) % 16 if kind == "cpu" and dtype is torch.bfloat16 else 0
-        hidden, tokens = F.pad(hidden, (0, 0, 0, more)), F.pad(tokens, (0, more))  # few different N: a CPU compiles for each (bf16)
-        picked = torch.empty(len(hidden), device=hidden.device)  # [N], logit of the token
-        parts = math.ceil(len(weight) / block_size(hidden.device)[1])
-        kept = []
-        tops, sums, dots = torch.empty(3, parts, len(hidden), device=hidden.device)  # [blocks, N]: largest logit, sums of exp, exp * logit
-        for k, rows, columns, top, logits, exps in BlockwiseLogprobs.blocks(hidden, weight, bias):
-            tops[k, rows], sums[k, rows] = top, exps.sum(-1)
-            place = tokens[rows] - columns.start
-            near = place.clamp(0, logits.shape[1] - 1)
-            picked[rows] = torch.where(near == place, logits.gather(1, near[:, None]).squeeze(1) + top, picked[rows])
-            dots[k, rows] = logits.mul_(exps).sum(-1)
-            keep -= exps.numel()
-            kept += [exps] if keep >= 0 else []
-        best = tops.amax(0)  # [N], largest logit; what follows is relative to it, and is not rounded at its size
-        scale = torch.exp(tops - best)  # [blocks, N]
-        total = (scale * sums).sum(0)  # [N], of exp
-        scale = scale / total  # makes probabilities of a block's exp
-        entropies = total.log() - (scale * (dots + (tops - best) * sums)).sum(0)  # [N], of -p log p
-        ctx.save_for_backward(hidden, weight, bias, tokens, scale, *kept)
-        logprobs, likeliest, entropies = (x[:N] for x in (picked - best - total.log(), -total.log(), entropies))
-        ctx.mark_non_differentiable(likeliest, entropies)
-        return logprobs, likeliest, entropies
-
-    @staticmethod
-    def backward(ctx, grad, *_):
-        """The derivative of a token's log-probability by the logits: 1 at the token, minus the softmax."""
-        hidden, weight, bias, tokens, scale, *kept = ctx.saved_tensors
-        N, grad = len(grad), F.pad(grad, (0, len(hidden) - len(grad)))
-        d_hidden = grad[:, None] * weight[tokens].float()  # [N, H]
-        empty = torch.empty_like if N else torch.zeros_like  # without rows nothing below fills it
-        d_weight = empty(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # [V, H]
-        d_bias = grad.new_zeros(len(weight)).index_add_(0, tokens, grad) if bias is not None else None  # [V]
-        for k, rows, columns, _, _, exps in BlockwiseLogprobs.blocks(hidden, weight, bias, kept):
-            d_logits = exps * (-grad[rows] * scale[k, rows])[:, None]  # [rows, columns]
-            if d_bias is not None:
-                d_bias[columns] += d_logits.sum(0)
-            d_logits = d_logits.to(hidden.dtype)
-            d_hidden[rows] += d_logits @ weight[columns]
-            if d_weight is not None:
-                part = d_logits.T @ hidden[rows]
-                d_weight[columns] = part if rows.start == 0 else d_weight[columns] + part
-        if d_weight is not None:
-            d_weight.index_add_(0, tokens, grad[:, None] * hidden.float())
-        return d_hidden[:N], d_weight, d_bias, None, None
-
-def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None, keep=0):
-    """Log-probabilities of tokens, and entropies in nats of the distributions they came from; never holds [B, T, V].
-
-    [B, T, H], [V, H], [B, T] -> fp32 [B, T], fp32 [B, T]. Differentiable in hidden, weight and bias, through logprobs. At
-    most `keep` exps of logits wait for the backward pass, which computes the others again.
-    """
-    hidden = (hidden / temperature).flatten(0, 1)  # [B * T, H], less than there are logits
-    bias = None if bias is None else bias / temperature
-    logprobs, _, entropies = BlockwiseLogprobs.apply(hidden, weight, bias, tokens.flatten(), keep)
-    return logprobs.view(tokens.shape), entropies.view(tokens.shape)  # [B, T]
-
-def kl_per_token(logprobs, ref_logprobs, estimator):
-    """Estimates of KL(policy || reference) from samples of the policy, in nats, any shape (Schulman 2020, "Approximating KL").
-
-    k1 is unbiased; k2 is biased and never negative; k3 is both unbiased and never negative. As a reward only k1's gradient is right.
-    """
-    log_ratio = logprobs - ref_logprobs
-    if estimator == "k1":
-        return log_ratio
-    if estimator == "k2":
-        return 0.5 * log_ratio**2
-    return torch.expm1(-log_ratio) + log_ratio  # k3
 
 def token_rewards(scores, kl, lengths, kl_coef):
-    """Per-token rewards: -kl_coef * kl on valid tokens, the score added on the last one. [B], [B, T], [B] -> [B, T]"""
-    rewards = torch.where(length_mask(lengths, kl.shape[1]), -kl_coef * kl, 0.0)  # [B, T]
-    return rewards.scatter_add(1, lengths[:, None] - 1, scores[:, None].to(rewards.dtype))
+    """The KL penalty on every valid token, plus the score on the last one. [B], [B, T], [B] -> [B, T]"""
+    mask = length_mask(lengths, kl.shape[1])
+    rewards = torch.where(mask, -kl_coef * kl, 0.0)
+    last = lengths[:, None] - 1  # [B, 1]
+    return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
+
 
 def masked_mean(values, mask):
-    """Mean over the valid positions -> scalar."""
+    """Mean over the valid positions. Any shape -> scalar"""
     return torch.where(mask, values, 0.0).float().sum() / mask.sum()
 
-def masked_whiten(values, mask, shift_mean=True):
-    """(x - mean) * rsqrt(var + 1e-8) over the valid tokens of all processes, 0 outside. [B, T] -> [B, T]
 
-    Population variance, as OpenAI's tf.nn.moments (lm-human-preferences, utils/core.py; TRL's is the unbiased one).
-    shift_mean=False keeps the mean (rewards). Fewer than 2 valid tokens have no variance and come back as they are.
+def masked_whiten(values, mask, shift_mean=True):
+    """(x - mean) / std over the valid positions, 0 elsewhere. [B, T] -> [B, T]
+
+    shift_mean=False adds the mean back. The variance is the population's, like tf.nn.moments in
+    openai/lm-human-preferences (TRL uses the unbiased one). A single valid value is returned unchanged.
     """
-    x = torch.where(mask, values, 0.0).float()
-    total = lambda t: (dist.all_reduce(t), t)[1] if dist.is_available() and dist.is_initialized() else t  # noqa: E731
-    count = total(mask.sum().float())
-    if count < 2:
-        return x
-    mean = total(x.sum()) / count
-    var = total(torch.where(mask, x - mean, 0.0).square().sum()) / count  # two passes: no cancellation
-    white = (x - mean) * torch.rsqrt(var + 1e-8)
-    return torch.where(mask, white if shift_mean else white + mean, 0.0)
+    values = torch.where(mask, values, 0.0).float()
+    if mask.sum() < 2:
+        return values
+    mean = masked_mean(values, mask)
+    variance = masked_mean((values - mean) ** 2, mask)
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    if not shift_mean:
+        whitened = whitened + mean
+    return torch.where(mask, whitened, 0.0)
+
 
 def gae(rewards, values, mask, gamma, lam):
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16). [B, T] each -> (advantages, returns), 0 outside the mask.
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16). [B, T] each -> advantages, returns
 
-    The value after the last valid token is 0: the score was given for exactly this text, cut or not, so the end is terminal.
-    A_t = sum over l of (gamma lam)^l delta_(t+l), as one product with the triangular matrix of the powers.
+    The value after the last valid token is 0, even if the response was cut off: the score is that of
+    exactly this text, so the episode ends there.
     """
-    T = rewards.shape[1]
-    rewards, values = (torch.where(mask, x, 0.0).float() for x in (rewards, values))
-    deltas = torch.where(mask, rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values, 0.0)  # [B, T]
-    steps = torch.arange(T, device=rewards.device)
-    distance = steps[None, :] - steps[:, None]  # [T, T], from t to t + l
-    powers = torch.where(distance >= 0, (gamma * lam) ** distance.clamp(min=0).float(), 0.0)
-    advantages = torch.where(mask, deltas @ powers.T, 0.0)
-    return advantages, torch.where(mask, advantages + values, 0.0)
+    rewards = torch.where(mask, rewards, 0.0).float()
+    values = torch.where(mask, values, 0.0).float()
+    advantages = torch.zeros_like(rewards)
+    next_advantage = torch.zeros_like(rewards[:, 0])  # [B]
+    next_value = torch.zeros_like(rewards[:, 0])  # [B]
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = delta + gamma * lam * next_advantage
+        next_advantage = advantages[:, t]
+        next_value = values[:, t]
+    returns = advantages + values
+    return advantages, returns
+
 
 def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
-    """PPO's pessimistic surrogate, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced."""
-    ratio = torch.exp((logprobs - old_logprobs).clamp(max=80))  # e^89 is inf in fp32, and inf * 0 nan: in the loss or its gradient
-    return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange))
+    """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
+    log_ratio = logprobs - old_logprobs
+    ratio = torch.exp(log_ratio.clamp(max=80))  # an infinite ratio times an advantage of 0 is nan
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return torch.max(unclipped, clipped)
+
 
 def clipped_value_loss(values, old_values, returns, cliprange_value):
-    """Squared error of values that may move cliprange_value from old_values, with the 0.5. Any shape -> same shape, unreduced."""
-    clipped = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
-    return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
+    """Half the squared error, but values move at most cliprange_value from their old values.
+
+    Any shape -> same shape, unreduced
+    """
+    clipped_values = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+    unclipped = (values - returns) ** 2
+    clipped = (clipped_values - returns) ** 2
+    return 0.5 * torch.max(unclipped, clipped)
+
 
 def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
-    """The coefficient after a batch of `episodes` whose KL was `kl` nats a response (Ziegler et al. 2019, section 2.2) -> float."""
-    error = min(max(kl / target - 1, -0.2), 0.2)
+    """The KL coefficient after `episodes` responses with a mean KL of `kl` nats each.
+
+    Proportional control in log space (Ziegler et al. 2019, section 2.2): per `horizon` episodes the
+    coefficient grows or shrinks by at most about 20 %. -> float
+    """
+    error = kl / target - 1
+    error = min(max(error, -0.2), 0.2)
     return kl_coef * (1 + error * episodes / horizon)
 
+
 def sample_tokens(probs, uniforms):
-    """Draw one token a row by inverting the cumulative sum of the probabilities. fp32 [B, V], [B] in [0, 1) -> [B]
+    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
 
-    Two levels, blocks of 64 tokens and then the token in its block, so that fp32 sums do not swallow small probabilities.
+    Unlike torch.multinomial, each token depends only on its own uniform number, so the samples are the same
+    no matter how a batch is split. The search has two levels, first a block of 64 tokens and then the token
+    in it: an fp32 cumulative sum over the whole vocabulary would lose small probabilities.
     """
-    probs = (F.pad(probs, (0, -probs.shape[1] % 64)) if probs.shape[1] % 64 else probs).unflatten(-1, (-1, 64))  # [B, V / 64, 64]
-    blocks = probs.sum(-1).cumsum(-1)  # [B, V / 64]
-    below = 1 - 2**-23  # just under the total, so that rounding never points behind the last possible token
-    target = uniforms.float()[:, None] * blocks[:, -1:] * below  # [B, 1]
-    block = torch.searchsorted(blocks, target, right=True)  # [B, 1]
-    inside = probs[torch.arange(len(probs), device=probs.device), block[:, 0]].cumsum(-1)  # [B, 64]
-    rest = target - torch.where(block > 0, blocks.gather(1, (block - 1).clamp(min=0)), 0.0)  # [B, 1]
-    rest = torch.minimum(rest.clamp(min=0), inside[:, -1:] * below)
-    return (block * 64 + torch.searchsorted(inside, rest, right=True)).squeeze(-1)
+    almost_one = 1 - 2**-23  # so that rounding cannot select past the last token
+    padding = -probs.shape[1] % 64  # to a multiple of 64
+    if padding > 0:
+        probs = F.pad(probs, (0, padding))
+    blocks = probs.unflatten(1, (-1, 64))  # [B, blocks, 64]
 
-def draws(seed, *place):
-    """A random generator for one place in the run, such as (seed, "tokens", update): no draw depends on an earlier one."""
-    return torch.Generator().manual_seed(random.Random(repr((seed, *place))).getrandbits(63))
+    # right=True never selects a block or a token of probability 0.
+    block_ends = blocks.sum(2).cumsum(1)  # [B, blocks]
+    target = uniforms.float()[:, None] * block_ends[:, -1:] * almost_one  # [B, 1]
+    block = torch.searchsorted(block_ends, target, right=True)  # [B, 1]
 
-# ---- 5. Models -------------------------------------------------------------------------------------------------------
-def check_positive(args, *names):
-    """Refuse a size of 0 or less before anything is loaded."""
-    for name in names:
-        if getattr(args, name) <= 0:
-            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {getattr(args, name)}")
+    block_starts = F.pad(block_ends, (1, 0))  # [B, blocks + 1]
+    target_in_block = target - block_starts.gather(1, block)
+    row = torch.arange(len(probs), device=probs.device)
+    token_ends = blocks[row, block.squeeze(1)].cumsum(1)  # [B, 64]
+    # Rounding may leave the target just outside the block: move it back in.
+    target_in_block = torch.minimum(target_in_block.clamp(min=0), token_ends[:, -1:] * almost_one)
+    token = torch.searchsorted(token_ends, target_in_block, right=True)  # [B, 1]
+    return (block * 64 + token).squeeze(1)
 
-def located(name):
-    """A folder as it is named, or beside this file, as recipes name theirs; else the name, which is the Hub's."""
-    return next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)
+
+def learning_rate(args, update, updates):
+    """The learning rate in update 1, 2, ..., updates. -> float
+
+    It rises linearly from 0 in the first warmup_ratio of the updates. Then it stays constant, or falls to 0
+    (linear, cosine) or to 1 % (exponential).
+    """
+    warmup = math.ceil(args.warmup_ratio * updates)
+    if update <= warmup:
+        return args.learning_rate * (update - 1) / warmup
+    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to almost 1
+    if args.lr_scheduler_type == "constant":
+        factor = 1.0
+    elif args.lr_scheduler_type == "linear":
+        factor = 1 - progress
+    elif args.lr_scheduler_type == "cosine":
+        factor = 0.5 * (1 + math.cos(math.pi * progress))
+    else:
+        factor = 0.01**progress
+    return args.learning_rate * factor
+
+
+# ---- Policy, value function, reference ---------------------------------------------------------------------
+
+
+def body_and_head(lm):
+    """The transformer of a causal language model, and its output layer. Works with and without LoRA."""
+    if hasattr(lm, "get_base_model"):
+        lm = lm.get_base_model()  # peft: this only unwraps, the adapter stays inside the layers
+    return lm.base_model, lm.get_output_embeddings()
+
+
+def hidden_states(body, ids, mask, cache=None):
+    """Last hidden states of the tokens that are not in the cache yet.
+
+    ids [B, L], bool mask [B, cached + L] -> [B, L, H]. Positions count only real tokens, not left padding.
+    """
+    L = ids.shape[1]
+    ids = torch.where(mask[:, -L:], ids, 0)  # a pad id may lie outside the embedding table
+    inputs = {"input_ids": ids, "attention_mask": mask.long()}
+    if cache is not None:
+        inputs["past_key_values"] = cache
+    if (
+        "position_ids" in inspect.signature(body.forward).parameters
+    ):  # BLOOM has no such argument, and needs none
+        positions = mask.long().cumsum(1) - 1
+        inputs["position_ids"] = positions.clamp(min=0)[:, -L:]
+    return body(**inputs, use_cache=cache is not None).last_hidden_state
+
+
+def response_logprobs(lm, ids, mask, T, temperature):
+    """Log-probabilities of the responses: the last T tokens of each row.
+
+    ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [B, T] and 0 where masked; and the
+    hidden states [B, T, H] that predict the tokens
+    """
+    body, head = body_and_head(lm)
+    hidden = hidden_states(body, ids, mask)
+    hidden = hidden[:, -T - 1 : -1]  # the state at position t - 1 predicts token t
+    tokens, valid = ids[:, -T:], mask[:, -T:]
+    # Only valid tokens go through the output layer, which is large. [number of valid tokens] each:
+    valid_logprobs, valid_entropies = token_logprobs(
+        hidden[valid], head.weight, tokens[valid], temperature, head.bias
+    )
+    logprobs = torch.zeros(valid.shape, device=ids.device).masked_scatter(valid, valid_logprobs)
+    entropies = torch.zeros(valid.shape, device=ids.device).masked_scatter(valid, valid_entropies)
+    return logprobs, entropies, hidden
+
+
+class PolicyAndValue(nn.Module):
+    """Policy, value function and reference in one module, so that DDP has a single module to wrap."""
+
+    def __init__(self, policy, reference=None, critic=None):
+        super().__init__()
+        self.policy = policy
+        self.reference = reference  # None: the policy without its LoRA adapter
+        self.critic = critic  # None: the value head reads the policy's hidden states
+        if critic is None:
+            hidden_size = body_and_head(policy)[1].weight.shape[1]
+        else:
+            hidden_size = critic.config.hidden_size
+        self.value_head = nn.Linear(hidden_size, 1)
+        # Values start at 0, so the first advantages are the rewards to come, discounted by gamma * lam.
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, ids, mask, T, temperature):
+        """Returns logprobs, entropies, values, fp32 [B, T] each. values[t] is predicted before token t."""
+        logprobs, entropies, hidden = response_logprobs(self.policy, ids, mask, T, temperature)
+        if self.critic is not None:
+            hidden = hidden_states(self.critic, ids, mask)[:, -T - 1 : -1]
+        values = self.value_head(hidden).squeeze(-1).float()
+        return logprobs, entropies, values
+
+    def reference_logprobs(self, ids, mask, T, temperature):
+        """Returns the log-probabilities under the reference, fp32 [B, T]."""
+        if self.reference is not None:
+            return response_logprobs(self.reference, ids, mask, T, temperature)[0]
+        with self.policy.disable_adapter():
+            return response_logprobs(self.policy, ids, mask, T, temperature)[0]
+
+
+# ---- Rollout -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def generate(policy, ids, mask, max_new_tokens, uniforms, stop_token_id, temperature):
+    """Sample each response until its stop token or its own limit. No top-k, no top-p, no minimum length.
+
+    Left-padded ids, mask [B, C]; max_new_tokens [B]; uniforms [B, T], one random number per token
+    -> tokens [B, T] and the log-probabilities they were sampled with, fp32 [B, T]; both 0 after the end
+    """
+    B, T = uniforms.shape
+    body, head = body_and_head(policy)
+    cache = transformers.DynamicCache(config=body.config)
+    hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
+    tokens = torch.zeros(B, T, dtype=torch.long, device=ids.device)
+    logprobs = torch.zeros(B, T, device=ids.device)
+    rows = torch.arange(B, device=ids.device)  # the rows that are still being written
+
+    for t in range(T):
+        logits = F.linear(hidden, head.weight, head.bias).float()  # [rows, V]
+        probs = logits.div_(temperature).softmax(-1)
+        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
+        tokens[rows, t] = token
+        logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
+
+        unfinished = (token != stop_token_id) & (t + 1 < max_new_tokens[rows])
+        if not unfinished.any():
+            break
+        if not unfinished.all():  # finished rows leave the batch
+            keep = unfinished.nonzero().squeeze(1)
+            cache.batch_select_indices(keep)
+            rows, mask, token = rows[keep], mask[keep], token[keep]
+        mask = F.pad(mask, (0, 1), value=True)
+        hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
+    return tokens, logprobs
+
+
+@torch.no_grad()
+def rollout(model, tokenizer, reward, prompt_batch, stop_token_id, args):
+    """Sample a response to each prompt, classify it, and compute the log-probabilities that PPO calls old.
+
+    prompt_batch: ids, bool mask [B, C], left-padded; max_new_tokens [B]; uniforms [B, T]
+    -> dict of tensors [B, ...], prompts and responses (lists of B str)
+    """
+    prompt_ids, prompt_mask = prompt_batch["ids"], prompt_batch["mask"]
+    max_new_tokens, uniforms = prompt_batch["max_new_tokens"], prompt_batch["uniforms"]
+    B, T = uniforms.shape
+    device = prompt_ids.device
+
+    # 1. Generate.
+    tokens = torch.zeros(B, T, dtype=torch.long, device=device)
+    sampling_logprobs = torch.zeros(B, T, device=device)
+    for rows in torch.arange(B, device=device).split(args.local_rollout_forward_batch_size):
+        tokens[rows], sampling_logprobs[rows] = generate(
+            model.policy,
+            prompt_ids[rows],
+            prompt_mask[rows],
+            max_new_tokens[rows],
+            uniforms[rows],
+            stop_token_id,
+            args.temperature,
+        )
+    lengths = torch.minimum(response_lengths(tokens, stop_token_id), max_new_tokens)  # [B]
+    last_tokens = tokens.gather(1, lengths[:, None] - 1).squeeze(1)
+    stopped = last_tokens == stop_token_id  # [B]
+    valid = length_mask(lengths, T)  # [B, T]
+
+    # 2. Decode. Some tokenizers drop the first space of what they decode. So decode prompt and response
+    #    together, and cut off the text of the prompt. The reward gets `prompts`, which keep special tokens
+    #    (those of a chat template, for example). Responses have none.
+    prompt_tokens = [row[m].tolist() for row, m in zip(prompt_ids, prompt_mask)]
+    response_tokens = [row[m].tolist() for row, m in zip(tokens, valid)]
+    full_tokens = [prompt + response for prompt, response in zip(prompt_tokens, response_tokens)]
+    prompts = tokenizer.batch_decode(prompt_tokens)
+    plain_prompts = tokenizer.batch_decode(prompt_tokens, skip_special_tokens=True)
+    full_texts = tokenizer.batch_decode(full_tokens, skip_special_tokens=True)
+    responses = [text[len(prompt) :] for prompt, text in zip(plain_prompts, full_texts)]
+
+    # 3. Classify the texts, and compute log-probabilities and values of the tokens. The update will repeat
+    #    exactly this forward pass: its micro-batches have the same shape, and dropout is 0. So the ratio is 1
+    #    until the first optimizer step, up to rounding. The log-probabilities from generation differ more,
+    #    so they are only logged.
+    scores = reward(prompts, responses)  # [B]
+    ids = torch.cat([prompt_ids, tokens], 1)  # [B, C + T]
+    mask = torch.cat([prompt_mask, valid], 1)  # [B, C + T]
+    logprobs, values, ref_logprobs = torch.zeros(3, B, T, device=device)
+    for rows in torch.arange(B, device=device).split(args.per_device_train_batch_size):
+        inputs = ids[rows], mask[rows], T, args.temperature
+        logprobs[rows], _, values[rows] = model(*inputs)
+        ref_logprobs[rows] = model.reference_logprobs(*inputs)
+
+    b = {
+        "ids": ids,
+        "mask": mask,
+        "lengths": lengths,
+        "stopped": stopped,
+        "scores": scores,
+        "logprobs": logprobs,
+        "ref_logprobs": ref_logprobs,
+        "sampling_logprobs": sampling_logprobs,
+        "values": values,
+    }
+    return b, prompts, responses
+
+
+# ---- Training ----------------------------------------------------------------------------------------------
+
+
+def train(args):
+    """The whole run, from the flags to the final table. -> (PolicyAndValue, run folder)"""
+    accelerator = start_accelerator(args)
+    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    n, T = args.per_device_train_batch_size, args.response_length
+    local_batch_size = n * args.gradient_accumulation_steps * args.num_mini_batches
+    B = local_batch_size * world  # episodes per update
+    check_args(args, B)
+    updates = math.ceil(args.total_episodes / B)
+
+    def local_rows(x):
+        """The share of a global batch that this process works on."""
+        return x[rank * len(x) // world : (rank + 1) * len(x) // world]
+
+    model = build_policy_and_value(args, max_tokens=args.query_max_length + T).to(
+        device
+    )  # also builds the reference
+    tokenizer = load_tokenizer(args.model_name_or_path)
+    stop_token_id = find_stop_token(args, tokenizer)
+    reward = load_reward(args, device)
+    judge = load_judge(args, device)
+    train_rows, held_out_rows = load_splits(args.dataset_name)
+    train_prompts = load_prompts(train_rows, tokenizer, args)
+    held_out_prompts = load_prompts(held_out_rows, tokenizer, args)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device))
+
+    run = Run(args, accelerator, updates, status={"score": "objective/scores", "KL": "objective/kl"})
+    run.print_setup(f"{args.model_name_or_path} on {args.dataset_name}", model)
+    run.print(
+        f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
+        f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes; {updates} updates "
+        f"x {args.num_ppo_epochs} epochs x {args.num_mini_batches} minibatches = "
+        f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps"
+    )
+
+    # Every process evaluates all held-out prompts; only the main one shows the result.
+    num_eval_prompts = min(args.num_eval_prompts, len(held_out_prompts))
+    # Drawn once, with all random numbers, so both evaluations use the same ones. A resumed run draws them
+    # again: they depend only on the seed and "held-out".
+    data_rows = stream_rows(len(held_out_prompts), start=0, count=num_eval_prompts, seed=args.seed)
+    held_out = draw_batch(held_out_prompts, data_rows, args, "held-out")
+    held_out = {name: x.to(device) for name, x in held_out.items()}
+    with autocast:
+        before = evaluate(model, tokenizer, reward, judge, held_out, stop_token_id, args)
+
+    # `model` generates, `learner` is trained. On one process and with DDP they are the same module, and
+    # copy_weights does nothing. FSDP2 and ZeRO-3 cannot generate from shards: there the learner is a
+    # sharded copy, and its weights are copied back after each update.
+    learner = make_learner(model, accelerator)
+    optimizer = make_optimizer(args, trainable(learner))
+    learner, optimizer = accelerator.prepare(learner, optimizer)
+    parameters = trainable(accelerator.unwrap_model(learner))  # name -> parameter; sharding replaced them
+    state = run.restore(parameters, optimizer, B)  # {"update": 0} in a new run; raises if B has changed
+    copy_weights(parameters, model)
+    kl_coef = state.get("kl_coef", args.kl_coef)
+    ratio_was_checked = False
+
+    for update in range(state["update"] + 1, updates + 1):
+        # 1. Rollout. All random numbers are drawn for the global batch. Each process generates its share of
+        #    the responses; then every process gets all of them. For a given B, the result does not depend
+        #    on the number of processes.
+        start_time = time.time()
+        model.eval()
+        # The next B rows of an endless stream of shuffled epochs; `update` is part of the random seed.
+        data_rows = stream_rows(len(train_prompts), start=(update - 1) * B, count=B, seed=args.seed)
+        prompt_batch = draw_batch(train_prompts, data_rows, args, update)
+        prompt_batch = {name: local_rows(x).to(device) for name, x in prompt_batch.items()}
+        with autocast:
+            b, prompts, responses = rollout(model, tokenizer, reward, prompt_batch, stop_token_id, args)
+        b = {name: accelerator.gather(x) for name, x in b.items()}  # rollouts of all processes, [B, ...]
+        valid = length_mask(b["lengths"], T)  # [B, T]
+        rollout_end = time.time()
+
+        # 2. Scores: clip, then subtract the penalty from responses that did not end on their own.
+        scores = b["scores"]  # [B]
+        if args.score_clip is not None:
+            scores = scores.clamp(-args.score_clip, args.score_clip)
+        if args.missing_eos_penalty is not None:
+            scores = torch.where(b["stopped"], scores, scores - args.missing_eos_penalty)
+
+        # 3. Rewards: the KL penalty on every token, the score on the last one.
+        #    logprob - ref_logprob may be negative for a sampled token, but its mean over samples is the KL.
+        #    So this subtracts, on average, kl_coef * KL from the objective.
+        kl = torch.where(valid, b["logprobs"] - b["ref_logprobs"], 0.0)  # [B, T]
+        rewards = token_rewards(scores, kl, b["lengths"], kl_coef)  # [B, T]
+        if args.whiten_rewards:
+            rewards = masked_whiten(rewards, valid, shift_mean=False)
+
+        # 4. Advantages, always whitened, as OpenAI and TRL do.
+        advantages, returns = gae(rewards, b["values"], valid, args.gamma, args.lam)  # [B, T] each
+        advantages = masked_whiten(advantages, valid)
+
+        # 5. Update. Minibatches are drawn from the global batch; each process trains on its share, n rows
+        #    at a time. The loss is the sum over this process's tokens, divided by the number of tokens in
+        #    the minibatch on all processes. So the gradient does not depend on how a minibatch is split.
+        learner.train()  # dropout is 0; this switches on gradient checkpointing
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, update, updates)
+        metric_sums = {}  # sums over the tokens of all minibatches and epochs
+        for epoch in range(args.num_ppo_epochs):
+            order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch)).to(device)
+            for minibatch in order.split(B // args.num_mini_batches):
+                num_tokens = valid[minibatch].sum()
+                micro_batches = local_rows(minibatch).split(n)
+                for i, rows in enumerate(micro_batches):
+                    is_last = i + 1 == len(micro_batches)
+                    with sync_gradients_if(is_last, accelerator, learner):
+                        with autocast:
+                            mb_logprobs, mb_entropies, mb_values = learner(
+                                b["ids"][rows], b["mask"][rows], T, args.temperature
+                            )  # [n, T] each
+                        # Keep only the valid tokens. From here on, all tensors are [number of valid tokens].
+                        m = valid[rows]
+                        new_logprobs, old_logprobs = mb_logprobs[m], b["logprobs"][rows][m]
+                        new_values, old_values = mb_values[m], b["values"][rows][m]
+                        mb_advantages, mb_returns = advantages[rows][m], returns[rows][m]
+
+                        policy_loss = clipped_policy_loss(
+                            new_logprobs, old_logprobs, mb_advantages, args.cliprange
+                        )
+                        value_loss = clipped_value_loss(
+                            new_values, old_values, mb_returns, args.cliprange_value
+                        )
+                        loss = (policy_loss + args.vf_coef * value_loss).sum() / num_tokens
+                        accelerator.backward(loss * world)  # DDP averages over processes; we want the sum
+
+                    with torch.no_grad():
+                        log_ratio = new_logprobs - old_logprobs
+                        ratio = log_ratio.exp()
+                        unclipped_value_loss = 0.5 * (new_values - mb_returns) ** 2
+                        # Without the next line, rounding in old + (new - old) would count as clipped.
+                        value_moved = (new_values - old_values).abs() > args.cliprange_value
+                        token_metrics = {
+                            "loss/policy_avg": policy_loss,
+                            "loss/value_avg": value_loss,
+                            "policy/entropy_avg": mb_entropies[m],
+                            "policy/approxkl_avg": 0.5 * log_ratio**2,
+                            "policy/clipfrac_avg": policy_loss > -mb_advantages * ratio,
+                            "val/clipfrac_avg": value_moved & (value_loss > unclipped_value_loss),
+                            "val/ratio": ratio,
+                            "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
+                        }
+                        add_sums(metric_sums, token_metrics)
+                    if not ratio_was_checked:  # raises if a ratio is not 1 before the first optimizer step
+                        check_first_ratio(log_ratio, args, device)
+
+                ratio_was_checked = True
+                grad_norm = clip_gradients(accelerator, parameters, args.max_grad_norm)
+                # Warns if the norm is not finite, and raises after five such steps in a row.
+                run.check_gradient(update, grad_norm)
+                if math.isfinite(grad_norm):
+                    optimizer.step()
+                optimizer.zero_grad()
+        copy_weights(parameters, model)
+        with autocast:
+            check_outputs(update, model, b, T, args)  # raises if they are not finite any more
+
+        # 6. Log. The names of the metrics are TRL's: "scores" are after clipping and penalty, "env/reward"
+        #    is before.
+        tokens_trained = valid.sum() * args.num_ppo_epochs
+        metric_sums = accelerator.reduce(metric_sums)
+        update_metrics = {name: x / tokens_trained for name, x in metric_sums.items()}
+        # var r = E[(r - 1)^2] - E[r - 1]^2
+        update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
+        kl_per_response = kl.sum(1).mean()
+        # Generation computes one token at a time, with a cache: how much do its log-probabilities differ?
+        sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
+        lengths = b["lengths"].float()
+        metrics = {
+            "update": update,
+            "episode": update * B,
+            "lr": optimizer.param_groups[0]["lr"],
+            "eps": B / (time.time() - start_time),
+            "objective/kl": kl_per_response,
+            "objective/kl_coef": kl_coef,
+            "objective/entropy": -torch.where(valid, b["logprobs"], 0.0).sum(1).mean(),  # per response
+            "objective/non_score_reward": -kl_coef * kl_per_response,
+            "objective/rlhf_reward": scores.mean() - kl_coef * kl_per_response,
+            "objective/scores": scores.mean(),
+            **update_metrics,
+            "val/num_eos_tokens": b["stopped"].sum(),
+            "env/reward_mean": b["scores"].mean(),
+            "env/reward_std": b["scores"].std(correction=0),
+            "completions/mean_length": lengths.mean(),
+            "completions/min_length": lengths.min(),
+            "completions/max_length": lengths.max(),
+            "completions/clipped_ratio": 1 - b["stopped"].float().mean(),
+            "sampling/logprob_gap_mean": sampling_gap.mean(),
+            "sampling/logprob_gap_max": sampling_gap.max(),
+            **performance_metrics(start_time, rollout_end, lengths.sum(), device),
+        }
+        metrics = to_numbers(metrics)
+        run.log(metrics, health_warnings(metrics, args))
+        if is_sample_update(update, updates, args):
+            # The main process shows its own responses, which are the first rows of b.
+            records = to_records(prompts[:4], responses[:4], b["scores"][:4])
+            run.table(f"samples of update {update}", records, "samples.jsonl", update=update)
+
+        # 7. Adapt the KL coefficient for the next update, and save.
+        if args.kl_target is not None:
+            kl_coef = adaptive_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, B)
+        run.checkpoint(update, parameters, optimizer, B, kl_coef=kl_coef)
+
+    # 8. Evaluate on the same held-out prompts again, and save the model.
+    with autocast:
+        after = evaluate(model, tokenizer, reward, judge, held_out, stop_token_id, args)
+    if accelerator.is_main_process:
+        report_evaluation(run, before, after)
+        save_policy(model.policy, tokenizer, run.folder / "model")
+        save_value(model, run.folder / "model")
+    run.finish()
+    return model, run.folder
+
+
+def add_sums(sums, metrics):
+    """Add the sum of each tensor in `metrics` to `sums`, both dicts with the same names."""
+    for name, values in metrics.items():
+        sums[name] = sums.get(name, 0) + values.float().sum()
+
+
+# ---- Evaluation --------------------------------------------------------------------------------------------
+
+
+def evaluate(model, tokenizer, reward, judge, prompt_batch, stop_token_id, args):
+    """Respond to the held-out prompts, with the same random numbers before and after training.
+
+    -> metrics (dict of floats), one dict(prompt, response, score) per prompt
+    """
+    model.eval()
+    b, prompts, responses = rollout(model, tokenizer, reward, prompt_batch, stop_token_id, args)
+    valid = length_mask(b["lengths"], args.response_length)  # [B, T]
+    kl = torch.where(valid, b["logprobs"] - b["ref_logprobs"], 0.0)  # [B, T]
+    metrics = {
+        "score mean": b["scores"].mean(),
+        "score median": b["scores"].quantile(0.5),
+        "KL, nats per response": kl.sum(1).mean(),
+        "perplexity under the reference": torch.exp(-masked_mean(b["ref_logprobs"], valid)),
+        "distinct responses": len(set(responses)) / len(responses),
+        "tokens per response": b["lengths"].float().mean(),
+    }
+    if judge is not None:
+        metrics[f"judge: P({args.reward_label})"] = judge(prompts, responses).mean()
+    metrics = {name: float(x) for name, x in metrics.items()}
+    return metrics, to_records(prompts, responses, b["scores"])
+
+
+def to_records(prompts, responses, scores):
+    """One dict(prompt, response, score) per response, for tables and files."""
+    records = []
+    for prompt, response, score in zip(prompts, responses, scores.tolist()):
+        records.append({"prompt": prompt, "response": response, "score": score})
+    return records
+
+
+# ============================================================================================================
+# Part II: infrastructure. Nothing below is about PPO.
+# ============================================================================================================
+
+SCRIPT = Path(__file__).stem
+HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
+
+
+class UserError(Exception):
+    """An error the user can fix: printed on one line, exit code 2."""
+
+
+# ---- Log-probabilities in chunks ---------------------------------------------------------------------------
+
+
+class ChunkedLogprobs(torch.autograd.Function):
+    """What token_logprobs returns, computed for 128 rows at a time, since all logits [N, V] are too many.
+
+    The backward pass needs the log-softmax of each chunk again. It recomputes it, except for the first
+    chunks: theirs is kept, up to MAX_KEPT numbers (128 MiB).
+    """
+
+    MAX_KEPT = 2**25
+
+    @staticmethod
+    def forward(ctx, hidden, weight, tokens, temperature, bias, has_backward):
+        """[N, H], [V, H], [N], float, [V] or None, bool -> logprobs, entropies, both fp32 [N]"""
+        device_type = hidden.device.type
+        if torch.is_autocast_enabled(device_type):  # cast here, because autocast does not reach into backward
+            dtype = torch.get_autocast_dtype(device_type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        logprobs, entropies = torch.zeros(2, len(hidden), device=hidden.device)
+        kept = []
+        for rows in ChunkedLogprobs.chunks(hidden):
+            log_p = ChunkedLogprobs.log_softmax(hidden[rows], weight, bias, temperature)  # [rows, V]
+            logprobs[rows] = log_p.gather(1, tokens[rows, None]).squeeze(1)
+            entropies[rows] = -(log_p.exp().mul_(log_p)).sum(1)  # in place: the chunks are large
+            is_kept = rows.stop * len(weight) <= ChunkedLogprobs.MAX_KEPT
+            if is_kept and has_backward:
+                kept.append(log_p)
+        ctx.save_for_backward(hidden, weight, tokens, bias, *kept)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        """d logprob / d logits = one_hot(token) - softmax(logits)"""
+        hidden, weight, tokens, bias, *kept = ctx.saved_tensors
+        d_hidden = torch.zeros_like(hidden)
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[4] else None
+        for i, rows in enumerate(ChunkedLogprobs.chunks(hidden)):
+            if i < len(kept):
+                log_p = kept[i]
+            else:
+                log_p = ChunkedLogprobs.log_softmax(hidden[rows], weight, bias, ctx.temperature)
+            scale = grad[rows, None] / ctx.temperature  # [rows, 1]
+            d_logits = log_p.exp_().mul_(-scale)  # [rows, V], in place: nobody needs log_p again
+            d_logits.scatter_add_(1, tokens[rows, None], scale)
+            if d_bias is not None:
+                d_bias += d_logits.sum(0)
+            d_logits = d_logits.to(weight.dtype)
+            d_hidden[rows] = d_logits @ weight
+            if d_weight is not None and weight.dtype == torch.float32:
+                d_weight.addmm_(d_logits.T, hidden[rows])  # needs no temporary [V, H], but equal dtypes
+            elif d_weight is not None:
+                d_weight += d_logits.T @ hidden[rows]
+        return d_hidden, d_weight, None, None, d_bias, None
+
+    @staticmethod
+    def chunks(hidden):
+        return [slice(start, start + 128) for start in range(0, len(hidden), 128)]
+
+    @staticmethod
+    def log_softmax(hidden, weight, bias, temperature):
+        """[rows, H] -> fp32 [rows, V]. Logits become fp32 before they are scaled, to be rounded only once."""
+        logits = F.linear(hidden, weight, bias).float().div_(temperature)
+        return torch.log_softmax(logits, 1, out=logits)  # in place
+
+
+# ---- Loading models ----------------------------------------------------------------------------------------
+
+
+def resolve_path(name):
+    """Look for a folder in the working directory, then next to this file; else return a Hub name."""
+    for path in (Path(name), HERE / name):
+        if path.exists():
+            return str(path)
+    return name
+
 
 def load(what, function, name, **kwargs):
-    """function(name), with one line where it fails: a wrong path, no network, a broken file."""
-    name = located(name)
+    """function(name), with a one-line error if it fails: a wrong path, no network, a broken file."""
     try:
-        return function(name, **kwargs)
-    except Exception as error:  # the libraries raise a dozen kinds
-        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error  # it says where
-        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(cause).strip() or f"empty? {cause!r}"
-        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason.splitlines()[0]}") from error
+        return function(resolve_path(name), **kwargs)
+    except Exception as error:  # the libraries raise a dozen different types
+        cause = error
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):
+            cause = error.__cause__ or error  # this one says where
+        reason = str(cause).strip() or f"empty? {cause!r}"
+        first_line = reason.splitlines()[0]
+        if Path(name).is_absolute() and not Path(name).exists():
+            first_line = "no such folder"
+        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
+
 
 def load_model(auto_class, name, settings=None, **kwargs):
-    """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
-    name = located(name)
+    """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
+
+    Only safetensors are read: loading never runs code from the files. `settings` replaces config fields.
+    """
+    name = resolve_path(name)
     if (Path(name) / "adapter_config.json").exists():
-        import peft
-        if "quantization_config" in kwargs:
-            raise UserError(f"--load-in-8bit: {name} is a LoRA adapter, which cannot be merged into 8 bit: merge it first")
-        base = load_model(auto_class, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, settings, **kwargs)
-        model = peft.PeftModel.from_pretrained(base, name).merge_and_unload().requires_grad_(True)  # peft froze the base
-        model.name_or_path = str(name)  # what the next adapter stands on
-        return model
-    config = load("model", AutoConfig.from_pretrained, name)
-    rates = {key: 0.0 for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float)}
-    gelu = {key: "gelu_pytorch_tanh" for key, value in config.to_dict().items() if value == "gelu_new"}  # the same in one kernel, not 8
-    config.update(rates | gelu | (settings or {}))  # with dropout a second forward would differ, and the first ratio would not be 1
-    return load("model", auto_class.from_pretrained, name, config=config, dtype=torch.float32, use_safetensors=True, **kwargs)
+        return load_merged_adapter(auto_class, name, settings, **kwargs)
+    config = load("model", transformers.AutoConfig.from_pretrained, name)
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)  # with dropout, the first ratio would not be 1
+        if value == "gelu_new":
+            setattr(config, key, "gelu_pytorch_tanh")  # the same function in one kernel instead of eight
+    config.update(settings or {})
+    kwargs |= dict(config=config, dtype=torch.float32, use_safetensors=True)
+    return load("model", auto_class.from_pretrained, name, **kwargs)
+
+
+def load_merged_adapter(auto_class, folder, settings=None, **kwargs):
+    """The base model that a LoRA adapter names, with the adapter merged into it."""
+    import peft
+
+    if "quantization_config" in kwargs:
+        raise UserError(f"--load-in-8bit: {folder} is a LoRA adapter; merge it into its base model first")
+    base_name = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
+    base = load_model(auto_class, base_name, settings, **kwargs)
+    model = peft.PeftModel.from_pretrained(base, folder).merge_and_unload()
+    model.requires_grad_(True)  # peft froze the base
+    model.name_or_path = folder  # a new adapter trained on top will name this folder as its base
+    return model
+
 
 def load_tokenizer(name):
-    """The tokenizer of a folder or Hub name. Where it has no pad, pad is EOS, which is safe here: masks come from counts."""
+    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad."""
     tokenizer = load("tokenizer", AutoTokenizer.from_pretrained, name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 
+
+def context_length(model):
+    """The maximum number of tokens of a model. RoBERTa's positions start after its pad id."""
+    reserved = 0
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            reserved = module.padding_idx + 1
+    return getattr(model.config, "max_position_embeddings", 10**9) - reserved
+
+
+def trainable(module):
+    """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def transformer_layers(model):
+    """The list of a model's transformer layers, which is its longest ModuleList."""
+    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+
+
 def add_lora(model, args):
-    """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
+    """Add a LoRA adapter (Hu et al. 2021): each named layer computes W + lora_alpha / lora_r * B A, with B
+    = 0 at first."""
     import peft
-    if args.lora_r < 0:
-        raise UserError(f"--lora-r must be 0 (no LoRA) or more; it is {args.lora_r}")
-    target = args.lora_target_modules if args.lora_target_modules == "all-linear" else args.lora_target_modules.split(",")
-    heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
-    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
+
+    target_modules = args.lora_target_modules
+    if target_modules != "all-linear":
+        target_modules = target_modules.split(",")
+    # A classifier's head is trained as a whole, without an adapter.
+    heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]
+    config = peft.LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        target_modules=target_modules,
+        exclude_modules=heads or None,
+    )
+    flag = f"--lora-target-modules {args.lora_target_modules}"
     try:
         model = peft.get_peft_model(model, config)
     except ValueError as error:
-        raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
-    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):  # the loss would read the weight alone
-        raise UserError(f"--lora-target-modules {args.lora_target_modules}: the output embedding cannot have an adapter here")
+        raise UserError(f"{flag}: no such layers in this model") from error
+    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):
+        raise UserError(f"{flag}: the output embedding cannot have an adapter")
     return model
 
-def trainable(module):
-    """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
-def context_of(model):
-    """How many tokens a model takes at most; RoBERTa's positions begin behind the id of its pad."""
-    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
-    taken = max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)
-    return getattr(model.config, "max_position_embeddings", 10**9) - taken
+def share_layers(policy, count):
+    """Freeze the policy's embeddings and first layers. -> a reference that shares them and copies the rest"""
+    layers = transformer_layers(policy)
+    if count > len(layers):
+        raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
+    embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
+    shared = [p for module in [*embeddings, *layers[:count]] for p in module.parameters()]
+    for p in shared:
+        p.requires_grad_(False)
+    return copy.deepcopy(policy, memo={id(p): p for p in shared})  # deepcopy keeps what is in its memo
 
-def body_and_head(model):
-    """The transformer without its head, and its output embedding, of a causal language model with or without LoRA."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return model.base_model, model.get_output_embeddings()
-
-def hidden_states(body, input_ids, mask, cache):
-    """Last hidden states of the tokens that are not in the cache yet. [B, L], bool [B, cached + L] -> [B, L, H]
-
-    Positions count real tokens, so left padding moves nothing. Pads become token 0: an added [PAD] may have no row in the embedding.
-    """
-    L = input_ids.shape[1]
-    inputs = dict(input_ids=torch.where(mask[:, -L:], input_ids, 0), attention_mask=mask.long())
-    if "position_ids" in inspect.signature(body.forward).parameters:  # BLOOM has none: its ALiBi reads the mask
-        inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -L:]
-    return body(**inputs, past_key_values=cache, use_cache=True).last_hidden_state
-
-def attention(module, query, key, value, attention_mask, **options):
-    """transformers' SDPA, [B, heads, L, size] each, but in fp32 on a CPU, where the backward pass in bf16 takes longer.
-
-    8 rows of 128 tokens: 2 ms, and 6 in bf16; at 512 both are alike. With a limit, rows near it would round differently
-    in the rollout and in the update. A single token behind a cache has no backward pass, and stays in bf16.
-    """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    if torch.is_autocast_enabled("cpu") and query.shape[2] > 1:
-        with torch.autocast("cpu", enabled=False):
-            return sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **options)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-
-def document_states(body, ids, positions):
-    """Last hidden states [B, L, H]. Where a row holds several documents, a block-diagonal causal mask keeps them apart.
-
-    The mask is added to the attention scores, [B, 1, L, L]: not every architecture reads the borders from position ids (OPT does not).
-    """
-    if not (positions[:, 1:] == 0).any():
-        return body(input_ids=ids, use_cache=False).last_hidden_state
-    document = (positions == 0).cumsum(-1)  # [B, L], the number of the document in its row
-    later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).triu(1)  # [L, L]
-    apart = later | (document[:, None, :] != document[:, :, None])  # [B, L, L]
-    mask = torch.zeros(apart.shape, device=ids.device).masked_fill(apart, torch.finfo(torch.bfloat16).min)[:, None]  # [B, 1, L, L]
-    return body(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
-
-def can_pack(model, width):
-    """Whether rows of this width may hold several documents: a mask keeps them apart, and positions begin anew.
-
-    A recurrent state would leak, the mask knows no window, Falcon's ALiBi reads another, and BLOOM would go on counting.
-    """
-    if getattr(model, "_is_stateful", True) or "position_ids" not in inspect.signature(model.forward).parameters:
-        return False
-    config = model.config.get_text_config()
-    windows = [getattr(config, name, None) or width for name in ("sliding_window", "attention_chunk_size")]
-    return min(windows) >= width and not getattr(config, "alibi", False)
-
-def packing_pays(body, mask, width):
-    """Whether rows, padded to this width, cost less as one row without pads, where most pairs of tokens are masked. bool [B, C + T]
-
-    A layer takes 24 H^2 operations for a token and 4 H for a pair; those of pairs, which are slower, count twice. Not for GPUs: not tried.
-    """
-    if mask.device.type != "cpu" or not can_pack(body, width):
-        return False
-    N, cells = int(mask.sum()), len(mask) * width
-    return 6 * body.config.get_text_config().hidden_size * (cells - N) > 2 * (N**2 - cells * width / 2)
-
-def response_states(body, input_ids, mask, T):
-    """The hidden states that predict the last T tokens: the one at t - 1 predicts token t. [B, C + T], bool [B, C + T] -> [B, T, H]
-
-    Either all rows are packed into one, or each is moved left, so that it begins with its prompt: a causal model never
-    looks to its right, so pads there need no mask, and nothing is computed behind the longest row. After the end of a response there
-    may stand anything.
-    """
-    width = int(mask.sum(1).max())
-    if packing_pays(body, mask, width):
-        row = torch.stack([input_ids[mask], (mask.cumsum(1) - 1)[mask]])  # [2, N], tokens and their positions
-        row = F.pad(row, (0, -row.shape[1] % 16))  # few different lengths: a CPU keeps what it compiled for each of them (bf16)
-        hidden = document_states(body, *row[:, None])  # [1, N + pads, H]
-        before = (mask.flatten().cumsum(0) - 1).view(mask.shape)[:, -T - 1 : -1]  # [B, T], the place of the token before
-    else:
-        prompt = mask[:, :-T].sum(1, keepdim=True)  # [B, 1]
-        places = torch.arange(width, device=mask.device) + mask.shape[1] - T - prompt  # [B, width], where these tokens stood
-        rows = torch.where(mask, input_ids, 0).gather(1, places.clamp(max=mask.shape[1] - 1))  # pads: an added [PAD] may have no embedding
-        hidden = body(input_ids=rows, use_cache=False).last_hidden_state  # [B, width, H]
-        before = (torch.arange(T, device=mask.device) + prompt - 1).clamp(max=width - 1)  # [B, T]
-        before = before + width * torch.arange(len(rows), device=mask.device)[:, None]
-    return hidden.flatten(0, 1).index_select(0, before.flatten()).view(*before.shape, -1)
-
-def response_logprobs(model, input_ids, mask, T, temperature, states=response_states):
-    """Log-probabilities and entropies of the last T tokens, 0 where they are masked, and the hidden states that predicted them.
-
-    [B, C + T], bool [B, C + T] -> fp32 [B, T], fp32 [B, T], [B, T, H]. Only valid tokens go through the head.
-    """
-    body, head = body_and_head(model)
-    hidden, valid = states(body, input_ids, mask, T), mask[:, -T:]
-    keep, tokens = KEPT_PROBS if torch.is_grad_enabled() else 0, input_ids[:, -T:]
-    found = token_logprobs(hidden[valid][None], head.weight, tokens[valid][None], temperature, head.bias, keep)  # [1, valid tokens]
-    return *(torch.zeros(valid.shape, device=mask.device).masked_scatter(valid, x) for x in found), hidden
-
-class PolicyAndValue(nn.Module):
-    """Policy, value function and reference in one module: one forward, and one thing to wrap (DDP, FSDP, DeepSpeed)."""
-
-    def __init__(self, policy, reference=None, critic=None):
-        super().__init__()
-        self.policy, self.reference, self.critic = policy, reference, critic
-        width = body_and_head(policy)[1].weight.shape[1] if critic is None else critic.config.hidden_size
-        self.value_head = nn.Linear(width, 1)
-        nn.init.zeros_(self.value_head.weight)  # the first advantages are the rewards to come, and nothing made up
-        nn.init.zeros_(self.value_head.bias)
-
-    def forward(self, input_ids, mask, T, temperature):
-        """-> logprobs, entropies, values, each fp32 [B, T]. values[t] is said before token t is known."""
-        logprobs, entropies, hidden = response_logprobs(self.policy, input_ids, mask, T, temperature)
-        hidden = hidden if self.critic is None else response_states(self.critic, input_ids, mask, T)
-        return logprobs, entropies, self.value_head(hidden).squeeze(-1).float()
-
-    def reference_logprobs(self, input_ids, mask, T, temperature):
-        """The same log-probabilities under the reference: a frozen model, or the policy without its adapter. -> fp32 [B, T]"""
-        with self.policy.disable_adapter() if self.reference is None else nullcontext():
-            return response_logprobs(self.reference or self.policy, input_ids, mask, T, temperature)[0]
-
-def load_policy(args, name):
-    """The policy, ready to be trained, and the frozen reference; None where that is the policy with its adapter off."""
-    if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
-        raise UserError("--num-shared-layers goes neither with --lora-r, which shares all layers, nor with --load-in-8bit")
-    eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True)) if args.load_in_8bit else {}
-    policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
-    check_head(policy, name)
-    if args.lora_r:
-        policy, reference = add_lora(policy, args), None  # one copy of the weights: the reference is the policy with its adapter off
-    elif args.num_shared_layers:
-        body, _ = body_and_head(policy)
-        blocks = max((m for m in body.modules() if isinstance(m, nn.ModuleList)), key=len)
-        if not 0 < args.num_shared_layers <= len(blocks):
-            raise UserError(f"--num-shared-layers {args.num_shared_layers}: the model has {len(blocks)} layers")
-        shared = [m for m in body.modules() if isinstance(m, nn.Embedding)] + list(blocks[: args.num_shared_layers])
-        shared = [p.requires_grad_(False) for module in shared for p in module.parameters()]
-        reference = copy.deepcopy(policy, memo={id(p): p for p in shared})  # deepcopy takes what its memo holds as it is
-    else:
-        reference = load_model(AutoModelForCausalLM, name, **eight_bit)
-    if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # transformers does it in train mode, not in generate
-    return policy, reference and reference.requires_grad_(False)
-
-@torch.no_grad()
-def reads_left_to_right(body):
-    """Whether the states of a text stay as they are where it goes on."""
-    ids = torch.arange(6)[None]  # [1, 6]
-    whole, part = (body(x).last_hidden_state[:, :5] for x in (ids, ids[:, :5]))
-    return torch.allclose(whole, part, atol=1e-3, rtol=1e-3)
-
-def build_policy(args):
-    """Policy, reference and value function as the flags say. -> PolicyAndValue"""
-    policy, reference = load_policy(args, args.model_name_or_path)
-    critic = load_model(AutoModel, args.value_model_path) if args.value_model_path else None
-    if critic is not None and critic.config.vocab_size < policy.config.vocab_size:
-        raise UserError(f"--value-model-path {args.value_model_path}: its vocabulary is smaller than the policy's")
-    if critic is not None and not reads_left_to_right(critic):
-        raise UserError(f"--value-model-path {args.value_model_path}: it sees the tokens that come later; a critic must not")
-    if critic is not None and args.gradient_checkpointing:
-        critic.activation_checkpointing_enable(dict(use_reentrant=False))
-    model = PolicyAndValue(policy, reference, critic)
-    if (head := Path(located(args.value_model_path or args.model_name_or_path)) / "value_head.safetensors").exists():
-        model.value_head.load_state_dict(load_file(head))
-    return model
 
 @torch.no_grad()
 def check_head(model, name):
-    """Refuse a model whose head is more than a matrix product (soft caps, logit scales): it would be trained wrongly."""
+    """Raise if a model computes its logits in any other way than hidden @ weight.T + bias.
+
+    A soft cap (Gemma) or a scale (Granite, Cohere) would be ignored in training.
+    """
     body, head = body_and_head(model)
     ids = torch.arange(6, device=head.weight.device)[None]  # [1, 6]
-    ours, _ = token_logprobs(body(ids).last_hidden_state[:, :-1], head.weight, ids[:, 1:], bias=head.bias)
-    theirs = model(ids).logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    hidden = body(ids).last_hidden_state
+    ours, _ = token_logprobs(hidden[:, :-1], head.weight, ids[:, 1:], bias=head.bias)
+    all_logprobs = model(ids).logits[:, :-1].float().log_softmax(-1)
+    theirs = all_logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1)
     if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3):
-        raise UserError(f"{name}: its head is more than hidden @ weight (a soft cap, a scale); it would be trained wrongly here")
+        raise UserError(f"{name}: the head of this model is more than hidden @ weight (a soft cap, a scale)")
 
-def load_classifier(name, batch_size, device):
-    """A classifier as a function from texts (list of str) to logits [B, classes], and the model."""
-    model, tokenizer = load_model(AutoModelForSequenceClassification, name).to(device).eval(), load_tokenizer(name)
-    model.config.pad_token_id, tokenizer.padding_side = tokenizer.pad_token_id, "right"  # how a decoder finds its last token
-    tokenizer.truncation_side = "left"  # the response is the end
-    limit = min(tokenizer.model_max_length, context_of(model))
 
-    @torch.no_grad()
-    def classify(texts):  # decoded, and tokenised again: the tokenizers need not be the same
-        logits = torch.zeros(len(texts), model.config.num_labels, device=device)
-        for rows in torch.tensor([len(text) for text in texts]).argsort().split(batch_size):  # similar lengths: little padding
-            batch = tokenizer([texts[i] for i in rows], truncation=True, max_length=limit, padding=True, return_tensors="pt")
-            logits[rows] = model(**batch.to(device)).logits.float()
-        return logits
-
-    return classify, model
-
-def opinion_of(label, name, batch_size, device):
-    """What a classifier says of a label (its name or number): prompts, responses (lists of str) -> logits [B], probabilities [B]"""
-    classify, model = load_classifier(name, batch_size, device)
-    numbers = {str(key).lower(): i for i, text in model.config.id2label.items() for key in (i, text)}
-    if label.lower() not in numbers:
-        raise UserError(f"--reward-label {label}: the labels of {name} are {', '.join(model.config.id2label.values())}")
-
-    def opinion(prompts, responses):
-        logits = classify([prompt + response for prompt, response in zip(prompts, responses)])  # [B, classes]
-        return logits[:, numbers[label.lower()]], logits.softmax(-1)[:, numbers[label.lower()]]
-
-    return opinion
-
-FUNCTION_SECONDS = 600  # a call of a reward or judge function of yours that takes longer ends the run
-
-def load_function(flag, name):
-    """The function that FILE.py:function names; the file may stand beside this one. It is code of the user's, and it runs here.
-
-    What it raises ends in one line that says where, and so does a call that takes longer than FUNCTION_SECONDS.
-    """
-    path, _, function = name.partition(":")
-    path = next((str(place) for place in (Path(path), HERE / path) if place.is_file()), None)
-
-    def late(*_):
-        raise SystemExit(f"no answer within {FUNCTION_SECONDS} seconds")  # no `except Exception` on the way stops it
-
-    def guarded(call, *lists):
-        before = signal.signal(signal.SIGALRM, late)
-        signal.setitimer(signal.ITIMER_REAL, FUNCTION_SECONDS)
-        try:
-            return call(*lists)
-        except (Exception, SystemExit) as error:
-            lines = [f", line {frame.lineno}" for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-            raise UserError(f"{flag} {name}: {type(error).__name__}: {error} ({path}{''.join(lines[-1:])})") from error
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
-    if path is None or not callable(found := guarded(runpy.run_path, path).get(function)):
-        raise UserError(f"{flag} {name}: expected FILE.py:function, and found no such file or function")
-    return partial(guarded, found)
-
-def check_scores(scores, prompts, responses):
-    """Refuse what a reward function should not return, and name the response. -> fp32 [B]"""
-    if not isinstance(scores, list) or len(scores) != len(prompts) or not all(isinstance(x, Real) for x in scores):
-        raise UserError(f"the reward or judge function must return a list of {len(prompts)} floats; it returned {str(scores)[:100]}")
-    for score, prompt, response in zip(scores, prompts, responses):
-        if not abs(score) < 3e38:  # nan too, and what is infinite in fp32
-            raise UserError(f"the reward is {score} for the prompt {prompt!r} with the response {response!r}")
-    return torch.tensor([float(score) for score in scores], dtype=torch.float32)
-
-def load_reward(args, device):
-    """The reward as a function of prompts and responses (lists of str) -> fp32 [B]: a classifier's logit, or the user's own code."""
-    if args.reward_fn:
-        reward = load_function("--reward-fn", args.reward_fn)
+def load_policy_and_reference(args, name):
+    """The policy to train, and the frozen reference (None: the policy without its LoRA adapter)."""
+    eight_bit = {}
+    if args.load_in_8bit:
+        eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
+    policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
+    check_head(policy, name)
+    if args.lora_r:
+        policy, reference = add_lora(policy, args), None
+    elif args.num_shared_layers:
+        reference = share_layers(policy, args.num_shared_layers)
     else:
-        opinion = opinion_of(args.reward_label, args.reward_model_path, args.local_rollout_forward_batch_size, device)
-        reward = lambda prompts, responses: opinion(prompts, responses)[0].tolist()  # noqa: E731
-    return lambda prompts, responses: check_scores(reward(prompts, responses), prompts, responses).to(device)
+        reference = load_model(AutoModelForCausalLM, name, **eight_bit)
+    if reference is not None:
+        reference.requires_grad_(False)
+    if args.gradient_checkpointing:
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))
+    return policy, reference
 
-def make_learner(model, accelerator):
-    """The module to train: this one, or a copy without its reference where FSDP2 or ZeRO-3 will cut its weights into shards.
-
-    Shards cannot generate. The whole module does, on every process, and takes the new weights over where it is used (`take_weights`).
-    """
-    plugin = accelerator.state.deepspeed_plugin
-    if accelerator.distributed_type != "FSDP" and (plugin is None or plugin.zero_stage < 3):
-        return model
-    learner = copy.deepcopy(model, memo={id(getattr(model, "reference", None)): None})  # what its memo holds is taken as it is
-    layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
-    learner._no_split_modules = [type(layers[0]).__name__]  # FSDP2 shards layer by layer
-    return learner
 
 @torch.no_grad()
-def take_weights(model, learner):
-    """Copy the weights of a sharded module into the whole one, one by one; all processes take part. -> the whole one, in eval mode"""
-    for p, shard in zip(trainable(model).values(), trainable(learner).values()) if learner is not model else ():
-        if hasattr(shard, "full_tensor"):  # FSDP2
-            p.copy_(shard.full_tensor())
-        else:  # ZeRO-3
-            import deepspeed
-            with deepspeed.zero.GatheredParameters([shard]):
-                p.copy_(shard)
-    return model.eval()
+def is_causal(body):
+    """True if appending tokens does not change the hidden states of earlier ones."""
+    ids = torch.arange(6)[None]  # [1, 6]
+    full = body(ids).last_hidden_state
+    prefix = body(ids[:, :5]).last_hidden_state
+    return torch.allclose(full[:, :5], prefix, atol=1e-3, rtol=1e-3)
 
-def clip_gradients(accelerator, parameters, max_norm):
-    """Scale the gradients of one step down to this norm; None: never. -> their norm before, over all processes' shards
 
-    DeepSpeed clips and steps in the step's last backward pass; its norm is what it has seen there.
-    """
-    norm = accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+def load_critic(args, policy):
+    """A value function with its own transformer, which must read the policy's tokens from left to right."""
+    flag = f"--value-model-path {args.value_model_path}"
+    critic = load_model(AutoModel, args.value_model_path)
+    if critic.config.vocab_size < policy.config.vocab_size:
+        raise UserError(f"{flag}: its vocabulary is smaller than the policy's")
+    if not is_causal(critic):
+        raise UserError(f"{flag}: it attends to later tokens, which a critic must not see")
+    if args.gradient_checkpointing:
+        critic.activation_checkpointing_enable(dict(use_reentrant=False))
+    return critic
 
-def shard_like(value, p):
-    """This process's shard of a tensor of p's shape where p is sharded (FSDP2); anything else as it is."""
-    if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
-        return value
-    return torch.distributed.tensor.distribute_tensor(value.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
 
-def make_optimizer(args, parameters, updates):
-    """The optimizer of the dotted name, and its schedule, which steps once an update."""
-    kind = locate(args.optimizer)
-    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
-        raise UserError(f"--optimizer {args.optimizer}: not an optimizer of an installed package; e.g. torch.optim.AdamW")
-    options = dict(lr=args.learning_rate, eps=args.adam_eps, fused="Adam" in args.optimizer)  # others cannot fuse on FSDP2's shards
-    optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
-    warmup = 0 if args.lr_scheduler_type == "constant" else math.ceil(args.warmup_ratio * updates)
+def check_context(model, name, max_tokens):
+    """Raise if prompt and response can be longer than the model's context."""
+    if context_length(model) < max_tokens:
+        raise UserError(
+            f"prompt and response can have {max_tokens} tokens together, but the context of {name} "
+            f"is {context_length(model)}: lower the limits of the prompt or --response-length"
+        )
 
-    def factor(step):  # of the learning rate, as transformers' schedules of these names have it; importing those takes seconds
-        if step < warmup:
-            return step / warmup
-        left = (updates - step) / max(1, updates - warmup)  # from 1 to 0
-        scale, end = warmup or 10_000, 1e-7 / max(args.learning_rate, 1e-7)
-        return dict(linear=left, cosine=0.5 * (1 - math.cos(math.pi * left)), polynomial=end + (1 - end) * left,
-                    inverse_sqrt=(1 + (step - warmup) / scale) ** -0.5, exponential=0.01 ** (1 - left)).get(args.lr_scheduler_type, 1.0)
 
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+def build_policy_and_value(args, max_tokens):
+    """Policy, reference and value function, as the flags say, for texts of max_tokens. -> PolicyAndValue"""
+    policy, reference = load_policy_and_reference(args, args.model_name_or_path)
+    check_context(policy, args.model_name_or_path, max_tokens)
+    critic = None
+    if args.value_model_path is not None:
+        critic = load_critic(args, policy)
+        check_context(critic, args.value_model_path, max_tokens)
+    model = PolicyAndValue(policy, reference, critic)
+    folder = Path(resolve_path(args.value_model_path or args.model_name_or_path))
+    if (folder / "value_head.safetensors").exists():  # saved by an earlier run
+        model.value_head.load_state_dict(load_file(folder / "value_head.safetensors"))
+    return model
 
-def check_finite(numbers, update):
-    """Stop before a model that has overflowed writes the next batch, or takes the place of a good checkpoint."""
-    if not numbers.isfinite().all():
-        raise UserError(f"update {update} is not saved: what the model computes is not finite: lower --learning-rate, or --max-grad-norm 1")
-
-def pick_dtype(args, device):
-    """bf16 products where they are asked for or, on auto, where the hardware has units for them; weights and sums stay fp32."""
-    fast = torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if args.bf16 or args.dtype == "bfloat16" or (args.dtype == "auto" and fast) else torch.float32
-
-def describe_memory(model, learner, config, args, length, sampled, accelerator):
-    """One line: estimated GiB on one process with Adam, passes of `length` tokens a row, `sampled` rows generated at once.
-
-    Gradients and activations go before the cache of the next rollout comes. Of shards (FSDP2, DeepSpeed) each process has its part.
-    """
-    device, split = accelerator.device, accelerator.num_processes if accelerator.distributed_type in ("FSDP", "DEEPSPEED") else 1
-    trained, weights = sum(p.numel() for p in trainable(model).values()), sum(p.nbytes for p in model.parameters())
-    layer = length * config.hidden_size * 4  # bytes of an fp32 vector a token of one row
-    kept = config.num_hidden_layers + 17 if args.gradient_checkpointing else 17 * config.num_hidden_layers  # Korthikanti et al. 2022, eq. 1
-    parts = dict(weights=weights, optimizer=8 * trained // split, shards=4 * trained // split if learner is not model else 0,
-                 gradients=4 * trained // split, activations=kept * layer * args.per_device_train_batch_size,
-                 cache=2 * config.num_hidden_layers * layer * sampled)
-    total = sum(parts.values()) - min(parts["gradients"] + parts["activations"], parts["cache"])
-    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
-    listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size)
-    warning = "; MORE THAN THERE IS: a smaller batch, LoRA, 8 bit?" if total - weights > free else ""  # the weights are there already
-    return f"{trained:,} trainable parameters; memory about {total / 2**30:.2f} GiB ({listed}), {free / 2**30:.0f} are free{warning}"
-
-# ---- 6. Data ---------------------------------------------------------------------------------------------------------
-def load_splits(name):
-    """(train, held-out) rows of a Hub data set or a folder. Held out: split test, else validation, else the last 10 % of train."""
-    splits = load("data set", datasets.load_dataset, name)
-    if "train" not in splits or len(splits["train"]) < 2:
-        raise UserError(f"data set {name!r} needs a split train with at least 2 rows; it has {', '.join(splits)}")
-    rows, held = splits["train"], splits.get("test", splits.get("validation"))
-    cut = len(rows) - max(1, len(rows) // 10)
-    return (rows, held) if held is not None else (rows.select(range(cut)), rows.select(range(cut, len(rows))))
-
-def left_out(total, kept, why):
-    """Say how many rows of the data are not used."""
-    if kept < total and accelerate.PartialState().is_main_process:
-        print(f"left out {total - kept:,} of {total:,} {why}")
-
-def stream_rows(num_rows, start, count, seed):
-    """Row numbers start .. start + count of an endless stream of shuffled passes over the data. -> [count]"""
-    passes = range(start // num_rows, (start + count - 1) // num_rows + 1)
-    stream = torch.cat([torch.randperm(num_rows, generator=draws(seed, "pass", p)) for p in passes])
-    return stream[start - passes[0] * num_rows :][:count]
-
-def load_queries(rows, tokenizer, args):
-    """The first query_max_length tokens of each review that is long enough. -> list of lists of token ids"""
-    if "text" not in rows.column_names:
-        raise UserError(f"data set {args.dataset_name!r} needs a column text; it has {', '.join(rows.column_names)}")
-    texts = [text for text in rows["text"] if isinstance(text, str) and len(text) > args.min_text_length]
-    queries = tokenizer(texts, truncation=True, max_length=args.query_max_length, add_special_tokens=False).input_ids if texts else []
-    queries = [query for query in queries if len(query) >= args.query_min_length]
-    left_out(len(rows), len(queries), f"rows: no text of more than --min-text-length {args.min_text_length} characters "
-             f"and at least --query-min-length {args.query_min_length} tokens")
-    if not queries:
-        raise UserError(f"data set {args.dataset_name!r}: no text is longer than --min-text-length {args.min_text_length} characters "
-                        f"and has at least --query-min-length {args.query_min_length} tokens")
-    return queries
-
-def draw_batch(queries, rows, args, *place):
-    """Prompts cut to drawn lengths and left-padded, the room of each response, the uniforms that will sample it.
-
-    Drawn for the batch of all processes, of which each takes its rows. -> ids [B, C], bool [B, C], room [B], uniforms [B, T]
-    """
-    B, C = len(rows), args.query_max_length
-    cuts = torch.randint(args.query_min_length, C + 1, (B,), generator=draws(args.seed, "query", *place))
-    room = torch.randint(args.response_min_length, args.response_length + 1, (B,), generator=draws(args.seed, "room", *place))
-    uniforms = torch.rand(B, args.response_length, generator=draws(args.seed, "tokens", *place))
-    batch = [torch.tensor(queries[row][:cut]) for row, cut in zip(rows.tolist(), cuts.tolist())]
-    ids = torch.stack([F.pad(query, (C - len(query), 0)) for query in batch])  # [B, C]
-    return ids, length_mask(torch.tensor([len(query) for query in batch]), C).flip(1), room, uniforms
-
-# ---- 7. Rollout ------------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def generate(model, ids, mask, room, uniforms, stop_token_id, temperature):
-    """Sample until the stop token or the end of the room. Pure sampling: no top-k, no top-p, no minimum length.
-
-    Left-padded ids, mask [B, C]; room [B]; uniforms [B, T] -> tokens [B, T], lengths [B]. A row that is done leaves the batch.
-    """
-    body, head = body_and_head(model)
-    cache = transformers.DynamicCache(config=body.config)
-    hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
-    rows = torch.arange(len(uniforms), device=ids.device)  # the rows still being written
-    tokens = torch.zeros(uniforms.shape, dtype=torch.long, device=ids.device)
-    for t in range(uniforms.shape[1]):
-        logits = F.linear(hidden, head.weight, head.bias).div_(temperature)  # [rows, V]
-        token = sample_tokens(logits.float().softmax(-1), uniforms[rows, t])  # [rows]
-        tokens[rows, t] = token
-        going = ((token != stop_token_id) & (t + 1 < room[rows])).nonzero().squeeze(-1)
-        if len(going) == 0:
-            break
-        if len(going) < len(rows):
-            cache.batch_select_indices(going)
-            rows, mask, token = rows[going], mask[going], token[going]
-        mask = F.pad(mask, (0, 1), value=True)
-        hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
-    return tokens, torch.minimum(response_lengths(tokens, stop_token_id), room)
-
-@torch.no_grad()
-def rollout(model, tokenizer, reward, batch, stop_token_id, args):
-    """Responses to a batch of prompts, their raw scores, and the log-probabilities that PPO will call old.
-
-    These come from the update's own forward, so that the first ratio is 1: exactly where micro-batches are as long as the update's,
-    otherwise up to rounding.
-    -> dict of tensors [B, ...], prompts, responses (lists of str)
-    """
-    parts = zip(*(x.split(args.local_rollout_forward_batch_size) for x in batch))
-    tokens, lengths = (torch.cat(x) for x in zip(*(generate(model.policy, *p, stop_token_id, args.temperature) for p in parts)))
-    valid = length_mask(lengths, tokens.shape[1])  # [B, T]
-    asked = [q[m].tolist() for q, m in zip(*batch[:2])]
-    shown, prompts = (tokenizer.batch_decode(asked, skip_special_tokens=skip) for skip in (True, False))  # the reward reads all
-    texts = tokenizer.batch_decode([a + t[v].tolist() for a, t, v in zip(asked, tokens, valid)], skip_special_tokens=True)
-    responses = [text[len(prompt):] for prompt, text in zip(shown, texts)]  # alone, some tokenizers would drop its first space
-    stopped = tokens.gather(1, lengths[:, None] - 1).squeeze(1) == stop_token_id  # [B]
-    ids, mask = torch.cat([batch[0], tokens], 1), torch.cat([batch[1], valid], 1)  # [B, C + T]
-    order = mask.sum(1).argsort()  # similar lengths together, as in the update
-    parts = [(ids[rows], mask[rows], tokens.shape[1], args.temperature) for rows in order.split(args.per_device_train_batch_size)]
-    parts = [(*model(*part), model.reference_logprobs(*part)) for part in parts]
-    logprobs, _, values, ref_logprobs = (torch.cat(x)[order.argsort()] for x in zip(*parts))  # [B, T]
-    b = dict(ids=ids, mask=mask, lengths=lengths, stopped=stopped, scores=reward(prompts, responses))
-    return b | dict(logprobs=logprobs, values=values, ref_logprobs=ref_logprobs), prompts, responses
-
-# ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
-def evaluate(model, tokenizer, reward, judge, batch, stop_token_id, args):
-    """Sample the held-out prompts, with the same draws before and after. -> numbers of the table, prompts, responses, scores"""
-    model.eval()
-    b, prompts, responses = rollout(model, tokenizer, reward, batch, stop_token_id, args)
-    valid = length_mask(b["lengths"], args.response_length)  # [B, T]
-    kl = torch.where(valid, kl_per_token(b["logprobs"], b["ref_logprobs"], "k1"), 0.0).sum(1)  # [B]
-    numbers = {"score mean": b["scores"].mean(), "score median": b["scores"].quantile(0.5), "KL, nats a response": kl.mean(),
-               "perplexity under the reference": torch.exp(-masked_mean(b["ref_logprobs"], valid)),
-               "distinct responses": len(set(responses)) / len(responses), "tokens a response": b["lengths"].float().mean()}
-    if judge:
-        numbers[f"judge: P({args.reward_label})"] = judge(prompts, responses)[1].mean()
-    return {name: float(value) for name, value in numbers.items()}, prompts, responses, b["scores"].tolist()
-
-# ---- 9. Logging and run folder ---------------------------------------------------------------------------------------
-class Run:
-    """The run folder and the screen: args.json, metrics.jsonl, samples.jsonl, evaluation.json, curves.png, checkpoints/, model/."""
-
-    def __init__(self, args, accelerator, updates, columns):
-        name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        taken = Path(name).is_file() or (not args.resume and any(Path(name, file).exists() for file in ("args.json", "metrics.jsonl")))
-        name, taken = accelerate.utils.broadcast_object_list([name, taken])
-        if taken:
-            raise UserError(f"{name} is a file or holds a run: --resume goes on with a run, --output-dir names another folder")
-        self.folder = Path(name)
-        self.args, self.accelerator, self.main = args, accelerator, accelerator.is_main_process
-        self.console = Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty(), quiet=not self.main)
-        parts = ("{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}")
-        self.bar = Progress(*parts, console=self.console, disable=not (self.main and self.console.is_terminal))
-        self.updates, self.columns, self.task = updates, columns, self.bar.add_task("", total=updates)
-        self.signal, self.printed, self.engine = 0, 0.0, None  # DeepSpeed's, where it trains
-        for number in (signal.SIGINT, signal.SIGTERM):  # the update is finished and saved first; a second signal ends at once
-            signal.signal(number, self.stop)
-        self.batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes  # of one step
-        if self.main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.folder / ".lock", "w")
-            try:
-                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it ends
-            except OSError as error:
-                if isinstance(error, (BlockingIOError, PermissionError)):  # others: a file system without locks
-                    raise UserError(f"{name} is in use by a run that has not ended") from error
-            commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
-            versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, accelerate)}
-            about = dict(command=sys.argv, versions=versions, commit=commit, world_size=accelerator.num_processes)
-            self.write("args.json", json.dumps(dict(args=asdict(args), **about), indent=2))
-        if args.log_with != "none":
-            accelerator.log_with, accelerator.project_configuration.logging_dir = [args.log_with], str(self.folder)
-            accelerator.init_trackers(Path(__file__).stem, {k: str(v) for k, v in asdict(args).items()})
-
-    def stop(self, number, frame):
-        self.signal = number
-        signal.signal(number, signal.SIG_DFL)
-
-    def write(self, name, text):
-        (self.folder / f".{name}").write_text(text)
-        os.replace(self.folder / f".{name}", self.folder / name)  # whole or not at all
-
-    def log(self, metrics, complaints=()):
-        """One dict, one call: a line of metrics.jsonl, a point in wandb or tensorboard (under train/, as TRL), a row on the screen."""
-        self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=metrics["update"])
-        if self.main:
-            with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(metrics) + "\n")
-        status = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.columns.items())
-        self.bar.update(self.task, completed=metrics["update"], description=status)
-        if self.bar.disable and (time.time() - self.printed > 10 or metrics["update"] == self.updates):  # no terminal: lines
-            self.printed = time.time()
-            self.console.print(f"update {metrics['update']}/{self.updates}  {status}")
-        for line in complaints:
-            self.console.print(f"update {metrics['update']}: {line}", style="yellow")
-
-    def table(self, title, rows, file=None, **extra):
-        """Dicts as a table on the screen and, where a file is named, with what is extra as its lines."""
-        wide = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
-        table = Table(title=title, title_justify="left", show_lines=wide)
-        for name, cell in rows[0].items():
-            table.add_column(name.strip(), justify="left" if isinstance(cell, str) else "right", overflow="fold")
-        for row in rows:
-            table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()))
-        self.console.print(table, soft_wrap=False)
-        if file and self.main:
-            with open(self.folder / file, "a") as lines:
-                lines.writelines(json.dumps(extra | row) + "\n" for row in rows)
-        if file and self.args.log_with == "wandb":
-            self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=[list(row.values()) for row in rows])
-
-    def whole(self, value):
-        """What a checkpoint keeps, with the shards of FSDP2 put together; all processes take part, one gets the result."""
-        if hasattr(value, "full_tensor"):
-            full = value.full_tensor()
-            return full.cpu() if self.main else None
-        return {key: self.whole(x) for key, x in value.items()} if isinstance(value, dict) else value
-
-    def checkpoint(self, update, parameters, optimizer, scheduler, probe=None, **state):
-        """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit.
-
-        probe() computes something with the model: where that is not finite, the last good checkpoint keeps its place.
-        """
-        number = int(self.accelerator.gather(torch.tensor([self.signal], device=self.accelerator.device)).max())
-        due = number or update == self.updates or (self.args.save_every and update % self.args.save_every == 0)
-        if due and probe:
-            with torch.no_grad():
-                check_finite(probe(), update)
-        folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
-        if due and self.engine:
-            self.engine.save_checkpoint(str(draft), tag="deepspeed")  # each process its shards
-            self.accelerator.wait_for_everyone()
-        elif due:
-            state |= self.whole(dict(parameters={name: p.detach() for name, p in parameters.items()}, optimizer=optimizer.state_dict()))
-        if self.main and due:
-            rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # of the user's code; ours draws from (seed, update)
-            state |= dict(update=update, scheduler=scheduler.state_dict(), batch=self.batch, shards=self.shards, rng=rng)
-            draft.mkdir(parents=True, exist_ok=True)
-            try:
-                with open(draft / "state.pt", "wb") as file:
-                    torch.save(state, file)
-                    os.fsync(file.fileno())
-            except (OSError, RuntimeError) as error:
-                shutil.rmtree(draft)
-                raise UserError(f"cannot save {folder}: {error.__context__ or error}; --resume goes on from the one before") from error
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(draft, folder)  # a checkpoint gets its name when it is whole, so a kill leaves the last one good
-            for old in sorted(folder.parent.glob("[0-9]*"), reverse=True)[max(self.args.keep_checkpoints, 1) :]:
-                shutil.rmtree(old)
-        if number and update < self.updates:
-            self.bar.stop()
-            self.console.print(f"stopped by signal {number}; to go on: python {Path(__file__).name} --resume {self.folder}")
-            sys.exit(128 + number)
-
-    def restore(self, parameters, optimizer, scheduler):
-        """Load the checkpoint that --resume names, or the run's newest. -> its state; {"update": 0} at the start of a run"""
-        found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {"update": 0}
-        self.shards = f"ZeRO-{self.engine.zero_optimization_stage()} on {self.accelerator.num_processes} processes" if self.engine else ""
-        if self.args.resume and found:
-            last = next((path for path in found if path.resolve() == Path(self.args.resume).resolve()), found[-1])
-            state = load("checkpoint", torch.load, str(last / "state.pt"), map_location="cpu", weights_only=True)
-            if state["batch"] != self.batch:
-                raise UserError(f"--resume {last}: a step there is of {state['batch']} rows, here of {self.batch}: choose "
-                                "--per-device-train-batch-size so that with this number of processes it stays the same")
-            if (cut := state.get("shards", "")) != self.shards:  # "": whole, and fits any number of processes
-                raise UserError(f"--resume {last}: it is of {cut or 'a run without DeepSpeed'}, which must stay so")
-            if self.engine:
-                self.engine.load_checkpoint(str(last), tag="deepspeed")
-            else:
-                for name, p in parameters.items():
-                    p.data.copy_(shard_like(state["parameters"][name], p))
-                moments, held = state["optimizer"]["state"], [p for group in optimizer.param_groups for p in group["params"]]
-                moments |= {i: {key: shard_like(x, held[i]) for key, x in kept.items()} for i, kept in moments.items()}
-                optimizer.load_state_dict(state["optimizer"])
-            scheduler.load_state_dict(state["scheduler"] | {"last_epoch": state["update"] - 1})
-            scheduler.step()  # again, since another number of updates has another curve
-            torch.set_rng_state(state["rng"]["torch"])
-            random.setstate(state["rng"]["python"])
-            self.console.print(f"resumed after update {state['update']}, from {last}")
-        if self.main:
-            later = [path for path in found if self.args.resume and path > last]  # it will come again
-            for path in (*later, *(self.folder / "checkpoints").glob(".*")):  # the others: what a kill left half written
-                shutil.rmtree(path)
-            for file in filter(Path.exists, (self.folder / "metrics.jsonl", self.folder / "samples.jsonl")):
-                lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]  # a kill can tear the last one
-                self.write(file.name, "".join(line for line in lines if json.loads(line)["update"] <= state["update"]))
-        return state
-
-    def curves(self, *names):
-        """curves.png: the named metrics over the updates."""
-        from matplotlib.figure import Figure
-        figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
-        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        for axis, name in zip(figure.subplots(1, len(names)), names):
-            axis.plot([row["update"] for row in rows], [row[name] for row in rows])
-            axis.set(title=name, xlabel="update")
-        figure.savefig(self.folder / "curves.png", dpi=120)
-
-def hold_memory():
-    """Keep what is freed: glibc gives large blocks back at once, and Linux fills the next ones with zeros, page by page, in every step."""
-    with suppress(AttributeError):  # a C library without mallopt
-        for option, value in ((-4, 0), (-1, 2**31 - 1), (-2, 2**26)):  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
-            ctypes.CDLL(None).mallopt(option, value)
-
-def start(args):
-    """The accelerator: CPU, GPU, or one process of several, by accelerate's configuration sharded (FSDP2, DeepSpeed).
-
-    Refuses to run on fewer processes than were asked for.
-    """
-    ddp = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)  # they are constants, and an offloaded model's are elsewhere
-    if cpu := not torch.cuda.is_available():
-        hold_memory()
-    sharded = [kind for kind in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true"]
-    if "FSDP" in sharded and os.environ.get("FSDP_VERSION") != "2":
-        raise UserError("accelerate's configuration asks for the first FSDP, which does not work here; put fsdp_version: 2 into it")
-    if cpu and sharded:  # accelerate 1.15 has them for GPUs alone; told that this is one, it runs them on a CPU too
-        accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # each process loads whole models: the policy also generates
-    accelerator = accelerate.Accelerator(cpu=cpu and not sharded, mixed_precision="no", kwargs_handlers=[ddp])
-    if plugin := accelerator.state.deepspeed_plugin:
-        bf16 = dict(enabled=pick_dtype(args, accelerator.device) is torch.bfloat16, dtype="bfloat16")
-        plugin.deepspeed_config |= dict(train_micro_batch_size_per_gpu=args.per_device_train_batch_size, torch_autocast=bf16,
-                                        gradient_accumulation_steps=1, gradient_clipping=args.max_grad_norm or 0.0)  # ours adds up
-        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # it would load every model in shards
-    parent = psutil.Process().parent()  # None in a container that shows no process outside
-    words = [*(parent.cmdline() if parent else ()), ""]  # accelerate 1.15 starts one for `launch --cpu --num_processes 2`
-    asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"] or ["1"]
-    asked, runs = os.environ.get("WORLD_SIZE", asked[0]), accelerator.num_processes
-    if runs != int(asked):
-        raise UserError(f"{asked} processes were asked for and {runs} runs; try torchrun --nproc_per_node {asked} {Path(__file__).name}")
-    torch.manual_seed(args.seed)  # the weights that start at random: LoRA's A, a new head
-    return accelerator
 
 def save_policy(policy, tokenizer, folder):
-    """What plain transformers and the next script load. LoRA is merged, but not into 8 bit: there the folder is the adapter."""
-    if hasattr(policy, "merge_and_unload") and not getattr(policy.get_base_model(), "is_loaded_in_8bit", False):
+    """Save what plain transformers loads. LoRA is merged, but into 8-bit weights it cannot be."""
+    has_adapter = hasattr(policy, "merge_and_unload")
+    if has_adapter and not getattr(policy.get_base_model(), "is_loaded_in_8bit", False):
         policy.save_pretrained(folder.parent / "adapter")
         policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
+
 def save_value(model, folder):
-    """The value head, and the critic where there is one, beside the policy or below it."""
+    """Save the value head next to the policy, or next to the critic in the subfolder critic/."""
     if model.critic is not None:
-        model.critic.save_pretrained(folder := folder / "critic")
-    save_file({name: x.detach().cpu() for name, x in model.value_head.state_dict().items()}, folder / "value_head.safetensors")
+        folder = folder / "critic"
+        model.critic.save_pretrained(folder)
+    weights = {name: x.detach().cpu() for name, x in model.value_head.state_dict().items()}
+    save_file(weights, folder / "value_head.safetensors")
 
-def health(m, args):
-    """What looks wrong in the metrics of an update, each with its likely cause."""
-    signs = {
-        "KL below 0 by more than noise: are the samples drawn from another distribution than is scored?": m["objective/kl"] < -1,
-        "ratio far from 1: the steps are too big; lower --learning-rate or --num-ppo-epochs": not 0.5 < m["val/ratio"] < 2,
-        "the entropy is gone, the policy always says the same; raise --kl-coef": m["policy/entropy_avg"] < 0.1,
-        "all rewards are equal: there is nothing to learn from": m["env/reward_std"] == 0,
-        "most prompts have equal rewards for all their responses: raise --temperature or --rloo-k":
-            m.get("frac_reward_zero_std", 0.0) > 0.5,
-        "no response ended by itself: is --response-length long enough, was EOS learned?":
-            args.missing_eos_penalty is not None and m["val/num_eos_tokens"] == 0,
-    }  # fmt: skip
-    return [line for line, wrong in signs.items() if wrong]
 
-# ---- 10. Train -------------------------------------------------------------------------------------------------------
-def train(args):
-    """The whole run, from the flags to the last table. -> (PolicyAndValue, run folder)"""
-    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs",
-                   "total_episodes", "local_rollout_forward_batch_size", "num_eval_prompts", "temperature", "query_min_length",
-                   "response_min_length", "kl_horizon", *(["kl_target"] if args.kl_target is not None else []))
-    if args.query_min_length > args.query_max_length or args.response_min_length > args.response_length:
-        raise UserError("the shortest query and response must not be longer than the longest")
-    accelerator = start(args)
-    if args.load_in_8bit and args.lora_r and accelerator.distributed_type == "FSDP":
-        raise UserError("--load-in-8bit: FSDP2 cannot cut 8-bit weights into shards; use ZeRO or plain data parallelism")
-    if args.early_stop_approxkl is not None and accelerator.distributed_type == "DEEPSPEED":
-        raise UserError("--early-stop-approxkl: DeepSpeed has made the step before it could be stopped; use FSDP2")
-    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-    B, T, epochs, n = args.local_batch_size * world, args.response_length, args.num_ppo_epochs, args.per_device_train_batch_size
-    updates = 2 if args.sanity else math.ceil(args.total_episodes / B)
-    if args.kl_target is not None and B >= 5 * args.kl_horizon:
-        raise UserError(f"--kl-horizon {args.kl_horizon:g} must be more than a fifth of the batch, {B}: one step could make the price 0")
-    args = replace(args, learning_rate=0.0) if args.sanity else args
-    bare, tokenizer = build_policy(args).to(device), load_tokenizer(args.model_name_or_path)
-    for part in (bare.policy, bare.critic or bare.policy):
-        if context_of(part) < args.query_max_length + T:
-            raise UserError(f"--query-max-length {args.query_max_length} + --response-length {T} is longer than the model's context")
-    reward = load_reward(args, device)
-    judge = args.judge_model_path and opinion_of(args.reward_label, args.judge_model_path, 64, device)
-    train_queries, held_queries = (load_queries(rows, tokenizer, args) for rows in load_splits(args.dataset_name))
-    optimizer, scheduler = make_optimizer(args, trainable(learner := make_learner(bare, accelerator)).values(), updates)
-    stop_token_id = args.stop_token_id if args.stop_token_id is not None else tokenizer.eos_token_id if args.stop_token else -1
-    if stop_token_id is None:
-        raise UserError("the tokenizer has no EOS: name a --stop-token-id, or use --stop-token None")
-    dtype = pick_dtype(args, device)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
-    transformers.AttentionInterface.register("sdpa", attention)  # in place of transformers' own
+# ---- Rewards -----------------------------------------------------------------------------------------------
 
-    run = Run(args, accelerator, updates, {"score": "objective/scores", "KL": "objective/kl", "entropy": "policy/entropy_avg"})
-    say = run.console.print
-    say(f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, {dtype}; run folder {run.folder}")
-    say(f"batch: {n} episodes a pass x {args.gradient_accumulation_steps} accumulated x {args.num_mini_batches} minibatches x {world} "
-        f"processes = {B}; {updates} updates x {epochs} epochs x {args.num_mini_batches} minibatches = "
-        f"{updates * epochs * args.num_mini_batches} optimizer steps")
-    sampled = args.local_rollout_forward_batch_size
-    say(describe_memory(bare, learner, bare.policy.config, args, args.query_max_length + T, sampled, accelerator))
-    if args.lora_r:
-        trained, total = (sum(p.numel() for p in bare.parameters() if p.requires_grad >= least) for least in (True, False))
-        say(f"LoRA trains {trained:,} of {total:,} parameters = {trained / total:.3%}")
-    model, optimizer = accelerator.prepare(learner, optimizer)
-    parameters = trainable(learner)
 
-    rows = stream_rows(len(held_queries), 0, min(args.num_eval_prompts, len(held_queries)), args.seed)
-    held_batch = [x.to(device) for x in draw_batch(held_queries, rows, args, "held-out")]
-    with autocast:
-        before = evaluate(bare, tokenizer, reward, judge, held_batch, stop_token_id, args)
-    run.engine = model if accelerator.distributed_type == "DEEPSPEED" else None
-    state = {"kl_coef": args.kl_coef} | run.restore(parameters, optimizer, scheduler)
-    take_weights(bare, learner)
-    kl_coef, skipped = state["kl_coef"], 0
-    run.bar.start()
-    for update in range(state["update"] + 1, updates + 1):
-        # 1. Rollout. Everything random is drawn for the whole batch; this process takes its rows, then all get the whole.
-        began = time.time()
-        bare.eval()
-        batch = draw_batch(train_queries, stream_rows(len(train_queries), (update - 1) * B, B, args.seed), args, update)
-        with autocast:
-            batch = [x[rank * B // world : (rank + 1) * B // world].to(device) for x in batch]
-            b, prompts, responses = rollout(bare, tokenizer, reward, batch, stop_token_id, args)
-        b = {name: accelerator.gather(x) for name, x in b.items()}
-        b_mask = length_mask(b["lengths"], T)  # [B, T]
-        rollout_seconds = time.time() - began
+def load_classifier(name, batch_size, device):
+    """A classifier as a function from texts (list of str) to logits [B, labels]; and its config."""
+    model = load_model(AutoModelForSequenceClassification, name).to(device).eval()
+    tokenizer = load_tokenizer(name)
+    model.config.pad_token_id = tokenizer.pad_token_id  # by which a decoder finds its last token
+    tokenizer.padding_side = "right"
+    tokenizer.truncation_side = "left"  # the response is at the end
+    max_length = min(tokenizer.model_max_length, context_length(model))
 
-        # 2. Scores: clip, then punish. A penalty before a normalisation of the scores would shift everyone else's.
-        # Running score normalisation (TRL's use_score_scaling) is a line here: docs/ppo_sentiment.md.
-        scores = b["scores"] if args.score_clip is None else b["scores"].clamp(-args.score_clip, args.score_clip)  # [B]
-        scores = torch.where(b["stopped"], scores, scores - (args.missing_eos_penalty or 0.0))  # TRL's EOS trick
+    @torch.no_grad()
+    def classify(texts):
+        logits = torch.zeros(len(texts), model.config.num_labels, device=device)
+        by_length = torch.tensor(
+            [len(text) for text in texts]
+        ).argsort()  # similar lengths need little padding
+        for rows in by_length.split(batch_size):
+            batch = tokenizer(
+                [texts[i] for i in rows],
+                truncation=True,
+                max_length=max_length,
+                padding=True,
+                return_tensors="pt",
+            )
+            logits[rows] = model(**batch.to(device)).logits.float()
+        return logits
 
-        # 3. Rewards: the price of the KL on every token, the score on the last one.
-        kl = torch.where(b_mask, kl_per_token(b["logprobs"], b["ref_logprobs"], args.kl_estimator), 0.0)  # [B, T]
-        rewards = token_rewards(scores, kl, b["lengths"], kl_coef)  # [B, T]
-        rewards = masked_whiten(rewards, b_mask, shift_mean=False) if args.whiten_rewards else rewards
+    return classify, model.config
 
-        # 4. Advantages, always whitened, as OpenAI and TRL do.
-        advantages, returns = gae(rewards, b["values"], b_mask, args.gamma, args.lam)  # [B, T]
-        advantages = masked_whiten(advantages, b_mask)
 
-        # 5. Update: minibatches of the whole batch; a process takes its rows of each, in micro-batches. The loss is a sum over
-        # tokens / the minibatch's token count, so the gradient does not depend on micro-batches, accumulation or processes.
-        model.train()
-        sums = torch.zeros(9, device=device)  # what is logged, over all tokens of all minibatches
-        order = [torch.randperm(B, generator=draws(args.seed, "order", update, epoch)) for epoch in range(epochs)]
-        for mb in torch.stack(order).to(device).view(epochs * args.num_mini_batches, -1):  # [B / num_mini_batches] rows
-            mb_tokens, mb_sums = b_mask[mb].sum(), torch.zeros_like(sums)
-            mine = mb[rank * len(mb) // world : (rank + 1) * len(mb) // world]
-            micros = mine[b["mask"][mine].sum(1).argsort()].split(n)  # similar lengths together, so that each is cut to its longest
-            for i, rows in enumerate(micros):
-                m, old, old_values = b_mask[rows], b["logprobs"][rows], b["values"][rows]  # [n, T]
-                with accelerator.no_sync(model) if i + 1 < len(micros) else nullcontext():
-                    with autocast:
-                        new, entropies, values = model(b["ids"][rows], b["mask"][rows], T, args.temperature)  # [n, T]
-                    # where before arithmetic: behind a response's end there may stand anything, and nan * 0 is nan
-                    new, old, entropies, values, old_values = (torch.where(m, x, 0.0) for x in (new, old, entropies, values, old_values))
-                    policy_loss = clipped_policy_loss(new, old, advantages[rows], args.cliprange)
-                    value_loss = clipped_value_loss(values, old_values, returns[rows], args.cliprange_value)
-                    loss = (policy_loss + args.vf_coef * value_loss).sum() / mb_tokens
-                    accelerator.sync_gradients = i + 1 == len(micros)  # DeepSpeed steps in the last pass's backward
-                    accelerator.backward(loss * world)  # DDP divides by the number of processes
-                ratio = torch.exp(new.detach() - old)  # 1 outside the mask; clipped: where the clipped loss is the larger one
-                far = (values - old_values).abs() > args.cliprange_value  # nearer ones differ by rounding
-                seen = (policy_loss, value_loss, policy_loss > -advantages[rows] * ratio,
-                        far & (value_loss > 0.5 * (values - returns[rows]) ** 2), 0.5 * (new - old) ** 2, entropies, ratio - 1,
-                        (ratio - 1) ** 2, m)
-                mb_sums += torch.stack([x.detach().float().sum() for x in seen])
-            mb_sums = accelerator.reduce(mb_sums)
-            sums += mb_sums
-            norm = clip_gradients(accelerator, parameters, args.max_grad_norm)
-            if args.early_stop_approxkl is not None and mb_sums[4] / mb_tokens > args.early_stop_approxkl:
-                optimizer.zero_grad()
-                break
-            # A guard against an exploding ratio (TRL's ratio_threshold) is a line here: docs/ppo_sentiment.md.
-            skipped = 0 if math.isfinite(norm) else skipped + 1
-            if skipped:
-                say(f"update {update}: a gradient that is not finite, step skipped, {skipped} in a row", style="yellow")
-                if skipped == 5:
-                    raise UserError("5 gradients in a row were not finite: lower --learning-rate, or --dtype float32")
-            else:
-                optimizer.step()
-            optimizer.zero_grad()
-        take_weights(bare, learner)
-        with torch.no_grad(), autocast:
-            check_finite(torch.stack(bare(b["ids"][:1], b["mask"][:1], T, args.temperature))[:, b_mask[:1]], update)
+def load_label_scorer(args, name, device):
+    """A classifier as a function: prompts, responses (lists of str) -> logits, probabilities of
+    --reward-label, [B] each.
 
-        # 6. Log, and let the coefficient follow the KL.
-        pg_loss, vf_loss, clipfrac, vf_clipfrac, approxkl, entropy, off, off2, _ = (sums / sums[-1]).tolist()
-        lengths, kl_sum, seconds = b["lengths"].float(), kl.sum(1).mean(), time.time() - began
-        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)  # bytes on macOS, else KiB
-        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else host
-        metrics = {
-            "update": update, "episode": update * B, "lr": optimizer.param_groups[0]["lr"], "eps": B / seconds, "objective/kl": kl_sum,
-            "objective/kl_coef": kl_coef, "objective/entropy": -torch.where(b_mask, b["logprobs"], 0.0).sum(1).mean(),
-            "objective/non_score_reward": -kl_coef * kl_sum, "objective/rlhf_reward": scores.mean() - kl_coef * kl_sum,
-            "objective/scores": scores.mean(), "policy/approxkl_avg": approxkl, "policy/clipfrac_avg": clipfrac,
-            "policy/entropy_avg": entropy, "loss/policy_avg": pg_loss, "loss/value_avg": vf_loss,
-            "val/clipfrac_avg": vf_clipfrac, "val/ratio": 1 + off, "val/ratio_var": max(off2 - off**2, 0.0),
-            "val/num_eos_tokens": b["stopped"].sum(), "env/reward_mean": b["scores"].mean(),
-            "env/reward_std": b["scores"].std(correction=0), "completions/mean_length": lengths.mean(),
-            "completions/min_length": lengths.min(), "completions/max_length": lengths.max(),
-            "completions/clipped_ratio": 1 - b["stopped"].float().mean(), "perf/seconds": seconds,
-            "perf/rollout_seconds": rollout_seconds, "perf/train_seconds": seconds - rollout_seconds,
-            "perf/tokens_per_second": lengths.sum() / seconds, "perf/peak_memory_mb": peak / 2**20,
+    It reads text, tokenized with its own tokenizer, so it need not share the policy's.
+    """
+    classify, config = load_classifier(name, args.local_rollout_forward_batch_size, device)
+    label_ids = {}
+    for i, label in config.id2label.items():
+        label_ids[label.lower()] = i
+        label_ids[str(i)] = i
+    label = args.reward_label.lower()
+    if label not in label_ids:
+        labels = ", ".join(config.id2label.values())
+        raise UserError(f"--reward-label {args.reward_label}: the labels of {name} are {labels}")
+
+    def score_label(prompts, responses):
+        texts = [prompt + response for prompt, response in zip(prompts, responses)]
+        logits = classify(texts)  # [B, labels]
+        return logits[:, label_ids[label]], logits.softmax(-1)[:, label_ids[label]]
+
+    return score_label
+
+
+def load_function(flag, name):
+    """The user's function FILE.py:function. If it raises, its traceback is printed."""
+    path, _, function_name = name.partition(":")
+    path = resolve_path(path)
+    if not Path(path).is_file():
+        raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path!r}")
+
+    def call(function, *inputs):
+        try:
+            return function(*inputs)
+        except Exception as error:
+            traceback.print_exc()
+            raise UserError(f"{flag} {name} raised {type(error).__name__}: {error}") from error
+
+    function = call(runpy.run_path, path).get(function_name)
+    if not callable(function):
+        raise UserError(f"{flag} {name}: {path} has no function {function_name!r}")
+    return lambda *inputs: call(function, *inputs)
+
+
+def check_scores(scores, prompts, responses):
+    """Check what a reward function returned: a list of finite numbers, one per response. -> fp32 [B]"""
+    if not isinstance(scores, list) or len(scores) != len(prompts):
+        returned = str(scores)[:100]
+        raise UserError(f"a reward function must return a list of {len(prompts)} numbers, not {returned}")
+    for score, prompt, response in zip(scores, prompts, responses):
+        if not isinstance(score, Real) or not abs(score) < 3e38:  # nan, or infinite in fp32
+            raise UserError(f"the reward is {score!r} for prompt {prompt!r} and response {response!r}")
+    return torch.tensor([float(score) for score in scores], dtype=torch.float32)
+
+
+def load_reward(args, device):
+    """The reward: prompts, responses (lists of str) -> fp32 [B].
+
+    It is a classifier's logit, or what the user's own function returns.
+    """
+    if args.reward_fn is None:
+        score_label = load_label_scorer(args, args.reward_model_path, device)
+    else:
+        function = load_function("--reward-fn", args.reward_fn)
+
+    def reward(prompts, responses):
+        if args.reward_fn is None:
+            scores = score_label(prompts, responses)[0].tolist()
+        else:
+            scores = function(prompts, responses)
+        return check_scores(scores, prompts, responses).to(device)
+
+    return reward
+
+
+def load_judge(args, device):
+    """The classifier of --judge-model-path, or None.
+
+    judge(prompts, responses) -> probabilities of --reward-label, fp32 [B]
+    """
+    if args.judge_model_path is None:
+        return None
+    score_label = load_label_scorer(args, args.judge_model_path, device)
+
+    def judge(prompts, responses):
+        return score_label(prompts, responses)[1]
+
+    return judge
+
+
+# ---- Data --------------------------------------------------------------------------------------------------
+
+
+def load_splits(name):
+    """The training and held-out rows of a Hub data set or a folder of jsonl files.
+
+    Held out: the split test, or else validation, or else the last 10 % of train.
+    """
+    splits = load("data set", datasets.load_dataset, name)
+    if "train" not in splits or len(splits["train"]) < 2:
+        names = ", ".join(splits)
+        raise UserError(f"data set {name!r} needs a split train with at least 2 rows; it has {names}")
+    rows = splits["train"]
+    for held_out in ("test", "validation"):
+        if held_out in splits:
+            return rows, splits[held_out]
+    cut = len(rows) - max(1, len(rows) // 10)
+    return rows.select(range(cut)), rows.select(range(cut, len(rows)))
+
+
+def report_skipped(total, kept, reason):
+    """Tell the user how many rows of the data are not used, and why."""
+    if kept < total and accelerate.PartialState().is_main_process:
+        print(f"skipped {total - kept:,} of {total:,} {reason}")
+
+
+def load_prompts(rows, tokenizer, args):
+    """The first query_max_length tokens of each review that is long enough. -> list of lists of token ids"""
+    if "text" not in rows.column_names:
+        columns = ", ".join(rows.column_names)
+        raise UserError(f"data set {args.dataset_name!r} needs the column text; it has {columns}")
+    texts = [text for text in rows["text"] if isinstance(text, str) and len(text) > args.min_text_length]
+    prompts = []
+    if texts:
+        cut = dict(truncation=True, max_length=args.query_max_length, add_special_tokens=False)
+        prompts = tokenizer(texts, **cut).input_ids
+    prompts = [ids for ids in prompts if len(ids) >= args.query_min_length]
+    reason = (
+        f"no text of more than --min-text-length {args.min_text_length} characters "
+        f"and at least --query-min-length {args.query_min_length} tokens"
+    )
+    report_skipped(len(rows), len(prompts), f"rows: {reason}")
+    if not prompts:
+        raise UserError(f"data set {args.dataset_name!r}: {reason}")
+    return prompts
+
+
+def generator_for(seed, *purpose):
+    """A random generator for one purpose, such as (seed, "tokens", update), apart from all others."""
+    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
+
+
+def stream_rows(num_rows, start, count, seed):
+    """Row numbers start ... start + count - 1 of an endless stream of shuffled epochs. -> [count]"""
+    first_epoch = start // num_rows
+    last_epoch = (start + count - 1) // num_rows
+    epochs = []
+    for epoch in range(first_epoch, last_epoch + 1):
+        epochs.append(torch.randperm(num_rows, generator=generator_for(seed, "pass", epoch)))
+    offset = start - first_epoch * num_rows
+    return torch.cat(epochs)[offset : offset + count]
+
+
+def draw_batch(prompts, rows, args, *purpose):
+    """Prompts cut to random lengths, a length limit per response, and random numbers to sample with.
+
+    prompts: token ids of all prompts; rows: which ones to take
+    -> dict: ids [B, C], bool mask [B, C], max_new_tokens [B], uniforms [B, T]
+    """
+    B, C, T = len(rows), args.query_max_length, args.response_length
+    prompt_lengths = torch.randint(
+        args.query_min_length, C + 1, (B,), generator=generator_for(args.seed, "query", *purpose)
+    )
+    max_new_tokens = torch.randint(
+        args.response_min_length, T + 1, (B,), generator=generator_for(args.seed, "room", *purpose)
+    )
+    uniforms = torch.rand(B, T, generator=generator_for(args.seed, "tokens", *purpose))
+    ids = torch.zeros(B, C, dtype=torch.long)
+    mask = torch.zeros(B, C, dtype=torch.bool)
+    for i, (row, length) in enumerate(zip(rows.tolist(), prompt_lengths.tolist())):
+        prompt = torch.tensor(prompts[row][:length])
+        ids[i, C - len(prompt) :] = prompt
+        mask[i, C - len(prompt) :] = True
+    return {"ids": ids, "mask": mask, "max_new_tokens": max_new_tokens, "uniforms": uniforms}
+
+
+def find_stop_token(args, tokenizer):
+    """The id of the stop token; -1, which no token has, if responses end only at their limit."""
+    if args.stop_token_id is not None:
+        return args.stop_token_id
+    if args.stop_token is None:
+        return -1
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no EOS token: use --stop-token-id, or --stop-token None")
+    return tokenizer.eos_token_id
+
+
+# ---- Processes and optimizer -------------------------------------------------------------------------------
+
+
+def start_accelerator(args):
+    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    has_gpu = torch.cuda.is_available()
+    uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    if uses_fsdp and os.environ.get("FSDP_VERSION") != "2":
+        raise UserError("FSDP 1 does not work here: set fsdp_version: 2 in accelerate's config")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
+    if not has_gpu and (uses_fsdp or uses_deepspeed):
+        # accelerate shards on GPUs only, but does it on a CPU too if it believes that this is a GPU.
+        accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
+    accelerator = accelerate.Accelerator(
+        cpu=not has_gpu and not uses_fsdp and not uses_deepspeed,
+        mixed_precision="no",  # autocast is explicit in train
+        kwargs_handlers=[accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    if accelerator.state.deepspeed_plugin is not None:
+        configure_deepspeed(args, accelerator)
+    torch.manual_seed(args.seed)  # for weights that start at random, such as LoRA's
+    return accelerator
+
+
+def configure_deepspeed(args, accelerator):
+    """Batch, clipping and precision follow the flags, not what the config of DeepSpeed says."""
+    bf16 = dict(enabled=wants_bf16(args, accelerator.device), dtype="bfloat16")
+    accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
+        train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
+        gradient_accumulation_steps=1,  # train accumulates
+        gradient_clipping=args.max_grad_norm or 0.0,
+        torch_autocast=bf16,
+    )
+    transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # it would load every model in shards
+
+
+def wants_bf16(args, device):
+    """True if matmuls should run in bf16: on request, or with dtype auto on a GPU that supports it."""
+    if args.dtype == "auto":
+        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return args.dtype == "bfloat16"
+
+
+def find_optimizer(name):
+    """The optimizer class with this dotted name."""
+    optimizer_class = locate(name)
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
+        raise UserError(f"--optimizer {name}: no such optimizer is installed; try torch.optim.AdamW")
+    return optimizer_class
+
+
+def make_optimizer(args, parameters):
+    """The optimizer that --optimizer names, for a dict of parameters."""
+    optimizer_class = find_optimizer(args.optimizer)
+    options = dict(lr=args.learning_rate, eps=args.adam_eps, fused="Adam" in args.optimizer)
+    accepted = inspect.signature(optimizer_class).parameters
+    options = {name: value for name, value in options.items() if name in accepted}
+    return optimizer_class(list(parameters.values()), **options)
+
+
+def make_learner(model, accelerator):
+    """The module to train: the model itself or, for FSDP2 and ZeRO-3, a copy that will be cut into shards.
+
+    Shards cannot generate. So every process keeps a whole model for that, which gets the new weights after
+    each update (`copy_weights`). The copy leaves out the reference.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    shards_weights = accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3)
+    if not shards_weights:
+        return model
+    reference = getattr(model, "reference", None)
+    learner = copy.deepcopy(model, memo={id(reference): None})  # deepcopy takes None from its memo instead
+    learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]  # FSDP2 shards layer by layer
+    return learner
+
+
+@torch.no_grad()
+def copy_weights(parameters, model):
+    """Copy the trained parameters (name -> parameter) into the whole model, if they are shards of a copy."""
+    for name, p in trainable(model).items():
+        trained = parameters[name]
+        if trained is p:
+            continue
+        if hasattr(trained, "full_tensor"):  # FSDP2
+            p.copy_(trained.full_tensor())
+        else:  # ZeRO-3
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([trained]):
+                p.copy_(trained)
+
+
+@contextmanager
+def sync_gradients_if(is_last, accelerator, learner):
+    """Exchange gradients between processes only in the last micro-batch of an optimizer step."""
+    accelerator.sync_gradients = is_last  # DeepSpeed takes its step in the backward pass of the last one
+    with nullcontext() if is_last else accelerator.no_sync(learner):
+        yield
+
+
+def clip_gradients(accelerator, parameters, max_norm):
+    """Scale the gradients down to this norm; None: do not. -> the norm before that, a float"""
+    norm = accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)
+    if hasattr(norm, "full_tensor"):  # FSDP2
+        norm = norm.full_tensor()
+    return float(norm)
+
+
+def check_first_ratio(log_ratio, args, device):
+    """Raise if a ratio is not 1 before the first optimizer step.
+
+    Then rollout and update would compute different probabilities. bf16 and 8-bit weights round more.
+    """
+    tolerance = 0.2 if wants_bf16(args, device) or args.load_in_8bit else 1e-3
+    gap = log_ratio.detach().abs().max().item() if log_ratio.numel() else 0.0
+    if not gap < tolerance:
+        raise UserError(
+            f"before the first optimizer step, log-ratios are up to {gap:.2g} instead of 0: "
+            "rollout and update do not compute the same probabilities with this model"
+        )
+
+
+@torch.no_grad()
+def check_outputs(update, model, b, T, args):
+    """Raise, before anything is saved, if the outputs for one row are not finite after an update."""
+    outputs = model(b["ids"][:1], b["mask"][:1], T, args.temperature)  # [1, T] each
+    valid = b["mask"][:1, -T:]
+    if not all(x[valid].isfinite().all() for x in outputs):
+        raise UserError(f"update {update} is not saved: outputs are not finite; lower --learning-rate")
+
+
+def peak_memory_mb(device):
+    """The most memory that was in use: of the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def performance_metrics(start_time, rollout_end, num_tokens, device):
+    """Speed of an update that started at start_time and whose rollout ended at rollout_end; peak memory."""
+    now = time.time()
+    return {
+        "perf/seconds": now - start_time,
+        "perf/rollout_seconds": rollout_end - start_time,
+        "perf/train_seconds": now - rollout_end,
+        "perf/tokens_per_second": num_tokens / (now - start_time),
+        "perf/peak_memory_mb": peak_memory_mb(device),
+    }
+
+
+# ---- Run folder and screen ---------------------------------------------------------------------------------
+
+
+class Run:
+    """The run folder (args.json, metrics.jsonl, samples.jsonl, checkpoints/, ...), the screen, and resuming.
+
+    Only the main process writes and prints. A file is written under another name and then renamed, so that
+    killing the process never leaves half a file.
+    """
+
+    def __init__(self, args, accelerator, updates, status):
+        """status: label -> metric, for the metrics shown next to the progress bar"""
+        self.args = args
+        self.accelerator = accelerator
+        self.updates = updates
+        self.status = status
+        self.folder = self.choose_folder()
+        self.signal_number = 0  # of a signal that asked us to stop
+        self.skipped_steps = 0  # in a row
+        self.last_skip = 0  # the update of the last one
+        self.warnings_shown = set()
+        self.last_line_time = 0.0
+
+        is_main = accelerator.is_main_process
+        self.console = Console(
+            highlight=False, markup=False, soft_wrap=not sys.stdout.isatty(), quiet=not is_main
+        )
+        self.bar = Progress(
+            "{task.completed}/{task.total}",
+            BarColumn(20),
+            TimeRemainingColumn(),
+            "{task.description}",
+            console=self.console,
+            disable=not (is_main and self.console.is_terminal),
+        )
+        self.task = self.bar.add_task("", total=updates)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.on_signal)
+        if is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.write("args.json", json.dumps(self.describe(), indent=2))
+        if args.log_with != "none":
+            accelerator.log_with = [args.log_with]
+            accelerator.project_configuration.logging_dir = str(self.folder)
+            accelerator.init_trackers(SCRIPT, {name: str(value) for name, value in asdict(args).items()})
+
+    def choose_folder(self):
+        """The same folder on all processes. A new run must not write into the folder of another one."""
+        name = self.args.output_dir
+        if name is None:
+            name = f"runs/{SCRIPT}/{self.args.recipe}-s{self.args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name, resume = accelerate.utils.broadcast_object_list([name, self.args.resume])
+        if Path(name).is_file():
+            raise UserError(f"--output-dir {name} is a file")
+        holds_run = any((Path(name) / file).exists() for file in ("args.json", "metrics.jsonl"))
+        if holds_run and not resume:
+            raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
+        self.accelerator.wait_for_everyone()  # nobody writes before everybody has looked
+        return Path(name)
+
+    def describe(self):
+        """What args.json holds."""
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True)
+        return {
+            "args": asdict(self.args),
+            "command": sys.argv,
+            "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
+            "commit": git.stdout.strip(),
+            "world_size": self.accelerator.num_processes,
         }
-        metrics = {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
-        run.log(metrics, health(metrics, args))
-        if args.kl_target is not None:
-            kl_coef = adaptive_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, B)
-        limit = 1e-5 if dtype is torch.float32 else 1e-2
-        kl_limit = 1.0 if args.load_in_8bit else limit  # rounded weights are another model
-        if args.sanity and not (abs(off) < limit and abs(metrics["objective/kl"]) < kl_limit and all(map(math.isfinite, metrics.values()))):
-            raise UserError(f"--sanity: at learning rate 0 the ratio should be 1, the KL 0 and all finite: {metrics}")
-        if args.num_sample_generations and update % max(1, updates // args.num_sample_generations) == 0:
-            rows = [dict(prompt=p, response=r, score=x) for p, r, x in zip(prompts[:4], responses, b["scores"].tolist())]
-            run.table(f"samples of update {update}", rows, "samples.jsonl", update=update)
-        scheduler.step()
-        run.checkpoint(update, parameters, optimizer, scheduler, kl_coef=kl_coef)
 
-    # 7. The same held-out prompts again, the table, and the model that the next script loads.
-    run.bar.stop()
-    if args.sanity:
-        say("sanity: at learning rate 0 the ratio is 1, the KL 0, and every metric finite")
-        return bare, run.folder
-    with autocast:
-        after = evaluate(bare, tokenizer, reward, judge, held_batch, stop_token_id, args)
-    if run.main:
-        rows = zip(before[1], before[2], before[3], after[2], after[3])
-        run.table("held-out prompts", [dict(zip(("prompt", "before", "score", "after", "score "), row)) for row in rows][:6])
-        run.table(f"{len(before[1])} held-out prompts", [dict(metric=k, before=before[0][k], after=after[0][k]) for k in before[0]])
-        about = dict(n=len(before[1]), judge=args.judge_model_path or args.reward_fn or args.reward_model_path,
-                     decoding=f"sampling, temperature {args.temperature}, {args.response_min_length} to {T} tokens")
-        run.write("evaluation.json", json.dumps(dict(before=before[0], after=after[0], **about), indent=2))
-        save_policy(bare.policy, tokenizer, run.folder / "model")
-        save_value(bare, run.folder / "model")
-        run.curves("objective/scores", "objective/kl", "policy/entropy_avg", "loss/value_avg")
-        say(f"saved {run.folder / 'model'}")
-    accelerator.wait_for_everyone()  # a process that ends too soon may abort, and torchrun would then stop the one that saves
-    accelerator.end_training()
-    return bare, run.folder
+    def on_signal(self, number, frame):
+        """Finish the update, save, and stop. A second signal stops at once."""
+        self.signal_number = number
+        signal.signal(number, signal.SIG_DFL)
 
-# ---- 11. Main --------------------------------------------------------------------------------------------------------
-def main(argv=None):
-    """The command line. What the user can mend ends in one line and exit code 2; a bug of ours keeps its traceback."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a missing 4-bit kernel that nothing here uses
-    for quiet in (transformers, datasets):
-        quiet.logging.set_verbosity_error()
-        quiet.utils.logging.disable_progress_bar()
+    def print(self, text, style=None):
+        self.console.print(text, style=style)
+
+    def print_setup(self, job, model):
+        """The first lines on the screen: what runs, where, and how much of the model is trained."""
+        device = self.accelerator.device
+        dtype = "bfloat16" if wants_bf16(self.args, device) else "float32"
+        trained = sum(p.numel() for p in trainable(model).values())
+        total = sum(p.numel() for p in model.parameters())
+        if self.args.recipe == "custom":
+            self.print("no recipe: flags that are not given have the defaults of Args, the published ones")
+        self.print(f"recipe {self.args.recipe}: {job}, {device}, {dtype}; run folder {self.folder}")
+        self.print(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
+
+    # -- Files and tables --
+
+    def write(self, name, text):
+        draft = self.folder / f".{name}"
+        draft.write_text(text)
+        os.replace(draft, self.folder / name)
+
+    def append(self, name, rows):
+        if self.accelerator.is_main_process:
+            with open(self.folder / name, "a") as file:
+                for row in rows:
+                    file.write(json.dumps(row) + "\n")
+
+    def log(self, metrics, warnings=()):
+        """Log one update: to metrics.jsonl, to the tracker (under train/, as TRL does) and to the screen.
+
+        Each warning is printed only once in a run.
+        """
+        update = metrics["update"]
+        not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
+        if not_finite and self.last_skip != update:
+            names = ", ".join(not_finite)
+            raise UserError(f"update {update} is not saved, not finite: {names}; lower --learning-rate")
+        self.append("metrics.jsonl", [metrics])
+        self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
+
+        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
+        self.bar.start()
+        self.bar.update(self.task, completed=update, description=shown)
+        if update == self.updates:
+            self.bar.stop()  # before the final tables
+        is_due = time.time() - self.last_line_time > 10 or update == self.updates
+        if self.bar.disable and is_due:  # not a terminal: print a line now and then
+            self.last_line_time = time.time()
+            self.print(f"update {update}/{self.updates}  {shown}")
+        for warning in warnings:
+            if warning not in self.warnings_shown:
+                self.warnings_shown.add(warning)
+                self.print(f"update {update}: {warning}", style="yellow")
+
+    def table(self, title, rows, file=None, **extra):
+        """Print dicts as the rows of a table. With a file, also append them to it, plus `extra`."""
+        has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
+        table = Table(title=title, title_justify="left", show_lines=has_long_text)
+        for name, cell in rows[0].items():
+            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
+        self.console.print(table, soft_wrap=False)
+        if file is not None:
+            self.append(file, [extra | row for row in rows])
+            if self.args.log_with == "wandb":
+                data = [list(row.values()) for row in rows]
+                self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=data)
+
+    def plot(self, *names):
+        """curves.png: the named metrics over the updates."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
+        rows = [json.loads(line) for line in open(self.folder / "metrics.jsonl")]
+        for axis, name in zip(figure.subplots(1, len(names)), names):
+            axis.plot([row["update"] for row in rows], [row[name] for row in rows])
+            axis.set(title=name, xlabel="update")
+        figure.savefig(self.folder / "curves.png", dpi=120)
+
+    def check_gradient(self, update, grad_norm):
+        """Warn that a step will be skipped if its gradient is not finite. Five in a row end the run."""
+        if math.isfinite(grad_norm):
+            self.skipped_steps = 0
+            return
+        if self.deepspeed_engine() is not None:
+            raise UserError(
+                f"update {update}: gradient not finite, after DeepSpeed took the step; use FSDP2 or DDP"
+            )
+        self.skipped_steps += 1
+        self.last_skip = update
+        message = f"update {update}: gradient not finite, step skipped ({self.skipped_steps} in a row)"
+        self.print(message, style="yellow")
+        if self.skipped_steps == 5:
+            raise UserError(
+                "5 gradients in a row were not finite: lower --learning-rate, or use --dtype float32"
+            )
+
+    def finish(self):
+        """Wait until the main process has saved everything, because torchrun would stop it."""
+        self.bar.stop()
+        self.print(f"saved {self.folder / 'model'}")
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
+
+    # -- Checkpoints --
+
+    def sharding(self):
+        """DeepSpeed's checkpoints fit only this stage and number of processes; ours ("") fit any."""
+        engine = self.deepspeed_engine()
+        if engine is None:
+            return ""
+        return f"ZeRO-{engine.zero_optimization_stage()} on {self.accelerator.num_processes} processes"
+
+    def deepspeed_engine(self):
+        wrapper = getattr(self.accelerator, "deepspeed_engine_wrapped", None)
+        return None if wrapper is None else wrapper.engine
+
+    def checkpoint(self, update, parameters, optimizer, batch_size, **extra):
+        """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit."""
+        signals = torch.tensor([self.signal_number], device=self.accelerator.device)
+        signal_number = int(self.accelerator.gather(signals).max())  # any process may have got it
+        is_last = update == self.updates
+        is_due = self.args.save_every > 0 and update % self.args.save_every == 0
+        if is_due or is_last or signal_number:
+            self.save_checkpoint(update, parameters, optimizer, batch_size, extra)
+        if signal_number and not is_last:
+            self.bar.stop()
+            self.print(f"stopped by signal {signal_number}")
+            self.print(f"to continue: python {SCRIPT}.py --resume {self.folder}")
+            sys.exit(128 + signal_number)
+
+    def save_checkpoint(self, update, parameters, optimizer, batch_size, extra):
+        """Write checkpoints/<update>. The folder gets its name when it is complete, so a kill leaves the
+        last one good."""
+        folder = self.folder / "checkpoints" / f"{update:06d}"
+        draft = folder.with_name(f".{folder.name}")
+        engine = self.deepspeed_engine()
+        tensors = {}
+        if engine is None:
+            weights = {name: p.detach() for name, p in parameters.items()}
+            if not all(torch.isfinite(p).all() for p in weights.values()):
+                raise UserError(
+                    f"update {update} is not saved: weights are not finite; lower --learning-rate"
+                )
+            tensors = dict(parameters=self.unshard(weights), optimizer=self.unshard(optimizer.state_dict()))
+        else:
+            engine.save_checkpoint(str(draft), tag="deepspeed")  # every process writes its shards
+            self.accelerator.wait_for_everyone()
+        if not self.accelerator.is_main_process:
+            return
+        state = {
+            "update": update,
+            "batch_size": batch_size,
+            "sharding": self.sharding(),
+            "rng": {"torch": torch.get_rng_state(), "python": random.getstate()},  # of your reward function
+            **tensors,
+            **extra,
+        }
+        draft.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(draft / "state.pt", "wb") as file:
+                torch.save(state, file)
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:  # a full disk
+            shutil.rmtree(draft)
+            raise UserError(f"cannot save {folder}: {error.__context__ or error}") from error
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(draft, folder)
+        keep = max(self.args.keep_checkpoints, 1)
+        for old in sorted(folder.parent.glob("[0-9]*"))[:-keep]:
+            shutil.rmtree(old)
+
+    def unshard(self, x):
+        """Put the shards of FSDP2 together, in nested dicts too. The main process gets the result."""
+        if isinstance(x, dict):
+            return {key: self.unshard(value) for key, value in x.items()}
+        if not hasattr(x, "full_tensor"):
+            return x
+        full = x.full_tensor()
+        return full.cpu() if self.accelerator.is_main_process else None
+
+    def restore(self, parameters, optimizer, batch_size):
+        """Load the checkpoint that --resume names, or the newest. -> its state; {"update": 0} if new"""
+        state = {"update": 0}
+        checkpoints = sorted((self.folder / "checkpoints").glob("[0-9]*"))
+        if self.args.resume and checkpoints:
+            asked = Path(self.args.resume).resolve()
+            chosen = checkpoints[-1]
+            for path in checkpoints:
+                if path.resolve() == asked:
+                    chosen = path
+            path = str(chosen / "state.pt")
+            state = load("checkpoint", torch.load, path, map_location="cpu", weights_only=True)
+            self.check_resumable(chosen, state, batch_size)
+            self.load_checkpoint(chosen, state, parameters, optimizer)
+            self.print(f"resumed after update {state['update']}, from {chosen}")
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process and self.args.resume:
+            self.forget_after(state["update"])
+        return state
+
+    def check_resumable(self, folder, state, batch_size):
+        if state["batch_size"] != batch_size:
+            raise UserError(
+                f"--resume {folder}: its batch was {state['batch_size']}, this one is {batch_size}: change "
+                "--per-device-train-batch-size or --gradient-accumulation-steps so that it stays the same"
+            )
+        if state["sharding"] != self.sharding():
+            was = state["sharding"] or "without DeepSpeed"
+            raise UserError(f"--resume {folder}: that run was {was}, and it must stay so")
+
+    def load_checkpoint(self, folder, state, parameters, optimizer):
+        engine = self.deepspeed_engine()
+        if engine is not None:
+            engine.load_checkpoint(str(folder), tag="deepspeed")
+        else:
+            for name, p in parameters.items():
+                p.data.copy_(shard_like(state["parameters"][name], p))
+            in_order = [p for group in optimizer.param_groups for p in group["params"]]
+            for i, moments in state["optimizer"]["state"].items():
+                for name, value in moments.items():
+                    moments[name] = shard_like(value, in_order[i])
+            optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"]["torch"])
+        random.setstate(state["rng"]["python"])
+
+    def forget_after(self, update):
+        """Delete what a run wrote after the checkpoint that it continues from: it will be written again."""
+        for path in (self.folder / "checkpoints").glob("*"):
+            if path.name.startswith(".") or int(path.name) > update:
+                shutil.rmtree(path)
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            if (self.folder / name).exists():
+                lines = (self.folder / name).read_text().splitlines(keepends=True)
+                complete = [line for line in lines if line.endswith("\n")]  # a kill can tear the last one
+                kept = [line for line in complete if json.loads(line)["update"] <= update]
+                self.write(name, "".join(kept))
+
+
+def shard_like(value, p):
+    """The shard of a tensor that belongs to the parameter p if p is sharded (FSDP2); else the tensor."""
+    if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
+        return value
+    value = value.to(p.device)
+    return torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+
+
+def to_numbers(metrics):
+    """Replace the tensors in a dict of metrics by Python numbers."""
+    return {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
+
+
+def is_sample_update(update, updates, args):
+    """True in about num_sample_generations updates of the run, evenly spaced."""
+    count = args.num_sample_generations
+    return count > 0 and update % max(1, updates // count) == 0
+
+
+def health_warnings(metrics, args):
+    """What looks unhealthy in the metrics of an update, with the likely cause. -> list of str"""
+    warnings = []
+    if metrics["objective/kl"] < -1:
+        warnings.append("the KL is negative: are tokens sampled from the distribution that is scored?")
+    if not 0.5 < metrics["val/ratio"] < 2:
+        warnings.append("the ratio is far from 1: lower --learning-rate or --num-ppo-epochs")
+    if metrics["policy/entropy_avg"] < 0.1:
+        warnings.append("the entropy is almost 0: the policy always says the same; raise --kl-coef")
+    if metrics["env/reward_std"] == 0:
+        warnings.append("all rewards are equal: there is nothing to learn from")
+    if metrics.get("frac_reward_zero_std", 0) > 0.5:
+        warnings.append("most prompts get equal rewards for all responses: raise --temperature or --rloo-k")
+    if args.missing_eos_penalty is not None and metrics["val/num_eos_tokens"] == 0:
+        warnings.append("no response ended by itself: raise --response-length, or teach the policy EOS first")
+    return warnings
+
+
+def report_evaluation(run, before, after):
+    """The final tables, evaluation.json, evaluation_samples.jsonl and curves.png."""
+    args = run.args
+    metrics_before, samples_before = before
+    metrics_after, samples_after = after
+    rows = []
+    for old, new in zip(samples_before, samples_after):
+        rows.append({
+            "prompt": old["prompt"],
+            "before": old["response"],
+            "score": old["score"],
+            "after": new["response"],
+            "score after": new["score"],
+        })  # fmt: skip
+    run.table("held-out prompts", rows[:6])
+    comparison = []
+    for name, value in metrics_before.items():
+        comparison.append({"metric": name, "before": value, "after": metrics_after[name]})
+    run.table(f"{len(rows)} held-out prompts", comparison)
+    limits = f"{args.response_min_length} to {args.response_length} tokens"
+    decoding = f"sampling, temperature {args.temperature}, at most {limits}"
+    about = {
+        "before": metrics_before,
+        "after": metrics_after,
+        "n": len(rows),
+        "judge": args.judge_model_path or args.reward_fn or args.reward_model_path,
+        "decoding": decoding,
+    }
+    run.write("evaluation.json", json.dumps(about, indent=2))
+    run.write("evaluation_samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    run.plot("objective/scores", "objective/kl", "policy/entropy_avg", "loss/value_avg")
+
+
+# ---- Command line ------------------------------------------------------------------------------------------
+
+
+def check_positive(args, *names):
+    """Raise if a size is 0 or less, before anything is loaded."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
+
+
+def check_args(args, batch_size):
+    """Raise for flags that cannot work, before anything is loaded."""
+    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
+    check_positive(args, "num_ppo_epochs", "total_episodes", "local_rollout_forward_batch_size")
+    check_positive(args, "num_eval_prompts", "query_min_length", "response_min_length", "temperature")
+    check_positive(args, "kl_target", "kl_horizon")
+    check_model_args(args)
+    check_kl_args(args, batch_size)
+    if args.query_min_length > args.query_max_length:
+        raise UserError("--query-min-length is larger than --query-max-length")
+    if args.response_min_length > args.response_length:
+        raise UserError("--response-min-length is larger than --response-length")
+
+
+def check_kl_args(args, batch_size):
+    """Raise if one update could move the adaptive KL coefficient to 0 or below."""
+    if args.kl_target is not None and batch_size >= 5 * args.kl_horizon:
+        raise UserError(f"--kl-horizon {args.kl_horizon:g} must be more than 1/5 of the batch, {batch_size}")
+
+
+def check_model_args(args):
+    """Raise for an unknown optimizer, and for model flags that do not go together."""
+    find_optimizer(args.optimizer)
+    uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if args.lora_r < 0:
+        raise UserError(f"--lora-r must be 0 (no LoRA) or more; it is {args.lora_r}")
+    if args.num_shared_layers < 0:
+        raise UserError(f"--num-shared-layers must be 0 or more; it is {args.num_shared_layers}")
+    if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
+        raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
+    if args.load_in_8bit and args.lora_r and uses_fsdp:
+        raise UserError("--load-in-8bit: FSDP2 cannot shard 8-bit weights; use ZeRO or DDP")
+
+
+def parse_args(argv):
+    """The command line: an optional recipe, then flags. -> Args
+
+    No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
+    """
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")
+    names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
+    recipe, flags = "custom" if names_model else "tiny", argv
+    if argv and not argv[0].startswith("-"):
+        recipe, flags = argv[0], argv[1:]
+        if recipe not in RECIPES:
+            raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
+    default = replace(RECIPES.get(recipe, Args()), recipe=recipe)
+    description = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    args = tyro.cli(Args, default=default, args=flags, description=description)
+    if args.resume is None:
+        return args
+    return resumed_args(args.resume, argv[0] if flags is not argv else None, flags)
+
+
+def resumed_args(resume, recipe, flags):
+    """The flags of the run to continue. Flags that would change its result are refused."""
+    folder = Path(resume)
+    if resume == "latest":
+        folder = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime, default=folder).parent
+    if not folder.exists():
+        raise UserError(f"--resume {resume}: there is no such run or checkpoint")
+    if folder.parent.name == "checkpoints":
+        folder = folder.parent.parent
     try:
-        train(parse_args(sys.argv[1:] if argv is None else argv))
-    except Exception as error:
-        fail(error)
+        saved = Args(**json.loads((folder / "args.json").read_text())["args"])
+    except (OSError, TypeError, KeyError, ValueError) as error:
+        raise UserError(f"--resume {resume}: not a run of this script and version: {error}") from error
+    if recipe is not None and recipe != saved.recipe:
+        raise UserError(f"--resume {resume}: that run has the recipe {saved.recipe}, not {recipe}")
+
+    args = tyro.cli(Args, default=saved, args=flags)
+    may_change = {
+        "resume",
+        "save_every",
+        "keep_checkpoints",
+        "log_with",
+        "total_episodes",
+        "num_train_epochs",
+    }
+    may_change |= {
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+    }  # if the batch stays the same
+    may_change |= {"judge_fn", "judge_model", "judge_url"}
+    changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
+    changed = [name for name in changed if name not in may_change]
+    if changed:
+        raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
+    return replace(args, output_dir=str(folder))
+
+
+def run_command_line(function, *inputs):
+    """Call function(*inputs). Errors that the user can fix print one line, with exit code 2."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel we do not use
+    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
+    warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
+    for library in (transformers, datasets):
+        library.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
+    try:
+        function(*inputs)
+    except (UserError, UnicodeDecodeError) as error:  # the latter: data that is not UTF-8
+        line = str(error)
+    except ModuleNotFoundError as error:
+        line = f"these flags need the package {error.name}: pip install {error.name}"
+    except (OSError, SafetensorError) as error:  # a full disk, a folder that is not writable
+        line = f"{error}; --resume continues from the last checkpoint"
+    else:
+        return
+    finally:
+        Console().show_cursor()  # the progress bar hid it
+    print(f"{SCRIPT}.py: {' '.join(line.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    run_command_line(lambda: train(parse_args(argv)))
+
 
 if __name__ == "__main__":
     main()

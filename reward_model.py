@@ -1,35 +1,48 @@
-"""Reward model: preferences, rankings or labels of texts become a score that PPO and RLOO can climb.
+"""Train the reward model that PPO and RLOO use, from labels, preferences or rankings of texts.
 
-It is an ordinary classifier of texts, and what its use as a reward asks for:
-1. The columns decide. text, label: a classifier, whose logit of one label is the reward; dialog, act: one that reads an utterance and
-   the answer, and names the answer's act (ppo_dialog.py's intent). prompt, chosen, rejected (or chosen and
-   rejected that begin alike) or prompt, responses (best first): one score a text, by Bradley-Terry (`preference_loss`, `ranking_loss`).
-2. A decoder's score is read at the last real token, found by count: looking for `token != pad` misses a real EOS where pad is EOS.
-3. A response is read as it was written: prompt, response, EOS, tokenised by the same rule as in sft.py and rloo_tldr.py, and what
-   is too long loses its beginning, never its EOS (`preference_ids`).
-4. A new head is drawn at 1 / sqrt(d + 1), so that the first scores are about 1 in size (N+, detail 11).
-5. Preferences do not say where 0 is. The mean score of reference responses is kept as reward_offset in config.json, and subtracted
-   by rloo_tldr.py (N+, detail 13); plain transformers gives the score plus that constant.
-6. Texts with labels can be cut at random places while training: a rollout is the beginning of a text (--min-prefix-length).
-What it saves loads with AutoModelForSequenceClassification, a classifier with transformers.pipeline("text-classification") too.
+If you know how to train a text classifier, this is what its use as a reward adds:
 
-    python reward_model.py                      # recipe tiny: how checkpoints/reviews-sentiment was made
-    python reward_model.py tiny-tldr            # how checkpoints/tldr-reward was made, from pairs
-    python reward_model.py tiny-dialog          # how checkpoints/dialogs-intent was made
-    python reward_model.py distilbert-imdb      # what lvwerra/distilbert-imdb is, from the Hub
-    python reward_model.py tldr-pythia-1b       # N+'s reward model, from the Hub
+1. The columns of the data decide what is learned. With labels, the model is an ordinary classifier, and the
+   logit of one label is the reward. With preferences or rankings, it has one output, the score, and learns
+   that the better of two responses to the same prompt has the higher score (Bradley-Terry).
+
+       text, label                     a classifier of texts
+       dialog, act                     a classifier of answers by intent: the reward in ppo_dialog.py
+       [prompt,] chosen, rejected      one score; without the column prompt, both texts contain it. A column
+                                       margin says by how much the chosen score should be higher
+       prompt, responses               one score; the responses are ranked, best first
+
+2. A decoder is read at its last real token, found by the length of the text. Looking for `token != pad` would
+   miss a real EOS, because many tokenizers use EOS as the padding token.
+3. A response is tokenized as in the rollouts that it will be scored in: prompt, response, EOS. If it
+   is too long it loses its beginning, never its EOS. A labeled text loses its end.
+4. A new head starts with weights of standard deviation 1 / sqrt(d + 1), so the first scores are about 1 in
+   size (N+ paper, detail 11).
+5. All responses to a prompt are in the same forward pass, and the loss is the mean over their pairs. So a
+   prompt with many responses counts no more than one with two (InstructGPT).
+6. Preferences say nothing about where 0 is. The mean score of reference responses is saved as reward_offset
+   in config.json, and rloo_tldr.py subtracts it (N+ paper, detail 13). Plain transformers ignores it.
+7. PPO asks for the reward of the beginnings of texts. --min-prefix-length cuts the training texts at random
+   tokens, so that a classifier learns to judge beginnings too.
+
+    python reward_model.py                       # recipe tiny: how checkpoints/reviews-sentiment was made
+    python reward_model.py tiny-tldr             # how checkpoints/tldr-reward was made, from preferences
+    python reward_model.py tiny-dialog           # how checkpoints/dialogs-intent was made
+    python reward_model.py distilbert-imdb       # what lvwerra/distilbert-imdb is, from the Hub
+    python reward_model.py tldr-pythia-1b        # the reward model of the N+ paper, from the Hub
     python reward_model.py --model-name-or-path my_lm --dataset-name my_folder
-    torchrun --nproc_per_node 2 reward_model.py # two processes, twice the batch (or: accelerate launch)
+    torchrun --nproc_per_node 2 reward_model.py  # two processes, twice the batch
+    python reward_model.py --resume latest       # continue a run that was stopped, bit for bit
 
-Papers: Learning to summarize from human feedback (Stiennon et al. 2020), InstructGPT (Ouyang et al. 2022), The N+ implementation
-details of RLHF with PPO (Huang et al. 2024). Results, metrics, details: docs/reward_model.md.
-What two scripts share is the same in both, letter for letter: so a function may have an option that only another script uses.
+The result loads with AutoModelForSequenceClassification, and a classifier with transformers.pipeline too.
+
+Part I is the algorithm. Part II is infrastructure: models, data, processes, run folder, flags. Papers:
+Learning to Summarize from Human Feedback (Stiennon et al. 2020), InstructGPT (Ouyang et al. 2022), The N+
+Implementation Details of RLHF with PPO (Huang et al. 2024).
+Results, metrics and details: docs/reward_model.md.
 """
 
-# ---- 2. Imports ------------------------------------------------------------------------------------------------------
 import copy
-import ctypes
-import fcntl
 import inspect
 import json
 import logging
@@ -42,16 +55,15 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext, suppress
+import warnings
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from pydoc import locate
 from typing import Literal
 
 import accelerate
 import datasets
-import psutil
 import torch
 import torch.nn.functional as F
 import transformers
@@ -59,957 +71,1602 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-HERE = Path(__file__).resolve().parent  # data/ and checkpoints/ stand beside this file
+# ============================================================================================================
+# Part I: the algorithm
+# ============================================================================================================
 
-# ---- 3. Config -------------------------------------------------------------------------------------------------------
-Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt", "polynomial", "exponential"]
 
 @dataclass
 class Args:
-    # run
-    recipe: tyro.conf.Suppress[str] = "custom"
-    """name of the recipe, set from the first word of the command line"""
-    seed: int = 1
-    """every random draw follows from it and from the number of the update"""
-    output_dir: str | None = None
-    """run folder (default: runs/<script>/<recipe>-s<seed>-<time>)"""
-    resume: str | None = None
-    """a run folder, one of its checkpoints, or `latest`: go on from there, with the flags of that run"""
-    save_every: int = 100
-    """updates from one checkpoint to the next (0: only at the end, or when a signal stops the run)"""
-    keep_checkpoints: int = 2
-    """how many of the newest checkpoints stay on disk"""
-    log_with: Literal["none", "wandb", "tensorboard"] = "none"
-    """where the metrics go besides metrics.jsonl; WANDB_MODE=offline works"""
-    # model
-    model_name_or_path: str = "distilbert/distilbert-base-uncased"
-    """where to start: a Hub name, or a folder (a LoRA adapter's too); a language model gets a new head"""
-    from_config: str | None = None
-    """weights at random instead: a model type or a folder with config.json, then sizes ("distilbert n_layers=2 dim=64")"""
-    tokenizer_name_or_path: str | None = None
-    """None: model_name_or_path's"""
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
-    """bfloat16: products in bf16, weights and sums in fp32; auto: bfloat16 where the hardware multiplies it fast"""
-    bf16: bool = False
-    """the same as --dtype bfloat16 (TRL's spelling)"""
-    save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """of the weights in model/; bfloat16 halves the file, and every script loads it in float32"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass"""
-    share_prompts: bool = True
-    """decoders: what the responses to a prompt begin with is computed once for all of them; not with --gradient-checkpointing"""
-    lora_r: int = 0
-    """rank of LoRA (0: train all weights)"""
-    lora_alpha: int = 32
-    """LoRA scale: the update is lora_alpha / lora_r * B A"""
-    lora_target_modules: str = "all-linear"
-    """names of the layers that get an adapter, with commas, or all-linear (c_attn: GPT-2's attention)"""
-    # data
-    dataset_name: str = "stanfordnlp/imdb"
-    """Hub name or folder of jsonl: text, label | dialog, act | [prompt,] chosen, rejected | prompt, responses (best first)"""
-    train_shard: str = "0/1"
-    """i/n: part i of the shuffled training rows cut into n; 0/2 and 1/2 are two disjoint halves"""
-    center_dataset_name: str | None = None
-    """preferences: prompts and completions whose mean score becomes 0 (N+); None: the preferred responses of the training rows"""
-    label_names: str | None = None
-    """names of the classes in the order of their numbers, with commas; None: the data set's own, else the labels themselves"""
-    max_length: int = 512
-    """tokens; of a longer text with a label the beginning is read, of a longer response with its prompt the end"""
-    min_prefix_length: int = 0
-    """labels: while training, cut each text at a random token from here on, since PPO will ask about beginnings (0: never)"""
-    num_eval_rows: int = 25_000
-    """held-out rows that are scored at the end"""
-    # batch
-    num_train_epochs: float = 2.0
-    """passes over the rows"""
-    per_device_train_batch_size: int = 16
-    """rows in one forward and backward pass; all responses to a prompt are in the same one (InstructGPT)"""
-    gradient_accumulation_steps: int = 1
-    """passes for one optimizer step; batch = the two multiplied x processes"""
-    # optimizer
-    learning_rate: float = 5e-5
-    """transformers' default"""
-    optimizer: str = "torch.optim.AdamW"
-    """dotted name: torch.optim.AdamW, torch.optim.SGD, bitsandbytes.optim.Adam8bit, bitsandbytes.optim.Lion, ..."""
-    adam_eps: float = 1e-8
-    """Adam's epsilon, for optimizers that have one (N+ uses 1e-5)"""
-    lr_scheduler_type: Schedule = "linear"
-    """as transformers' schedules, and exponential (down to 1 %); one step an update"""
-    warmup_ratio: float = 0.0
-    """share of the updates in which the learning rate rises from 0 (for the schedules that warm up)"""
-    max_grad_norm: float | None = 1.0
-    """gradients are scaled down to this norm; None: never"""
+    """The defaults train a classifier of film reviews, like lvwerra/distilbert-imdb."""
 
-TINY = dict(
-    model_name_or_path="checkpoints/reviews-lm", dataset_name="data/reviews", max_length=128, dtype="float32",
-    label_names="negative,positive", num_train_epochs=6.0, per_device_train_batch_size=32, learning_rate=1e-3,
-    lr_scheduler_type="cosine", warmup_ratio=0.1,
-)
-TINY_TLDR = TINY | dict(
-    model_name_or_path="checkpoints/tldr-sft", dataset_name="data/tldr-preference", center_dataset_name="data/tldr", max_length=224,
-    label_names=None, save_dtype="bfloat16", num_train_epochs=4.0,
-)
-TINY_DIALOG = TINY | dict(
-    from_config="gpt2 n_embd=96 n_layer=2 n_head=4 n_positions=128", tokenizer_name_or_path="checkpoints/dialogs-lm",
-    dataset_name="data/dialogs", max_length=64, label_names="inform,question,directive,commissive", save_dtype="bfloat16",
-    num_train_epochs=2.0, per_device_train_batch_size=64, learning_rate=2e-3,
-)
+    # Run
+    recipe: tyro.conf.Suppress[str] = "custom"  # set from the first word of the command line
+    seed: int = 1  # random seed; all sampling is a function of (seed, update)
+    output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
+    resume: str | None = None  # continue a run: its folder, one of its checkpoints, or `latest`
+    save_every: int = 100  # updates between checkpoints (0: only at the end, or after a signal)
+    keep_checkpoints: int = 2  # number of checkpoints to keep; older ones are deleted
+    log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
+
+    # Models
+    model_name_or_path: str = "distilbert/distilbert-base-uncased"  # a language model gets a new head
+    from_config: str | None = None  # random weights instead: "gpt2 n_layer=2 n_embd=64", or a folder
+    tokenizer_name_or_path: str | None = None  # None: the tokenizer of model_name_or_path
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
+    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved weights; bfloat16 halves the file
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
+    lora_r: int = 0  # LoRA rank (0: train all weights); the head is trained as a whole
+    lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
+    lora_target_modules: str = "all-linear"  # layers that get an adapter: all-linear, or names with commas
+
+    # Data
+    dataset_name: str = "stanfordnlp/imdb"  # a Hub name, or a folder of jsonl files; columns as in point 1
+    train_shard: str = "0/1"  # i/n: train on part i of n of the shuffled rows; 0/2 and 1/2 are two halves
+    center_dataset_name: str | None = None  # reward_offset: mean score of its completions; None: of chosen
+    label_names: str | None = None  # comma-separated names of classes 0, 1, ...; None: those of the data set
+    max_length: int = 512  # in tokens; longer texts keep their beginning with a label, else their end
+    min_prefix_length: int = 0  # labels: cut training texts to a random length of at least this (0: never)
+    num_eval_rows: int = 25_000  # number of held-out rows to score at the end
+
+    # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes
+    num_train_epochs: float = 2.0  # epochs over the training rows
+    per_device_train_batch_size: int = 16  # rows per forward and backward pass, with all responses of each
+    gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
+
+    # Optimizer
+    learning_rate: float = 5e-5  # initial (or constant) learning rate
+    optimizer: str = "torch.optim.AdamW"  # dotted name: torch.optim.SGD, bitsandbytes.optim.Adam8bit, ...
+    adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "exponential"] = "linear"  # per update
+    warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises from 0
+    max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
+
+
 RECIPES = {
-    "tiny": Args(**TINY),  # checkpoints/reviews-sentiment
-    "tiny-tldr": Args(**TINY_TLDR),  # checkpoints/tldr-reward
-    "tiny-dialog": Args(**TINY_DIALOG),  # checkpoints/dialogs-intent
-    "distilbert-imdb": Args(),  # what lvwerra/distilbert-imdb is
-    "tldr-pythia-1b": Args(  # N+, table 3
-        model_name_or_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr", dataset_name="trl-lib/tldr-preference",
-        center_dataset_name="trl-lib/tldr", max_length=638, num_train_epochs=1.0, per_device_train_batch_size=8,
-        gradient_accumulation_steps=8, learning_rate=3e-6, adam_eps=1e-5, lr_scheduler_type="cosine", num_eval_rows=2_000,
+    "tiny": Args(  # checkpoints/reviews-sentiment
+        model_name_or_path="checkpoints/reviews-lm",
+        dataset_name="data/reviews",
+        label_names="negative,positive",
+        max_length=128,
+        dtype="float32",
+        num_train_epochs=6.0,
+        per_device_train_batch_size=32,
+        learning_rate=1e-3,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.1,
+    ),
+    "tiny-tldr": Args(  # checkpoints/tldr-reward
+        model_name_or_path="checkpoints/tldr-sft",
+        dataset_name="data/tldr-preference",
+        center_dataset_name="data/tldr",
+        max_length=224,
+        dtype="float32",
+        save_dtype="bfloat16",
+        num_train_epochs=4.0,
+        per_device_train_batch_size=32,
+        learning_rate=1e-3,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.1,
+    ),
+    "tiny-dialog": Args(  # checkpoints/dialogs-intent
+        from_config="gpt2 n_embd=96 n_layer=2 n_head=4 n_positions=128",
+        tokenizer_name_or_path="checkpoints/dialogs-lm",
+        dataset_name="data/dialogs",
+        label_names="inform,question,directive,commissive",
+        max_length=64,
+        dtype="float32",
+        save_dtype="bfloat16",
+        num_train_epochs=2.0,
+        per_device_train_batch_size=64,
+        learning_rate=2e-3,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.1,
+    ),
+    "distilbert-imdb": Args(),  # like lvwerra/distilbert-imdb
+    "tldr-pythia-1b": Args(  # N+ paper, table 3
+        model_name_or_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
+        dataset_name="trl-lib/tldr-preference",
+        center_dataset_name="trl-lib/tldr",
+        max_length=638,
+        num_eval_rows=2_000,
+        num_train_epochs=1.0,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=8,
+        learning_rate=3e-6,
+        adam_eps=1e-5,
+        lr_scheduler_type="cosine",
     ),
     "hh": Args(
-        model_name_or_path="EleutherAI/pythia-160m", dataset_name="Anthropic/hh-rlhf", num_train_epochs=1.0, learning_rate=1e-5,
-        per_device_train_batch_size=8, gradient_accumulation_steps=8, warmup_ratio=0.1, num_eval_rows=5_000,
+        model_name_or_path="EleutherAI/pythia-160m",
+        dataset_name="Anthropic/hh-rlhf",
+        num_eval_rows=5_000,
+        num_train_epochs=1.0,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=8,
+        learning_rate=1e-5,
+        warmup_ratio=0.1,
     ),
-    "roberta-dailydialog": Args(  # as rajkumarrrk/roberta-daily-dialog-intent-classifier
-        model_name_or_path="FacebookAI/roberta-base", dataset_name="OpenRL/daily_dialog", max_length=128, learning_rate=2e-5,
-        label_names="inform,question,directive,commissive", warmup_ratio=0.1,
+    "roberta-dailydialog": Args(  # like rajkumarrrk/roberta-daily-dialog-intent-classifier
+        model_name_or_path="FacebookAI/roberta-base",
+        dataset_name="OpenRL/daily_dialog",
+        label_names="inform,question,directive,commissive",
+        max_length=128,
+        learning_rate=2e-5,
+        warmup_ratio=0.1,
     ),
 }
 
-class UserError(Exception):
-    """Something that the user can mend: shown in one line, exit code 2."""
 
-def fail(error):
-    """End the process: one line for what the user can mend, a full disk too; a bug of ours keeps its traceback.
+# ---- Math: pure functions of tensors -----------------------------------------------------------------------
+#
+# Shapes: N rows of the data, with at most K responses each (K = 1 with labels, 2 with chosen and rejected); P
+# pairs of responses to one prompt, P = K (K - 1) / 2; texts = the number of texts in all N rows; L tokens.
 
-    Of several processes only the first to fail says why. The others fail alike, or because it is gone.
-    """
-    Console().show_cursor()  # the progress bar hid it
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        with suppress(KeyError, torch.distributed.DistError):  # without torchrun there is no store before the processes have met
-            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            if torch.distributed.TCPStore(*place, is_master=False, timeout=timedelta(seconds=10)).add("failed", 1) > 1:
-                sys.exit(2)
-    cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch and safetensors have their own words for it
-    if isinstance(error, ModuleNotFoundError):
-        line = f"these flags need {error.name}: pip install {error.name}"
-    elif isinstance(error, (UserError, UnicodeDecodeError)):  # data that are not UTF-8
-        line = str(error)
-    elif isinstance(cause, OSError) or "(os error " in str(error):
-        line = f"{cause}; what was saved before is whole, and --resume goes on from the last checkpoint"
-    else:
-        raise error
-    sys.exit(print(f"{Path(__file__).name}: {' '.join(line.splitlines())}", file=sys.stderr) or 2)
 
-def parse_args(argv):
-    """Flags after an optional recipe. No recipe and no model named: tiny. A model named: the published defaults of Args.
-
-    --resume takes the flags of the run that it goes on with, and refuses others where they would change the result.
-    """
-    named = any(word.split("=")[0].replace("_", "-") in ("--model-name-or-path", "--sft-model-path", "--from-config") for word in argv)
-    recipe, flags = (argv[0], argv[1:]) if argv and argv[0][0] != "-" else ("custom" if named else "tiny", argv)
-    if recipe not in (*RECIPES, "custom"):
-        raise UserError(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
-    about = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
-    args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=about)
-    if not args.resume:
-        return args
-    runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else ()
-    folder = runs[-1].parent if runs else Path(args.resume)
-    there, folder = folder.exists(), folder.parent.parent if folder.parent.name == "checkpoints" else folder
-    if not there or not (folder / "args.json").exists():
-        raise UserError(f"--resume {args.resume}: there is no such checkpoint, or no run (no args.json)")
-    saved = load("run", lambda name: json.loads(Path(name).read_text())["args"], str(folder / "args.json"))
-    if argv[0][0] != "-" and recipe != saved.get("recipe"):
-        raise UserError(f"--resume {args.resume}: a run of recipe {saved.get('recipe')}, not {recipe}")
-    if other := set(saved) ^ set(asdict(args)):
-        raise UserError(f"--resume {args.resume}: a run of another script or version, one of the two has no {', '.join(sorted(other))}")
-    args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
-    free = ("resume", "save_every", "keep_checkpoints", "log_with", "judge_fn", "judge_model", "judge_url", "total_episodes",
-            "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps")  # the batch must stay: Run.restore
-    if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
-        raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
-    return replace(args, output_dir=str(folder))
-
-# ---- 4. Kernels ------------------------------------------------------------------------------------------------------
 def length_mask(lengths, max_length):
-    """True on the first `lengths` positions of each row. [B] -> bool [B, T]"""
-    return torch.arange(max_length, device=lengths.device) < lengths[:, None]  # [B, T]
+    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
+
 
 def preference_loss(chosen, rejected, margin=0.0):
-    """-log P(chosen is preferred), where P = sigmoid of the score difference (Bradley-Terry). [N], [N] -> [N], in nats
+    """-log P(chosen is preferred), where P = sigmoid(score difference) (Bradley-Terry). [N], [N] -> [N]
 
-    A margin, in units of the score, asks for more distance between texts that differ more (Llama 2, section 3.2.2).
+    A margin, in units of the score, asks for a larger difference between texts that differ more in quality
+    (Llama 2, section 3.2.2).
     """
     return -F.logsigmoid((chosen - rejected).float() - margin)
 
-def ranking_loss(scores, mask):
-    """Mean of preference_loss over all pairs of a row, best first (Ouyang et al. 2022, eq. 1). [N, K], bool [N, K] -> [N]
 
-    The mask leaves out what pads a row of fewer responses; a row of one has no pair and loses 0.
+def response_pairs(mask):
+    """All pairs of responses to a prompt: column better[i] is ranked above column worse[i].
+
+    bool mask [N, K] -> better [P], worse [P], and which of the pairs each row has, bool [N, P]
+    """
+    K = mask.shape[1]
+    better, worse = torch.triu_indices(K, K, 1, device=mask.device)
+    pair_mask = mask[:, better] & mask[:, worse]
+    return better, worse, pair_mask
+
+
+def ranking_loss(scores, mask):
+    """Mean preference_loss over all pairs of a row, best first (Ouyang et al. 2022, eq. 1). [N, K] -> [N]
+
+    The mask, bool [N, K], is False where a row has fewer than K responses. Rows have two or more.
     """
     scores = torch.where(mask, scores.float(), 0.0)
-    better, worse = torch.triu_indices(mask.shape[1], mask.shape[1], 1, device=mask.device)  # [K (K - 1) / 2] pairs
-    both = mask[:, better] & mask[:, worse]  # [N, pairs]
-    losses = preference_loss(scores[:, better], scores[:, worse])
-    return torch.where(both, losses, 0.0).sum(1) / both.sum(1).clamp(min=1)
+    better, worse, pair_mask = response_pairs(mask)
+    losses = preference_loss(scores[:, better], scores[:, worse])  # [N, P]
+    num_pairs = pair_mask.sum(1).clamp(min=1)
+    return torch.where(pair_mask, losses, 0.0).sum(1) / num_pairs
 
-def draws(seed, *place):
-    """A random generator for one place in the run, such as (seed, "tokens", update): no draw depends on an earlier one."""
-    return torch.Generator().manual_seed(random.Random(repr((seed, *place))).getrandbits(63))
 
-# ---- 5. Models -------------------------------------------------------------------------------------------------------
-def check_positive(args, *names):
-    """Refuse a size of 0 or less before anything is loaded."""
-    for name in names:
-        if getattr(args, name) <= 0:
-            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {getattr(args, name)}")
+def label_metrics(logits, labels):
+    """Cross-entropy and accuracy of each text. fp32 [N, classes], [N] -> dict of [N]"""
+    return {
+        "loss": F.cross_entropy(logits, labels, reduction="none"),
+        "accuracy": (logits.argmax(-1) == labels).float(),
+    }
 
-def located(name):
-    """A folder as it is named, or beside this file, as recipes name theirs; else the name, which is the Hub's."""
-    return next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)
+
+def preference_metrics(scores, mask, margins):
+    """Loss, share of pairs in the right order, and score of the best-ranked minus the last-ranked response.
+
+    scores [N, K], bool mask [N, K], margins [N] -> dict of [N]
+    """
+    if scores.shape[1] == 2:  # a pair may have a margin; without one this equals ranking_loss
+        losses = preference_loss(scores[:, 0], scores[:, 1], margins)
+    else:
+        losses = ranking_loss(scores, mask)
+    better, worse, pair_mask = response_pairs(mask)
+    is_right = (scores[:, better] > scores[:, worse]) & pair_mask  # [N, P]
+    last = mask.sum(1, keepdim=True) - 1  # [N, 1]
+    last_scores = scores.gather(1, last).squeeze(1)
+    return {
+        "loss": losses,
+        "accuracy": is_right.sum(1) / pair_mask.sum(1),
+        "margin": scores[:, 0] - last_scores,
+    }
+
+
+def learning_rate(args, update, updates):
+    """The learning rate in update 1, 2, ..., updates. -> float
+
+    It rises linearly from 0 in the first warmup_ratio of the updates. Then it stays constant, or falls to 0
+    (linear, cosine) or to 1 % (exponential).
+    """
+    warmup = math.ceil(args.warmup_ratio * updates)
+    if update <= warmup:
+        return args.learning_rate * (update - 1) / warmup
+    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to almost 1
+    if args.lr_scheduler_type == "constant":
+        factor = 1.0
+    elif args.lr_scheduler_type == "linear":
+        factor = 1 - progress
+    elif args.lr_scheduler_type == "cosine":
+        factor = 0.5 * (1 + math.cos(math.pi * progress))
+    else:
+        factor = 0.01**progress
+    return args.learning_rate * factor
+
+
+# ---- Model -------------------------------------------------------------------------------------------------
+
+
+def init_new_head(model, name):
+    """Give a decoder a new head, unless `name` was saved with one of this size. -> True if the head is new
+
+    The standard deviation 1 / sqrt(d + 1), with d inputs, makes the first scores about 1 in size (N+ paper,
+    detail 11). No name: all weights are new.
+    """
+    is_new = True
+    if name is not None:
+        base = base_model_name(name)
+        config = load("model", transformers.AutoConfig.from_pretrained, base)
+        is_new = not is_classifier(config) or config.num_labels != model.config.num_labels
+        if resolve_path(name) != base:  # a LoRA adapter; a classifier's adapter contains its head
+            import peft
+
+            adapter = peft.PeftConfig.from_pretrained(resolve_path(name))
+            is_new = is_new and adapter.task_type != "SEQ_CLS"
+    if is_new and hasattr(model, "score"):  # decoders call their head `score`
+        nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
+    return is_new
+
+
+def sequence_logits(model, ids, mask):
+    """Class logits of right-padded texts. [B, L], bool [B, L] -> fp32 [B, classes]
+
+    A decoder is read at its last real token, found by its length: looking for `token != pad` would miss a
+    real EOS if pad is EOS. It never looks to its right, so its pads need no attention mask.
+    """
+    if hasattr(model, "get_base_model"):  # with LoRA
+        model = model.get_base_model()
+    if not hasattr(model, "score"):  # BERT and its family
+        return model(input_ids=ids, attention_mask=mask.long()).logits.float()
+    ids = torch.where(mask, ids, 0)  # a pad id may lie outside the embedding table
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, L, H]
+    rows = torch.arange(len(ids), device=ids.device)
+    last = mask.sum(1) - 1  # [B]
+    return model.score(hidden[rows, last]).float()
+
+
+class Classifier(nn.Module):
+    """The model behind one forward method, which is what DDP, FSDP2 and DeepSpeed wrap."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, mask):
+        """Class logits or scores of right-padded texts. [B, L], bool [B, L] -> fp32 [B, classes or 1]"""
+        return sequence_logits(self.model, ids, mask)
+
+
+# ---- Texts -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """One training example: a text with its label, or two or more responses to one prompt, best first."""
+
+    texts: list[list[int]]  # token ids of each text; with responses, prompt included
+    label: int = 0  # number of the class, if there are labels
+    margin: float = 0.0  # the column margin: by how much the score of the chosen response should be higher
+
+
+def preference_ids(tokenizer, prompts, responses, max_length):
+    """Token ids of prompt + response + EOS, by the same rule in training and in rollouts. -> list of lists
+
+    A response that reached its length limit gets an EOS too, because its score is read there. Texts of more
+    than max_length tokens lose their beginning. Encoders (BERT's family) mark the ends in their own way.
+    """
+    is_encoder = tokenizer.eos_token_id is None or tokenizer.cls_token_id is not None
+    if is_encoder:
+        tokenizer.truncation_side = "left"
+        texts = [prompt + response for prompt, response in zip(prompts, responses)]
+        return tokenizer(texts, truncation=True, max_length=max_length).input_ids
+    prompt_ids = tokenizer(list(prompts), add_special_tokens=False).input_ids
+    response_ids = tokenizer(list(responses), add_special_tokens=False).input_ids
+    texts = []
+    for prompt, response in zip(prompt_ids, response_ids):
+        ids = prompt + response + [tokenizer.eos_token_id]
+        texts.append(ids[-max_length:])
+    return texts
+
+
+def cut_to_prefixes(rows, tokenizer, args, update):
+    """Cut each labeled text at a random token, because PPO scores unfinished texts. -> list of Row"""
+    fractions = torch.rand(len(rows), generator=generator_for(args.seed, "prefix", update)).tolist()
+    prefixes = []
+    for row, fraction in zip(rows, fractions):
+        ids = row.texts[0]
+        shortest = min(args.min_prefix_length, len(ids))
+        length = shortest + round(fraction * (len(ids) - shortest))
+        if ids[-1] == tokenizer.sep_token_id:  # BERT's [SEP] stays at the end
+            prefix = ids[: length - 1] + ids[-1:]
+        else:
+            prefix = ids[:length]
+        prefixes.append(Row([prefix], row.label))
+    return prefixes
+
+
+def collate_texts(rows, device):
+    """The texts of N rows with at most K texts each, one below the other and padded on the right.
+
+    -> dict: ids [texts, L], bool mask [texts, L], bool response_mask [N, K], labels [N], margins [N]
+    """
+    texts = [torch.tensor(ids) for row in rows for ids in row.texts]
+    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    mask = length_mask(torch.tensor([len(text) for text in texts]), ids.shape[1])
+    batch = {
+        "ids": ids,
+        "mask": mask,
+        "response_mask": find_responses(rows),
+        "labels": torch.tensor([row.label for row in rows]),
+        "margins": torch.tensor([row.margin for row in rows]),
+    }
+    return {name: x.to(device) for name, x in batch.items()}
+
+
+def find_responses(rows):
+    """True for the texts that each row has; K is the largest number of texts in a row. -> bool [N, K]"""
+    counts = torch.tensor([len(row.texts) for row in rows])
+    return length_mask(counts, int(counts.max()))
+
+
+def group_by_row(logits, response_mask):
+    """Put the outputs of all texts into their rows, 0 if there is no text. [texts, C], [N, K] -> [N, K, C]"""
+    by_row = torch.zeros(*response_mask.shape, logits.shape[1], device=logits.device)
+    return by_row.masked_scatter(response_mask[:, :, None], logits)
+
+
+# ---- Training ----------------------------------------------------------------------------------------------
+
+
+def train(args):
+    """The whole run, from the flags to the final table. -> (model, run folder)"""
+    check_reward_model_args(args)
+    accelerator = start_accelerator(args)
+    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    n = args.per_device_train_batch_size
+    B = n * args.gradient_accumulation_steps * world  # rows per update
+
+    tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path)
+    data = load_data(args, tokenizer)
+    train_rows, label_names = data["train"], data["label_names"]
+    has_labels = label_names is not None
+    classifier, head_is_new = build_classifier(args, tokenizer, label_names)
+    model = Classifier(classifier).to(device)
+    updates = max(1, round(args.num_train_epochs * len(train_rows) / B))
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device))
+
+    status = {"loss": "loss", "accuracy": "accuracy"}
+    if not has_labels:
+        status["margin"] = "margin"
+    run = Run(args, accelerator, updates, status)
+    run.print_setup(f"{args.from_config or args.model_name_or_path} on {args.dataset_name}", model)
+    task = f"{len(label_names)} classes: {', '.join(label_names)}" if has_labels else "preferences"
+    head = "a new head" if head_is_new else "the head that was saved with the model"
+    run.print(f"{len(train_rows):,} training rows; {task}; {head}")
+    run.print(
+        f"batch: {n} rows per pass x {args.gradient_accumulation_steps} accumulated x {world} processes "
+        f"= {B} rows; {updates} optimizer steps"
+    )
+
+    # `model` scores the held-out rows, `learner` is trained. On one process and with DDP they are the same
+    # module. With FSDP2 and ZeRO-3 the learner is a sharded copy, and its weights are copied back at the end.
+    learner = make_learner(model, accelerator)
+    optimizer = make_optimizer(args, trainable(learner))
+    learner, optimizer = accelerator.prepare(learner, optimizer)
+    parameters = trainable(accelerator.unwrap_model(learner))  # name -> parameter; sharding replaced them
+    state = run.restore(parameters, optimizer, B)  # {"update": 0} in a new run
+
+    for update in range(state["update"] + 1, updates + 1):
+        # 1. Batch. It is drawn for all processes, and each one takes its share. For a given B, the result
+        #    does not depend on the number of processes. Texts of similar length go into the same
+        #    micro-batch, which saves padding.
+        start_time = time.time()
+        data_rows = stream_rows(len(train_rows), start=(update - 1) * B, count=B, seed=args.seed)
+        batch = [train_rows[i] for i in data_rows.tolist()]
+        if has_labels and args.min_prefix_length > 0:
+            batch = cut_to_prefixes(batch, tokenizer, args, update)
+        local_batch = batch[rank * B // world : (rank + 1) * B // world]
+        local_batch.sort(key=longest_text)
+
+        # 2. Gradient, n rows at a time. The loss is the sum over this process's rows, divided by the number
+        #    of rows in the batch on all processes. So the gradient does not depend on how a batch is split.
+        learner.train()  # loaded models have no dropout; this switches on gradient checkpointing
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, update, updates)
+        metric_sums = {}  # sums over the rows of all micro-batches
+        rewards = []  # scores of all responses
+        for start in range(0, len(local_batch), n):
+            mb = collate_texts(local_batch[start : start + n], device)
+            is_last = start + n >= len(local_batch)
+            with sync_gradients_if(is_last, accelerator, learner):
+                with autocast:
+                    logits = learner(mb["ids"], mb["mask"])  # [texts, classes or 1]
+                if has_labels:
+                    row_metrics = label_metrics(logits, mb["labels"])
+                else:
+                    scores = group_by_row(logits, mb["response_mask"]).squeeze(-1)  # [n, K], best first
+                    row_metrics = preference_metrics(scores, mb["response_mask"], mb["margins"])
+                loss = row_metrics["loss"].sum() / B
+                accelerator.backward(loss * world)  # DDP averages over processes; we want the sum
+            for name, values in row_metrics.items():
+                metric_sums[name] = metric_sums.get(name, 0) + values.detach().sum()
+            if not has_labels:
+                rewards.extend(logits.flatten().tolist())
+
+        # 3. Optimizer step.
+        grad_norm = clip_gradients(accelerator, parameters, args.max_grad_norm)
+        run.check_gradient(update, grad_norm)  # warns if it is not finite, and raises after five in a row
+        if math.isfinite(grad_norm):
+            optimizer.step()
+        optimizer.zero_grad()
+
+        # 4. Log and save.
+        metric_sums = accelerator.reduce(metric_sums)
+        metrics = {
+            "update": update,
+            "epoch": update * B / len(train_rows),
+            "lr": optimizer.param_groups[0]["lr"],
+            **{name: x / B for name, x in metric_sums.items()},  # loss, accuracy, margin
+        }
+        if not has_labels:
+            rewards = accelerate.utils.gather_object(rewards)
+            metrics["min_reward"] = min(rewards)
+            metrics["mean_reward"] = sum(rewards) / len(rewards)
+            metrics["max_reward"] = max(rewards)
+        metrics["grad_norm"] = grad_norm
+        metrics["perf/seconds"] = time.time() - start_time
+        metrics["perf/peak_memory_mb"] = peak_memory_mb(device)
+        run.log(to_numbers(metrics))
+        run.checkpoint(update, parameters, optimizer, B)
+    copy_weights(parameters, model)
+
+    # 5. Evaluate on held-out rows. The mean score of the references, completions of center_dataset_name or
+    #    chosen responses, is what rloo_tldr.py will subtract.
+    logits = score_rows(model, data["held_out"], accelerator, autocast)  # [N, K, classes or 1]
+    if has_labels:
+        evaluation, table = evaluate_labels(logits, data["held_out"], label_names)
+    else:
+        evaluation, table = evaluate_preferences(logits, data["held_out"])
+        reference_scores = score_rows(model, data["references"], accelerator, autocast)
+        offset = reference_scores.mean().item()
+        evaluation["reward_offset"] = offset
+        model.model.config.reward_offset = offset
+
+    # 6. Report and save.
+    if accelerator.is_main_process:
+        run.table(f"{evaluation['n']} held-out rows, accuracy {evaluation['accuracy']:.4f}", table)
+        if not has_labels:
+            run.print(
+                f"mean score of {len(data['references'])} references, saved as reward_offset: {offset:.3f}"
+            )
+        run.write("evaluation.json", json.dumps(evaluation, indent=2))
+        save_reward_model(model.model, tokenizer, args, run.folder / "model")
+        run.plot("loss", "accuracy", "lr")
+    run.finish()
+    return model.model, run.folder
+
+
+# ---- Evaluation --------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def score_rows(model, rows, accelerator, autocast):
+    """Outputs for all texts of all rows; each process computes a share. -> fp32 [N, K, classes or 1]"""
+    model.eval()
+    N, K = find_responses(rows).shape
+    logits = torch.zeros(N, K, model.model.config.num_labels, device=accelerator.device)
+    by_length = sorted(range(len(rows)), key=lambda i: longest_text(rows[i]))
+    local = by_length[accelerator.process_index :: accelerator.num_processes]
+    for start in range(0, len(local), 32):
+        numbers = local[start : start + 32]
+        mb = collate_texts([rows[i] for i in numbers], accelerator.device)
+        with autocast:
+            mb_logits = model(mb["ids"], mb["mask"])
+        mb_K = mb["response_mask"].shape[1]
+        logits[numbers, :mb_K] = group_by_row(mb_logits, mb["response_mask"])
+    return accelerator.reduce(logits).cpu()  # a sum over processes: each row is 0 on all of them but one
+
+
+def evaluate_labels(logits, rows, names):
+    """Accuracy and confusion matrix of labeled texts. [N, 1, classes] -> metrics, table (list of dicts)"""
+    labels = torch.tensor([row.label for row in rows])
+    predicted = logits[:, 0].argmax(-1)
+    C = len(names)
+    confusion = torch.bincount(labels * C + predicted, minlength=C * C).view(C, C)  # [label, predicted]
+    metrics = {
+        "accuracy": (predicted == labels).float().mean().item(),
+        "confusion": confusion.tolist(),
+        "labels": names,
+        "n": len(rows),
+    }
+    table = []
+    for name, counts in zip(names, confusion.tolist()):
+        table.append({"label \\ predicted": name, **dict(zip(names, counts))})
+    return metrics, table
+
+
+def evaluate_preferences(logits, rows):
+    """Accuracy and calibration on all pairs of responses. [N, K, 1] -> metrics, table (list of dicts)
+
+    The table splits the pairs into five equal parts, by the size of their score difference. Accuracy is the
+    share in the right order, and expected is what the model predicts: the mean of sigmoid(|difference|).
+    They agree if a score difference means what the Bradley-Terry model says.
+    """
+    scores = logits.squeeze(-1)  # [N, K], best first
+    better, worse, pair_mask = response_pairs(find_responses(rows))
+    margins = (scores[:, better] - scores[:, worse])[pair_mask]  # [pairs of all rows]
+    by_size = margins[margins.abs().argsort()]
+    table = []
+    for part in by_size.tensor_split(min(5, len(margins))):
+        sizes = part.abs()
+        table.append({
+            "score difference": f"{sizes[0]:.2f} to {sizes[-1]:.2f}",
+            "pairs": len(part),
+            "accuracy": (part > 0).float().mean().item(),
+            "expected": sizes.sigmoid().mean().item(),
+        })  # fmt: skip
+    metrics = {
+        "accuracy": (margins > 0).float().mean().item(),
+        "margin": margins.mean().item(),
+        "calibration": table,
+        "n": len(rows),
+    }
+    return metrics, table
+
+
+# ============================================================================================================
+# Part II: infrastructure. Nothing below is about reward models.
+# ============================================================================================================
+
+SCRIPT = Path(__file__).stem
+HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
+
+
+class UserError(Exception):
+    """An error the user can fix: printed on one line, exit code 2."""
+
+
+# ---- Loading models ----------------------------------------------------------------------------------------
+
+
+def resolve_path(name):
+    """Look for a folder in the working directory, then next to this file; else return a Hub name."""
+    for path in (Path(name), HERE / name):
+        if path.exists():
+            return str(path)
+    return name
+
 
 def load(what, function, name, **kwargs):
-    """function(name), with one line where it fails: a wrong path, no network, a broken file."""
-    name = located(name)
+    """function(name), with a one-line error if it fails: a wrong path, no network, a broken file."""
     try:
-        return function(name, **kwargs)
-    except Exception as error:  # the libraries raise a dozen kinds
-        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error  # it says where
-        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(cause).strip() or f"empty? {cause!r}"
-        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason.splitlines()[0]}") from error
+        return function(resolve_path(name), **kwargs)
+    except Exception as error:  # the libraries raise a dozen different types
+        cause = error
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):
+            cause = error.__cause__ or error  # this one says where
+        reason = str(cause).strip() or f"empty? {cause!r}"
+        first_line = reason.splitlines()[0]
+        if Path(name).is_absolute() and not Path(name).exists():
+            first_line = "no such folder"
+        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
+
 
 def load_model(auto_class, name, settings=None, **kwargs):
-    """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
-    name = located(name)
+    """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
+
+    Only safetensors are read: loading never runs code from the files. `settings` replaces config fields.
+    """
+    name = resolve_path(name)
     if (Path(name) / "adapter_config.json").exists():
-        import peft
-        if "quantization_config" in kwargs:
-            raise UserError(f"--load-in-8bit: {name} is a LoRA adapter, which cannot be merged into 8 bit: merge it first")
-        base = load_model(auto_class, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, settings, **kwargs)
-        model = peft.PeftModel.from_pretrained(base, name).merge_and_unload().requires_grad_(True)  # peft froze the base
-        model.name_or_path = str(name)  # what the next adapter stands on
-        return model
-    config = load("model", AutoConfig.from_pretrained, name)
-    rates = {key: 0.0 for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float)}
-    gelu = {key: "gelu_pytorch_tanh" for key, value in config.to_dict().items() if value == "gelu_new"}  # the same in one kernel, not 8
-    config.update(rates | gelu | (settings or {}))  # with dropout a second forward would differ, and the first ratio would not be 1
-    return load("model", auto_class.from_pretrained, name, config=config, dtype=torch.float32, use_safetensors=True, **kwargs)
+        return load_merged_adapter(auto_class, name, settings, **kwargs)
+    config = load("model", transformers.AutoConfig.from_pretrained, name)
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)  # with dropout, the first ratio would not be 1
+        if value == "gelu_new":
+            setattr(config, key, "gelu_pytorch_tanh")  # the same function in one kernel instead of eight
+    config.update(settings or {})
+    kwargs |= dict(config=config, dtype=torch.float32, use_safetensors=True)
+    return load("model", auto_class.from_pretrained, name, **kwargs)
+
+
+def load_merged_adapter(auto_class, folder, settings=None, **kwargs):
+    """The base model that a LoRA adapter names, with the adapter merged into it."""
+    import peft
+
+    if "quantization_config" in kwargs:
+        raise UserError(f"--load-in-8bit: {folder} is a LoRA adapter; merge it into its base model first")
+    base_name = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
+    base = load_model(auto_class, base_name, settings, **kwargs)
+    model = peft.PeftModel.from_pretrained(base, folder).merge_and_unload()
+    model.requires_grad_(True)  # peft froze the base
+    model.name_or_path = folder  # a new adapter trained on top will name this folder as its base
+    return model
+
 
 def load_tokenizer(name):
-    """The tokenizer of a folder or Hub name. Where it has no pad, pad is EOS, which is safe here: masks come from counts."""
+    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad."""
     tokenizer = load("tokenizer", AutoTokenizer.from_pretrained, name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 
-def draw_model(auto_class, text, tokenizer, **settings):
-    """A model with weights at random from "TYPE_OR_FOLDER name=value ...", sized for the tokenizer."""
-    name, *pairs = text.split()
-    ends = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    try:
-        values = {key: json.loads(value) for key, value in (pair.split("=") for pair in pairs)}
-        there = Path(name).exists() or "/" in name
-        config = AutoConfig.from_pretrained(name) if there else AutoConfig.for_model(name, **values)  # it draws other values from these
-        config.update(dict(vocab_size=len(tokenizer)) | ends | settings | values)
-        return auto_class.from_config(config)
-    except Exception as error:  # the libraries raise a dozen kinds
-        raise UserError(f"--from-config {text!r}: {error}; expected e.g. 'gpt2 n_layer=3 n_embd=128', or a folder") from error
 
-def add_lora(model, args):
-    """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
-    import peft
-    if args.lora_r < 0:
-        raise UserError(f"--lora-r must be 0 (no LoRA) or more; it is {args.lora_r}")
-    target = args.lora_target_modules if args.lora_target_modules == "all-linear" else args.lora_target_modules.split(",")
-    heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
-    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
-    try:
-        model = peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
-    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):  # the loss would read the weight alone
-        raise UserError(f"--lora-target-modules {args.lora_target_modules}: the output embedding cannot have an adapter here")
-    return model
-
-def trainable(module):
-    """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-def context_of(model):
-    """How many tokens a model takes at most; RoBERTa's positions begin behind the id of its pad."""
-    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
-    taken = max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)
-    return getattr(model.config, "max_position_embeddings", 10**9) - taken
-
-def sequence_logits(model, input_ids, mask):
-    """Class logits of right-padded texts. [B, L], bool [B, L] -> fp32 [B, classes]
-
-    A decoder is read at its last real token, by count: looking for `token != pad` misses a real EOS where pad is EOS. It never looks
-    to its right, so pads there need no mask.
-    """
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # under LoRA
-    if not hasattr(model, "score"):  # BERT and its family
-        return model(input_ids=input_ids, attention_mask=mask.long()).logits.float()
-    hidden = model.base_model(input_ids=torch.where(mask, input_ids, 0), use_cache=False).last_hidden_state  # [B, L, H]
-    return model.score(hidden[torch.arange(len(hidden), device=mask.device), mask.sum(-1) - 1]).float()
-
-def shared_prompt_scores(model, input_ids, mask, K):
-    """The same scores of rows of K texts, where what the texts of a row begin with is read once. [N * K, L] -> fp32 [N * K, 1]
-
-    A decoder's keys and values of the prompt serve all responses to it, as in a rollout, and its gradient is the sum of theirs
-    (prefix sharing; Wang and Hegde 2024). Shared are as many tokens as the texts of every row have in common, so there is no gap.
-    """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # under LoRA
-    rows = input_ids.view(-1, K, input_ids.shape[1])  # [N, K, L]
-    alike = (rows == rows[:, :1]).flatten(0, 1).all(0).long().cumprod(0).sum()  # tokens from the beginning
-    P = int(torch.minimum(alike, mask.sum(1).min() - 1))  # each text keeps one of its own
-    if P == 0 or not hasattr(inner, "score") or inner._is_stateful:
-        return sequence_logits(model, input_ids, mask)
-    tokens, cache = torch.where(mask, input_ids, 0), transformers.DynamicCache(config=inner.config)
-    inner.base_model(input_ids=tokens[::K, :P], past_key_values=cache, use_cache=True)
-    cache.batch_repeat_interleave(K)
-    hidden = inner.base_model(input_ids=tokens[:, P:], past_key_values=cache, use_cache=True).last_hidden_state  # [N * K, L - P, H]
-    return inner.score(hidden[torch.arange(len(hidden), device=mask.device), mask.sum(-1) - 1 - P]).float()
-
-def base_of(name):
-    """The model under a LoRA adapter's folder, or under the adapter it stands on; any other name as it is."""
-    name = located(name)
+def base_model_name(name):
+    """The model under a LoRA adapter's folder, or under the adapter that it was trained on; else the name."""
+    name = resolve_path(name)
     if not (Path(name) / "adapter_config.json").exists():
         return name
     import peft
-    return base_of(peft.PeftConfig.from_pretrained(name).base_model_name_or_path)
 
-def new_head(model, name):
-    """Draw the weights of a decoder's head anew where the folder or Hub name has none of that size -> is it new?
+    return base_model_name(peft.PeftConfig.from_pretrained(name).base_model_name_or_path)
 
-    std 1 / sqrt(d + 1) with d inputs, so that scores begin at about 1 in size (N+, detail 11). No name: all weights are new.
-    """
-    config = load("model", AutoConfig.from_pretrained, base_of(name)) if name else None
-    known = config and any("ForSequenceClassification" in architecture for architecture in config.architectures or ())
-    new = not known or config.num_labels != model.config.num_labels
-    if name and (name := located(name)) != base_of(name):
-        import peft
-        new = new and peft.PeftConfig.from_pretrained(name).task_type != "SEQ_CLS"  # peft keeps the head of such an adapter
-    if new and hasattr(model, "score"):
-        scale = (model.score.in_features + 1) ** -0.5
-        nn.init.normal_(model.score.weight, std=scale)
-        spread = model.score.weight.square().mean().sqrt() / scale
-        assert abs(spread - 1) < 4 / model.score.weight.numel() ** 0.5, "the new head is not what was drawn"  # 5.6 sigma
-    return new
 
-def make_learner(model, accelerator):
-    """The module to train: this one, or a copy without its reference where FSDP2 or ZeRO-3 will cut its weights into shards.
+def is_classifier(config):
+    """True if a model was saved with a classification head."""
+    return any("ForSequenceClassification" in architecture for architecture in config.architectures or ())
 
-    Shards cannot generate. The whole module does, on every process, and takes the new weights over where it is used (`take_weights`).
-    """
-    plugin = accelerator.state.deepspeed_plugin
-    if accelerator.distributed_type != "FSDP" and (plugin is None or plugin.zero_stage < 3):
-        return model
-    learner = copy.deepcopy(model, memo={id(getattr(model, "reference", None)): None})  # what its memo holds is taken as it is
-    layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
-    learner._no_split_modules = [type(layers[0]).__name__]  # FSDP2 shards layer by layer
-    return learner
 
-@torch.no_grad()
-def take_weights(model, learner):
-    """Copy the weights of a sharded module into the whole one, one by one; all processes take part. -> the whole one, in eval mode"""
-    for p, shard in zip(trainable(model).values(), trainable(learner).values()) if learner is not model else ():
-        if hasattr(shard, "full_tensor"):  # FSDP2
-            p.copy_(shard.full_tensor())
-        else:  # ZeRO-3
-            import deepspeed
-            with deepspeed.zero.GatheredParameters([shard]):
-                p.copy_(shard)
-    return model.eval()
+def model_from_config(auto_class, text, tokenizer, **settings):
+    """A model with random weights from "TYPE_OR_FOLDER name=value ...", sized for the tokenizer."""
+    name, *pairs = text.split()
+    special_tokens = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    try:
+        values = {}
+        for pair in pairs:
+            key, value = pair.split("=")
+            values[key] = json.loads(value)
+        if Path(name).exists() or "/" in name:
+            config = transformers.AutoConfig.from_pretrained(name)
+        else:
+            config = transformers.AutoConfig.for_model(name, **values)  # derives other sizes from these
+        config.update({"vocab_size": len(tokenizer)} | special_tokens | settings | values)
+        return auto_class.from_config(config)
+    except Exception as error:  # the libraries raise a dozen different types
+        example = "expected for example 'gpt2 n_layer=3 n_embd=128', or a folder"
+        raise UserError(f"--from-config {text!r}: {error}; {example}") from error
 
-def clip_gradients(accelerator, parameters, max_norm):
-    """Scale the gradients of one step down to this norm; None: never. -> their norm before, over all processes' shards
 
-    DeepSpeed clips and steps in the step's last backward pass; its norm is what it has seen there.
-    """
-    norm = accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+def context_length(model):
+    """The maximum number of tokens of a model. RoBERTa's positions start after its pad id."""
+    reserved = 0
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            reserved = module.padding_idx + 1
+    return getattr(model.config, "max_position_embeddings", 10**9) - reserved
 
-def shard_like(value, p):
-    """This process's shard of a tensor of p's shape where p is sharded (FSDP2); anything else as it is."""
-    if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
-        return value
-    return torch.distributed.tensor.distribute_tensor(value.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
 
-def make_optimizer(args, parameters, updates):
-    """The optimizer of the dotted name, and its schedule, which steps once an update."""
-    kind = locate(args.optimizer)
-    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
-        raise UserError(f"--optimizer {args.optimizer}: not an optimizer of an installed package; e.g. torch.optim.AdamW")
-    options = dict(lr=args.learning_rate, eps=args.adam_eps, fused="Adam" in args.optimizer)  # others cannot fuse on FSDP2's shards
-    optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
-    warmup = 0 if args.lr_scheduler_type == "constant" else math.ceil(args.warmup_ratio * updates)
+def trainable(module):
+    """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
-    def factor(step):  # of the learning rate, as transformers' schedules of these names have it; importing those takes seconds
-        if step < warmup:
-            return step / warmup
-        left = (updates - step) / max(1, updates - warmup)  # from 1 to 0
-        scale, end = warmup or 10_000, 1e-7 / max(args.learning_rate, 1e-7)
-        return dict(linear=left, cosine=0.5 * (1 - math.cos(math.pi * left)), polynomial=end + (1 - end) * left,
-                    inverse_sqrt=(1 + (step - warmup) / scale) ** -0.5, exponential=0.01 ** (1 - left)).get(args.lr_scheduler_type, 1.0)
 
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+def transformer_layers(model):
+    """The list of a model's transformer layers, which is its longest ModuleList."""
+    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
 
-def check_finite(numbers, update):
-    """Stop before a model that has overflowed writes the next batch, or takes the place of a good checkpoint."""
-    if not numbers.isfinite().all():
-        raise UserError(f"update {update} is not saved: what the model computes is not finite: lower --learning-rate, or --max-grad-norm 1")
 
-def pick_dtype(args, device):
-    """bf16 products where they are asked for or, on auto, where the hardware has units for them; weights and sums stay fp32."""
-    fast = torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if args.bf16 or args.dtype == "bfloat16" or (args.dtype == "auto" and fast) else torch.float32
+def add_lora(model, args):
+    """Add a LoRA adapter (Hu et al. 2021): each named layer computes W + lora_alpha / lora_r * B A, with B
+    = 0 at first."""
+    import peft
 
-def describe_memory(model, learner, config, args, length, sampled, accelerator):
-    """One line: estimated GiB on one process with Adam, passes of `length` tokens a row, `sampled` rows generated at once.
+    target_modules = args.lora_target_modules
+    if target_modules != "all-linear":
+        target_modules = target_modules.split(",")
+    # A classifier's head is trained as a whole, without an adapter.
+    heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]
+    config = peft.LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        target_modules=target_modules,
+        exclude_modules=heads or None,
+    )
+    flag = f"--lora-target-modules {args.lora_target_modules}"
+    try:
+        model = peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"{flag}: no such layers in this model") from error
+    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):
+        raise UserError(f"{flag}: the output embedding cannot have an adapter")
+    return model
 
-    Gradients and activations go before the cache of the next rollout comes. Of shards (FSDP2, DeepSpeed) each process has its part.
-    """
-    device, split = accelerator.device, accelerator.num_processes if accelerator.distributed_type in ("FSDP", "DEEPSPEED") else 1
-    trained, weights = sum(p.numel() for p in trainable(model).values()), sum(p.nbytes for p in model.parameters())
-    layer = length * config.hidden_size * 4  # bytes of an fp32 vector a token of one row
-    kept = config.num_hidden_layers + 17 if args.gradient_checkpointing else 17 * config.num_hidden_layers  # Korthikanti et al. 2022, eq. 1
-    parts = dict(weights=weights, optimizer=8 * trained // split, shards=4 * trained // split if learner is not model else 0,
-                 gradients=4 * trained // split, activations=kept * layer * args.per_device_train_batch_size,
-                 cache=2 * config.num_hidden_layers * layer * sampled)
-    total = sum(parts.values()) - min(parts["gradients"] + parts["activations"], parts["cache"])
-    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
-    listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size)
-    warning = "; MORE THAN THERE IS: a smaller batch, LoRA, 8 bit?" if total - weights > free else ""  # the weights are there already
-    return f"{trained:,} trainable parameters; memory about {total / 2**30:.2f} GiB ({listed}), {free / 2**30:.0f} are free{warning}"
 
-class Classifier(nn.Module):
-    """The model behind one forward, which is what gets wrapped (DDP, FSDP, DeepSpeed)."""
+def train_head(model):
+    """Train the whole head of a classifier with LoRA, by the names that transformers gives to heads."""
+    for name in ("score", "classifier", "pre_classifier"):
+        head = getattr(model.get_base_model(), name, None)
+        if head is not None:
+            head.requires_grad_(True)
 
-    def __init__(self, model, share=False):
-        super().__init__()
-        self.model, self.share = model, share
 
-    def forward(self, ids, mask, K=1):
-        """Logits of rows of K texts each. [N * K, L], bool [N * K, L] -> fp32 [N * K, classes]"""
-        return shared_prompt_scores(self.model, ids, mask, K) if self.share and K > 1 else sequence_logits(self.model, ids, mask)
+def build_classifier(args, tokenizer, label_names):
+    """A model with one output per label, or with one output, the score. -> model, True if its head is new"""
+    if label_names is None:
+        settings = {"num_labels": 1}
+    else:
+        settings = {
+            "id2label": dict(enumerate(label_names)),
+            "label2id": {name: i for i, name in enumerate(label_names)},
+        }
+    if args.from_config:
+        name = None
+        model = model_from_config(AutoModelForSequenceClassification, args.from_config, tokenizer, **settings)
+    else:
+        name = args.model_name_or_path
+        model = load_model(AutoModelForSequenceClassification, name, settings, ignore_mismatched_sizes=True)
+    head_is_new = init_new_head(model, name)
+    model.config.pad_token_id = tokenizer.pad_token_id  # transformers' pipeline finds the last token by it
+    if args.max_length > context_length(model):
+        context = context_length(model)
+        raise UserError(f"--max-length {args.max_length}: the model's context is {context} tokens")
+    if args.lora_r:
+        model = add_lora(model, args)
+        train_head(model)
+    if args.gradient_checkpointing:
+        model.activation_checkpointing_enable(dict(use_reentrant=False))
+    return model, head_is_new
 
-# ---- 6. Data ---------------------------------------------------------------------------------------------------------
+
+def save_reward_model(model, tokenizer, args, folder):
+    """Save what plain transformers loads, with LoRA merged. A longer text will be cut at --max-length."""
+    if hasattr(model, "merge_and_unload"):
+        model = model.merge_and_unload()
+    model.to(getattr(torch, args.save_dtype)).save_pretrained(folder)
+    tokenizer.model_max_length = args.max_length
+    tokenizer.save_pretrained(folder)
+
+
+# ---- Data --------------------------------------------------------------------------------------------------
+
+
 def load_splits(name):
-    """(train, held-out) rows of a Hub data set or a folder. Held out: split test, else validation, else the last 10 % of train."""
+    """The training and held-out rows of a Hub data set or a folder of jsonl files.
+
+    Held out: the split test, or else validation, or else the last 10 % of train.
+    """
     splits = load("data set", datasets.load_dataset, name)
     if "train" not in splits or len(splits["train"]) < 2:
-        raise UserError(f"data set {name!r} needs a split train with at least 2 rows; it has {', '.join(splits)}")
-    rows, held = splits["train"], splits.get("test", splits.get("validation"))
+        names = ", ".join(splits)
+        raise UserError(f"data set {name!r} needs a split train with at least 2 rows; it has {names}")
+    rows = splits["train"]
+    for held_out in ("test", "validation"):
+        if held_out in splits:
+            return rows, splits[held_out]
     cut = len(rows) - max(1, len(rows) // 10)
-    return (rows, held) if held is not None else (rows.select(range(cut)), rows.select(range(cut, len(rows))))
+    return rows.select(range(cut)), rows.select(range(cut, len(rows)))
 
-def left_out(total, kept, why):
-    """Say how many rows of the data are not used."""
+
+def report_skipped(total, kept, reason):
+    """Tell the user how many rows of the data are not used, and why."""
     if kept < total and accelerate.PartialState().is_main_process:
-        print(f"left out {total - kept:,} of {total:,} {why}")
+        print(f"skipped {total - kept:,} of {total:,} {reason}")
+
+
+def generator_for(seed, *purpose):
+    """A random generator for one purpose, such as (seed, "tokens", update), apart from all others."""
+    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
+
 
 def stream_rows(num_rows, start, count, seed):
-    """Row numbers start .. start + count of an endless stream of shuffled passes over the data. -> [count]"""
-    passes = range(start // num_rows, (start + count - 1) // num_rows + 1)
-    stream = torch.cat([torch.randperm(num_rows, generator=draws(seed, "pass", p)) for p in passes])
-    return stream[start - passes[0] * num_rows :][:count]
+    """Row numbers start ... start + count - 1 of an endless stream of shuffled epochs. -> [count]"""
+    first_epoch = start // num_rows
+    last_epoch = (start + count - 1) // num_rows
+    epochs = []
+    for epoch in range(first_epoch, last_epoch + 1):
+        epochs.append(torch.randperm(num_rows, generator=generator_for(seed, "pass", epoch)))
+    offset = start - first_epoch * num_rows
+    return torch.cat(epochs)[offset : offset + count]
 
-def dialogues(rows):
-    """The dialogues of two or more utterances, none of them blank, and their acts, if they have any. -> list of (list of str, acts)"""
-    acts = rows["act"] if "act" in rows.column_names else [None] * len(rows)
-    acts = [[int(x) if isinstance(x, float) and x.is_integer() else x for x in act] if isinstance(act, list) else act for act in acts]
-    kept = [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
-            and all(isinstance(text, str) and text.strip() for text in utterances)]  # fmt: skip
-    left_out(len(rows), len(kept), "dialogues: fewer than two utterances, or a blank one")
-    return kept
+
+def longest_text(row):
+    """The number of tokens of a row's longest text."""
+    return max(len(ids) for ids in row.texts)
+
+
+def load_data(args, tokenizer):
+    """-> dict: train, held_out, references (lists of Row), label_names (list of str; None: preferences)
+
+    References are the texts whose mean score will be 0. Labels need none.
+    """
+    train, held_out = load_splits(args.dataset_name)
+    columns = find_columns(train, held_out, args)
+    if columns == ("dialog", "act"):
+        train, held_out = load_answers(train, args), load_answers(held_out, args)
+        tokenizer.truncation_side = "left"  # the answer is at the end
+    train = select_shard(train, args.train_shard)
+    order = torch.randperm(len(held_out), generator=generator_for(args.seed, "held-out"))
+    held_out = held_out.select(order[: args.num_eval_rows].tolist())
+
+    if columns in [("text", "label"), ("dialog", "act")]:
+        label_names, class_of = find_classes(train, args)
+        return {
+            "train": load_labeled_rows(train, class_of, tokenizer, args),
+            "held_out": load_labeled_rows(held_out, class_of, tokenizer, args),
+            "references": [],
+            "label_names": label_names,
+        }
+    train = load_preference_rows(train, tokenizer, args)
+    return {
+        "train": train,
+        "held_out": load_preference_rows(held_out, tokenizer, args),
+        "references": load_reference_rows(train, tokenizer, args),
+        "label_names": None,
+    }
+
+
+def find_columns(train, held_out, args):
+    """The columns that decide what is learned: those that both splits have. -> tuple of str"""
+    both = set(train.column_names) & set(held_out.column_names)
+    for columns in [("dialog", "act"), ("text", "label"), ("prompt", "responses"), ("chosen", "rejected")]:
+        if set(columns) <= both:
+            return columns
+    raise UserError(
+        f"data set {args.dataset_name!r} needs the columns text and label, or dialog and act, or chosen and "
+        f"rejected, or prompt and responses; it has {', '.join(train.column_names)}"
+    )
+
+
+def select_shard(rows, train_shard):
+    """Part i of n of the rows, for "i/n". They are shuffled first: files are often sorted by label."""
+    part, _, parts = train_shard.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise UserError(f"--train-shard {train_shard}: expected i/n with i less than n, such as 0/2")
+    if int(parts) == 1:
+        return rows
+    if int(parts) > len(rows):
+        raise UserError(f"--train-shard {train_shard}: there are only {len(rows)} training rows")
+    return rows.shuffle(seed=0).shard(int(parts), int(part))
+
+
+def load_labeled_rows(rows, class_of, tokenizer, args):
+    """The rows with a text and a label. -> list of Row"""
+    texts, classes = [], []
+    for text, label in zip(rows["text"], rows["label"]):
+        if not isinstance(label, (int, float, str)) or label not in class_of:
+            known = ", ".join(str(name) for name in class_of)
+            raise UserError(f"{args.dataset_name!r}: the label {label!r} is none of {known}")
+        if isinstance(text, str) and text:
+            texts.append(text)
+            classes.append(class_of[label])
+    all_ids = []
+    if texts:
+        all_ids = tokenizer(texts, truncation=True, max_length=args.max_length).input_ids
+    labeled = [Row([ids], number) for ids, number in zip(all_ids, classes) if ids]
+    report_skipped(len(rows), len(labeled), "rows: no text")
+    if not labeled:
+        raise UserError(f"{args.dataset_name!r}: no row has a text")
+    return labeled
+
+
+def find_classes(rows, args):
+    """The names of the classes in the order of their numbers, and a dict: label -> number of its class.
+
+    The names are --label-names, or those of the data set, or the labels themselves, sorted.
+    """
+    labels = rows["label"]
+    check_labels(labels, args)
+    if args.label_names:
+        names = args.label_names.split(",")
+    else:
+        names = getattr(rows.features["label"], "names", None)
+    if names:  # a label is the number of a class or its name
+        class_of = {number: number for number in range(len(names))}
+        class_of |= {name: number for number, name in enumerate(names)}
+    else:
+        if len({isinstance(label, str) for label in labels}) > 1:
+            raise UserError(f"{args.dataset_name!r}: some labels are numbers, others are words")
+        distinct = sorted(set(labels))
+        names = [str(label) for label in distinct]
+        class_of = {label: number for number, label in enumerate(distinct)}
+    if len(names) < 2:
+        raise UserError(
+            f"{args.dataset_name!r}: a classifier needs two labels or more; there is only {names[0]}"
+        )
+    return names, class_of
+
+
+def check_labels(labels, args):
+    """Raise if a label is neither a whole number nor a word."""
+    for label in labels:
+        is_whole = isinstance(label, int) or (isinstance(label, float) and label.is_integer())
+        if not is_whole and not isinstance(label, str):
+            raise UserError(
+                f"{args.dataset_name!r}: a label must be a whole number or a word, and one is {label!r}"
+            )
+
+
+def load_dialogs(rows):
+    """The dialogs with two or more utterances, none of them blank. -> list of (utterances, acts or None)"""
+    dialogs = []
+    for row in rows:
+        utterances, acts = row["dialog"], row.get("act")
+        if not isinstance(utterances, list) or len(utterances) < 2:
+            continue
+        if not all(isinstance(text, str) and text.strip() for text in utterances):
+            continue
+        if not isinstance(acts, list) or len(acts) != len(utterances):
+            acts = None
+        else:  # jsonl with a missing value has floats
+            acts = [int(act) if isinstance(act, float) and act.is_integer() else act for act in acts]
+        dialogs.append((utterances, acts))
+    report_skipped(len(rows), len(dialogs), "dialogs: fewer than two utterances, or a blank one")
+    return dialogs
+
 
 def intent_texts(previous, answers):
-    """What the intent classifier reads: the last utterance and the answer, and nothing before (RL4LMs). -> list of str"""
-    return [f"{' '.join(last.split())} {' '.join(answer.split())}" for last, answer in zip(previous, answers)]
+    """What the intent classifier reads: the last utterance and the answer, nothing earlier. -> list of str"""
+    texts = []
+    for last, answer in zip(previous, answers):
+        texts.append(f"{' '.join(last.split())} {' '.join(answer.split())}")
+    return texts
 
-def act_rows(rows, args):
-    """Columns dialog and act -> text, the last utterance and the answer, and label, the answer's act - 1: acts begin at 1."""
-    talks = dialogues(rows)
-    found = [(*pair, act - 1) for utterances, acts in talks if isinstance(acts, list) and len(acts) == len(utterances)
-             for *pair, act in zip(utterances, utterances[1:], acts[1:]) if isinstance(act, int) and 0 < act < 2**31]  # fmt: skip
-    left_out(sum(len(utterances) - 1 for utterances, _ in talks), len(found), "answers: no act (1, 2, ...)")
-    if not found:
-        raise UserError(f"{args.dataset_name!r}: no dialogue has two utterances, none of them blank, and an act (1, 2, ...) for each")
-    previous, answers, labels = zip(*found)
-    return datasets.Dataset.from_dict(dict(text=intent_texts(previous, answers), label=list(labels)))
 
-def label_names_of(rows, args):
-    """Names of the classes in the order of their numbers, and label -> number."""
-    names = args.label_names.split(",") if args.label_names else getattr(rows.features["label"], "names", ())
-    for label in [x for x in rows["label"] if not isinstance(x, (int, str)) and not (isinstance(x, float) and x.is_integer())][:1]:
-        raise UserError(f"{args.dataset_name!r}: a label must be a whole number or a word, and one is {label!r}")
-    if not names and len({isinstance(label, str) for label in rows["label"]}) > 1:
-        raise UserError(f"{args.dataset_name!r}: some labels are numbers, others words")
-    labels = range(len(names)) if names else sorted(set(rows["label"]))
-    if len(labels) < 2:
-        raise UserError(f"{args.dataset_name!r}: a classifier needs two labels or more, and every row has the label {labels[0]!r}")
-    return list(map(str, names or labels)), {label: number for number, label in enumerate(labels)} | {n: i for i, n in enumerate(names)}
+def load_answers(rows, args):
+    """The answers in dialogs: text is the last utterance and the answer, label is the act. -> data set
 
-def examples(rows, numbers, tokenizer, args):
-    """Rows with a text and a label -> list of ([ids], class)."""
-    texts = [text if isinstance(text, str) else "" for text in rows["text"]]
-    tokens = tokenizer(texts, truncation=True, max_length=args.max_length).input_ids  # of no text an encoder's has its marks
-    for label in [x for x in rows["label"] if not isinstance(x, (int, float, str)) or x not in numbers][:1]:
-        raise UserError(f"{args.dataset_name!r}: the label {label!r} is none of {', '.join(map(str, numbers))}")
-    found = [([ids], numbers[label]) for text, ids, label in zip(texts, tokens, rows["label"]) if text and ids]
-    left_out(len(rows), len(found), "rows: no text")
-    if not found:
-        raise UserError(f"{args.dataset_name!r}: no row has a text")
-    return found
-
-def preference_ids(tokenizer, prompts, responses, max_length):
-    """Token ids of prompt, response and EOS: the same rule in training and in rollouts -> list of lists
-
-    A response that was cut gets its EOS too, since the model learned to score there and nowhere else. What is too long loses its
-    beginning. An encoder's tokenizer (BERT's family) marks the ends of a text in its own way.
+    Acts count from 1, classes from 0.
     """
-    if tokenizer.eos_token_id is None or tokenizer.cls_token_id is not None:
-        tokenizer.truncation_side = "left"
-        return tokenizer([p + r for p, r in zip(prompts, responses)], truncation=True, max_length=max_length).input_ids
-    parts = zip(*(tokenizer(list(texts), add_special_tokens=False).input_ids for texts in (prompts, responses)))
-    return [(prompt + response + [tokenizer.eos_token_id])[-max_length:] for prompt, response in parts]
+    previous, answers, labels = [], [], []
+    num_answers = 0
+    for utterances, acts in load_dialogs(rows):
+        num_answers += len(utterances) - 1
+        if acts is None:
+            continue
+        for last, answer, act in zip(utterances, utterances[1:], acts[1:]):
+            if isinstance(act, int) and 0 < act < 2**31:
+                previous.append(last)
+                answers.append(answer)
+                labels.append(act - 1)
+    report_skipped(num_answers, len(answers), "answers: no act (1, 2, ...)")
+    if not answers:
+        raise UserError(
+            f"{args.dataset_name!r}: no dialog has two utterances, none of them blank, and an act "
+            "(1, 2, ...) for each"
+        )
+    return datasets.Dataset.from_dict({"text": intent_texts(previous, answers), "label": labels})
 
-def preferences(rows, tokenizer, args):
-    """Rows with chosen and rejected, or responses, best first -> list of ([ids of each response], margin)."""
-    names = rows.column_names
-    if {"margin", "responses"} <= set(names):
-        raise UserError(f"{args.dataset_name!r}: a margin goes with chosen and rejected, and not with a ranking of responses")
-    groups = rows["responses"] if "responses" in names else [list(pair) for pair in zip(rows["chosen"], rows["rejected"])]
-    prompts = rows["prompt"] if "prompt" in names else [""] * len(groups)  # without: chosen and rejected begin alike, as in HH
-    margins = rows["margin"] if "margin" in names else [0.0] * len(groups)
-    if not all(isinstance(margin, (int, float)) and abs(margin) < 3e38 for margin in margins):
-        raise UserError(f"{args.dataset_name!r}: every margin must be a finite number")
-    kept = [row for row in zip(prompts, groups, margins) if isinstance(row[0], str) and isinstance(row[1], list)
-            and len(row[1]) > 1 and all(isinstance(text, str) and text.strip() for text in row[1])]  # fmt: skip
-    left_out(len(rows), len(kept), "rows: not two responses to compare")
-    if not kept:
-        raise UserError(f"{args.dataset_name!r}: no row has two responses to compare (as strings, none of them empty)")
-    flat = [(prompt, text) for prompt, group, _ in kept for text in group]
-    ids = iter(preference_ids(tokenizer, *zip(*flat), args.max_length))
-    return [([next(ids) for _ in group], margin) for _, group, margin in kept]
 
-def center_texts(train_rows, tokenizer, args):
-    """The responses whose mean score will be 0 -> list of ([ids], 0.0)."""
-    if not args.center_dataset_name:
-        return [(group[:1], 0.0) for group, _ in train_rows]
-    rows, _ = load_splits(args.center_dataset_name)
-    if not {"prompt", "completion"} <= set(rows.column_names):
-        raise UserError(f"--center-dataset-name {args.center_dataset_name}: it needs the columns prompt and completion")
-    kept = [row for row in zip(rows["prompt"], rows["completion"]) if all(isinstance(text, str) and text for text in row)]
-    if not kept:
-        raise UserError(f"--center-dataset-name {args.center_dataset_name}: no row has a prompt and a completion")
-    return [([ids], 0.0) for ids in preference_ids(tokenizer, *zip(*kept), args.max_length)]
-
-def collate_texts(batch, device):
-    """Rows of K texts or fewer -> ids [N * K, L] padded on the right, bool mask [N * K, L], exists bool [N, K], targets [N].
-
-    In place of a text that a row lacks stands its first; `exists` leaves the score out.
-    """
-    counts = torch.tensor([len(texts) for texts, _ in batch])
-    texts = [torch.tensor(ids) for group, _ in batch for ids in group + group[:1] * (int(counts.max()) - len(group))]
-    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)
-    mask = length_mask(torch.tensor([len(text) for text in texts]), ids.shape[1])
-    parts = ids, mask, length_mask(counts, int(counts.max())), torch.tensor([target for _, target in batch])
-    return [part.to(device) for part in parts]
-
-def row_losses(logits, exists, targets, classes):
-    """The loss of each row, how much of it was right (0 to 1), and the scores. [N * K, classes or 1] -> [N], [N], [N, K]"""
-    if classes > 1:
-        return F.cross_entropy(logits, targets, reduction="none"), (logits.argmax(-1) == targets).float(), logits
-    scores = logits.view(exists.shape)  # [N, K], best first
-    if scores.shape[1] == 2:
-        losses = preference_loss(scores[:, 0], scores[:, 1], targets)
+def load_preference_rows(rows, tokenizer, args):
+    """The rows with two or more responses to compare. -> list of Row"""
+    columns = rows.column_names
+    if "responses" in columns:
+        groups = rows["responses"]
     else:
-        losses = ranking_loss(scores, exists)
-    better, worse = torch.triu_indices(*[scores.shape[1]] * 2, 1, device=scores.device)
-    both = exists[:, better] & exists[:, worse]
-    right = ((scores[:, better] > scores[:, worse]) & both).sum(1) / both.sum(1)
-    return losses, right, scores
+        groups = [[chosen, rejected] for chosen, rejected in zip(rows["chosen"], rows["rejected"])]
+    prompts = rows["prompt"] if "prompt" in columns else [""] * len(rows)
+    margins = rows["margin"] if "margin" in columns else [0.0] * len(rows)
+    check_margins(margins, columns, args)
 
-# ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
+    group_sizes, group_margins = [], []
+    text_prompts, text_responses = [], []  # one per response, so that all are tokenized in one call
+    for prompt, group, margin in zip(prompts, groups, margins):
+        if is_comparison(prompt, group):
+            group_sizes.append(len(group))
+            group_margins.append(float(margin))
+            text_prompts.extend([prompt] * len(group))
+            text_responses.extend(group)
+    report_skipped(len(rows), len(group_sizes), "rows: not two responses to compare")
+    if not group_sizes:
+        raise UserError(
+            f"{args.dataset_name!r}: no row has two responses to compare (as strings, none of them empty)"
+        )
+
+    ids = preference_ids(tokenizer, text_prompts, text_responses, args.max_length)
+    preferences, start = [], 0
+    for size, margin in zip(group_sizes, group_margins):
+        preferences.append(Row(ids[start : start + size], margin=margin))
+        start += size
+    return preferences
+
+
+def is_comparison(prompt, responses):
+    """True if there is a prompt, and two or more responses to it, none of them blank."""
+    if not isinstance(prompt, str) or not isinstance(responses, list) or len(responses) < 2:
+        return False
+    return all(isinstance(response, str) and response.strip() for response in responses)
+
+
+def check_margins(margins, columns, args):
+    """Raise if a margin is not a finite number, or if there are rankings."""
+    if "margin" in columns and "responses" in columns:
+        raise UserError(f"{args.dataset_name!r}: a margin goes with chosen and rejected, not with responses")
+    for margin in margins:
+        if not isinstance(margin, (int, float)) or not abs(margin) < 3e38:  # nan, or infinite in fp32
+            raise UserError(
+                f"{args.dataset_name!r}: every margin must be a finite number, and one is {margin!r}"
+            )
+
+
+def load_reference_rows(train_rows, tokenizer, args):
+    """Up to 1,000 responses whose mean score will be 0. -> list of Row
+
+    They are the completions of --center-dataset-name, or the best responses of the training rows.
+    """
+    if args.center_dataset_name is None:
+        references = [Row(row.texts[:1]) for row in train_rows]
+    else:
+        flag = f"--center-dataset-name {args.center_dataset_name}"
+        rows, _ = load_splits(args.center_dataset_name)
+        if not {"prompt", "completion"} <= set(rows.column_names):
+            raise UserError(f"{flag}: it needs the columns prompt and completion")
+        prompts, completions = [], []
+        for prompt, completion in zip(rows["prompt"], rows["completion"]):
+            if isinstance(prompt, str) and prompt and isinstance(completion, str) and completion:
+                prompts.append(prompt)
+                completions.append(completion)
+        if not prompts:
+            raise UserError(f"{flag}: no row has a prompt and a completion")
+        references = [Row([ids]) for ids in preference_ids(tokenizer, prompts, completions, args.max_length)]
+    order = torch.randperm(len(references), generator=generator_for(args.seed, "center"))
+    return [references[i] for i in order[:1000].tolist()]
+
+
+# ---- Processes and optimizer -------------------------------------------------------------------------------
+
+
+def start_accelerator(args):
+    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    has_gpu = torch.cuda.is_available()
+    uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    if uses_fsdp and os.environ.get("FSDP_VERSION") != "2":
+        raise UserError("FSDP 1 does not work here: set fsdp_version: 2 in accelerate's config")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
+    if not has_gpu and (uses_fsdp or uses_deepspeed):
+        # accelerate shards on GPUs only, but does it on a CPU too if it believes that this is a GPU.
+        accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
+    accelerator = accelerate.Accelerator(
+        cpu=not has_gpu and not uses_fsdp and not uses_deepspeed,
+        mixed_precision="no",  # autocast is explicit in train
+        kwargs_handlers=[accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    if accelerator.state.deepspeed_plugin is not None:
+        configure_deepspeed(args, accelerator)
+    torch.manual_seed(args.seed)  # for weights that start at random, such as LoRA's
+    return accelerator
+
+
+def configure_deepspeed(args, accelerator):
+    """Batch, clipping and precision follow the flags, not what the config of DeepSpeed says."""
+    bf16 = dict(enabled=wants_bf16(args, accelerator.device), dtype="bfloat16")
+    accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
+        train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
+        gradient_accumulation_steps=1,  # train accumulates
+        gradient_clipping=args.max_grad_norm or 0.0,
+        torch_autocast=bf16,
+    )
+    transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # it would load every model in shards
+
+
+def wants_bf16(args, device):
+    """True if matmuls should run in bf16: on request, or with dtype auto on a GPU that supports it."""
+    if args.dtype == "auto":
+        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return args.dtype == "bfloat16"
+
+
+def find_optimizer(name):
+    """The optimizer class with this dotted name."""
+    optimizer_class = locate(name)
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
+        raise UserError(f"--optimizer {name}: no such optimizer is installed; try torch.optim.AdamW")
+    return optimizer_class
+
+
+def make_optimizer(args, parameters):
+    """The optimizer that --optimizer names, for a dict of parameters."""
+    optimizer_class = find_optimizer(args.optimizer)
+    options = dict(lr=args.learning_rate, eps=args.adam_eps, fused="Adam" in args.optimizer)
+    accepted = inspect.signature(optimizer_class).parameters
+    options = {name: value for name, value in options.items() if name in accepted}
+    return optimizer_class(list(parameters.values()), **options)
+
+
+def make_learner(model, accelerator):
+    """The module to train: the model itself or, for FSDP2 and ZeRO-3, a copy that will be cut into shards.
+
+    Shards cannot generate. So every process keeps a whole model for that, which gets the new weights after
+    each update (`copy_weights`). The copy leaves out the reference.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    shards_weights = accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3)
+    if not shards_weights:
+        return model
+    reference = getattr(model, "reference", None)
+    learner = copy.deepcopy(model, memo={id(reference): None})  # deepcopy takes None from its memo instead
+    learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]  # FSDP2 shards layer by layer
+    return learner
+
+
 @torch.no_grad()
-def score_rows(model, rows, autocast, accelerator):
-    """Logits of the texts of held-out rows, on all processes. -> list of (logits [K, classes or 1], target), in any order"""
-    model.eval()
-    rows, found = sorted(rows, key=lambda row: len(row[0][0]))[accelerator.process_index :: accelerator.num_processes], []
-    for i in range(0, len(rows), 32):
-        ids, mask, exists, targets = collate_texts(part := rows[i : i + 32], accelerator.device)
-        with autocast:
-            logits = model(ids, mask, exists.shape[1]).cpu().view(*exists.shape, -1)  # [N, K, classes or 1]
-        found += [(x[: len(texts)].tolist(), target) for x, (texts, target) in zip(logits, part)]
-    return accelerate.utils.gather_object(found)
+def copy_weights(parameters, model):
+    """Copy the trained parameters (name -> parameter) into the whole model, if they are shards of a copy."""
+    for name, p in trainable(model).items():
+        trained = parameters[name]
+        if trained is p:
+            continue
+        if hasattr(trained, "full_tensor"):  # FSDP2
+            p.copy_(trained.full_tensor())
+        else:  # ZeRO-3
+            import deepspeed
 
-def classes_table(found, names):
-    """Accuracy, and the texts of each label (rows) by what they were taken for (columns). -> numbers, rows of the table"""
-    counts = torch.zeros(len(names), len(names), dtype=torch.long)
-    for logits, label in found:
-        counts[label, torch.tensor(logits[0]).argmax()] += 1
-    table = [{"label \\ taken for": name} | dict(zip(names, row)) for name, row in zip(names, counts.tolist())]
-    return dict(accuracy=(counts.trace() / counts.sum()).item(), confusion=counts.tolist(), labels=names, n=len(found)), table
+            with deepspeed.zero.GatheredParameters([trained]):
+                p.copy_(trained)
 
-def calibration_table(found):
-    """Held-out pairs in five equal parts by their score difference: the share that is ordered right, and what the model expects,
-    the mean of sigmoid(difference). They agree where a difference means what Bradley-Terry says. -> numbers, rows of the table"""
-    scores = [torch.tensor(logits).squeeze(-1) for logits, _ in found]  # [K] each, best first
-    margins = torch.cat([(x[:, None] - x)[tuple(torch.triu_indices(len(x), len(x), 1))] for x in scores])  # [pairs]
-    table = []
-    for part in margins[margins.abs().argsort()].tensor_split(min(5, len(margins))):
-        ends = f"{part[0].abs():.2f} to {part[-1].abs():.2f}"
-        expected = part.abs().sigmoid().mean().item()
-        table.append({"score difference": ends, "pairs": len(part), "accuracy": (part > 0).float().mean().item(), "expected": expected})
-    return dict(accuracy=(margins > 0).float().mean().item(), margin=margins.mean().item(), calibration=table, n=len(found)), table
 
-# ---- 9. Logging and run folder ---------------------------------------------------------------------------------------
+@contextmanager
+def sync_gradients_if(is_last, accelerator, learner):
+    """Exchange gradients between processes only in the last micro-batch of an optimizer step."""
+    accelerator.sync_gradients = is_last  # DeepSpeed takes its step in the backward pass of the last one
+    with nullcontext() if is_last else accelerator.no_sync(learner):
+        yield
+
+
+def clip_gradients(accelerator, parameters, max_norm):
+    """Scale the gradients down to this norm; None: do not. -> the norm before that, a float"""
+    norm = accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)
+    if hasattr(norm, "full_tensor"):  # FSDP2
+        norm = norm.full_tensor()
+    return float(norm)
+
+
+def peak_memory_mb(device):
+    """The most memory that was in use: of the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+# ---- Run folder and screen ---------------------------------------------------------------------------------
+
+
 class Run:
-    """The run folder and the screen: args.json, metrics.jsonl, samples.jsonl, evaluation.json, curves.png, checkpoints/, model/."""
+    """The run folder (args.json, metrics.jsonl, samples.jsonl, checkpoints/, ...), the screen, and resuming.
 
-    def __init__(self, args, accelerator, updates, columns):
-        name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        taken = Path(name).is_file() or (not args.resume and any(Path(name, file).exists() for file in ("args.json", "metrics.jsonl")))
-        name, taken = accelerate.utils.broadcast_object_list([name, taken])
-        if taken:
-            raise UserError(f"{name} is a file or holds a run: --resume goes on with a run, --output-dir names another folder")
-        self.folder = Path(name)
-        self.args, self.accelerator, self.main = args, accelerator, accelerator.is_main_process
-        self.console = Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty(), quiet=not self.main)
-        parts = ("{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}")
-        self.bar = Progress(*parts, console=self.console, disable=not (self.main and self.console.is_terminal))
-        self.updates, self.columns, self.task = updates, columns, self.bar.add_task("", total=updates)
-        self.signal, self.printed, self.engine = 0, 0.0, None  # DeepSpeed's, where it trains
-        for number in (signal.SIGINT, signal.SIGTERM):  # the update is finished and saved first; a second signal ends at once
-            signal.signal(number, self.stop)
-        self.batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes  # of one step
-        if self.main:
+    Only the main process writes and prints. A file is written under another name and then renamed, so that
+    killing the process never leaves half a file.
+    """
+
+    def __init__(self, args, accelerator, updates, status):
+        """status: label -> metric, for the metrics shown next to the progress bar"""
+        self.args = args
+        self.accelerator = accelerator
+        self.updates = updates
+        self.status = status
+        self.folder = self.choose_folder()
+        self.signal_number = 0  # of a signal that asked us to stop
+        self.skipped_steps = 0  # in a row
+        self.last_skip = 0  # the update of the last one
+        self.warnings_shown = set()
+        self.last_line_time = 0.0
+
+        is_main = accelerator.is_main_process
+        self.console = Console(
+            highlight=False, markup=False, soft_wrap=not sys.stdout.isatty(), quiet=not is_main
+        )
+        self.bar = Progress(
+            "{task.completed}/{task.total}",
+            BarColumn(20),
+            TimeRemainingColumn(),
+            "{task.description}",
+            console=self.console,
+            disable=not (is_main and self.console.is_terminal),
+        )
+        self.task = self.bar.add_task("", total=updates)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.on_signal)
+        if is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.folder / ".lock", "w")
-            try:
-                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it ends
-            except OSError as error:
-                if isinstance(error, (BlockingIOError, PermissionError)):  # others: a file system without locks
-                    raise UserError(f"{name} is in use by a run that has not ended") from error
-            commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
-            versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, accelerate)}
-            about = dict(command=sys.argv, versions=versions, commit=commit, world_size=accelerator.num_processes)
-            self.write("args.json", json.dumps(dict(args=asdict(args), **about), indent=2))
+            self.write("args.json", json.dumps(self.describe(), indent=2))
         if args.log_with != "none":
-            accelerator.log_with, accelerator.project_configuration.logging_dir = [args.log_with], str(self.folder)
-            accelerator.init_trackers(Path(__file__).stem, {k: str(v) for k, v in asdict(args).items()})
+            accelerator.log_with = [args.log_with]
+            accelerator.project_configuration.logging_dir = str(self.folder)
+            accelerator.init_trackers(SCRIPT, {name: str(value) for name, value in asdict(args).items()})
 
-    def stop(self, number, frame):
-        self.signal = number
+    def choose_folder(self):
+        """The same folder on all processes. A new run must not write into the folder of another one."""
+        name = self.args.output_dir
+        if name is None:
+            name = f"runs/{SCRIPT}/{self.args.recipe}-s{self.args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name, resume = accelerate.utils.broadcast_object_list([name, self.args.resume])
+        if Path(name).is_file():
+            raise UserError(f"--output-dir {name} is a file")
+        holds_run = any((Path(name) / file).exists() for file in ("args.json", "metrics.jsonl"))
+        if holds_run and not resume:
+            raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
+        self.accelerator.wait_for_everyone()  # nobody writes before everybody has looked
+        return Path(name)
+
+    def describe(self):
+        """What args.json holds."""
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True)
+        return {
+            "args": asdict(self.args),
+            "command": sys.argv,
+            "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
+            "commit": git.stdout.strip(),
+            "world_size": self.accelerator.num_processes,
+        }
+
+    def on_signal(self, number, frame):
+        """Finish the update, save, and stop. A second signal stops at once."""
+        self.signal_number = number
         signal.signal(number, signal.SIG_DFL)
 
-    def write(self, name, text):
-        (self.folder / f".{name}").write_text(text)
-        os.replace(self.folder / f".{name}", self.folder / name)  # whole or not at all
+    def print(self, text, style=None):
+        self.console.print(text, style=style)
 
-    def log(self, metrics, complaints=()):
-        """One dict, one call: a line of metrics.jsonl, a point in wandb or tensorboard (under train/, as TRL), a row on the screen."""
-        self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=metrics["update"])
-        if self.main:
-            with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(metrics) + "\n")
-        status = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.columns.items())
-        self.bar.update(self.task, completed=metrics["update"], description=status)
-        if self.bar.disable and (time.time() - self.printed > 10 or metrics["update"] == self.updates):  # no terminal: lines
-            self.printed = time.time()
-            self.console.print(f"update {metrics['update']}/{self.updates}  {status}")
-        for line in complaints:
-            self.console.print(f"update {metrics['update']}: {line}", style="yellow")
+    def print_setup(self, job, model):
+        """The first lines on the screen: what runs, where, and how much of the model is trained."""
+        device = self.accelerator.device
+        dtype = "bfloat16" if wants_bf16(self.args, device) else "float32"
+        trained = sum(p.numel() for p in trainable(model).values())
+        total = sum(p.numel() for p in model.parameters())
+        if self.args.recipe == "custom":
+            self.print("no recipe: flags that are not given have the defaults of Args, the published ones")
+        self.print(f"recipe {self.args.recipe}: {job}, {device}, {dtype}; run folder {self.folder}")
+        self.print(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
+
+    # -- Files and tables --
+
+    def write(self, name, text):
+        draft = self.folder / f".{name}"
+        draft.write_text(text)
+        os.replace(draft, self.folder / name)
+
+    def append(self, name, rows):
+        if self.accelerator.is_main_process:
+            with open(self.folder / name, "a") as file:
+                for row in rows:
+                    file.write(json.dumps(row) + "\n")
+
+    def log(self, metrics, warnings=()):
+        """Log one update: to metrics.jsonl, to the tracker (under train/, as TRL does) and to the screen.
+
+        Each warning is printed only once in a run.
+        """
+        update = metrics["update"]
+        not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
+        if not_finite and self.last_skip != update:
+            names = ", ".join(not_finite)
+            raise UserError(f"update {update} is not saved, not finite: {names}; lower --learning-rate")
+        self.append("metrics.jsonl", [metrics])
+        self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
+
+        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
+        self.bar.start()
+        self.bar.update(self.task, completed=update, description=shown)
+        if update == self.updates:
+            self.bar.stop()  # before the final tables
+        is_due = time.time() - self.last_line_time > 10 or update == self.updates
+        if self.bar.disable and is_due:  # not a terminal: print a line now and then
+            self.last_line_time = time.time()
+            self.print(f"update {update}/{self.updates}  {shown}")
+        for warning in warnings:
+            if warning not in self.warnings_shown:
+                self.warnings_shown.add(warning)
+                self.print(f"update {update}: {warning}", style="yellow")
 
     def table(self, title, rows, file=None, **extra):
-        """Dicts as a table on the screen and, where a file is named, with what is extra as its lines."""
-        wide = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
-        table = Table(title=title, title_justify="left", show_lines=wide)
+        """Print dicts as the rows of a table. With a file, also append them to it, plus `extra`."""
+        has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
+        table = Table(title=title, title_justify="left", show_lines=has_long_text)
         for name, cell in rows[0].items():
-            table.add_column(name.strip(), justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
-            table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+            table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table, soft_wrap=False)
-        if file and self.main:
-            with open(self.folder / file, "a") as lines:
-                lines.writelines(json.dumps(extra | row) + "\n" for row in rows)
-        if file and self.args.log_with == "wandb":
-            self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        if file is not None:
+            self.append(file, [extra | row for row in rows])
+            if self.args.log_with == "wandb":
+                data = [list(row.values()) for row in rows]
+                self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=data)
 
-    def whole(self, value):
-        """What a checkpoint keeps, with the shards of FSDP2 put together; all processes take part, one gets the result."""
-        if hasattr(value, "full_tensor"):
-            full = value.full_tensor()
-            return full.cpu() if self.main else None
-        return {key: self.whole(x) for key, x in value.items()} if isinstance(value, dict) else value
-
-    def checkpoint(self, update, parameters, optimizer, scheduler, probe=None, **state):
-        """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit.
-
-        probe() computes something with the model: where that is not finite, the last good checkpoint keeps its place.
-        """
-        number = int(self.accelerator.gather(torch.tensor([self.signal], device=self.accelerator.device)).max())
-        due = number or update == self.updates or (self.args.save_every and update % self.args.save_every == 0)
-        if due and probe:
-            with torch.no_grad():
-                check_finite(probe(), update)
-        folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
-        if due and self.engine:
-            self.engine.save_checkpoint(str(draft), tag="deepspeed")  # each process its shards
-            self.accelerator.wait_for_everyone()
-        elif due:
-            state |= self.whole(dict(parameters={name: p.detach() for name, p in parameters.items()}, optimizer=optimizer.state_dict()))
-        if self.main and due:
-            rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # of the user's code; ours draws from (seed, update)
-            state |= dict(update=update, scheduler=scheduler.state_dict(), batch=self.batch, shards=self.shards, rng=rng)
-            draft.mkdir(parents=True, exist_ok=True)
-            try:
-                with open(draft / "state.pt", "wb") as file:
-                    torch.save(state, file)
-                    os.fsync(file.fileno())
-            except (OSError, RuntimeError) as error:
-                shutil.rmtree(draft)
-                raise UserError(f"cannot save {folder}: {error.__context__ or error}; --resume goes on from the one before") from error
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(draft, folder)  # a checkpoint gets its name when it is whole, so a kill leaves the last one good
-            for old in sorted(folder.parent.glob("[0-9]*"), reverse=True)[max(self.args.keep_checkpoints, 1) :]:
-                shutil.rmtree(old)
-        if number and update < self.updates:
-            self.bar.stop()
-            self.console.print(f"stopped by signal {number}; to go on: python {Path(__file__).name} --resume {self.folder}")
-            sys.exit(128 + number)
-
-    def restore(self, parameters, optimizer, scheduler):
-        """Load the checkpoint that --resume names, or the run's newest. -> its state; {"update": 0} at the start of a run"""
-        found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {"update": 0}
-        self.shards = f"ZeRO-{self.engine.zero_optimization_stage()} on {self.accelerator.num_processes} processes" if self.engine else ""
-        if self.args.resume and found:
-            last = next((path for path in found if path.resolve() == Path(self.args.resume).resolve()), found[-1])
-            state = load("checkpoint", torch.load, str(last / "state.pt"), map_location="cpu", weights_only=True)
-            if state["batch"] != self.batch:
-                raise UserError(f"--resume {last}: a step there is of {state['batch']} rows, here of {self.batch}: choose "
-                                "--per-device-train-batch-size so that with this number of processes it stays the same")
-            if (cut := state.get("shards", "")) != self.shards:  # "": whole, and fits any number of processes
-                raise UserError(f"--resume {last}: it is of {cut or 'a run without DeepSpeed'}, which must stay so")
-            if self.engine:
-                self.engine.load_checkpoint(str(last), tag="deepspeed")
-            else:
-                for name, p in parameters.items():
-                    p.data.copy_(shard_like(state["parameters"][name], p))
-                moments, held = state["optimizer"]["state"], [p for group in optimizer.param_groups for p in group["params"]]
-                moments |= {i: {key: shard_like(x, held[i]) for key, x in kept.items()} for i, kept in moments.items()}
-                optimizer.load_state_dict(state["optimizer"])
-            scheduler.load_state_dict(state["scheduler"] | {"last_epoch": state["update"] - 1})
-            scheduler.step()  # again, since another number of updates has another curve
-            torch.set_rng_state(state["rng"]["torch"])
-            random.setstate(state["rng"]["python"])
-            self.console.print(f"resumed after update {state['update']}, from {last}")
-        if self.main:
-            later = [path for path in found if self.args.resume and path > last]  # it will come again
-            for path in (*later, *(self.folder / "checkpoints").glob(".*")):  # the others: what a kill left half written
-                shutil.rmtree(path)
-            for file in filter(Path.exists, (self.folder / "metrics.jsonl", self.folder / "samples.jsonl")):
-                lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]  # a kill can tear the last one
-                self.write(file.name, "".join(line for line in lines if json.loads(line)["update"] <= state["update"]))
-        return state
-
-    def curves(self, *names):
+    def plot(self, *names):
         """curves.png: the named metrics over the updates."""
         from matplotlib.figure import Figure
+
         figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
-        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in open(self.folder / "metrics.jsonl")]
         for axis, name in zip(figure.subplots(1, len(names)), names):
             axis.plot([row["update"] for row in rows], [row[name] for row in rows])
             axis.set(title=name, xlabel="update")
         figure.savefig(self.folder / "curves.png", dpi=120)
 
-def hold_memory():
-    """Keep what is freed: glibc gives large blocks back at once, and Linux fills the next ones with zeros, page by page, in every step."""
-    with suppress(AttributeError):  # a C library without mallopt
-        for option, value in ((-4, 0), (-1, 2**31 - 1), (-2, 2**26)):  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
-            ctypes.CDLL(None).mallopt(option, value)
+    def check_gradient(self, update, grad_norm):
+        """Warn that a step will be skipped if its gradient is not finite. Five in a row end the run."""
+        if math.isfinite(grad_norm):
+            self.skipped_steps = 0
+            return
+        if self.deepspeed_engine() is not None:
+            raise UserError(
+                f"update {update}: gradient not finite, after DeepSpeed took the step; use FSDP2 or DDP"
+            )
+        self.skipped_steps += 1
+        self.last_skip = update
+        message = f"update {update}: gradient not finite, step skipped ({self.skipped_steps} in a row)"
+        self.print(message, style="yellow")
+        if self.skipped_steps == 5:
+            raise UserError(
+                "5 gradients in a row were not finite: lower --learning-rate, or use --dtype float32"
+            )
 
-def start(args):
-    """The accelerator: CPU, GPU, or one process of several, by accelerate's configuration sharded (FSDP2, DeepSpeed).
+    def finish(self):
+        """Wait until the main process has saved everything, because torchrun would stop it."""
+        self.bar.stop()
+        self.print(f"saved {self.folder / 'model'}")
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
 
-    Refuses to run on fewer processes than were asked for.
-    """
-    ddp = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)  # they are constants, and an offloaded model's are elsewhere
-    if cpu := not torch.cuda.is_available():
-        hold_memory()
-    sharded = [kind for kind in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true"]
-    if "FSDP" in sharded and os.environ.get("FSDP_VERSION") != "2":
-        raise UserError("accelerate's configuration asks for the first FSDP, which does not work here; put fsdp_version: 2 into it")
-    if cpu and sharded:  # accelerate 1.15 has them for GPUs alone; told that this is one, it runs them on a CPU too
-        accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # each process loads whole models: the policy also generates
-    accelerator = accelerate.Accelerator(cpu=cpu and not sharded, mixed_precision="no", kwargs_handlers=[ddp])
-    if plugin := accelerator.state.deepspeed_plugin:
-        bf16 = dict(enabled=pick_dtype(args, accelerator.device) is torch.bfloat16, dtype="bfloat16")
-        plugin.deepspeed_config |= dict(train_micro_batch_size_per_gpu=args.per_device_train_batch_size, torch_autocast=bf16,
-                                        gradient_accumulation_steps=1, gradient_clipping=args.max_grad_norm or 0.0)  # ours adds up
-        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # it would load every model in shards
-    parent = psutil.Process().parent()  # None in a container that shows no process outside
-    words = [*(parent.cmdline() if parent else ()), ""]  # accelerate 1.15 starts one for `launch --cpu --num_processes 2`
-    asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"] or ["1"]
-    asked, runs = os.environ.get("WORLD_SIZE", asked[0]), accelerator.num_processes
-    if runs != int(asked):
-        raise UserError(f"{asked} processes were asked for and {runs} runs; try torchrun --nproc_per_node {asked} {Path(__file__).name}")
-    torch.manual_seed(args.seed)  # the weights that start at random: LoRA's A, a new head
-    return accelerator
+    # -- Checkpoints --
 
-# ---- 10. Train -------------------------------------------------------------------------------------------------------
-def train(args):
-    """The whole run, from the flags to the last table. -> (model, run folder)"""
-    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "num_eval_rows")
-    accelerator = start(args)
-    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-    tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path)
-    train_rows, held_rows = load_splits(args.dataset_name)
-    if {"dialog", "act"} <= set(train_rows.column_names) & set(held_rows.column_names):
-        train_rows, held_rows = act_rows(train_rows, args), act_rows(held_rows, args)
-        tokenizer.truncation_side = "left"  # the answer is the end
-    columns, kinds = set(train_rows.column_names), ({"text", "label"}, {"chosen", "rejected"}, {"prompt", "responses"})
-    if not any(kind <= columns and kind <= set(held_rows.column_names) for kind in kinds):
-        raise UserError(f"data set {args.dataset_name!r} needs the columns text and label, or dialog and act, or chosen and rejected, "
-                        f"or prompt and responses; it has {', '.join(train_rows.column_names)}")
-    part, _, parts = (int(x) if x.isdigit() else x for x in args.train_shard.partition("/"))
-    if not (isinstance(part, int) and isinstance(parts, int) and part < parts):
-        raise UserError(f"--train-shard {args.train_shard}: expected i/n with i less than n, such as 0/2")
-    train_rows = train_rows.shuffle(seed=0).shard(parts, part) if parts > 1 else train_rows  # files are often sorted by label
-    labels, names, settings = kinds[0] <= columns, ["score"], dict(num_labels=1)
-    if labels:
-        names, numbers = label_names_of(train_rows, args)
-        settings = dict(id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
-    if args.from_config:
-        model = draw_model(AutoModelForSequenceClassification, args.from_config, tokenizer, **settings)
-    else:
-        model = load_model(AutoModelForSequenceClassification, args.model_name_or_path, settings, ignore_mismatched_sizes=True)
-    new = new_head(model, None if args.from_config else args.model_name_or_path)
-    model.config.pad_token_id = tokenizer.pad_token_id  # for transformers' pipeline, which finds a decoder's last token by it
-    if args.max_length > context_of(model):
-        raise UserError(f"--max-length {args.max_length}: the model's context is {context_of(model)} tokens")
-    if args.lora_r:
-        model = add_lora(model, args)
-        for name in ("score", "classifier", "pre_classifier"):  # the new head, by the names that transformers gives it: trained whole
-            getattr(model.get_base_model(), name, nn.Identity()).requires_grad_(True)
-    if args.gradient_checkpointing:
-        model.activation_checkpointing_enable(dict(use_reentrant=False))
-    bare = Classifier(model, args.share_prompts and not args.gradient_checkpointing).to(device)
-    keep = torch.randperm(len(held_rows), generator=draws(args.seed, "held-out"))[: args.num_eval_rows].tolist()
-    read = (lambda rows: examples(rows, numbers, tokenizer, args)) if labels else (lambda rows: preferences(rows, tokenizer, args))
-    train_rows, held_rows = read(train_rows), read(held_rows.select(keep))
-    references = [] if labels else center_texts(train_rows, tokenizer, args)
-    B = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
-    updates = max(1, round(args.num_train_epochs * len(train_rows) / B))
-    optimizer, scheduler = make_optimizer(args, trainable(learner := make_learner(bare, accelerator)).values(), updates)
-    learner.share &= learner is bare  # a layer in shards can run once a pass
-    dtype = pick_dtype(args, device)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
+    def sharding(self):
+        """DeepSpeed's checkpoints fit only this stage and number of processes; ours ("") fit any."""
+        engine = self.deepspeed_engine()
+        if engine is None:
+            return ""
+        return f"ZeRO-{engine.zero_optimization_stage()} on {self.accelerator.num_processes} processes"
 
-    run = Run(args, accelerator, updates, {"loss": "loss", "accuracy": "accuracy"} | ({} if labels else {"margin": "margin"}))
-    say = run.console.print
-    say(f"recipe {args.recipe}: {args.from_config or args.model_name_or_path} on {args.dataset_name}, {device}, {dtype}; {run.folder}")
-    say(f"{len(train_rows):,} rows, {f'{len(names)} classes: ' + ', '.join(names) if labels else 'preferences'}, "
-        f"{'a new head' if new else 'the head as it was saved'}; batch: {args.per_device_train_batch_size} rows a pass x "
-        f"{args.gradient_accumulation_steps} accumulated x {world} processes = {B}; {updates} optimizer steps")
-    texts = max(len(group) for group, _ in train_rows)  # a row
-    say(describe_memory(bare, learner, model.config, args, texts * args.max_length, 0, accelerator))
-    model, optimizer = accelerator.prepare(learner, optimizer)
-    parameters = trainable(learner)
-    run.engine = model if accelerator.distributed_type == "DEEPSPEED" else None
-    state = run.restore(parameters, optimizer, scheduler)
-    take_weights(bare, learner)
-    skipped = 0
-    run.bar.start()
-    for update in range(state["update"] + 1, updates + 1):
-        # 1. The batch is drawn for all processes, and cut to prefixes; this one takes its rows, the similar lengths together.
-        began = time.time()
-        model.train()
-        batch = [train_rows[i] for i in stream_rows(len(train_rows), (update - 1) * B, B, args.seed)]
-        if labels and args.min_prefix_length:
-            shares = torch.rand(B, generator=draws(args.seed, "prefix", update)).tolist()
-            cuts = [args.min_prefix_length + round(share * (len(ids) - args.min_prefix_length)) for share, ([ids], _) in zip(shares, batch)]
-            ends = [ids[-1:] if ids[-1:] == [tokenizer.sep_token_id] else [] for [ids], _ in batch]  # BERT's [SEP] stays
-            batch = [([ids[: cut - len(end)] + end], label) for cut, end, ([ids], label) in zip(cuts, ends, batch)]
-        batch = sorted(batch[rank * B // world : (rank + 1) * B // world], key=lambda row: max(map(len, row[0])))
+    def deepspeed_engine(self):
+        wrapper = getattr(self.accelerator, "deepspeed_engine_wrapped", None)
+        return None if wrapper is None else wrapper.engine
 
-        # 2. Gradients: each micro-batch adds its sum / the size of the whole batch. All responses to a prompt are in one pass.
-        sums, seen, n = torch.zeros(3, device=device), [], args.per_device_train_batch_size
-        for i in range(0, len(batch), n):
-            with accelerator.no_sync(model) if i + n < len(batch) else nullcontext():
-                ids, mask, exists, targets = collate_texts(batch[i : i + n], device)
-                with autocast:
-                    losses, right, scores = row_losses(model(ids, mask, exists.shape[1]), exists, targets, len(names))  # [n], [n], [n, K]
-                accelerator.sync_gradients = i + n >= len(batch)  # DeepSpeed steps in the last pass's backward
-                accelerator.backward(losses.sum() / B * world)  # DDP divides by the number of processes
-            seen += [] if labels else [scores.detach()[exists]]
-            worst = scores.gather(1, exists.sum(1, keepdim=True) - 1).squeeze(1)  # [n], the last response's
-            sums += torch.stack([losses.detach().sum(), right.sum(), (scores[:, 0] - worst).detach().sum()])
+    def checkpoint(self, update, parameters, optimizer, batch_size, **extra):
+        """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit."""
+        signals = torch.tensor([self.signal_number], device=self.accelerator.device)
+        signal_number = int(self.accelerator.gather(signals).max())  # any process may have got it
+        is_last = update == self.updates
+        is_due = self.args.save_every > 0 and update % self.args.save_every == 0
+        if is_due or is_last or signal_number:
+            self.save_checkpoint(update, parameters, optimizer, batch_size, extra)
+        if signal_number and not is_last:
+            self.bar.stop()
+            self.print(f"stopped by signal {signal_number}")
+            self.print(f"to continue: python {SCRIPT}.py --resume {self.folder}")
+            sys.exit(128 + signal_number)
 
-        # 3. Step, unless the gradient is broken.
-        norm = clip_gradients(accelerator, parameters, args.max_grad_norm)
-        skipped = 0 if math.isfinite(norm) else skipped + 1
-        if skipped:
-            say(f"update {update}: a gradient that is not finite, step skipped, {skipped} in a row", style="yellow")
-            if skipped == 5:
-                raise UserError("5 gradients in a row were not finite: lower --learning-rate, or --dtype float32")
+    def save_checkpoint(self, update, parameters, optimizer, batch_size, extra):
+        """Write checkpoints/<update>. The folder gets its name when it is complete, so a kill leaves the
+        last one good."""
+        folder = self.folder / "checkpoints" / f"{update:06d}"
+        draft = folder.with_name(f".{folder.name}")
+        engine = self.deepspeed_engine()
+        tensors = {}
+        if engine is None:
+            weights = {name: p.detach() for name, p in parameters.items()}
+            if not all(torch.isfinite(p).all() for p in weights.values()):
+                raise UserError(
+                    f"update {update} is not saved: weights are not finite; lower --learning-rate"
+                )
+            tensors = dict(parameters=self.unshard(weights), optimizer=self.unshard(optimizer.state_dict()))
         else:
-            optimizer.step()
-        optimizer.zero_grad()
-        lr = optimizer.param_groups[0]["lr"]
-        scheduler.step()
+            engine.save_checkpoint(str(draft), tag="deepspeed")  # every process writes its shards
+            self.accelerator.wait_for_everyone()
+        if not self.accelerator.is_main_process:
+            return
+        state = {
+            "update": update,
+            "batch_size": batch_size,
+            "sharding": self.sharding(),
+            "rng": {"torch": torch.get_rng_state(), "python": random.getstate()},  # of your reward function
+            **tensors,
+            **extra,
+        }
+        draft.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(draft / "state.pt", "wb") as file:
+                torch.save(state, file)
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:  # a full disk
+            shutil.rmtree(draft)
+            raise UserError(f"cannot save {folder}: {error.__context__ or error}") from error
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(draft, folder)
+        keep = max(self.args.keep_checkpoints, 1)
+        for old in sorted(folder.parent.glob("[0-9]*"))[:-keep]:
+            shutil.rmtree(old)
 
-        # 4. Log and save.
-        loss, accuracy, margin = (accelerator.reduce(sums) / B).tolist()
-        metrics = {"update": update, "epoch": update * B / len(train_rows), "lr": lr, "loss": loss, "accuracy": accuracy}
-        if not labels:
-            scores = accelerate.utils.gather_object(torch.cat(seen).tolist())  # of all processes
-            metrics |= {"margin": margin, "min_reward": min(scores), "mean_reward": sum(scores) / len(scores), "max_reward": max(scores)}
-        seconds = time.time() - began
-        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)  # bytes on macOS, else KiB
-        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else host
-        run.log(metrics | {"grad_norm": norm, "perf/seconds": seconds, "perf/peak_memory_mb": peak / 2**20})
-        run.checkpoint(update, parameters, optimizer, scheduler, lambda: take_weights(bare, learner)(ids[:1], mask[:1]))  # noqa: B023
+    def unshard(self, x):
+        """Put the shards of FSDP2 together, in nested dicts too. The main process gets the result."""
+        if isinstance(x, dict):
+            return {key: self.unshard(value) for key, value in x.items()}
+        if not hasattr(x, "full_tensor"):
+            return x
+        full = x.full_tensor()
+        return full.cpu() if self.accelerator.is_main_process else None
 
-    # 5. Held-out rows: accuracy, and a table of what is confused or how well differences are calibrated.
-    run.bar.stop()
-    found = score_rows(bare, held_rows, autocast, accelerator)
-    numbers, table = classes_table(found, names) if labels else calibration_table(found)
+    def restore(self, parameters, optimizer, batch_size):
+        """Load the checkpoint that --resume names, or the newest. -> its state; {"update": 0} if new"""
+        state = {"update": 0}
+        checkpoints = sorted((self.folder / "checkpoints").glob("[0-9]*"))
+        if self.args.resume and checkpoints:
+            asked = Path(self.args.resume).resolve()
+            chosen = checkpoints[-1]
+            for path in checkpoints:
+                if path.resolve() == asked:
+                    chosen = path
+            path = str(chosen / "state.pt")
+            state = load("checkpoint", torch.load, path, map_location="cpu", weights_only=True)
+            self.check_resumable(chosen, state, batch_size)
+            self.load_checkpoint(chosen, state, parameters, optimizer)
+            self.print(f"resumed after update {state['update']}, from {chosen}")
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process and self.args.resume:
+            self.forget_after(state["update"])
+        return state
 
-    # 6. Put the mean score of reference responses at 0, and save what PPO, RLOO and plain transformers load.
-    if not labels:
-        few = torch.randperm(len(references), generator=draws(args.seed, "center"))[:1000].tolist()
-        found = score_rows(bare, [references[i] for i in few], autocast, accelerator)
-        bare.model.config.reward_offset = numbers["reward_offset"] = sum(logits[0][0] for logits, _ in found) / len(found)
-        say(f"{len(found)} reference responses score {numbers['reward_offset']:.3f}, which is subtracted from now on")
-    if run.main:
-        run.table(f"{numbers['n']} held-out rows, accuracy {numbers['accuracy']:.4f}", table)
-        run.write("evaluation.json", json.dumps(numbers, indent=2))
-        saved = bare.model.merge_and_unload() if args.lora_r else bare.model
-        saved.to(getattr(torch, args.save_dtype)).save_pretrained(run.folder / "model")
-        tokenizer.model_max_length = args.max_length
-        tokenizer.save_pretrained(run.folder / "model")
-        run.curves("loss", "accuracy", "lr")
-        say(f"saved {run.folder / 'model'}")
-    accelerator.wait_for_everyone()  # a process that ends too soon may abort, and torchrun would then stop the one that saves
-    accelerator.end_training()
-    return bare.model, run.folder
+    def check_resumable(self, folder, state, batch_size):
+        if state["batch_size"] != batch_size:
+            raise UserError(
+                f"--resume {folder}: its batch was {state['batch_size']}, this one is {batch_size}: change "
+                "--per-device-train-batch-size or --gradient-accumulation-steps so that it stays the same"
+            )
+        if state["sharding"] != self.sharding():
+            was = state["sharding"] or "without DeepSpeed"
+            raise UserError(f"--resume {folder}: that run was {was}, and it must stay so")
 
-# ---- 11. Main --------------------------------------------------------------------------------------------------------
-def main(argv=None):
-    """The command line. What the user can mend ends in one line and exit code 2; a bug of ours keeps its traceback."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a missing 4-bit kernel that nothing here uses
-    for quiet in (transformers, datasets):
-        quiet.logging.set_verbosity_error()
-        quiet.utils.logging.disable_progress_bar()
+    def load_checkpoint(self, folder, state, parameters, optimizer):
+        engine = self.deepspeed_engine()
+        if engine is not None:
+            engine.load_checkpoint(str(folder), tag="deepspeed")
+        else:
+            for name, p in parameters.items():
+                p.data.copy_(shard_like(state["parameters"][name], p))
+            in_order = [p for group in optimizer.param_groups for p in group["params"]]
+            for i, moments in state["optimizer"]["state"].items():
+                for name, value in moments.items():
+                    moments[name] = shard_like(value, in_order[i])
+            optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"]["torch"])
+        random.setstate(state["rng"]["python"])
+
+    def forget_after(self, update):
+        """Delete what a run wrote after the checkpoint that it continues from: it will be written again."""
+        for path in (self.folder / "checkpoints").glob("*"):
+            if path.name.startswith(".") or int(path.name) > update:
+                shutil.rmtree(path)
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            if (self.folder / name).exists():
+                lines = (self.folder / name).read_text().splitlines(keepends=True)
+                complete = [line for line in lines if line.endswith("\n")]  # a kill can tear the last one
+                kept = [line for line in complete if json.loads(line)["update"] <= update]
+                self.write(name, "".join(kept))
+
+
+def shard_like(value, p):
+    """The shard of a tensor that belongs to the parameter p if p is sharded (FSDP2); else the tensor."""
+    if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
+        return value
+    value = value.to(p.device)
+    return torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+
+
+def to_numbers(metrics):
+    """Replace the tensors in a dict of metrics by Python numbers."""
+    return {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
+
+
+# ---- Command line ------------------------------------------------------------------------------------------
+
+
+def check_positive(args, *names):
+    """Raise if a size is 0 or less, before anything is loaded."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
+
+
+def check_reward_model_args(args):
+    """Raise for flags that cannot work, before anything is loaded."""
+    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
+    check_positive(args, "max_length", "num_eval_rows")
+    find_optimizer(args.optimizer)
+    if args.lora_r < 0:
+        raise UserError(f"--lora-r must be 0 (no LoRA) or more; it is {args.lora_r}")
+
+
+def parse_args(argv):
+    """The command line: an optional recipe, then flags. -> Args
+
+    No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
+    """
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")
+    names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
+    recipe, flags = "custom" if names_model else "tiny", argv
+    if argv and not argv[0].startswith("-"):
+        recipe, flags = argv[0], argv[1:]
+        if recipe not in RECIPES:
+            raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
+    default = replace(RECIPES.get(recipe, Args()), recipe=recipe)
+    description = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    args = tyro.cli(Args, default=default, args=flags, description=description)
+    if args.resume is None:
+        return args
+    return resumed_args(args.resume, argv[0] if flags is not argv else None, flags)
+
+
+def resumed_args(resume, recipe, flags):
+    """The flags of the run to continue. Flags that would change its result are refused."""
+    folder = Path(resume)
+    if resume == "latest":
+        folder = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime, default=folder).parent
+    if not folder.exists():
+        raise UserError(f"--resume {resume}: there is no such run or checkpoint")
+    if folder.parent.name == "checkpoints":
+        folder = folder.parent.parent
     try:
-        train(parse_args(sys.argv[1:] if argv is None else argv))
-    except Exception as error:
-        fail(error)
+        saved = Args(**json.loads((folder / "args.json").read_text())["args"])
+    except (OSError, TypeError, KeyError, ValueError) as error:
+        raise UserError(f"--resume {resume}: not a run of this script and version: {error}") from error
+    if recipe is not None and recipe != saved.recipe:
+        raise UserError(f"--resume {resume}: that run has the recipe {saved.recipe}, not {recipe}")
+
+    args = tyro.cli(Args, default=saved, args=flags)
+    may_change = {
+        "resume",
+        "save_every",
+        "keep_checkpoints",
+        "log_with",
+        "total_episodes",
+        "num_train_epochs",
+    }
+    may_change |= {
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+    }  # if the batch stays the same
+    may_change |= {"judge_fn", "judge_model", "judge_url"}
+    changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
+    changed = [name for name in changed if name not in may_change]
+    if changed:
+        raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
+    return replace(args, output_dir=str(folder))
+
+
+def run_command_line(function, *inputs):
+    """Call function(*inputs). Errors that the user can fix print one line, with exit code 2."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel we do not use
+    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
+    warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
+    for library in (transformers, datasets):
+        library.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
+    try:
+        function(*inputs)
+    except (UserError, UnicodeDecodeError) as error:  # the latter: data that is not UTF-8
+        line = str(error)
+    except ModuleNotFoundError as error:
+        line = f"these flags need the package {error.name}: pip install {error.name}"
+    except (OSError, SafetensorError) as error:  # a full disk, a folder that is not writable
+        line = f"{error}; --resume continues from the last checkpoint"
+    else:
+        return
+    finally:
+        Console().show_cursor()  # the progress bar hid it
+    print(f"{SCRIPT}.py: {' '.join(line.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    run_command_line(lambda: train(parse_args(argv)))
+
 
 if __name__ == "__main__":
     main()

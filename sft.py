@@ -1,30 +1,43 @@
-"""Supervised fine-tuning: a language model learns to continue texts, or to complete prompts.
+"""Supervised fine-tuning of language models, and training small ones from scratch.
 
 If you know nanoGPT's train.py, this is what differs:
-1. Data are documents, not one stream. Each ends in EOS, which is learned like any other token, also where pad is EOS: labels come
-   from counts. A model that never saw EOS in a label never stops in PPO.
-2. Documents are packed into rows without seeing each other: positions start at 0 in each, and attention stays inside it.
-3. With the columns prompt and completion, the loss is on the completion (and its EOS) alone. The two are tokenised apart, as they are
-   in reward_model.py and in rollouts: a completion begins with its own space.
-4. A dialogue is its utterances, each behind a space and with an end mark, tokenised one by one: ppo_dialog.py asks by the same rule.
-5. The loss is a sum / the token count of the whole batch, so micro-batches, accumulation and processes do not change the gradient.
 
-    python sft.py                                     # recipe tiny: how checkpoints/reviews-lm was made
-    python sft.py tiny-tldr                           # how checkpoints/tldr-sft was made
-    python sft.py tiny-dialog                         # how checkpoints/dialogs-lm was made
-    python sft.py gpt2-imdb                           # GPT-2 on IMDB, from the Hub: what lvwerra/gpt2-imdb is
+1. The data are documents, not one long stream of tokens, and an epoch visits each of them once. Each ends in
+   EOS, and EOS is learned like any other token. A model that never saw EOS as a label never ends a response
+   in PPO.
+2. A row holds several whole documents (packing), but they do not see each other: positions start at 0 in
+   each document, and the attention mask is block-diagonal. nanoGPT's rows are random cuts of the stream, in
+   which a document attends to the one before it.
+3. With the columns prompt and completion, the loss is on the completion and its EOS only. The two parts are
+   tokenized separately, exactly as in reward_model.py and in rollouts.
+4. A dialog is tokenized utterance by utterance, with a mark at the end of each. ppo_dialog.py makes its
+   prompts by the same rule.
+5. The loss is a sum over tokens divided by the number of labeled tokens in the global batch. Rows have
+   different numbers of labels, so a mean of means would depend on how the batch is split.
+6. Logits are computed for 128 positions at a time, and only at positions that have a label.
+7. The model is any causal language model of transformers: pretrained (dropout is then off), with LoRA, or
+   with random weights and a tokenizer trained on the data.
+8. The optimizer has PyTorch's defaults. AdamW's weight decay of 0.01 applies to all weights, including
+   biases.
+
+    python sft.py                                      # recipe tiny: how checkpoints/reviews-lm was made
+    python sft.py tiny-tldr                            # how checkpoints/tldr-sft was made
+    python sft.py tiny-dialog                          # how checkpoints/dialogs-lm was made
+    python sft.py gpt2-imdb                            # GPT-2 on IMDB, as in lvwerra/gpt2-imdb, from the Hub
+    python sft.py --learning-rate 1e-3                 # tiny with one change; every field of Args is a flag
     python sft.py --model-name-or-path gpt2 --dataset-name my_folder --lora-r 16
-    python sft.py --from-config "llama hidden_size=256 num_hidden_layers=4" --train-tokenizer 4096 --dataset-name my_folder
-    torchrun --nproc_per_node 2 sft.py                # two processes, twice the batch (or: accelerate launch)
+    python sft.py --from-config "llama hidden_size=256 num_hidden_layers=4" --train-tokenizer 4096 \\
+        --dataset-name my_folder
+    torchrun --nproc_per_node 2 sft.py                 # two processes, twice the batch
+    python sft.py --resume latest                      # continue a run that was stopped, bit for bit
 
-Results, metrics, details: docs/sft.md.
-What two scripts share is the same in both, letter for letter: so a function may have an option that only another script uses.
+Part I is the algorithm. Part II is infrastructure: models, data, processes, run folder, flags.
+Papers: the first step of InstructGPT (Ouyang et al. 2022), packing without cross-contamination (Krell et al.
+2021), LoRA (Hu et al. 2021), The N+ Implementation Details of RLHF with PPO ("N+ paper", Huang et al. 2024).
+Results, metrics and details: docs/sft.md.
 """
 
-# ---- 2. Imports ------------------------------------------------------------------------------------------------------
 import copy
-import ctypes
-import fcntl
 import inspect
 import json
 import logging
@@ -37,16 +50,15 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext, suppress
+import warnings
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from pydoc import locate
 from typing import Literal
 
 import accelerate
 import datasets
-import psutil
 import tokenizers
 import torch
 import torch.nn.functional as F
@@ -55,933 +67,1482 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-HERE = Path(__file__).resolve().parent  # data/ and checkpoints/ stand beside this file
+# ============================================================================================================
+# Part I: the algorithm
+# ============================================================================================================
 
-# ---- 3. Config -------------------------------------------------------------------------------------------------------
-Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt", "polynomial", "exponential"]
 
 @dataclass
 class Args:
-    # run
-    recipe: tyro.conf.Suppress[str] = "custom"
-    """name of the recipe, set from the first word of the command line"""
-    seed: int = 1
-    """every random draw follows from it and from the number of the update"""
-    output_dir: str | None = None
-    """run folder (default: runs/<script>/<recipe>-s<seed>-<time>)"""
-    resume: str | None = None
-    """a run folder, one of its checkpoints, or `latest`: go on from there, with the flags of that run"""
-    save_every: int = 100
-    """updates from one checkpoint to the next (0: only at the end, or when a signal stops the run)"""
-    keep_checkpoints: int = 2
-    """how many of the newest checkpoints stay on disk"""
-    log_with: Literal["none", "wandb", "tensorboard"] = "none"
-    """where the metrics go besides metrics.jsonl; WANDB_MODE=offline works"""
-    num_samples: int = 4
-    """held-out texts whose beginning is continued at the end"""
-    # model
-    model_name_or_path: str = "openai-community/gpt2"
-    """where to start: a Hub name, or a folder (a LoRA adapter's too)"""
-    from_config: str | None = None
-    """weights at random instead: a model type or a folder with config.json, then sizes ("gpt2 n_layer=3 n_embd=128")"""
-    train_tokenizer: int = 0
-    """with from_config: learn a byte-level BPE of this many tokens from the training texts (0: the tokenizer of model_name_or_path)"""
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
-    """bfloat16: products in bf16, weights and sums in fp32; auto: bfloat16 where the hardware multiplies it fast"""
-    bf16: bool = False
-    """the same as --dtype bfloat16 (TRL's spelling)"""
-    save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """of the weights in model/; bfloat16 halves the file, and every script loads it in float32"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass"""
-    lora_r: int = 0
-    """rank of LoRA (0: train all weights)"""
-    lora_alpha: int = 32
-    """LoRA scale: the update is lora_alpha / lora_r * B A"""
-    lora_target_modules: str = "c_attn"
-    """names of the layers that get an adapter, with commas, or all-linear (c_attn: GPT-2's attention)"""
-    # data
-    dataset_name: str = "stanfordnlp/imdb"
-    """a Hub name or a folder of jsonl, with the column text, or the columns prompt and completion, or dialog (list of utterances)"""
-    utterance_end: str = " <EOU>"
-    """the text that ends an utterance of a dialogue (RL4LMs' models); eos: the tokenizer's EOS does (DialoGPT)"""
-    max_length: int = 512
-    """tokens of a row; a longer document is cut (and then ends without EOS, since it did not end)"""
-    completion_only_loss: bool = True
-    """with the columns prompt and completion: the loss is on the completion alone; False: on the prompt too (TRL)"""
-    packing: bool = True
-    """fill rows with several documents that do not see each other"""
-    num_train_rows: int | None = None
-    """only the first so many documents; None: all"""
-    num_eval_rows: int = 500
-    """held-out documents of the before / after table, the first ones of the split"""
-    # batch
-    num_train_epochs: float = 1.0
-    """passes over the rows"""
-    per_device_train_batch_size: int = 8
-    """rows in one forward and backward pass"""
-    gradient_accumulation_steps: int = 1
-    """passes for one optimizer step; batch = the two multiplied x processes"""
-    # optimizer
-    learning_rate: float = 5e-5
-    """transformers' default, and lvwerra/gpt2-imdb's"""
-    optimizer: str = "torch.optim.AdamW"
-    """dotted name: torch.optim.AdamW, torch.optim.SGD, bitsandbytes.optim.Adam8bit, bitsandbytes.optim.Lion, ..."""
-    adam_eps: float = 1e-8
-    """Adam's epsilon, for optimizers that have one (N+ uses 1e-5)"""
-    lr_scheduler_type: Schedule = "linear"
-    """as transformers' schedules, and exponential (down to 1 %); one step an update"""
-    warmup_ratio: float = 0.0
-    """share of the updates in which the learning rate rises from 0 (for the schedules that warm up)"""
-    max_grad_norm: float | None = 1.0
-    """gradients are scaled down to this norm; None: never"""
+    """The defaults fine-tune GPT-2 on IMDB, as for lvwerra/gpt2-imdb."""
 
-TINY = dict(
-    from_config="gpt2 n_embd=128 n_layer=3 n_head=4 n_positions=256", train_tokenizer=1024, dataset_name="data/reviews",
-    max_length=256, dtype="float32", num_train_epochs=12.0, per_device_train_batch_size=16, learning_rate=2e-3,
-    lr_scheduler_type="cosine", warmup_ratio=0.05,
-)
-TINY_TLDR = TINY | dict(
-    from_config="gpt_neox hidden_size=128 num_hidden_layers=3 num_attention_heads=4 intermediate_size=512 max_position_embeddings=256",
-    dataset_name="data/tldr", save_dtype="bfloat16", num_train_epochs=10.0, learning_rate=3e-3,
-)
-TINY_DIALOG = TINY | dict(  # without dropout of attention, and with GELU in one kernel
-    from_config=f"{TINY['from_config']} attn_pdrop=0.0 activation_function=\"gelu_pytorch_tanh\"", dataset_name="data/dialogs",
-    utterance_end="eos", save_dtype="bfloat16", per_device_train_batch_size=8,
-)
+    # Run
+    recipe: tyro.conf.Suppress[str] = "custom"  # set from the first word of the command line
+    seed: int = 1  # random seed; the batches are a function of (seed, update)
+    output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
+    resume: str | None = None  # continue a run: its folder, one of its checkpoints, or `latest`
+    save_every: int = 100  # updates between checkpoints (0: only at the end, or after a signal)
+    keep_checkpoints: int = 2  # number of checkpoints to keep; older ones are deleted
+    log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
+    num_eval_rows: int = 500  # held-out documents for the before / after table, drawn at random
+    num_samples: int = 4  # how many of them the trained model continues at the end, as samples
+
+    # Model
+    model_name_or_path: str = "openai-community/gpt2"  # initial model: Hub name, folder, or LoRA folder
+    from_config: str | None = None  # random weights instead: a model type and name=value pairs
+    train_tokenizer: int = 0  # with from_config: train a tokenizer of this size on the data; 0: load one
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
+    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model; bfloat16: half the size
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
+    lora_r: int = 0  # LoRA rank (0: train all weights)
+    lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
+    lora_target_modules: str = "c_attn"  # layers that get an adapter: comma-separated names, or all-linear
+
+    # Data
+    dataset_name: str = "stanfordnlp/imdb"  # columns text | prompt, completion | dialog
+    num_train_rows: int | None = None  # use only the first so many rows of the data set; None: all
+    max_length: int = 512  # tokens per row; longer documents are cut, and lose their EOS
+    packing: bool = True  # fill rows with several documents that do not see each other
+    completion_only_loss: bool = True  # False: with prompt and completion, learn the prompt too
+    utterance_end: str = " <EOU>"  # ends each utterance (RL4LMs); eos: the EOS token (DialoGPT)
+
+    # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes, in packed rows
+    num_train_epochs: float = 1.0  # epochs over the packed rows
+    per_device_train_batch_size: int = 8  # rows per forward and backward pass on one process
+    gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
+
+    # Optimizer
+    learning_rate: float = 5e-5  # initial (or constant) learning rate
+    optimizer: str = "torch.optim.AdamW"  # dotted name: torch.optim.SGD, bitsandbytes.optim.Adam8bit, ...
+    adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "exponential"] = "linear"  # set in each update
+    warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises from 0
+    max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
+
+
 RECIPES = {
-    "tiny": Args(**TINY),  # checkpoints/reviews-lm
-    "tiny-tldr": Args(**TINY_TLDR),  # checkpoints/tldr-sft
-    "tiny-dialog": Args(**TINY_DIALOG),  # checkpoints/dialogs-lm
-    "gpt2-imdb": Args(),  # what lvwerra/gpt2-imdb is: GPT-2, one pass over IMDB
-    "tldr-pythia-1b": Args(  # N+, table 2: batch 128, 1 epoch
-        model_name_or_path="EleutherAI/pythia-1b-deduped", dataset_name="trl-lib/tldr", max_length=640, per_device_train_batch_size=8,
-        gradient_accumulation_steps=16, learning_rate=3e-6, adam_eps=1e-5, lr_scheduler_type="cosine",
+    "tiny": Args(  # made checkpoints/reviews-lm
+        from_config="gpt2 n_embd=128 n_layer=3 n_head=4 n_positions=256",
+        train_tokenizer=1024,
+        dataset_name="data/reviews",
+        max_length=256,
+        dtype="float32",
+        num_train_epochs=12.0,
+        per_device_train_batch_size=16,
+        learning_rate=2e-3,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.05,
     ),
-    "gpt2-dailydialog": Args(dataset_name="OpenRL/daily_dialog", num_train_epochs=3.0),  # as rajkumarrrk/gpt2-fine-tuned-on-daily-dialog
+    "tiny-tldr": Args(  # made checkpoints/tldr-sft
+        from_config=(
+            "gpt_neox hidden_size=128 num_hidden_layers=3 num_attention_heads=4 "
+            "intermediate_size=512 max_position_embeddings=256"
+        ),
+        train_tokenizer=1024,
+        dataset_name="data/tldr",
+        max_length=256,
+        dtype="float32",
+        save_dtype="bfloat16",
+        num_train_epochs=10.0,
+        per_device_train_batch_size=16,
+        learning_rate=3e-3,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.05,
+    ),
+    "tiny-dialog": Args(  # made checkpoints/dialogs-lm
+        from_config=(  # attention without dropout and a fused GELU are faster
+            "gpt2 n_embd=128 n_layer=3 n_head=4 n_positions=256 "
+            'attn_pdrop=0.0 activation_function="gelu_pytorch_tanh"'
+        ),
+        train_tokenizer=1024,
+        dataset_name="data/dialogs",
+        utterance_end="eos",
+        max_length=256,
+        dtype="float32",
+        save_dtype="bfloat16",
+        num_train_epochs=12.0,
+        per_device_train_batch_size=8,
+        learning_rate=2e-3,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.05,
+    ),
+    "gpt2-imdb": Args(),
+    "tldr-pythia-1b": Args(  # N+ paper, table 2: batch 128, 1 epoch
+        model_name_or_path="EleutherAI/pythia-1b-deduped",
+        dataset_name="trl-lib/tldr",
+        max_length=640,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=16,
+        learning_rate=3e-6,
+        adam_eps=1e-5,
+        lr_scheduler_type="cosine",
+    ),
+    "gpt2-dailydialog": Args(  # as for rajkumarrrk/gpt2-fine-tuned-on-daily-dialog
+        dataset_name="OpenRL/daily_dialog",
+        num_train_epochs=3.0,
+    ),
 }
 
-class UserError(Exception):
-    """Something that the user can mend: shown in one line, exit code 2."""
 
-def fail(error):
-    """End the process: one line for what the user can mend, a full disk too; a bug of ours keeps its traceback.
+# ---- Math: pure functions of tensors -----------------------------------------------------------------------
+#
+# Shapes: B rows, L positions in a row, V words in the vocabulary, H hidden units, N positions with a label.
 
-    Of several processes only the first to fail says why. The others fail alike, or because it is gone.
+
+def next_token_losses(hidden, weight, labels, bias=None):
+    """Cross-entropy of each label in nats, and whether the model's likeliest token was right.
+
+    hidden [B, L, H], weight [V, H], labels [B, L], bias [V] or None -> losses fp32 [B, L - 1], correct bool
+    [B, L - 1], both 0 where the label is -100. Only positions with a label go through the output layer,
+    which is large, and its logits are computed in chunks (`ChunkedCrossEntropy`).
     """
-    Console().show_cursor()  # the progress bar hid it
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        with suppress(KeyError, torch.distributed.DistError):  # without torchrun there is no store before the processes have met
-            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            if torch.distributed.TCPStore(*place, is_master=False, timeout=timedelta(seconds=10)).add("failed", 1) > 1:
-                sys.exit(2)
-    cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch and safetensors have their own words for it
-    if isinstance(error, ModuleNotFoundError):
-        line = f"these flags need {error.name}: pip install {error.name}"
-    elif isinstance(error, (UserError, UnicodeDecodeError)):  # data that are not UTF-8
-        line = str(error)
-    elif isinstance(cause, OSError) or "(os error " in str(error):
-        line = f"{cause}; what was saved before is whole, and --resume goes on from the last checkpoint"
+    if bias is not None:
+        bias = bias.clamp(min=-1e4)  # -inf forbids a token, but makes 0 * -inf = nan in the gradient
+    hidden, labels = hidden[:, :-1], labels[:, 1:]  # the state at position t - 1 predicts token t
+    valid = labels != -100  # [B, L - 1]
+    valid_losses, valid_correct = ChunkedCrossEntropy.apply(
+        hidden[valid], weight, labels[valid], bias, torch.is_grad_enabled()
+    )
+    losses = torch.zeros(valid.shape, device=hidden.device).masked_scatter(valid, valid_losses)
+    correct = torch.zeros_like(valid).masked_scatter(valid, valid_correct)
+    return losses, correct
+
+
+def perplexity(loss):
+    """exp(loss). math.exp raises an error if the result is too large, so there is a limit."""
+    return math.exp(min(loss, 700))
+
+
+def learning_rate(args, update, updates):
+    """The learning rate in update 1, 2, ..., updates. -> float
+
+    It rises linearly from 0 in the first warmup_ratio of the updates. Then it stays constant, or falls to 0
+    (linear, cosine) or to 1 % (exponential).
+    """
+    warmup = math.ceil(args.warmup_ratio * updates)
+    if update <= warmup:
+        return args.learning_rate * (update - 1) / warmup
+    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to almost 1
+    if args.lr_scheduler_type == "constant":
+        factor = 1.0
+    elif args.lr_scheduler_type == "linear":
+        factor = 1 - progress
+    elif args.lr_scheduler_type == "cosine":
+        factor = 0.5 * (1 + math.cos(math.pi * progress))
     else:
-        raise error
-    sys.exit(print(f"{Path(__file__).name}: {' '.join(line.splitlines())}", file=sys.stderr) or 2)
+        factor = 0.01**progress
+    return args.learning_rate * factor
 
-def parse_args(argv):
-    """Flags after an optional recipe. No recipe and no model named: tiny. A model named: the published defaults of Args.
 
-    --resume takes the flags of the run that it goes on with, and refuses others where they would change the result.
+# ---- Language model ----------------------------------------------------------------------------------------
+
+
+def body_and_head(lm):
+    """The transformer of a causal language model, and its output layer. Works with and without LoRA."""
+    if hasattr(lm, "get_base_model"):
+        lm = lm.get_base_model()  # peft: this only unwraps, the adapter stays inside the layers
+    return lm.base_model, lm.get_output_embeddings()
+
+
+def document_states(body, ids, positions):
+    """Last hidden states of rows that may hold several documents. [B, L], [B, L] -> [B, L, H]
+
+    A block-diagonal causal mask keeps the documents apart. It is built here because not every architecture
+    can tell from position ids where a document starts.
     """
-    named = any(word.split("=")[0].replace("_", "-") in ("--model-name-or-path", "--sft-model-path", "--from-config") for word in argv)
-    recipe, flags = (argv[0], argv[1:]) if argv and argv[0][0] != "-" else ("custom" if named else "tiny", argv)
-    if recipe not in (*RECIPES, "custom"):
-        raise UserError(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
-    about = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
-    args = tyro.cli(Args, default=replace(RECIPES.get(recipe, Args()), recipe=recipe), args=flags, description=about)
-    if not args.resume:
-        return args
-    runs = sorted(Path("runs", Path(__file__).stem).glob("*/args.json"), key=os.path.getmtime) if args.resume == "latest" else ()
-    folder = runs[-1].parent if runs else Path(args.resume)
-    there, folder = folder.exists(), folder.parent.parent if folder.parent.name == "checkpoints" else folder
-    if not there or not (folder / "args.json").exists():
-        raise UserError(f"--resume {args.resume}: there is no such checkpoint, or no run (no args.json)")
-    saved = load("run", lambda name: json.loads(Path(name).read_text())["args"], str(folder / "args.json"))
-    if argv[0][0] != "-" and recipe != saved.get("recipe"):
-        raise UserError(f"--resume {args.resume}: a run of recipe {saved.get('recipe')}, not {recipe}")
-    if other := set(saved) ^ set(asdict(args)):
-        raise UserError(f"--resume {args.resume}: a run of another script or version, one of the two has no {', '.join(sorted(other))}")
-    args, saved = tyro.cli(Args, default=Args(**saved), args=flags), Args(**saved)
-    free = ("resume", "save_every", "keep_checkpoints", "log_with", "judge_fn", "judge_model", "judge_url", "total_episodes",
-            "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps")  # the batch must stay: Run.restore
-    if changed := [key for key, value in asdict(args).items() if key not in free and value != getattr(saved, key)]:
-        raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
-    return replace(args, output_dir=str(folder))
+    starts = positions == 0  # [B, L]
+    if not starts[:, 1:].any():  # one document per row: the model's own causal mask is enough, and faster
+        return body(input_ids=ids, use_cache=False).last_hidden_state
+    L = ids.shape[1]
+    document = starts.cumsum(1)  # [B, L], number of the document in its row
+    same_document = document[:, :, None] == document[:, None, :]  # [B, L, L]
+    causal = torch.ones(L, L, dtype=torch.bool, device=ids.device).tril()  # [L, L]
+    visible = (same_document & causal)[:, None]  # [B, 1, L, L]
+    # The mask is added to the attention scores. Autocast may turn it into bf16, so it has bf16's minimum.
+    mask = torch.zeros(visible.shape, device=ids.device)
+    mask = mask.masked_fill(~visible, torch.finfo(torch.bfloat16).min)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    return body(**inputs, use_cache=False).last_hidden_state
 
-# ---- 4. Kernels ------------------------------------------------------------------------------------------------------
-def draws(seed, *place):
-    """A random generator for one place in the run, such as (seed, "tokens", update): no draw depends on an earlier one."""
-    return torch.Generator().manual_seed(random.Random(repr((seed, *place))).getrandbits(63))
 
-def block_size(device):
-    """Positions and words in a block of logits: 3 MiB stay in a processor's cache, 128 MiB cost a GPU few launches (not measured)."""
-    return (1024, 768) if device.type == "cpu" else (4096, 8192)
+class LanguageModel(nn.Module):
+    """A causal language model whose forward pass returns losses, so that DDP has a single module to wrap."""
 
-KEPT_PROBS = 2**25  # probabilities, 128 MiB, that may wait for the backward pass of an update
+    def __init__(self, lm):
+        super().__init__()
+        self.lm = lm
 
-class BlockwiseLogprobs(torch.autograd.Function):
-    """Log-probabilities of tokens through the head, a block of logits at a time. What is not kept, the backward pass computes again.
+    def forward(self, ids, labels, positions):
+        """[B, L] each -> losses fp32 [B, L - 1], correct bool [B, L - 1]"""
+        body, head = body_and_head(self.lm)
+        hidden = document_states(body, ids, positions)  # [B, L, H]
+        return next_token_losses(hidden, head.weight, labels, head.bias)
 
-    A logit's exp, less the largest of its block, times a number for the row and the block is the softmax of the row, so each pass takes
-    one exp of a logit (Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", has blocks of this kind on a GPU).
+
+# ---- Documents: token ids and labels -----------------------------------------------------------------------
+#
+# A document is a pair of lists, ids and labels. Two documents, each with a prompt and a completion, packed
+# into a row:
+#
+#     ids          Was    it     good   ?      Yes    EOS    Really ?      No     EOS    pad
+#     labels       -100   -100   -100   -100   Yes    EOS    -100   -100   No     EOS    -100
+#     positions    0      1      2      3      4      5      0      1      2      3      10
+#
+# The hidden state of each token predicts the label of the next one: that of the first "?" predicts "Yes".
+
+
+def text_documents(rows, tokenizer, args):
+    """Column text: the text and EOS, with labels on all of it. -> list of (ids, labels)"""
+    texts = [text for text in rows["text"] if isinstance(text, str) and text]
+    report_skipped(len(rows), len(texts), "rows: no text")
+    documents = []
+    for ids in tokenize(tokenizer, texts):
+        ids = ids + [tokenizer.eos_token_id]
+        documents.append((ids, ids))
+    return documents
+
+
+def completion_documents(rows, tokenizer, args):
+    """Columns prompt and completion: the two and EOS, without labels on the prompt. -> list of (ids, labels)
+
+    They are tokenized separately: no token may span the end of the prompt, because in a rollout the prompt
+    comes alone. Nothing is added between the two: a space there must be in the data.
     """
+    prompts, completions = [], []
+    for prompt, completion in zip(rows["prompt"], rows["completion"]):
+        if isinstance(prompt, str) and isinstance(completion, str) and completion:
+            prompts.append(prompt)
+            completions.append(completion)
+    report_skipped(len(rows), len(prompts), "rows: no prompt or no completion")
+    documents = []
+    for prompt, completion in zip(tokenize(tokenizer, prompts), tokenize(tokenizer, completions)):
+        completion = completion + [tokenizer.eos_token_id]
+        prompt_labels = prompt
+        if args.completion_only_loss:
+            prompt_labels = [-100] * len(prompt)
+        documents.append((prompt + completion, prompt_labels + completion))
+    return documents
+
+
+def dialog_documents(rows, tokenizer, args):
+    """Column dialog: each utterance with its end mark, then EOS; all have labels. -> list of (ids, labels)"""
+    documents = []
+    for utterances, _ in load_dialogs(rows):
+        ids = []
+        for utterance in utterance_ids(tokenizer, utterances, args.utterance_end):
+            ids.extend(utterance)
+        if args.utterance_end != "eos":  # otherwise the last utterance ends in EOS already
+            ids.append(tokenizer.eos_token_id)
+        documents.append((ids, ids))
+    return documents
+
+
+def utterance_ids(tokenizer, utterances, end):
+    """Token ids of each utterance: a space, its text, the end mark. -> list of lists
+
+    The same rule in training, rollouts and chat. Utterances are tokenized one by one, so that no token
+    spans two of them and a prompt is always the beginning of its dialog, token by token.
+    """
+    if end == "eos":
+        mark, last = "", [tokenizer.eos_token_id]
+    else:
+        mark, last = end, []
+    texts = [f" {' '.join(text.split())}{mark}" for text in utterances]
+    return [ids + last for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+
+
+def tokenize(tokenizer, texts):
+    """Token ids without special tokens. -> list of lists"""
+    if not texts:
+        return []  # tokenizers raise for an empty list
+    return tokenizer(texts, add_special_tokens=False).input_ids
+
+
+def load_documents(rows, tokenizer, args):
+    """The documents of a data set, cut to max_length. -> list of (ids, labels)
+
+    A document that is cut loses its EOS, because it does not end there. Label -100: nothing to learn here.
+    """
+    columns = set(rows.column_names)
+    if "text" in columns:
+        documents = text_documents(rows, tokenizer, args)
+    elif {"prompt", "completion"} <= columns:
+        documents = completion_documents(rows, tokenizer, args)
+    elif "dialog" in columns:
+        documents = dialog_documents(rows, tokenizer, args)
+    else:
+        raise UserError(
+            f"data set {args.dataset_name!r} needs the column text, or prompt and completion, or dialog; "
+            f"it has {', '.join(rows.column_names)}"
+        )
+    kept = []
+    for ids, labels in documents:
+        ids, labels = ids[: args.max_length], labels[: args.max_length]
+        if any(label != -100 for label in labels[1:]):  # the first token is never predicted
+            kept.append((ids, labels))
+    reason = f"no text to learn from within --max-length {args.max_length} tokens"
+    report_skipped(len(documents), len(kept), f"documents: {reason}")
+    if not kept:
+        raise UserError(f"data set {args.dataset_name!r}: {reason} in any row")
+    return kept
+
+
+def pack(documents, max_length, packing):
+    """Fill rows of max_length tokens with whole documents, in their order. -> list of lists of documents"""
+    rows = []
+    length = 0  # of the last row, in tokens
+    for ids, labels in documents:
+        if not rows or not packing or length + len(ids) > max_length:
+            rows.append([])
+            length = 0
+        rows[-1].append((ids, labels))
+        length += len(ids)
+    return rows
+
+
+def collate_rows(rows, device):
+    """Rows of documents, padded on the right. -> dict: ids, labels, positions, [B, L] each
+
+    Positions start at 0 in each document. Its first token has no label: nothing before it could predict it.
+    Labels come from the documents, never from `ids != pad`, because many tokenizers use EOS as the padding
+    token.
+    """
+    B = len(rows)
+    lengths = [sum(len(ids) for ids, _ in row) for row in rows]
+    L = max(lengths)
+    ids = torch.zeros(B, L, dtype=torch.long)
+    labels = torch.full((B, L), -100)
+    positions = torch.arange(L).repeat(B, 1)  # remains at pads: it is not 0, so no document starts there
+    for i, row in enumerate(rows):
+        start = 0
+        for document_ids, document_labels in row:
+            end = start + len(document_ids)
+            ids[i, start:end] = torch.tensor(document_ids)
+            labels[i, start:end] = torch.tensor(document_labels)
+            labels[i, start] = -100
+            positions[i, start:end] = torch.arange(len(document_ids))
+            start = end
+    return {"ids": ids.to(device), "labels": labels.to(device), "positions": positions.to(device)}
+
+
+# ---- Training ----------------------------------------------------------------------------------------------
+
+
+def train(args):
+    """The whole run, from the flags to the final table. -> transformers model, run folder"""
+    check_sft_args(args)
+    accelerator = start_accelerator(args)
+    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    n = args.per_device_train_batch_size
+    B = n * args.gradient_accumulation_steps * world  # rows per optimizer step
+
+    train_data, held_out_data = load_splits(args.dataset_name)
+    tokenizer = build_tokenizer(args, train_data)
+    model = build_language_model(args, tokenizer).to(device)
+    if args.num_train_rows is not None:
+        train_data = train_data.select(range(min(args.num_train_rows, len(train_data))))
+    documents = load_documents(train_data, tokenizer, args)
+    rows = pack(documents, args.max_length, args.packing)
+    updates = max(1, round(args.num_train_epochs * len(rows) / B))
+
+    # Held-out documents are drawn at random: IMDB is sorted, and its first reviews are all negative.
+    held_out = load_documents(held_out_data, tokenizer, args)
+    order = torch.randperm(len(held_out), generator=generator_for(args.seed, "held-out"))
+    held_out = [held_out[i] for i in order[: args.num_eval_rows]]
+    held_out_rows = pack(held_out, args.max_length, args.packing)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device))
+
+    run = Run(args, accelerator, updates, status={"loss": "loss", "accuracy": "mean_token_accuracy"})
+    run.print_setup(f"{args.from_config or args.model_name_or_path} on {args.dataset_name}", model)
+    run.print(
+        f"{len(documents):,} documents in {len(rows):,} rows of up to {args.max_length} tokens; "
+        f"batch: {n} rows per pass x {args.gradient_accumulation_steps} accumulated x {world} processes "
+        f"= {B} rows; {updates} updates of one optimizer step each"
+    )
+
+    with autocast:
+        before = held_out_metrics(model, held_out_rows, accelerator, args)
+
+    # `model` is evaluated and saved, `learner` is trained. On one process and with DDP they are the same
+    # module, and copy_weights does nothing. With FSDP2 and ZeRO-3 the learner is a sharded copy.
+    learner = make_learner(model, accelerator)
+    optimizer = make_optimizer(args, trainable(learner))
+    learner, optimizer = accelerator.prepare(learner, optimizer)
+    parameters = trainable(accelerator.unwrap_model(learner))  # name -> parameter; sharding replaced them
+    state = run.restore(parameters, optimizer, B)  # {"update": 0} in a new run
+
+    for update in range(state["update"] + 1, updates + 1):
+        # 1. Batch. Row numbers come from shuffled epochs, and are the same on every process. Each process
+        #    takes its share of them, in micro-batches of n rows.
+        start_time = time.time()
+        row_numbers = stream_rows(len(rows), start=(update - 1) * B, count=B, seed=args.seed)  # [B]
+        row_numbers = row_numbers[rank * B // world : (rank + 1) * B // world]
+        micro_batches = []
+        for chosen in row_numbers.split(n):
+            micro_batches.append(collate_rows([rows[i] for i in chosen], device))
+        num_tokens = sum((mb["labels"] != -100).sum() for mb in micro_batches)
+        num_tokens = accelerator.reduce(num_tokens)  # labels in the batch of all processes
+
+        # 2. Gradient. The loss is the sum over this process's tokens, divided by the number of labels on all
+        #    processes. So the gradient does not depend on how the batch is split.
+        learner.train()  # dropout, in models that have it
+        for group in optimizer.param_groups:  # not later: DeepSpeed takes its step in the last backward pass
+            group["lr"] = learning_rate(args, update, updates)
+        loss_sum, correct_sum = torch.zeros(2, device=device)
+        for i, mb in enumerate(micro_batches):
+            is_last = i + 1 == len(micro_batches)
+            with sync_gradients_if(is_last, accelerator, learner):
+                with autocast:
+                    losses, correct = learner(mb["ids"], mb["labels"], mb["positions"])  # [n, L - 1] each
+                loss = losses.sum() / num_tokens
+                accelerator.backward(loss * world)  # DDP averages over processes; we want the sum
+            loss_sum += losses.detach().sum()
+            correct_sum += correct.sum()
+
+        # 3. Optimizer step.
+        grad_norm = clip_gradients(accelerator, parameters, args.max_grad_norm)
+        run.check_gradient(update, grad_norm)  # warns if it is not finite, and raises after five in a row
+        if math.isfinite(grad_norm):
+            optimizer.step()  # does nothing with DeepSpeed, which has taken the step already
+        optimizer.zero_grad()
+
+        # 4. Log and save.
+        mean_loss = (accelerator.reduce(loss_sum) / num_tokens).item()
+        accuracy = (accelerator.reduce(correct_sum) / num_tokens).item()
+        seconds = time.time() - start_time
+        metrics = {
+            "update": update,
+            "epoch": update * B / len(rows),
+            "lr": optimizer.param_groups[0]["lr"],
+            "loss": mean_loss,
+            "mean_token_accuracy": accuracy,
+            "perplexity": perplexity(mean_loss),
+            "grad_norm": grad_norm,
+            "perf/seconds": seconds,
+            "perf/tokens_per_second": num_tokens.item() / seconds,
+            "perf/peak_memory_mb": peak_memory_mb(device),
+        }
+        run.log(metrics)
+        run.checkpoint(update, parameters, optimizer, B)
+
+    # 5. Evaluate on the same held-out documents again, show samples, and save the model.
+    copy_weights(parameters, model)
+    with autocast:
+        after = held_out_metrics(model, held_out_rows, accelerator, args)
+    if not math.isfinite(after["loss"]):
+        raise UserError("the loss of the trained model is not finite, it is not saved; lower --learning-rate")
+    if accelerator.is_main_process:
+        report_held_out(run, before, after, len(held_out))
+        samples = write_samples(model.lm, tokenizer, held_out[: args.num_samples])
+        report_samples(run, samples)
+        save_language_model(model.lm, tokenizer, run.folder / "model", args)
+    run.finish()
+    return model.lm, run.folder
+
+
+@torch.no_grad()
+def held_out_metrics(model, rows, accelerator, args):
+    """Loss in nats per token, token accuracy and perplexity. Each process takes its share of the rows."""
+    model.eval()
+    n = args.per_device_train_batch_size
+    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    loss_sum, correct_sum, num_tokens = torch.zeros(3, device=device)
+    for start in range(rank * n, len(rows), world * n):
+        batch = collate_rows(rows[start : start + n], device)
+        losses, correct = model(batch["ids"], batch["labels"], batch["positions"])  # [n, L - 1] each
+        loss_sum += losses.sum()
+        correct_sum += correct.sum()
+        num_tokens += (batch["labels"] != -100).sum()
+    num_tokens = accelerator.reduce(num_tokens)
+    loss = (accelerator.reduce(loss_sum) / num_tokens).item()
+    accuracy = (accelerator.reduce(correct_sum) / num_tokens).item()
+    return {"loss": loss, "mean_token_accuracy": accuracy, "perplexity": perplexity(loss)}
+
+
+@torch.no_grad()
+def write_samples(model, tokenizer, documents):
+    """Continue each prompt by sampling, until EOS or 40 tokens. -> one dict(prompt, completion) per document
+
+    A document whose labels show no prompt is continued after its first 8 tokens.
+    """
+    context = context_length(model)
+    samples = []
+    for ids, labels in documents:
+        prompt_length = labels.count(-100)
+        if prompt_length == 0:
+            prompt_length = max(1, min(8, len(ids) - 1))
+        prompt = ids[:prompt_length]
+        prompt = prompt[-max(1, context - 40) :]  # a long prompt loses its beginning
+        output = model.generate(
+            torch.tensor([prompt], device=model.device),
+            attention_mask=torch.ones(1, len(prompt), device=model.device),
+            max_new_tokens=min(40, context - len(prompt)),
+            do_sample=True,
+            top_k=0,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        completion = output[0, len(prompt) :]
+        samples.append({"prompt": tokenizer.decode(prompt), "completion": tokenizer.decode(completion)})
+    return samples
+
+
+# ============================================================================================================
+# Part II: infrastructure. Nothing below is about fine-tuning.
+# ============================================================================================================
+
+SCRIPT = Path(__file__).stem
+HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
+
+
+class UserError(Exception):
+    """An error the user can fix: printed on one line, exit code 2."""
+
+
+# ---- Cross-entropy in chunks -------------------------------------------------------------------------------
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """What next_token_losses returns, computed for 128 rows at a time, since all logits [N, V] are too many.
+
+    The backward pass needs the log-softmax of each chunk again. It recomputes it, except for the first
+    chunks: theirs is kept, up to MAX_KEPT numbers (128 MiB).
+    """
+
+    MAX_KEPT = 2**25
 
     @staticmethod
-    def blocks(hidden, weight, bias, kept=()):
-        """-> number of the block of columns, rows, columns; fp32: the largest logits [rows], logits minus these, their exp [rows, columns]
-
-        Of the first blocks the exp may be `kept`, and the two before it are None then.
-        """
-        (height, width), kept = block_size(hidden.device), iter(kept)
-        for k, start in enumerate(range(0, len(weight), width)):
-            for row in range(0, len(hidden), height):
-                rows, columns, exps = slice(row, row + height), slice(start, start + width), next(kept, None)
-                if exps is not None:
-                    yield k, rows, columns, None, None, exps
-                    continue
-                logits = F.linear(hidden[rows], weight[columns], None if bias is None else bias[columns]).float()
-                if bias is not None:
-                    logits.clamp_(min=-1e4)  # a bias of -inf forbids a token, and 0 * -inf is nan
-                top = logits.amax(-1)
-                logits.sub_(top[:, None])
-                yield k, rows, columns, top, logits, logits.exp()
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, tokens, keep):
-        """[N, H], [V, H], [V] or None, [N] -> log-probabilities of the tokens and of the likeliest ones, entropies, each fp32 [N]
-
-        At most `keep` exps stay for the backward pass: a quarter of the head's products and half of its exps less for them.
-        """
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
-        N, more = len(hidden), -len(hidden) % 16 if kind == "cpu" and dtype is torch.bfloat16 else 0
-        hidden, tokens = F.pad(hidden, (0, 0, 0, more)), F.pad(tokens, (0, more))  # few different N: a CPU compiles for each (bf16)
-        picked = torch.empty(len(hidden), device=hidden.device)  # [N], logit of the token
-        parts = math.ceil(len(weight) / block_size(hidden.device)[1])
+    def forward(ctx, hidden, weight, labels, bias, has_backward):
+        """[N, H], [V, H], [N], [V] or None, bool -> losses fp32 [N], correct bool [N]"""
+        device_type = hidden.device.type
+        if torch.is_autocast_enabled(device_type):  # cast here, because autocast does not reach into backward
+            dtype = torch.get_autocast_dtype(device_type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        losses = torch.zeros(len(hidden), device=hidden.device)
+        correct = torch.zeros(len(hidden), device=hidden.device, dtype=torch.bool)
         kept = []
-        tops, sums, dots = torch.empty(3, parts, len(hidden), device=hidden.device)  # [blocks, N]: largest logit, sums of exp, exp * logit
-        for k, rows, columns, top, logits, exps in BlockwiseLogprobs.blocks(hidden, weight, bias):
-            tops[k, rows], sums[k, rows] = top, exps.sum(-1)
-            place = tokens[rows] - columns.start
-            near = place.clamp(0, logits.shape[1] - 1)
-            picked[rows] = torch.where(near == place, logits.gather(1, near[:, None]).squeeze(1) + top, picked[rows])
-            dots[k, rows] = logits.mul_(exps).sum(-1)
-            keep -= exps.numel()
-            kept += [exps] if keep >= 0 else []
-        best = tops.amax(0)  # [N], largest logit; what follows is relative to it, and is not rounded at its size
-        scale = torch.exp(tops - best)  # [blocks, N]
-        total = (scale * sums).sum(0)  # [N], of exp
-        scale = scale / total  # makes probabilities of a block's exp
-        entropies = total.log() - (scale * (dots + (tops - best) * sums)).sum(0)  # [N], of -p log p
-        ctx.save_for_backward(hidden, weight, bias, tokens, scale, *kept)
-        logprobs, likeliest, entropies = (x[:N] for x in (picked - best - total.log(), -total.log(), entropies))
-        ctx.mark_non_differentiable(likeliest, entropies)
-        return logprobs, likeliest, entropies
+        for rows in ChunkedCrossEntropy.chunks(hidden):
+            log_p = ChunkedCrossEntropy.log_softmax(hidden[rows], weight, bias)  # [rows, V]
+            label_logprobs = log_p.gather(1, labels[rows, None]).squeeze(1)
+            losses[rows] = -label_logprobs
+            correct[rows] = label_logprobs == log_p.amax(1)  # amax is faster than argmax
+            is_kept = rows.stop * len(weight) <= ChunkedCrossEntropy.MAX_KEPT
+            if is_kept and has_backward:
+                kept.append(log_p)
+        ctx.save_for_backward(hidden, weight, labels, bias, *kept)
+        ctx.mark_non_differentiable(correct)
+        return losses, correct
 
     @staticmethod
-    def backward(ctx, grad, *_):
-        """The derivative of a token's log-probability by the logits: 1 at the token, minus the softmax."""
-        hidden, weight, bias, tokens, scale, *kept = ctx.saved_tensors
-        N, grad = len(grad), F.pad(grad, (0, len(hidden) - len(grad)))
-        d_hidden = grad[:, None] * weight[tokens].float()  # [N, H]
-        empty = torch.empty_like if N else torch.zeros_like  # without rows nothing below fills it
-        d_weight = empty(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # [V, H]
-        d_bias = grad.new_zeros(len(weight)).index_add_(0, tokens, grad) if bias is not None else None  # [V]
-        for k, rows, columns, _, _, exps in BlockwiseLogprobs.blocks(hidden, weight, bias, kept):
-            d_logits = exps * (-grad[rows] * scale[k, rows])[:, None]  # [rows, columns]
+    def backward(ctx, grad, _):
+        """d loss / d logits = softmax(logits) - one_hot(label)"""
+        hidden, weight, labels, bias, *kept = ctx.saved_tensors
+        d_hidden = torch.zeros_like(hidden)
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[3] else None
+        for i, rows in enumerate(ChunkedCrossEntropy.chunks(hidden)):
+            if i < len(kept):
+                log_p = kept[i]
+            else:
+                log_p = ChunkedCrossEntropy.log_softmax(hidden[rows], weight, bias)
+            scale = grad[rows, None]  # [rows, 1]
+            d_logits = log_p.exp_().mul_(scale)  # [rows, V], in place: nobody needs log_p again
+            d_logits.scatter_add_(1, labels[rows, None], -scale)
             if d_bias is not None:
-                d_bias[columns] += d_logits.sum(0)
-            d_logits = d_logits.to(hidden.dtype)
-            d_hidden[rows] += d_logits @ weight[columns]
-            if d_weight is not None:
-                part = d_logits.T @ hidden[rows]
-                d_weight[columns] = part if rows.start == 0 else d_weight[columns] + part
-        if d_weight is not None:
-            d_weight.index_add_(0, tokens, grad[:, None] * hidden.float())
-        return d_hidden[:N], d_weight, d_bias, None, None
+                d_bias += d_logits.sum(0)
+            d_logits = d_logits.to(weight.dtype)
+            d_hidden[rows] = d_logits @ weight
+            if d_weight is not None and weight.dtype == torch.float32:
+                d_weight.addmm_(d_logits.T, hidden[rows])  # needs no temporary [V, H], but equal dtypes
+            elif d_weight is not None:
+                d_weight += d_logits.T @ hidden[rows]
+        return d_hidden, d_weight, None, d_bias, None
 
-def next_token_losses(hidden, weight, labels, bias=None, keep=0):
-    """Cross-entropy in nats, and whether the likeliest token was right, at each position whose label is not -100; else 0.
+    @staticmethod
+    def chunks(hidden):
+        return [slice(start, start + 128) for start in range(0, len(hidden), 128)]
 
-    [B, L, H], [V, H], [B, L] -> fp32 [B, L - 1], bool [B, L - 1]. The state at t - 1 is judged by the label at t. Positions without a
-    label do not go through the head, and [B, L, V] is never held; the gradient finds at most `keep` exps of logits kept.
-    """
-    labels, valid = labels[:, 1:], labels[:, 1:] != -100
-    logprobs, likeliest, _ = BlockwiseLogprobs.apply(hidden[:, :-1][valid], weight, bias, labels[valid], keep)
-    empty = torch.zeros(valid.shape, device=valid.device)
-    return empty.masked_scatter(valid, -logprobs), empty.bool().masked_scatter(valid, logprobs >= likeliest)
+    @staticmethod
+    def log_softmax(hidden, weight, bias):
+        """[rows, H] -> fp32 [rows, V]"""
+        logits = F.linear(hidden, weight, bias).float()
+        return torch.log_softmax(logits, 1, out=logits)  # in place
 
-# ---- 5. Models -------------------------------------------------------------------------------------------------------
-def check_positive(args, *names):
-    """Refuse a size of 0 or less before anything is loaded."""
-    for name in names:
-        if getattr(args, name) <= 0:
-            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {getattr(args, name)}")
 
-def located(name):
-    """A folder as it is named, or beside this file, as recipes name theirs; else the name, which is the Hub's."""
-    return next((str(path) for path in (Path(name), HERE / name) if path.exists()), name)
+# ---- Loading models ----------------------------------------------------------------------------------------
+
+
+def resolve_path(name):
+    """Look for a folder in the working directory, then next to this file; else return a Hub name."""
+    for path in (Path(name), HERE / name):
+        if path.exists():
+            return str(path)
+    return name
+
 
 def load(what, function, name, **kwargs):
-    """function(name), with one line where it fails: a wrong path, no network, a broken file."""
-    name = located(name)
+    """function(name), with a one-line error if it fails: a wrong path, no network, a broken file."""
     try:
-        return function(name, **kwargs)
-    except Exception as error:  # the libraries raise a dozen kinds
-        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error  # it says where
-        reason = "no such folder" if Path(name).is_absolute() and not Path(name).exists() else str(cause).strip() or f"empty? {cause!r}"
-        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name with network): {reason.splitlines()[0]}") from error
+        return function(resolve_path(name), **kwargs)
+    except Exception as error:  # the libraries raise a dozen different types
+        cause = error
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):
+            cause = error.__cause__ or error  # this one says where
+        reason = str(cause).strip() or f"empty? {cause!r}"
+        first_line = reason.splitlines()[0]
+        if Path(name).is_absolute() and not Path(name).exists():
+            first_line = "no such folder"
+        raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
+
 
 def load_model(auto_class, name, settings=None, **kwargs):
-    """A model in fp32 without dropout, from safetensors: what comes from elsewhere runs no code. A LoRA folder is merged."""
-    name = located(name)
+    """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
+
+    Only safetensors are read: loading never runs code from the files. `settings` replaces config fields.
+    """
+    name = resolve_path(name)
     if (Path(name) / "adapter_config.json").exists():
-        import peft
-        if "quantization_config" in kwargs:
-            raise UserError(f"--load-in-8bit: {name} is a LoRA adapter, which cannot be merged into 8 bit: merge it first")
-        base = load_model(auto_class, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, settings, **kwargs)
-        model = peft.PeftModel.from_pretrained(base, name).merge_and_unload().requires_grad_(True)  # peft froze the base
-        model.name_or_path = str(name)  # what the next adapter stands on
-        return model
-    config = load("model", AutoConfig.from_pretrained, name)
-    rates = {key: 0.0 for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float)}
-    gelu = {key: "gelu_pytorch_tanh" for key, value in config.to_dict().items() if value == "gelu_new"}  # the same in one kernel, not 8
-    config.update(rates | gelu | (settings or {}))  # with dropout a second forward would differ, and the first ratio would not be 1
-    return load("model", auto_class.from_pretrained, name, config=config, dtype=torch.float32, use_safetensors=True, **kwargs)
+        return load_merged_adapter(auto_class, name, settings, **kwargs)
+    config = load("model", transformers.AutoConfig.from_pretrained, name)
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)  # with dropout, the first ratio would not be 1
+        if value == "gelu_new":
+            setattr(config, key, "gelu_pytorch_tanh")  # the same function in one kernel instead of eight
+    config.update(settings or {})
+    kwargs |= dict(config=config, dtype=torch.float32, use_safetensors=True)
+    return load("model", auto_class.from_pretrained, name, **kwargs)
+
+
+def load_merged_adapter(auto_class, folder, settings=None, **kwargs):
+    """The base model that a LoRA adapter names, with the adapter merged into it."""
+    import peft
+
+    if "quantization_config" in kwargs:
+        raise UserError(f"--load-in-8bit: {folder} is a LoRA adapter; merge it into its base model first")
+    base_name = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
+    base = load_model(auto_class, base_name, settings, **kwargs)
+    model = peft.PeftModel.from_pretrained(base, folder).merge_and_unload()
+    model.requires_grad_(True)  # peft froze the base
+    model.name_or_path = folder  # a new adapter trained on top will name this folder as its base
+    return model
+
+
+def model_from_config(auto_class, text, tokenizer, **settings):
+    """A model with random weights from "TYPE_OR_FOLDER name=value ...", sized for the tokenizer."""
+    name, *pairs = text.split()
+    special_tokens = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    try:
+        values = {}
+        for pair in pairs:
+            key, value = pair.split("=")
+            values[key] = json.loads(value)
+        if Path(name).exists() or "/" in name:
+            config = transformers.AutoConfig.from_pretrained(name)
+        else:
+            config = transformers.AutoConfig.for_model(name, **values)  # derives other sizes from these
+        config.update({"vocab_size": len(tokenizer)} | special_tokens | settings | values)
+        return auto_class.from_config(config)
+    except Exception as error:  # the libraries raise a dozen different types
+        example = "expected for example 'gpt2 n_layer=3 n_embd=128', or a folder"
+        raise UserError(f"--from-config {text!r}: {error}; {example}") from error
+
 
 def load_tokenizer(name):
-    """The tokenizer of a folder or Hub name. Where it has no pad, pad is EOS, which is safe here: masks come from counts."""
+    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad."""
     tokenizer = load("tokenizer", AutoTokenizer.from_pretrained, name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 
+
+def learn_tokenizer(texts, size):
+    """A byte-level BPE tokenizer (Radford et al. 2019) of `size` tokens, EOS and a separate pad included."""
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    special_tokens = ["<|endoftext|>", "<|pad|>"]
+    bpe.train_from_iterator(texts, vocab_size=size, special_tokens=special_tokens, show_progress=False)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer,
+        bos_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+        pad_token="<|pad|>",
+    )
+
+
+def build_tokenizer(args, rows):
+    """The tokenizer of --model-name-or-path, or a new one that is trained on the rows."""
+    if args.train_tokenizer:
+        return learn_tokenizer(all_texts(rows), args.train_tokenizer)
+    tokenizer = load_tokenizer(args.model_name_or_path)
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no EOS token, so the model could not learn to stop")
+    return tokenizer
+
+
+def all_texts(rows):
+    """The texts of all columns that documents are made from. -> list of str"""
+    texts = []
+    for name in ("text", "prompt", "completion"):
+        if name in rows.column_names:
+            texts += [text for text in rows[name] if isinstance(text, str)]
+    if "dialog" in rows.column_names:
+        for utterances in rows["dialog"]:
+            texts.append(" " + " ".join(text for text in utterances or () if text))
+    return texts
+
+
+def context_length(model):
+    """The maximum number of tokens of a model. RoBERTa's positions start after its pad id."""
+    reserved = 0
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            reserved = module.padding_idx + 1
+    return getattr(model.config, "max_position_embeddings", 10**9) - reserved
+
+
+def trainable(module):
+    """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def transformer_layers(model):
+    """The list of a model's transformer layers, which is its longest ModuleList."""
+    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+
+
 def add_lora(model, args):
-    """LoRA (Hu et al. 2021) around the named layers: W + lora_alpha / lora_r * B A, with A drawn at random and B = 0."""
+    """Add a LoRA adapter (Hu et al. 2021): each named layer computes W + lora_alpha / lora_r * B A, with B
+    = 0 at first."""
     import peft
-    if args.lora_r < 0:
-        raise UserError(f"--lora-r must be 0 (no LoRA) or more; it is {args.lora_r}")
-    target = args.lora_target_modules if args.lora_target_modules == "all-linear" else args.lora_target_modules.split(",")
-    heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]  # of classifiers: trained whole
-    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target, exclude_modules=heads or None)
+
+    target_modules = args.lora_target_modules
+    if target_modules != "all-linear":
+        target_modules = target_modules.split(",")
+    # A classifier's head is trained as a whole, without an adapter.
+    heads = [name for name in ("score", "classifier", "pre_classifier") if hasattr(model, name)]
+    config = peft.LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        target_modules=target_modules,
+        exclude_modules=heads or None,
+    )
+    flag = f"--lora-target-modules {args.lora_target_modules}"
     try:
         model = peft.get_peft_model(model, config)
     except ValueError as error:
-        raise UserError(f"--lora-target-modules {args.lora_target_modules}: no such layers in this model") from error
-    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):  # the loss would read the weight alone
-        raise UserError(f"--lora-target-modules {args.lora_target_modules}: the output embedding cannot have an adapter here")
+        raise UserError(f"{flag}: no such layers in this model") from error
+    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):
+        raise UserError(f"{flag}: the output embedding cannot have an adapter")
     return model
 
-def trainable(module):
-    """Name -> parameter, of what the optimizer moves and a checkpoint holds."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
-def make_learner(model, accelerator):
-    """The module to train: this one, or a copy without its reference where FSDP2 or ZeRO-3 will cut its weights into shards.
-
-    Shards cannot generate. The whole module does, on every process, and takes the new weights over where it is used (`take_weights`).
-    """
-    plugin = accelerator.state.deepspeed_plugin
-    if accelerator.distributed_type != "FSDP" and (plugin is None or plugin.zero_stage < 3):
-        return model
-    learner = copy.deepcopy(model, memo={id(getattr(model, "reference", None)): None})  # what its memo holds is taken as it is
-    layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
-    learner._no_split_modules = [type(layers[0]).__name__]  # FSDP2 shards layer by layer
-    return learner
-
-@torch.no_grad()
-def take_weights(model, learner):
-    """Copy the weights of a sharded module into the whole one, one by one; all processes take part. -> the whole one, in eval mode"""
-    for p, shard in zip(trainable(model).values(), trainable(learner).values()) if learner is not model else ():
-        if hasattr(shard, "full_tensor"):  # FSDP2
-            p.copy_(shard.full_tensor())
-        else:  # ZeRO-3
-            import deepspeed
-            with deepspeed.zero.GatheredParameters([shard]):
-                p.copy_(shard)
-    return model.eval()
-
-def clip_gradients(accelerator, parameters, max_norm):
-    """Scale the gradients of one step down to this norm; None: never. -> their norm before, over all processes' shards
-
-    DeepSpeed clips and steps in the step's last backward pass; its norm is what it has seen there.
-    """
-    norm = accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-def shard_like(value, p):
-    """This process's shard of a tensor of p's shape where p is sharded (FSDP2); anything else as it is."""
-    if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
-        return value
-    return torch.distributed.tensor.distribute_tensor(value.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
-
-def make_optimizer(args, parameters, updates):
-    """The optimizer of the dotted name, and its schedule, which steps once an update."""
-    kind = locate(args.optimizer)
-    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
-        raise UserError(f"--optimizer {args.optimizer}: not an optimizer of an installed package; e.g. torch.optim.AdamW")
-    options = dict(lr=args.learning_rate, eps=args.adam_eps, fused="Adam" in args.optimizer)  # others cannot fuse on FSDP2's shards
-    optimizer = kind(list(parameters), **{k: v for k, v in options.items() if k in inspect.signature(kind).parameters})
-    warmup = 0 if args.lr_scheduler_type == "constant" else math.ceil(args.warmup_ratio * updates)
-
-    def factor(step):  # of the learning rate, as transformers' schedules of these names have it; importing those takes seconds
-        if step < warmup:
-            return step / warmup
-        left = (updates - step) / max(1, updates - warmup)  # from 1 to 0
-        scale, end = warmup or 10_000, 1e-7 / max(args.learning_rate, 1e-7)
-        return dict(linear=left, cosine=0.5 * (1 - math.cos(math.pi * left)), polynomial=end + (1 - end) * left,
-                    inverse_sqrt=(1 + (step - warmup) / scale) ** -0.5, exponential=0.01 ** (1 - left)).get(args.lr_scheduler_type, 1.0)
-
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-def check_finite(numbers, update):
-    """Stop before a model that has overflowed writes the next batch, or takes the place of a good checkpoint."""
-    if not numbers.isfinite().all():
-        raise UserError(f"update {update} is not saved: what the model computes is not finite: lower --learning-rate, or --max-grad-norm 1")
-
-def pick_dtype(args, device):
-    """bf16 products where they are asked for or, on auto, where the hardware has units for them; weights and sums stay fp32."""
-    fast = torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if args.bf16 or args.dtype == "bfloat16" or (args.dtype == "auto" and fast) else torch.float32
-
-def describe_memory(model, learner, config, args, length, sampled, accelerator):
-    """One line: estimated GiB on one process with Adam, passes of `length` tokens a row, `sampled` rows generated at once.
-
-    Gradients and activations go before the cache of the next rollout comes. Of shards (FSDP2, DeepSpeed) each process has its part.
-    """
-    device, split = accelerator.device, accelerator.num_processes if accelerator.distributed_type in ("FSDP", "DEEPSPEED") else 1
-    trained, weights = sum(p.numel() for p in trainable(model).values()), sum(p.nbytes for p in model.parameters())
-    layer = length * config.hidden_size * 4  # bytes of an fp32 vector a token of one row
-    kept = config.num_hidden_layers + 17 if args.gradient_checkpointing else 17 * config.num_hidden_layers  # Korthikanti et al. 2022, eq. 1
-    parts = dict(weights=weights, optimizer=8 * trained // split, shards=4 * trained // split if learner is not model else 0,
-                 gradients=4 * trained // split, activations=kept * layer * args.per_device_train_batch_size,
-                 cache=2 * config.num_hidden_layers * layer * sampled)
-    total = sum(parts.values()) - min(parts["gradients"] + parts["activations"], parts["cache"])
-    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
-    listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size)
-    warning = "; MORE THAN THERE IS: a smaller batch, LoRA, 8 bit?" if total - weights > free else ""  # the weights are there already
-    return f"{trained:,} trainable parameters; memory about {total / 2**30:.2f} GiB ({listed}), {free / 2**30:.0f} are free{warning}"
-
-def draw_model(auto_class, text, tokenizer, **settings):
-    """A model with weights at random from "TYPE_OR_FOLDER name=value ...", sized for the tokenizer."""
-    name, *pairs = text.split()
-    ends = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    try:
-        values = {key: json.loads(value) for key, value in (pair.split("=") for pair in pairs)}
-        there = Path(name).exists() or "/" in name
-        config = AutoConfig.from_pretrained(name) if there else AutoConfig.for_model(name, **values)  # it draws other values from these
-        config.update(dict(vocab_size=len(tokenizer)) | ends | settings | values)
-        return auto_class.from_config(config)
-    except Exception as error:  # the libraries raise a dozen kinds
-        raise UserError(f"--from-config {text!r}: {error}; expected e.g. 'gpt2 n_layer=3 n_embd=128', or a folder") from error
-
-def learn_tokenizer(texts, size):
-    """A byte-level BPE tokenizer (Radford et al. 2019) of `size` tokens, with an EOS and a pad of its own."""
-    learned = tokenizers.ByteLevelBPETokenizer()
-    learned.train_from_iterator(texts, vocab_size=size, special_tokens=["<|endoftext|>", "<|pad|>"], show_progress=False)
-    ends = dict(bos_token="<|endoftext|>", eos_token="<|endoftext|>", pad_token="<|pad|>")
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=learned._tokenizer, **ends)
-
-def context_of(model):
-    """How many tokens a model takes at most; RoBERTa's positions begin behind the id of its pad."""
-    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
-    taken = max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)
-    return getattr(model.config, "max_position_embeddings", 10**9) - taken
-
-def body_and_head(model):
-    """The transformer without its head, and its output embedding, of a causal language model with or without LoRA."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return model.base_model, model.get_output_embeddings()
-
-class LanguageModel(nn.Module):
-    """A language model whose forward is its losses: one module, one forward, and one thing to wrap (DDP, FSDP, DeepSpeed)."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids, labels, positions):
-        """-> losses fp32 [B, L - 1], right bool [B, L - 1]"""
-        body, head = body_and_head(self.model)
-        keep = KEPT_PROBS if torch.is_grad_enabled() else 0
-        return next_token_losses(document_states(body, ids, positions), head.weight, labels, head.bias, keep)
-
-@torch.no_grad()
-def check_losses(model, name):
-    """Refuse a model whose head is more than a matrix product (soft caps, logit scales): it would be trained wrongly."""
-    ids = torch.arange(min(6, model.config.vocab_size), device=model.device)[None]  # [1, 6], also their own positions and labels
-    theirs = F.cross_entropy(model.eval()(ids).logits[0, :-1].float(), ids[0, 1:], reduction="none")
-    if not torch.allclose(LanguageModel(model)(ids, ids, ids)[0][0], theirs, atol=1e-3, rtol=1e-3):
-        raise UserError(f"{name}: its head is more than hidden @ weight (a soft cap, a scale); it would be trained wrongly here")
-
-# ---- 6. Data ---------------------------------------------------------------------------------------------------------
-def load_splits(name):
-    """(train, held-out) rows of a Hub data set or a folder. Held out: split test, else validation, else the last 10 % of train."""
-    splits = load("data set", datasets.load_dataset, name)
-    if "train" not in splits or len(splits["train"]) < 2:
-        raise UserError(f"data set {name!r} needs a split train with at least 2 rows; it has {', '.join(splits)}")
-    rows, held = splits["train"], splits.get("test", splits.get("validation"))
-    cut = len(rows) - max(1, len(rows) // 10)
-    return (rows, held) if held is not None else (rows.select(range(cut)), rows.select(range(cut, len(rows))))
-
-def left_out(total, kept, why):
-    """Say how many rows of the data are not used."""
-    if kept < total and accelerate.PartialState().is_main_process:
-        print(f"left out {total - kept:,} of {total:,} {why}")
-
-def stream_rows(num_rows, start, count, seed):
-    """Row numbers start .. start + count of an endless stream of shuffled passes over the data. -> [count]"""
-    passes = range(start // num_rows, (start + count - 1) // num_rows + 1)
-    stream = torch.cat([torch.randperm(num_rows, generator=draws(seed, "pass", p)) for p in passes])
-    return stream[start - passes[0] * num_rows :][:count]
-
-def dialogues(rows):
-    """The dialogues of two or more utterances, none of them blank, and their acts, if they have any. -> list of (list of str, acts)"""
-    acts = rows["act"] if "act" in rows.column_names else [None] * len(rows)
-    acts = [[int(x) if isinstance(x, float) and x.is_integer() else x for x in act] if isinstance(act, list) else act for act in acts]
-    kept = [(utterances, act) for utterances, act in zip(rows["dialog"], acts) if isinstance(utterances, list) and len(utterances) > 1
-            and all(isinstance(text, str) and text.strip() for text in utterances)]  # fmt: skip
-    left_out(len(rows), len(kept), "dialogues: fewer than two utterances, or a blank one")
-    return kept
-
-def utterance_ids(tokenizer, utterances, end):
-    """Token ids of each utterance: a space, its text, the end mark; the same rule in training, rollouts and chat. -> list of lists
-
-    Tokenised one by one: no merge crosses the border of two, and a prompt has the very ids with which its dialogue begins.
-    """
-    mark, last = ("", [tokenizer.eos_token_id]) if end == "eos" else (end, [])
-    texts = [f" {' '.join(text.split())}{mark}" for text in utterances]
-    return [ids + last for ids in tokenizer(texts, add_special_tokens=False).input_ids]
-
-def documents(rows, tokenizer, args):
-    """(ids, labels) of each row: text + EOS, prompt + completion + EOS with -100 on the prompt, or a dialogue. -> list of pairs of lists"""
-    kinds = [names for names in (("text",), ("prompt", "completion"), ("dialog",)) if set(names) <= set(rows.column_names)]
-    if not kinds:
-        raise UserError(f"{args.dataset_name!r} needs a column text, or prompt and completion, or dialog; "
-                        f"it has {', '.join(rows.column_names)}")
-    if kinds[0] == ("dialog",):
-        if not args.utterance_end.strip():
-            raise UserError("--utterance-end must not be empty: nobody could tell where an utterance ends")
-        found = [utterance_ids(tokenizer, utterances, args.utterance_end) for utterances, _ in dialogues(rows)]
-        parts = [[sum(ids, [])[: -1 if args.utterance_end == "eos" else None] for ids in found]]  # its EOS comes below, as everyone's
-    else:
-        kept = [row for row in zip(*(rows[name] for name in kinds[0])) if all(isinstance(text, str) for text in row)]
-        parts = [tokenizer(list(column), add_special_tokens=False).input_ids for column in zip(*kept)] or [[]]
-    total = len(parts[0]) if kinds[0] == ("dialog",) else len(rows)
-    prompts, texts = parts if len(parts) == 2 else ([[]] * len(parts[0]), parts[0])
-    rows = [(p, t + [tokenizer.eos_token_id]) for p, t in zip(prompts, texts) if t]
-    pairs = [(p + t, ([-100] * len(p) if args.completion_only_loss else p) + t) for p, t in rows]
-    pairs = [(ids[: args.max_length], labels[: args.max_length]) for ids, labels in pairs]
-    pairs = [(ids, labels) for ids, labels in pairs if any(label != -100 for label in labels[1:])]
-    left_out(total, len(pairs), f"rows: no text to learn from within --max-length {args.max_length} tokens")
-    if not pairs:
-        raise UserError(f"{args.dataset_name!r}: no row has text to learn from within --max-length {args.max_length} tokens")
-    return pairs
-
-def pack(pairs, max_length, packing):
-    """Fill rows of max_length tokens with whole documents, first come, first served. -> list of lists of pairs"""
-    rows = [[]]
-    for pair in pairs:
-        if rows[-1] and (not packing or sum(len(ids) for ids, _ in rows[-1]) + len(pair[0]) > max_length):
-            rows.append([])
-        rows[-1].append(pair)
-    return rows
-
-def collate_rows(rows, device):
-    """Rows of documents -> ids [B, L], labels [B, L], positions [B, L]. Pads stand right of everything that is learned.
-
-    The first label of a document is -100: nothing before it could predict it. Positions begin at 0 in each document.
-    """
-    L = max(sum(len(ids) for ids, _ in row) for row in rows)
-    ids, labels = torch.zeros(len(rows), L, dtype=torch.long), torch.full((len(rows), L), -100)
-    positions = torch.arange(L).repeat(len(rows), 1)  # pads stay with the document before them, which cannot see them
-    for i, row in enumerate(rows):
-        at = 0
-        for tokens, targets in row:
-            here = slice(at, at + len(tokens))
-            ids[i, here], labels[i, here], positions[i, here] = torch.tensor(tokens), torch.tensor(targets), torch.arange(len(tokens))
-            labels[i, at] = -100
-            at += len(tokens)
-    return ids.to(device), labels.to(device), positions.to(device)
-
-def can_pack(model, width):
-    """Whether rows of this width may hold several documents: a mask keeps them apart, and positions begin anew.
-
-    A recurrent state would leak, the mask knows no window, Falcon's ALiBi reads another, and BLOOM would go on counting.
-    """
-    if getattr(model, "_is_stateful", True) or "position_ids" not in inspect.signature(model.forward).parameters:
+def can_pack(model, max_length):
+    """True if a mask and position ids are enough to keep several documents in a row apart."""
+    if getattr(model, "_is_stateful", True):  # a recurrent state would leak into the next document
+        return False
+    if "position_ids" not in inspect.signature(model.forward).parameters:  # BLOOM would go on counting
         return False
     config = model.config.get_text_config()
-    windows = [getattr(config, name, None) or width for name in ("sliding_window", "attention_chunk_size")]
-    return min(windows) >= width and not getattr(config, "alibi", False)
+    if getattr(config, "alibi", False):  # Falcon derives its ALiBi from another kind of mask
+        return False
+    for name in ("sliding_window", "attention_chunk_size"):  # the block-diagonal mask has no window
+        window = getattr(config, name, None)
+        if window and window < max_length:
+            return False
+    return True
 
-def document_states(body, ids, positions):
-    """Last hidden states [B, L, H]. Where a row holds several documents, a block-diagonal causal mask keeps them apart.
 
-    The mask is added to the attention scores, [B, 1, L, L]: not every architecture reads the borders from position ids (OPT does not).
+@torch.no_grad()
+def check_own_losses(model, name):
+    """Raise if a model computes its logits in any other way than hidden @ weight.T + bias.
+
+    A soft cap (Gemma) or a scale (Granite, Cohere) would be ignored in training.
     """
-    if not (positions[:, 1:] == 0).any():
-        return body(input_ids=ids, use_cache=False).last_hidden_state
-    document = (positions == 0).cumsum(-1)  # [B, L], the number of the document in its row
-    later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).triu(1)  # [L, L]
-    apart = later | (document[:, None, :] != document[:, :, None])  # [B, L, L]
-    mask = torch.zeros(apart.shape, device=ids.device).masked_fill(apart, torch.finfo(torch.bfloat16).min)[:, None]  # [B, 1, L, L]
-    return body(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
-
-# ---- 7. Rollout ------------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def write_samples(model, tokenizer, pairs, args):
-    """Continue prompts, or the first 8 tokens of held-out documents, by sampling, until EOS or 40 tokens. -> rows of a table"""
-    rows, context = [], context_of(model)
-    for ids, labels in pairs[: args.num_samples]:
-        prompt = ids[: labels.count(-100) or max(1, min(8, len(ids) - 1))]
-        prompt = prompt[-max(1, context - 40):]  # its end is what is continued
-        out = model.generate(torch.tensor([prompt], device=model.device), attention_mask=torch.ones(1, len(prompt), device=model.device),
-                             max_new_tokens=min(40, context - len(prompt)), do_sample=True, top_k=0, pad_token_id=tokenizer.pad_token_id)
-        rows.append(dict(prompt=tokenizer.decode(prompt), completion=tokenizer.decode(out[0, len(prompt):])))
-    return rows
-
-# ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def held_out_numbers(model, rows, autocast, accelerator, args):
-    """Held-out loss in nats a token, token accuracy and perplexity; each process takes its share of the rows."""
     model.eval()
-    n, sums = args.per_device_train_batch_size, torch.zeros(3, device=accelerator.device)
-    for i in range(accelerator.process_index * n, len(rows), accelerator.num_processes * n):
-        ids, labels, positions = collate_rows(rows[i : i + n], accelerator.device)
-        with autocast:
-            losses, right = model(ids, labels, positions)
-        sums += torch.stack([losses.sum(), right.sum(), (labels != -100).sum()])
-    loss, accuracy, _ = ((sums := accelerator.reduce(sums)) / sums[2]).tolist()
-    return {"loss": loss, "mean_token_accuracy": accuracy, "perplexity": math.exp(min(loss, 700))}
+    _, head = body_and_head(model)
+    ids = torch.arange(min(6, model.config.vocab_size), device=model.device)[None]  # [1, 6]
+    head.weight.mul_(64)  # a soft cap does not show in the small logits of random weights
+    ours, _ = LanguageModel(model)(ids, labels=ids, positions=ids)  # token i is at position i
+    theirs = F.cross_entropy(model(ids).logits[0, :-1].float(), ids[0, 1:], reduction="none")
+    head.weight.div_(64)  # exact, because 64 is a power of 2
+    if not torch.allclose(ours[0], theirs, atol=1e-3, rtol=1e-3):
+        raise UserError(f"{name}: the head of this model is more than hidden @ weight (a soft cap, a scale)")
 
-# ---- 9. Logging and run folder ---------------------------------------------------------------------------------------
+
+def build_language_model(args, tokenizer):
+    """The model to train, as the flags say: pretrained, or with random weights. -> LanguageModel
+
+    Random weights keep the dropout of their config; pretrained models are loaded without dropout.
+    """
+    if args.from_config:
+        name = args.from_config
+        model = model_from_config(AutoModelForCausalLM, args.from_config, tokenizer)
+    else:
+        name = args.model_name_or_path
+        model = load_model(AutoModelForCausalLM, args.model_name_or_path)
+    if args.max_length > context_length(model):
+        context = context_length(model)
+        raise UserError(f"--max-length {args.max_length}: the context of the model is {context} tokens")
+    if args.packing and not can_pack(model, args.max_length):
+        raise UserError(
+            "--packing needs a model that takes position ids, keeps no state and attends to whole rows: "
+            "use --no-packing"
+        )
+    check_own_losses(model, name)
+    if args.lora_r:
+        model = add_lora(model, args)
+    if args.gradient_checkpointing:
+        model.activation_checkpointing_enable(dict(use_reentrant=False))
+    return LanguageModel(model)
+
+
+def save_language_model(model, tokenizer, folder, args):
+    """Save what plain transformers loads, in --save-dtype, with LoRA merged."""
+    if args.lora_r:
+        model = model.merge_and_unload()
+    model.to(getattr(torch, args.save_dtype)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# ---- Data --------------------------------------------------------------------------------------------------
+
+
+def load_splits(name):
+    """The training and held-out rows of a Hub data set or a folder of jsonl files.
+
+    Held out: the split test, or else validation, or else the last 10 % of train.
+    """
+    splits = load("data set", datasets.load_dataset, name)
+    if "train" not in splits or len(splits["train"]) < 2:
+        names = ", ".join(splits)
+        raise UserError(f"data set {name!r} needs a split train with at least 2 rows; it has {names}")
+    rows = splits["train"]
+    for held_out in ("test", "validation"):
+        if held_out in splits:
+            return rows, splits[held_out]
+    cut = len(rows) - max(1, len(rows) // 10)
+    return rows.select(range(cut)), rows.select(range(cut, len(rows)))
+
+
+def report_skipped(total, kept, reason):
+    """Tell the user how many rows of the data are not used, and why."""
+    if kept < total and accelerate.PartialState().is_main_process:
+        print(f"skipped {total - kept:,} of {total:,} {reason}")
+
+
+def load_dialogs(rows):
+    """The dialogs with two or more utterances, none of them blank. -> list of (utterances, acts or None)"""
+    dialogs = []
+    for row in rows:
+        utterances, acts = row["dialog"], row.get("act")
+        if not isinstance(utterances, list) or len(utterances) < 2:
+            continue
+        if not all(isinstance(text, str) and text.strip() for text in utterances):
+            continue
+        if not isinstance(acts, list) or len(acts) != len(utterances):
+            acts = None
+        else:  # jsonl with a missing value has floats
+            acts = [int(act) if isinstance(act, float) and act.is_integer() else act for act in acts]
+        dialogs.append((utterances, acts))
+    report_skipped(len(rows), len(dialogs), "dialogs: fewer than two utterances, or a blank one")
+    return dialogs
+
+
+def generator_for(seed, *purpose):
+    """A random generator for one purpose, such as (seed, "tokens", update), apart from all others."""
+    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
+
+
+def stream_rows(num_rows, start, count, seed):
+    """Row numbers start ... start + count - 1 of an endless stream of shuffled epochs. -> [count]"""
+    first_epoch = start // num_rows
+    last_epoch = (start + count - 1) // num_rows
+    epochs = []
+    for epoch in range(first_epoch, last_epoch + 1):
+        epochs.append(torch.randperm(num_rows, generator=generator_for(seed, "pass", epoch)))
+    offset = start - first_epoch * num_rows
+    return torch.cat(epochs)[offset : offset + count]
+
+
+# ---- Processes and optimizer -------------------------------------------------------------------------------
+
+
+def start_accelerator(args):
+    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    has_gpu = torch.cuda.is_available()
+    uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    if uses_fsdp and os.environ.get("FSDP_VERSION") != "2":
+        raise UserError("FSDP 1 does not work here: set fsdp_version: 2 in accelerate's config")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
+    if not has_gpu and (uses_fsdp or uses_deepspeed):
+        # accelerate shards on GPUs only, but does it on a CPU too if it believes that this is a GPU.
+        accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
+    accelerator = accelerate.Accelerator(
+        cpu=not has_gpu and not uses_fsdp and not uses_deepspeed,
+        mixed_precision="no",  # autocast is explicit in train
+        kwargs_handlers=[accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    if accelerator.state.deepspeed_plugin is not None:
+        configure_deepspeed(args, accelerator)
+    torch.manual_seed(args.seed)  # for weights that start at random, such as LoRA's
+    return accelerator
+
+
+def configure_deepspeed(args, accelerator):
+    """Batch, clipping and precision follow the flags, not what the config of DeepSpeed says."""
+    bf16 = dict(enabled=wants_bf16(args, accelerator.device), dtype="bfloat16")
+    accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
+        train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
+        gradient_accumulation_steps=1,  # train accumulates
+        gradient_clipping=args.max_grad_norm or 0.0,
+        torch_autocast=bf16,
+    )
+    transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # it would load every model in shards
+
+
+def wants_bf16(args, device):
+    """True if matmuls should run in bf16: on request, or with dtype auto on a GPU that supports it."""
+    if args.dtype == "auto":
+        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return args.dtype == "bfloat16"
+
+
+def find_optimizer(name):
+    """The optimizer class with this dotted name."""
+    optimizer_class = locate(name)
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
+        raise UserError(f"--optimizer {name}: no such optimizer is installed; try torch.optim.AdamW")
+    return optimizer_class
+
+
+def make_optimizer(args, parameters):
+    """The optimizer that --optimizer names, for a dict of parameters."""
+    optimizer_class = find_optimizer(args.optimizer)
+    options = dict(lr=args.learning_rate, eps=args.adam_eps, fused="Adam" in args.optimizer)
+    accepted = inspect.signature(optimizer_class).parameters
+    options = {name: value for name, value in options.items() if name in accepted}
+    return optimizer_class(list(parameters.values()), **options)
+
+
+def make_learner(model, accelerator):
+    """The module to train: the model itself or, for FSDP2 and ZeRO-3, a copy that will be cut into shards.
+
+    Shards cannot generate. So every process keeps a whole model for that, which gets the new weights after
+    each update (`copy_weights`). The copy leaves out the reference.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    shards_weights = accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3)
+    if not shards_weights:
+        return model
+    reference = getattr(model, "reference", None)
+    learner = copy.deepcopy(model, memo={id(reference): None})  # deepcopy takes None from its memo instead
+    learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]  # FSDP2 shards layer by layer
+    return learner
+
+
+@torch.no_grad()
+def copy_weights(parameters, model):
+    """Copy the trained parameters (name -> parameter) into the whole model, if they are shards of a copy."""
+    for name, p in trainable(model).items():
+        trained = parameters[name]
+        if trained is p:
+            continue
+        if hasattr(trained, "full_tensor"):  # FSDP2
+            p.copy_(trained.full_tensor())
+        else:  # ZeRO-3
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([trained]):
+                p.copy_(trained)
+
+
+@contextmanager
+def sync_gradients_if(is_last, accelerator, learner):
+    """Exchange gradients between processes only in the last micro-batch of an optimizer step."""
+    accelerator.sync_gradients = is_last  # DeepSpeed takes its step in the backward pass of the last one
+    with nullcontext() if is_last else accelerator.no_sync(learner):
+        yield
+
+
+def clip_gradients(accelerator, parameters, max_norm):
+    """Scale the gradients down to this norm; None: do not. -> the norm before that, a float"""
+    norm = accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)
+    if hasattr(norm, "full_tensor"):  # FSDP2
+        norm = norm.full_tensor()
+    return float(norm)
+
+
+def peak_memory_mb(device):
+    """The most memory that was in use: of the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+# ---- Run folder and screen ---------------------------------------------------------------------------------
+
+
 class Run:
-    """The run folder and the screen: args.json, metrics.jsonl, samples.jsonl, evaluation.json, curves.png, checkpoints/, model/."""
+    """The run folder (args.json, metrics.jsonl, samples.jsonl, checkpoints/, ...), the screen, and resuming.
 
-    def __init__(self, args, accelerator, updates, columns):
-        name = args.output_dir or f"runs/{Path(__file__).stem}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        taken = Path(name).is_file() or (not args.resume and any(Path(name, file).exists() for file in ("args.json", "metrics.jsonl")))
-        name, taken = accelerate.utils.broadcast_object_list([name, taken])
-        if taken:
-            raise UserError(f"{name} is a file or holds a run: --resume goes on with a run, --output-dir names another folder")
-        self.folder = Path(name)
-        self.args, self.accelerator, self.main = args, accelerator, accelerator.is_main_process
-        self.console = Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty(), quiet=not self.main)
-        parts = ("{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}")
-        self.bar = Progress(*parts, console=self.console, disable=not (self.main and self.console.is_terminal))
-        self.updates, self.columns, self.task = updates, columns, self.bar.add_task("", total=updates)
-        self.signal, self.printed, self.engine = 0, 0.0, None  # DeepSpeed's, where it trains
-        for number in (signal.SIGINT, signal.SIGTERM):  # the update is finished and saved first; a second signal ends at once
-            signal.signal(number, self.stop)
-        self.batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes  # of one step
-        if self.main:
+    Only the main process writes and prints. A file is written under another name and then renamed, so that
+    killing the process never leaves half a file.
+    """
+
+    def __init__(self, args, accelerator, updates, status):
+        """status: label -> metric, for the metrics shown next to the progress bar"""
+        self.args = args
+        self.accelerator = accelerator
+        self.updates = updates
+        self.status = status
+        self.folder = self.choose_folder()
+        self.signal_number = 0  # of a signal that asked us to stop
+        self.skipped_steps = 0  # in a row
+        self.last_skip = 0  # the update of the last one
+        self.warnings_shown = set()
+        self.last_line_time = 0.0
+
+        is_main = accelerator.is_main_process
+        self.console = Console(
+            highlight=False, markup=False, soft_wrap=not sys.stdout.isatty(), quiet=not is_main
+        )
+        self.bar = Progress(
+            "{task.completed}/{task.total}",
+            BarColumn(20),
+            TimeRemainingColumn(),
+            "{task.description}",
+            console=self.console,
+            disable=not (is_main and self.console.is_terminal),
+        )
+        self.task = self.bar.add_task("", total=updates)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.on_signal)
+        if is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.folder / ".lock", "w")
-            try:
-                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it ends
-            except OSError as error:
-                if isinstance(error, (BlockingIOError, PermissionError)):  # others: a file system without locks
-                    raise UserError(f"{name} is in use by a run that has not ended") from error
-            commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
-            versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, accelerate)}
-            about = dict(command=sys.argv, versions=versions, commit=commit, world_size=accelerator.num_processes)
-            self.write("args.json", json.dumps(dict(args=asdict(args), **about), indent=2))
+            self.write("args.json", json.dumps(self.describe(), indent=2))
         if args.log_with != "none":
-            accelerator.log_with, accelerator.project_configuration.logging_dir = [args.log_with], str(self.folder)
-            accelerator.init_trackers(Path(__file__).stem, {k: str(v) for k, v in asdict(args).items()})
+            accelerator.log_with = [args.log_with]
+            accelerator.project_configuration.logging_dir = str(self.folder)
+            accelerator.init_trackers(SCRIPT, {name: str(value) for name, value in asdict(args).items()})
 
-    def stop(self, number, frame):
-        self.signal = number
+    def choose_folder(self):
+        """The same folder on all processes. A new run must not write into the folder of another one."""
+        name = self.args.output_dir
+        if name is None:
+            name = f"runs/{SCRIPT}/{self.args.recipe}-s{self.args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name, resume = accelerate.utils.broadcast_object_list([name, self.args.resume])
+        if Path(name).is_file():
+            raise UserError(f"--output-dir {name} is a file")
+        holds_run = any((Path(name) / file).exists() for file in ("args.json", "metrics.jsonl"))
+        if holds_run and not resume:
+            raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
+        self.accelerator.wait_for_everyone()  # nobody writes before everybody has looked
+        return Path(name)
+
+    def describe(self):
+        """What args.json holds."""
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True)
+        return {
+            "args": asdict(self.args),
+            "command": sys.argv,
+            "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
+            "commit": git.stdout.strip(),
+            "world_size": self.accelerator.num_processes,
+        }
+
+    def on_signal(self, number, frame):
+        """Finish the update, save, and stop. A second signal stops at once."""
+        self.signal_number = number
         signal.signal(number, signal.SIG_DFL)
 
-    def write(self, name, text):
-        (self.folder / f".{name}").write_text(text)
-        os.replace(self.folder / f".{name}", self.folder / name)  # whole or not at all
+    def print(self, text, style=None):
+        self.console.print(text, style=style)
 
-    def log(self, metrics, complaints=()):
-        """One dict, one call: a line of metrics.jsonl, a point in wandb or tensorboard (under train/, as TRL), a row on the screen."""
-        self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=metrics["update"])
-        if self.main:
-            with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(metrics) + "\n")
-        status = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.columns.items())
-        self.bar.update(self.task, completed=metrics["update"], description=status)
-        if self.bar.disable and (time.time() - self.printed > 10 or metrics["update"] == self.updates):  # no terminal: lines
-            self.printed = time.time()
-            self.console.print(f"update {metrics['update']}/{self.updates}  {status}")
-        for line in complaints:
-            self.console.print(f"update {metrics['update']}: {line}", style="yellow")
+    def print_setup(self, job, model):
+        """The first lines on the screen: what runs, where, and how much of the model is trained."""
+        device = self.accelerator.device
+        dtype = "bfloat16" if wants_bf16(self.args, device) else "float32"
+        trained = sum(p.numel() for p in trainable(model).values())
+        total = sum(p.numel() for p in model.parameters())
+        if self.args.recipe == "custom":
+            self.print("no recipe: flags that are not given have the defaults of Args, the published ones")
+        self.print(f"recipe {self.args.recipe}: {job}, {device}, {dtype}; run folder {self.folder}")
+        self.print(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
+
+    # -- Files and tables --
+
+    def write(self, name, text):
+        draft = self.folder / f".{name}"
+        draft.write_text(text)
+        os.replace(draft, self.folder / name)
+
+    def append(self, name, rows):
+        if self.accelerator.is_main_process:
+            with open(self.folder / name, "a") as file:
+                for row in rows:
+                    file.write(json.dumps(row) + "\n")
+
+    def log(self, metrics, warnings=()):
+        """Log one update: to metrics.jsonl, to the tracker (under train/, as TRL does) and to the screen.
+
+        Each warning is printed only once in a run.
+        """
+        update = metrics["update"]
+        not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
+        if not_finite and self.last_skip != update:
+            names = ", ".join(not_finite)
+            raise UserError(f"update {update} is not saved, not finite: {names}; lower --learning-rate")
+        self.append("metrics.jsonl", [metrics])
+        self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
+
+        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
+        self.bar.start()
+        self.bar.update(self.task, completed=update, description=shown)
+        if update == self.updates:
+            self.bar.stop()  # before the final tables
+        is_due = time.time() - self.last_line_time > 10 or update == self.updates
+        if self.bar.disable and is_due:  # not a terminal: print a line now and then
+            self.last_line_time = time.time()
+            self.print(f"update {update}/{self.updates}  {shown}")
+        for warning in warnings:
+            if warning not in self.warnings_shown:
+                self.warnings_shown.add(warning)
+                self.print(f"update {update}: {warning}", style="yellow")
 
     def table(self, title, rows, file=None, **extra):
-        """Dicts as a table on the screen and, where a file is named, with what is extra as its lines."""
-        wide = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
-        table = Table(title=title, title_justify="left", show_lines=wide)
+        """Print dicts as the rows of a table. With a file, also append them to it, plus `extra`."""
+        has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
+        table = Table(title=title, title_justify="left", show_lines=has_long_text)
         for name, cell in rows[0].items():
-            table.add_column(name.strip(), justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
-            table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+            table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table, soft_wrap=False)
-        if file and self.main:
-            with open(self.folder / file, "a") as lines:
-                lines.writelines(json.dumps(extra | row) + "\n" for row in rows)
-        if file and self.args.log_with == "wandb":
-            self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        if file is not None:
+            self.append(file, [extra | row for row in rows])
+            if self.args.log_with == "wandb":
+                data = [list(row.values()) for row in rows]
+                self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=data)
 
-    def whole(self, value):
-        """What a checkpoint keeps, with the shards of FSDP2 put together; all processes take part, one gets the result."""
-        if hasattr(value, "full_tensor"):
-            full = value.full_tensor()
-            return full.cpu() if self.main else None
-        return {key: self.whole(x) for key, x in value.items()} if isinstance(value, dict) else value
-
-    def checkpoint(self, update, parameters, optimizer, scheduler, probe=None, **state):
-        """Save what decides the rest of the run, when it is due or a signal came to any process; after a signal, exit.
-
-        probe() computes something with the model: where that is not finite, the last good checkpoint keeps its place.
-        """
-        number = int(self.accelerator.gather(torch.tensor([self.signal], device=self.accelerator.device)).max())
-        due = number or update == self.updates or (self.args.save_every and update % self.args.save_every == 0)
-        if due and probe:
-            with torch.no_grad():
-                check_finite(probe(), update)
-        folder, draft = (self.folder / "checkpoints" / f"{dot}{update:06d}" for dot in ("", "."))
-        if due and self.engine:
-            self.engine.save_checkpoint(str(draft), tag="deepspeed")  # each process its shards
-            self.accelerator.wait_for_everyone()
-        elif due:
-            state |= self.whole(dict(parameters={name: p.detach() for name, p in parameters.items()}, optimizer=optimizer.state_dict()))
-        if self.main and due:
-            rng = dict(torch=torch.get_rng_state(), python=random.getstate())  # of the user's code; ours draws from (seed, update)
-            state |= dict(update=update, scheduler=scheduler.state_dict(), batch=self.batch, shards=self.shards, rng=rng)
-            draft.mkdir(parents=True, exist_ok=True)
-            try:
-                with open(draft / "state.pt", "wb") as file:
-                    torch.save(state, file)
-                    os.fsync(file.fileno())
-            except (OSError, RuntimeError) as error:
-                shutil.rmtree(draft)
-                raise UserError(f"cannot save {folder}: {error.__context__ or error}; --resume goes on from the one before") from error
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(draft, folder)  # a checkpoint gets its name when it is whole, so a kill leaves the last one good
-            for old in sorted(folder.parent.glob("[0-9]*"), reverse=True)[max(self.args.keep_checkpoints, 1) :]:
-                shutil.rmtree(old)
-        if number and update < self.updates:
-            self.bar.stop()
-            self.console.print(f"stopped by signal {number}; to go on: python {Path(__file__).name} --resume {self.folder}")
-            sys.exit(128 + number)
-
-    def restore(self, parameters, optimizer, scheduler):
-        """Load the checkpoint that --resume names, or the run's newest. -> its state; {"update": 0} at the start of a run"""
-        found, state = sorted((self.folder / "checkpoints").glob("[0-9]*")), {"update": 0}
-        self.shards = f"ZeRO-{self.engine.zero_optimization_stage()} on {self.accelerator.num_processes} processes" if self.engine else ""
-        if self.args.resume and found:
-            last = next((path for path in found if path.resolve() == Path(self.args.resume).resolve()), found[-1])
-            state = load("checkpoint", torch.load, str(last / "state.pt"), map_location="cpu", weights_only=True)
-            if state["batch"] != self.batch:
-                raise UserError(f"--resume {last}: a step there is of {state['batch']} rows, here of {self.batch}: choose "
-                                "--per-device-train-batch-size so that with this number of processes it stays the same")
-            if (cut := state.get("shards", "")) != self.shards:  # "": whole, and fits any number of processes
-                raise UserError(f"--resume {last}: it is of {cut or 'a run without DeepSpeed'}, which must stay so")
-            if self.engine:
-                self.engine.load_checkpoint(str(last), tag="deepspeed")
-            else:
-                for name, p in parameters.items():
-                    p.data.copy_(shard_like(state["parameters"][name], p))
-                moments, held = state["optimizer"]["state"], [p for group in optimizer.param_groups for p in group["params"]]
-                moments |= {i: {key: shard_like(x, held[i]) for key, x in kept.items()} for i, kept in moments.items()}
-                optimizer.load_state_dict(state["optimizer"])
-            scheduler.load_state_dict(state["scheduler"] | {"last_epoch": state["update"] - 1})
-            scheduler.step()  # again, since another number of updates has another curve
-            torch.set_rng_state(state["rng"]["torch"])
-            random.setstate(state["rng"]["python"])
-            self.console.print(f"resumed after update {state['update']}, from {last}")
-        if self.main:
-            later = [path for path in found if self.args.resume and path > last]  # it will come again
-            for path in (*later, *(self.folder / "checkpoints").glob(".*")):  # the others: what a kill left half written
-                shutil.rmtree(path)
-            for file in filter(Path.exists, (self.folder / "metrics.jsonl", self.folder / "samples.jsonl")):
-                lines = [line for line in file.read_text().splitlines(True) if line.endswith("\n")]  # a kill can tear the last one
-                self.write(file.name, "".join(line for line in lines if json.loads(line)["update"] <= state["update"]))
-        return state
-
-    def curves(self, *names):
+    def plot(self, *names):
         """curves.png: the named metrics over the updates."""
         from matplotlib.figure import Figure
+
         figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
-        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in open(self.folder / "metrics.jsonl")]
         for axis, name in zip(figure.subplots(1, len(names)), names):
             axis.plot([row["update"] for row in rows], [row[name] for row in rows])
             axis.set(title=name, xlabel="update")
         figure.savefig(self.folder / "curves.png", dpi=120)
 
-def hold_memory():
-    """Keep what is freed: glibc gives large blocks back at once, and Linux fills the next ones with zeros, page by page, in every step."""
-    with suppress(AttributeError):  # a C library without mallopt
-        for option, value in ((-4, 0), (-1, 2**31 - 1), (-2, 2**26)):  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
-            ctypes.CDLL(None).mallopt(option, value)
+    def check_gradient(self, update, grad_norm):
+        """Warn that a step will be skipped if its gradient is not finite. Five in a row end the run."""
+        if math.isfinite(grad_norm):
+            self.skipped_steps = 0
+            return
+        if self.deepspeed_engine() is not None:
+            raise UserError(
+                f"update {update}: gradient not finite, after DeepSpeed took the step; use FSDP2 or DDP"
+            )
+        self.skipped_steps += 1
+        self.last_skip = update
+        message = f"update {update}: gradient not finite, step skipped ({self.skipped_steps} in a row)"
+        self.print(message, style="yellow")
+        if self.skipped_steps == 5:
+            raise UserError(
+                "5 gradients in a row were not finite: lower --learning-rate, or use --dtype float32"
+            )
 
-def start(args):
-    """The accelerator: CPU, GPU, or one process of several, by accelerate's configuration sharded (FSDP2, DeepSpeed).
+    def finish(self):
+        """Wait until the main process has saved everything, because torchrun would stop it."""
+        self.bar.stop()
+        self.print(f"saved {self.folder / 'model'}")
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
 
-    Refuses to run on fewer processes than were asked for.
-    """
-    ddp = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)  # they are constants, and an offloaded model's are elsewhere
-    if cpu := not torch.cuda.is_available():
-        hold_memory()
-    sharded = [kind for kind in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true"]
-    if "FSDP" in sharded and os.environ.get("FSDP_VERSION") != "2":
-        raise UserError("accelerate's configuration asks for the first FSDP, which does not work here; put fsdp_version: 2 into it")
-    if cpu and sharded:  # accelerate 1.15 has them for GPUs alone; told that this is one, it runs them on a CPU too
-        accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # each process loads whole models: the policy also generates
-    accelerator = accelerate.Accelerator(cpu=cpu and not sharded, mixed_precision="no", kwargs_handlers=[ddp])
-    if plugin := accelerator.state.deepspeed_plugin:
-        bf16 = dict(enabled=pick_dtype(args, accelerator.device) is torch.bfloat16, dtype="bfloat16")
-        plugin.deepspeed_config |= dict(train_micro_batch_size_per_gpu=args.per_device_train_batch_size, torch_autocast=bf16,
-                                        gradient_accumulation_steps=1, gradient_clipping=args.max_grad_norm or 0.0)  # ours adds up
-        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # it would load every model in shards
-    parent = psutil.Process().parent()  # None in a container that shows no process outside
-    words = [*(parent.cmdline() if parent else ()), ""]  # accelerate 1.15 starts one for `launch --cpu --num_processes 2`
-    asked = [number for word, number in zip(words, words[1:]) if word.replace("-", "_") == "__num_processes"] or ["1"]
-    asked, runs = os.environ.get("WORLD_SIZE", asked[0]), accelerator.num_processes
-    if runs != int(asked):
-        raise UserError(f"{asked} processes were asked for and {runs} runs; try torchrun --nproc_per_node {asked} {Path(__file__).name}")
-    torch.manual_seed(args.seed)  # the weights that start at random: LoRA's A, a new head
-    return accelerator
+    # -- Checkpoints --
 
-# ---- 10. Train -------------------------------------------------------------------------------------------------------
-def train(args):
-    """The whole run, from the flags to the last table. -> (model, run folder)"""
-    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "num_eval_rows")
-    if args.train_tokenizer and not args.from_config:
-        raise UserError("--train-tokenizer goes with --from-config: a trained model knows only its own tokenizer")
-    accelerator = start(args)
-    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-    train_rows, held_rows = load_splits(args.dataset_name)
-    if args.train_tokenizer:
-        names = [name for name in ("text", "prompt", "completion", "dialog") if name in train_rows.column_names]
-        texts = [" " + " ".join(filter(None, text)) if name == "dialog" else text for name in names for text in train_rows[name] if text]
-        tokenizer = learn_tokenizer(texts, args.train_tokenizer)
-    else:
-        tokenizer = load_tokenizer(args.model_name_or_path)
-    model = draw_model(AutoModelForCausalLM, args.from_config, tokenizer) if args.from_config else \
-        load_model(AutoModelForCausalLM, args.model_name_or_path)
-    if args.max_length > context_of(model):
-        raise UserError(f"--max-length {args.max_length}: the model's context is {context_of(model)} tokens")
-    if args.packing and not can_pack(model, args.max_length):
-        raise UserError("--packing needs a model that takes position ids, keeps no state and attends to whole rows; use --no-packing here")
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no EOS, so the model could not learn to stop")
-    check_losses(model, args.from_config or args.model_name_or_path)
-    model = (add_lora(model, args) if args.lora_r else model).to(device)
-    if args.gradient_checkpointing:
-        model.activation_checkpointing_enable(dict(use_reentrant=False))
-    bare = LanguageModel(model)
-    train_rows = train_rows.select(range(min(len(train_rows), args.num_train_rows or len(train_rows))))
-    train_pairs, held_pairs = documents(train_rows, tokenizer, args), documents(held_rows, tokenizer, args)[: args.num_eval_rows]
-    rows, held = pack(train_pairs, args.max_length, args.packing), pack(held_pairs, args.max_length, args.packing)
-    B = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
-    updates = max(1, round(args.num_train_epochs * len(rows) / B))
-    optimizer, scheduler = make_optimizer(args, trainable(learner := make_learner(bare, accelerator)).values(), updates)
-    dtype = pick_dtype(args, device)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
+    def sharding(self):
+        """DeepSpeed's checkpoints fit only this stage and number of processes; ours ("") fit any."""
+        engine = self.deepspeed_engine()
+        if engine is None:
+            return ""
+        return f"ZeRO-{engine.zero_optimization_stage()} on {self.accelerator.num_processes} processes"
 
-    run = Run(args, accelerator, updates, {"loss": "loss", "accuracy": "mean_token_accuracy"})
-    say = run.console.print
-    say(f"recipe {args.recipe}: {args.from_config or args.model_name_or_path} on {args.dataset_name}, {device}, {dtype}; {run.folder}")
-    say(f"{len(train_pairs):,} documents in {len(rows):,} rows of {args.max_length} tokens; batch: {args.per_device_train_batch_size} rows "
-        f"a pass x {args.gradient_accumulation_steps} accumulated x {world} processes = {B}; {updates} optimizer steps")
-    say(describe_memory(bare, learner, model.config, args, args.max_length, 0, accelerator))
-    model, optimizer = accelerator.prepare(learner, optimizer)
-    parameters = trainable(learner)
-    before = held_out_numbers(bare, held, autocast, accelerator, args)
-    run.engine = model if accelerator.distributed_type == "DEEPSPEED" else None
-    state = run.restore(parameters, optimizer, scheduler)
-    take_weights(bare, learner)
-    skipped = 0
-    run.bar.start()
-    for update in range(state["update"] + 1, updates + 1):
-        # 1. The batch is drawn for all processes; this one takes its rows, in micro-batches.
-        began = time.time()
-        model.train()
-        batch = stream_rows(len(rows), (update - 1) * B, B, args.seed)[rank * B // world : (rank + 1) * B // world]
-        micros = [collate_rows([rows[i] for i in part], device) for part in batch.split(args.per_device_train_batch_size)]
-        tokens = accelerator.reduce(sum((labels != -100).sum() for _, labels, _ in micros))  # of the whole batch
+    def deepspeed_engine(self):
+        wrapper = getattr(self.accelerator, "deepspeed_engine_wrapped", None)
+        return None if wrapper is None else wrapper.engine
 
-        # 2. Gradients: each micro-batch adds its sum / the token count of all of them.
-        sums = torch.zeros(2, device=device)
-        for i, (ids, labels, positions) in enumerate(micros):
-            with accelerator.no_sync(model) if i + 1 < len(micros) else nullcontext():
-                with autocast:
-                    losses, right = model(ids, labels, positions)
-                accelerator.sync_gradients = i + 1 == len(micros)  # DeepSpeed steps in the last pass's backward
-                accelerator.backward(losses.sum() / tokens * world)  # DDP divides by the number of processes
-            sums += torch.stack([losses.detach().sum(), right.sum()])
+    def checkpoint(self, update, parameters, optimizer, batch_size, **extra):
+        """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit."""
+        signals = torch.tensor([self.signal_number], device=self.accelerator.device)
+        signal_number = int(self.accelerator.gather(signals).max())  # any process may have got it
+        is_last = update == self.updates
+        is_due = self.args.save_every > 0 and update % self.args.save_every == 0
+        if is_due or is_last or signal_number:
+            self.save_checkpoint(update, parameters, optimizer, batch_size, extra)
+        if signal_number and not is_last:
+            self.bar.stop()
+            self.print(f"stopped by signal {signal_number}")
+            self.print(f"to continue: python {SCRIPT}.py --resume {self.folder}")
+            sys.exit(128 + signal_number)
 
-        # 3. Step, unless the gradient is broken.
-        norm = clip_gradients(accelerator, parameters, args.max_grad_norm)
-        skipped = 0 if math.isfinite(norm) else skipped + 1
-        if skipped:
-            say(f"update {update}: a gradient that is not finite, step skipped, {skipped} in a row", style="yellow")
-            if skipped == 5:
-                raise UserError("5 gradients in a row were not finite: lower --learning-rate, or --dtype float32")
+    def save_checkpoint(self, update, parameters, optimizer, batch_size, extra):
+        """Write checkpoints/<update>. The folder gets its name when it is complete, so a kill leaves the
+        last one good."""
+        folder = self.folder / "checkpoints" / f"{update:06d}"
+        draft = folder.with_name(f".{folder.name}")
+        engine = self.deepspeed_engine()
+        tensors = {}
+        if engine is None:
+            weights = {name: p.detach() for name, p in parameters.items()}
+            if not all(torch.isfinite(p).all() for p in weights.values()):
+                raise UserError(
+                    f"update {update} is not saved: weights are not finite; lower --learning-rate"
+                )
+            tensors = dict(parameters=self.unshard(weights), optimizer=self.unshard(optimizer.state_dict()))
         else:
-            optimizer.step()
-        optimizer.zero_grad()
+            engine.save_checkpoint(str(draft), tag="deepspeed")  # every process writes its shards
+            self.accelerator.wait_for_everyone()
+        if not self.accelerator.is_main_process:
+            return
+        state = {
+            "update": update,
+            "batch_size": batch_size,
+            "sharding": self.sharding(),
+            "rng": {"torch": torch.get_rng_state(), "python": random.getstate()},  # of your reward function
+            **tensors,
+            **extra,
+        }
+        draft.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(draft / "state.pt", "wb") as file:
+                torch.save(state, file)
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:  # a full disk
+            shutil.rmtree(draft)
+            raise UserError(f"cannot save {folder}: {error.__context__ or error}") from error
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(draft, folder)
+        keep = max(self.args.keep_checkpoints, 1)
+        for old in sorted(folder.parent.glob("[0-9]*"))[:-keep]:
+            shutil.rmtree(old)
 
-        # 4. Log and save.
-        loss, accuracy = (accelerator.reduce(sums) / tokens).tolist()
-        seconds = time.time() - began
-        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)  # bytes on macOS, else KiB
-        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else host
-        run.log({"update": update, "epoch": update * B / len(rows), "lr": optimizer.param_groups[0]["lr"], "loss": loss,
-                 "mean_token_accuracy": accuracy, "perplexity": math.exp(min(loss, 700)), "grad_norm": norm, "perf/seconds": seconds,
-                 "perf/tokens_per_second": int(tokens) / seconds, "perf/peak_memory_mb": peak / 2**20})
-        scheduler.step()
-        probe = lambda: take_weights(bare, learner)(ids[:1], labels[:1], positions[:1])[0]  # noqa: B023, E731
-        run.checkpoint(update, parameters, optimizer, scheduler, probe)
+    def unshard(self, x):
+        """Put the shards of FSDP2 together, in nested dicts too. The main process gets the result."""
+        if isinstance(x, dict):
+            return {key: self.unshard(value) for key, value in x.items()}
+        if not hasattr(x, "full_tensor"):
+            return x
+        full = x.full_tensor()
+        return full.cpu() if self.accelerator.is_main_process else None
 
-    # 5. The same held-out rows again, samples, and the model that the next script loads.
-    run.bar.stop()
-    after = held_out_numbers(bare, held, autocast, accelerator, args)
-    if run.main:
-        run.table(f"{len(held_pairs)} held-out documents", [dict(metric=k, before=before[k], after=after[k]) for k in before])
-        run.write("evaluation.json", json.dumps(dict(before=before, after=after, n=len(held_pairs)), indent=2))
-        (run.folder / "samples.jsonl").unlink(missing_ok=True)  # a run that was killed behind this line comes here again
-        if args.num_samples > 0:
-            run.table("samples", write_samples(bare.model, tokenizer, held_pairs, args), "samples.jsonl", update=updates)
-        saved = bare.model.merge_and_unload() if args.lora_r else bare.model
-        saved.to(getattr(torch, args.save_dtype)).save_pretrained(run.folder / "model")
-        tokenizer.save_pretrained(run.folder / "model")
-        run.curves("loss", "mean_token_accuracy", "lr")
-        say(f"saved {run.folder / 'model'}")
-    accelerator.wait_for_everyone()  # a process that ends too soon may abort, and torchrun would then stop the one that saves
-    accelerator.end_training()
-    return bare.model, run.folder
+    def restore(self, parameters, optimizer, batch_size):
+        """Load the checkpoint that --resume names, or the newest. -> its state; {"update": 0} if new"""
+        state = {"update": 0}
+        checkpoints = sorted((self.folder / "checkpoints").glob("[0-9]*"))
+        if self.args.resume and checkpoints:
+            asked = Path(self.args.resume).resolve()
+            chosen = checkpoints[-1]
+            for path in checkpoints:
+                if path.resolve() == asked:
+                    chosen = path
+            path = str(chosen / "state.pt")
+            state = load("checkpoint", torch.load, path, map_location="cpu", weights_only=True)
+            self.check_resumable(chosen, state, batch_size)
+            self.load_checkpoint(chosen, state, parameters, optimizer)
+            self.print(f"resumed after update {state['update']}, from {chosen}")
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process and self.args.resume:
+            self.forget_after(state["update"])
+        return state
 
-# ---- 11. Main --------------------------------------------------------------------------------------------------------
-def main(argv=None):
-    """The command line. What the user can mend ends in one line and exit code 2; a bug of ours keeps its traceback."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a missing 4-bit kernel that nothing here uses
-    for quiet in (transformers, datasets):
-        quiet.logging.set_verbosity_error()
-        quiet.utils.logging.disable_progress_bar()
+    def check_resumable(self, folder, state, batch_size):
+        if state["batch_size"] != batch_size:
+            raise UserError(
+                f"--resume {folder}: its batch was {state['batch_size']}, this one is {batch_size}: change "
+                "--per-device-train-batch-size or --gradient-accumulation-steps so that it stays the same"
+            )
+        if state["sharding"] != self.sharding():
+            was = state["sharding"] or "without DeepSpeed"
+            raise UserError(f"--resume {folder}: that run was {was}, and it must stay so")
+
+    def load_checkpoint(self, folder, state, parameters, optimizer):
+        engine = self.deepspeed_engine()
+        if engine is not None:
+            engine.load_checkpoint(str(folder), tag="deepspeed")
+        else:
+            for name, p in parameters.items():
+                p.data.copy_(shard_like(state["parameters"][name], p))
+            in_order = [p for group in optimizer.param_groups for p in group["params"]]
+            for i, moments in state["optimizer"]["state"].items():
+                for name, value in moments.items():
+                    moments[name] = shard_like(value, in_order[i])
+            optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"]["torch"])
+        random.setstate(state["rng"]["python"])
+
+    def forget_after(self, update):
+        """Delete what a run wrote after the checkpoint that it continues from: it will be written again."""
+        for path in (self.folder / "checkpoints").glob("*"):
+            if path.name.startswith(".") or int(path.name) > update:
+                shutil.rmtree(path)
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            if (self.folder / name).exists():
+                lines = (self.folder / name).read_text().splitlines(keepends=True)
+                complete = [line for line in lines if line.endswith("\n")]  # a kill can tear the last one
+                kept = [line for line in complete if json.loads(line)["update"] <= update]
+                self.write(name, "".join(kept))
+
+
+def shard_like(value, p):
+    """The shard of a tensor that belongs to the parameter p if p is sharded (FSDP2); else the tensor."""
+    if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
+        return value
+    value = value.to(p.device)
+    return torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+
+
+def report_held_out(run, before, after, num_documents):
+    """The before / after table, evaluation.json and curves.png."""
+    comparison = []
+    for name, value in before.items():
+        comparison.append({"metric": name, "before": value, "after": after[name]})
+    run.table(f"{num_documents} held-out documents", comparison)
+    about = {"before": before, "after": after, "n": num_documents}
+    run.write("evaluation.json", json.dumps(about, indent=2))
+    run.plot("loss", "mean_token_accuracy", "lr")
+
+
+def report_samples(run, samples):
+    """Show the samples, and write samples.jsonl."""
+    (run.folder / "samples.jsonl").unlink(missing_ok=True)  # from a run that was killed right after this
+    if samples:
+        run.table("samples", samples, "samples.jsonl", update=run.updates)
+
+
+# ---- Command line ------------------------------------------------------------------------------------------
+
+
+def check_positive(args, *names):
+    """Raise if a size is 0 or less, before anything is loaded."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
+
+
+def check_sft_args(args):
+    """Raise for flags that cannot work, before anything is loaded."""
+    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
+    check_positive(args, "max_length", "num_train_rows", "num_eval_rows")
+    find_optimizer(args.optimizer)
+    if args.lora_r < 0:
+        raise UserError(f"--lora-r must be 0 (no LoRA) or more; it is {args.lora_r}")
+    if args.num_samples < 0:
+        raise UserError(f"--num-samples must be 0 or more; it is {args.num_samples}")
+    if args.train_tokenizer < 0:
+        raise UserError(f"--train-tokenizer must be 0 (no) or more; it is {args.train_tokenizer}")
+    if args.train_tokenizer and not args.from_config:
+        raise UserError("--train-tokenizer needs --from-config: a trained model knows only its own tokenizer")
+    if not args.utterance_end.strip():
+        raise UserError("--utterance-end must not be empty: nobody could tell where an utterance ends")
+
+
+def parse_args(argv):
+    """The command line: an optional recipe, then flags. -> Args
+
+    No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
+    """
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")
+    names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
+    recipe, flags = "custom" if names_model else "tiny", argv
+    if argv and not argv[0].startswith("-"):
+        recipe, flags = argv[0], argv[1:]
+        if recipe not in RECIPES:
+            raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
+    default = replace(RECIPES.get(recipe, Args()), recipe=recipe)
+    description = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    args = tyro.cli(Args, default=default, args=flags, description=description)
+    if args.resume is None:
+        return args
+    return resumed_args(args.resume, argv[0] if flags is not argv else None, flags)
+
+
+def resumed_args(resume, recipe, flags):
+    """The flags of the run to continue. Flags that would change its result are refused."""
+    folder = Path(resume)
+    if resume == "latest":
+        folder = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime, default=folder).parent
+    if not folder.exists():
+        raise UserError(f"--resume {resume}: there is no such run or checkpoint")
+    if folder.parent.name == "checkpoints":
+        folder = folder.parent.parent
     try:
-        train(parse_args(sys.argv[1:] if argv is None else argv))
-    except Exception as error:
-        fail(error)
+        saved = Args(**json.loads((folder / "args.json").read_text())["args"])
+    except (OSError, TypeError, KeyError, ValueError) as error:
+        raise UserError(f"--resume {resume}: not a run of this script and version: {error}") from error
+    if recipe is not None and recipe != saved.recipe:
+        raise UserError(f"--resume {resume}: that run has the recipe {saved.recipe}, not {recipe}")
+
+    args = tyro.cli(Args, default=saved, args=flags)
+    may_change = {
+        "resume",
+        "save_every",
+        "keep_checkpoints",
+        "log_with",
+        "total_episodes",
+        "num_train_epochs",
+    }
+    may_change |= {
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+    }  # if the batch stays the same
+    may_change |= {"judge_fn", "judge_model", "judge_url"}
+    changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
+    changed = [name for name in changed if name not in may_change]
+    if changed:
+        raise UserError(f"--resume {folder} would change {', '.join(changed)}; start a new run for that")
+    return replace(args, output_dir=str(folder))
+
+
+def run_command_line(function, *inputs):
+    """Call function(*inputs). Errors that the user can fix print one line, with exit code 2."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel we do not use
+    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
+    warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
+    for library in (transformers, datasets):
+        library.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
+    try:
+        function(*inputs)
+    except (UserError, UnicodeDecodeError) as error:  # the latter: data that is not UTF-8
+        line = str(error)
+    except ModuleNotFoundError as error:
+        line = f"these flags need the package {error.name}: pip install {error.name}"
+    except (OSError, SafetensorError) as error:  # a full disk, a folder that is not writable
+        line = f"{error}; --resume continues from the last checkpoint"
+    else:
+        return
+    finally:
+        Console().show_cursor()  # the progress bar hid it
+    print(f"{SCRIPT}.py: {' '.join(line.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    run_command_line(lambda: train(parse_args(argv)))
+
 
 if __name__ == "__main__":
     main()

@@ -1,15 +1,20 @@
-"""What each trick that has a flag is worth: the tiny recipes as they are, and once more for each change of one flag, with seeds 1, 2, 3.
+"""What each trick that has a flag is worth: the tiny recipes as they are, and once more for each change of
+one flag, with seeds 1, 2, 3.
 
-    python benchmarks/ablations.py --jobs 2                # all runs, each on one thread; what is there already is not run again
-    python benchmarks/ablations.py --only rloo_tldr k3     # runs whose script, name or flags have all these words
+    python benchmarks/ablations.py --jobs 2                # all runs, each on one thread; what is there
+    already is not run again
+    python benchmarks/ablations.py --only rloo_tldr k3     # runs whose script, name or flags have all these
+    words
     python benchmarks/ablations.py --list                  # the runs, and which of them are done
     python benchmarks/ablations.py --table                 # only write the tables anew
 
-A run is `python SCRIPT.py --seed S FLAGS --output-dir runs/ablations/...`; a line of results.jsonl is what is kept of it: the held-out
-numbers of evaluation.json, and of metrics.jsonl means over the last tenth of the updates and extremes. Tables go to the screen, to
-README.md beside results.jsonl, and between the two markers of docs/tricks.md. To try it out: --flags "--total-episodes 256" --folder DIR.
+A run is `python SCRIPT.py --seed S FLAGS --output-dir runs/ablations/...`; a line of results.jsonl is what
+is kept of it: the held-out numbers of evaluation.json, and of metrics.jsonl means over the last tenth of
+the updates and extremes. Tables go to the screen and to README.md next to results.jsonl. To try it out:
+--flags "--total-episodes 256" --folder DIR.
 
-To add a change, add a line to CHANGES: script, name, numbers of the tricks in docs/tricks.md, flags.
+To add a change, add a line to CHANGES: script, name, numbers of the tricks in
+docs/implementation_details.md, flags.
 """
 
 import argparse
@@ -27,17 +32,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-HOME = ROOT / "benchmarks/ablations"
-PAGE = ROOT / "docs/tricks.md"
-MARKERS = "<!-- what benchmarks/ablations.py measured -->", "<!-- end -->"
+HOME = ROOT / "results/ablations"
 SEEDS = (1, 2, 3)
 S, D, R = "ppo_sentiment", "ppo_dialog", "rloo_tldr"
 AS_IT_IS = "as it is"
 CHECKPOINTS = {S: "checkpoints/reviews-lm", D: "checkpoints/dialogs-lm"}
 COLUMNS = {  # script -> numbers of the table, the first ones with their difference to the run as it is
-    S: (["score mean"], ["KL, nats a response", "perplexity under the reference"]),
-    D: (["intent", "meteor"], ["KL, nats a response", "perplexity of the references"]),
-    R: (["win rate", "score mean"], ["KL, nats a response", "ended by itself", "tokens a response"]),
+    S: (["score mean"], ["KL, nats per response", "perplexity under the reference"]),
+    D: (["intent", "meteor"], ["KL, nats per response", "perplexity of the references"]),
+    R: (["win rate", "score mean"], ["KL, nats per response", "ended by itself", "tokens per response"]),
 }
 LAST = ("objective/kl", "objective/kl_coef", "objective/scores", "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg",
         "val/clipfrac_avg", "val/ratio", "loss/value_avg", "completions/mean_length", "completions/clipped_ratio",
@@ -57,8 +60,6 @@ class Change(NamedTuple):
 PPO_CHANGES = [  # of both PPO scripts
     ("a fixed KL coefficient", (21, 44), "--kl-target None"),
     ("no price on the KL", (), "--kl-coef 0 --kl-target None"),
-    ("k2 in the reward", (32,), "--kl-estimator k2"),
-    ("k3 in the reward", (32,), "--kl-estimator k3"),
     ("rewards divided by their deviation", (20,), "--whiten-rewards"),
     ("policy loss not clipped", (), "--cliprange 1e9"),
     ("value loss not clipped", (), "--cliprange-value 1e9"),
@@ -67,7 +68,6 @@ PPO_CHANGES = [  # of both PPO scripts
     ("one epoch", (27,), "--num-ppo-epochs 1"),
     ("gradients not clipped", (), "--max-grad-norm None"),
     ("Adam's epsilon 1e-5", (31,), "--adam-eps 1e-5"),
-    ("products in bf16", (10,), "--dtype bfloat16"),
 ]
 CHANGES = [Change(*row) for row in [
     (S, AS_IT_IS, (), ""),
@@ -75,14 +75,12 @@ CHANGES = [Change(*row) for row in [
     (S, "one minibatch, one optimizer step an epoch", (27,), "--num-mini-batches 1 --per-device-train-batch-size 128"),
     (S, "scores clipped to +-2", (18,), "--score-clip 2"),
     (S, "a critic with its own weights", (), f"--value-model-path {CHECKPOINTS[S]}"),
-    (S, "epochs end at approxkl 0.05", (), "--early-stop-approxkl 0.05"),
     (D, AS_IT_IS, (), ""),
     *((D, *row) for row in PPO_CHANGES),
     (D, "four minibatches, four optimizer steps an epoch", (27,), "--num-mini-batches 4 --gradient-accumulation-steps 1"),
     (D, "intent weighs as much as METEOR", (), "--intent-weight 1"),
     (D, "a missing EOS costs 1", (16, 17), "--missing-eos-penalty 1"),
     (D, "a critic with its own weights", (), f"--value-model-path {CHECKPOINTS[D]}"),
-    (D, "epochs end at approxkl 0.02", (), "--early-stop-approxkl 0.02"),
     (D, "intent 0 or 1, not its probability", (), "--intent-reward match"),
     (D, "no METEOR in the reward", (39,), "--meteor-weight 0"),
     (D, "no intent in the reward", (39,), "--intent-weight 0"),
@@ -91,8 +89,6 @@ CHANGES = [Change(*row) for row in [
     (R, "no stop token", (16,), "--stop-token None --missing-eos-penalty None"),
     (R, "2 responses to a prompt", (25,), "--rloo-k 2"),
     (R, "no price on the KL", (), "--kl-coef 0"),
-    (R, "k2 in the reward", (32,), "--kl-estimator k2"),
-    (R, "k3 in the reward", (32,), "--kl-estimator k3"),
     (R, "k2 in the loss", (32,), "--kl-in-loss --kl-estimator k2"),
     (R, "k3 in the loss, as GRPO", (32,), "--kl-in-loss --kl-estimator k3"),
     (R, "rewards divided by their deviation", (20, 26), "--whiten-rewards"),
@@ -102,7 +98,6 @@ CHANGES = [Change(*row) for row in [
     (R, "one minibatch, one optimizer step an update", (27,), "--num-mini-batches 1 --per-device-train-batch-size 128"),
     (R, "gradients not clipped", (), "--max-grad-norm None"),
     (R, "Adam's epsilon 1e-5", (31,), "--adam-eps 1e-5"),
-    (R, "products in bf16", (10,), "--dtype bfloat16"),
 ]]  # fmt: skip
 
 
@@ -122,19 +117,32 @@ def summary(rows):
     last = rows[-max(1, len(rows) // 10) :]
     kept = {f"{name}, last": sum(row[name] for row in last) / len(last) for name in LAST if name in rows[0]}
     kept |= {f"{name}, highest": max(row[name] for row in rows) for name in HIGHEST if name in rows[0]}
-    return kept | {"val/ratio, first": rows[0]["val/ratio"], "updates": len(rows), "seconds": sum(row["perf/seconds"] for row in rows)}
+    return kept | {
+        "val/ratio, first": rows[0]["val/ratio"],
+        "updates": len(rows),
+        "seconds": sum(row["perf/seconds"] for row in rows),
+    }
 
 
 def run(change, seed, extra, work):
-    """One run in a process of its own. -> a line of results.jsonl, or None where it ended in another way than a run can"""
+    """One run in a process of its own. -> a line of results.jsonl, or None where it ended in another way
+    than a run can"""
     folder = work / slug(change, seed)
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     folder.parent.mkdir(parents=True, exist_ok=True)
-    words = [sys.executable, f"{change.script}.py", "--seed", str(seed), *shlex.split(f"{change.flags} {extra}")]
+    words = [
+        sys.executable,
+        f"{change.script}.py",
+        "--seed",
+        str(seed),
+        *shlex.split(f"{change.flags} {extra}"),
+    ]
     words += ["--output-dir", str(folder), "--save-every", "0", "--num-sample-generations", "0"]
     env = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     with open(f"{folder}.log", "w+") as log:
-        code = subprocess.run(words, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode
+        code = subprocess.run(
+            words, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        ).returncode
         log.seek(0)
         said = log.read().strip().split("\n")[-1]
     if code not in (0, 2):  # 2: the script stopped by its own rule, as after 5 gradients that are not finite
@@ -146,7 +154,9 @@ def run(change, seed, extra, work):
         return None
     about = json.loads((folder / "args.json").read_text())
     line |= dict(commit=about["commit"], torch=about["versions"]["torch"])
-    line["metrics"] = summary([json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()])
+    line["metrics"] = summary(
+        [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    )
     if code == 2:
         return line | dict(stopped=said)
     found = json.loads((folder / "evaluation.json").read_text())
@@ -158,11 +168,16 @@ def run(change, seed, extra, work):
 def spread(values, digits=3):
     """Mean, and in brackets the lowest and the highest."""
     low, high = (f"{x:.{digits}f}" for x in (min(values), max(values)))
-    return f"{sum(values) / len(values):.{digits}f} ({low} .. {high})" if len(values) > 1 else f"{low} (one seed)"
+    return (
+        f"{sum(values) / len(values):.{digits}f} ({low} .. {high})"
+        if len(values) > 1
+        else f"{low} (one seed)"
+    )
 
 
 def table(script, results):
-    """A table in Markdown of one script: means over the seeds, lowest and highest; differences are of runs with the same seed."""
+    """A table in Markdown of one script: means over the seeds, lowest and highest; differences are of runs
+    with the same seed."""
     main, others = COLUMNS[script]
     heads = ["changed", "tricks", *(head for name in main for head in (name, "difference")), *others]
     rows = []
@@ -172,14 +187,22 @@ def table(script, results):
         if not lines:
             continue
         name = f"{change.name}" + (f": `{change.flags}`" if change.flags else "")
-        name += f"; stopped by itself in {len(lines) - len(ended)} of {len(lines)} runs" if len(ended) < len(lines) else ""
+        name += (
+            f"; stopped by itself in {len(lines) - len(ended)} of {len(lines)} runs"
+            if len(ended) < len(lines)
+            else ""
+        )
         name += f"; {len(lines)} of {len(SEEDS)} seeds" if len(lines) < len(SEEDS) else ""
         cells = [name, ", ".join(map(str, change.tricks))]
         for number in main + others:
             cells.append(spread([line["after"][number] for line in ended]) if ended else "")
             if number in main:
                 start = {seed: results.get((script, "", seed), {}).get("after") for seed in SEEDS}
-                pairs = [line["after"][number] - start[line["seed"]][number] for line in ended if start[line["seed"]]]
+                pairs = [
+                    line["after"][number] - start[line["seed"]][number]
+                    for line in ended
+                    if start[line["seed"]]
+                ]
                 cells.append(spread(pairs) if pairs and change.flags else "")
         rows.append(cells)
     if not rows:
@@ -189,22 +212,21 @@ def table(script, results):
 
 def tables(results):
     """All tables, with a heading each."""
-    return "\n\n".join(f"### {script}.py\n\n{text}" for script in (S, D, R) if (text := table(script, results)))
-
-
-def page_with(text, found):
-    """docs/tricks.md with other tables between its markers."""
-    before, rest = text.split(MARKERS[0])
-    return f"{before}{MARKERS[0]}\n\n{found}\n\n{MARKERS[1]}{rest.split(MARKERS[1])[1]}"
+    return "\n\n".join(
+        f"### {script}.py\n\n{text}" for script in (S, D, R) if (text := table(script, results))
+    )
 
 
 README = """# Ablations
 
-What `python benchmarks/ablations.py` measured: the tiny recipes as they are and with one flag changed, with the seeds {seeds}, each run on
-one thread. `results.jsonl` has a line for each run: the held-out numbers `before` and `after`, and of the log means over the last tenth
-of the updates and extremes. Cells are means over the seeds, with the lowest and the highest in brackets. A difference is to the run as
-it is with the same seed; where its brackets hold 0, three seeds do not tell the two apart. Numbers under "tricks" are those of
-[docs/tricks.md](../../docs/tricks.md); a change without one is of something that is no trap.
+What `python benchmarks/ablations.py` measured: the tiny recipes with one flag changed, with the seeds {seeds}, each run on one thread.
+Measured before the scripts were rewritten (commits ca914eb and 9289153; each line of `results.jsonl` has its commit).
+
+Cells are means over the seeds, with the lowest and the highest value in brackets. A difference is to the unchanged run with the same
+seed. If its brackets contain 0, three seeds do not tell the two apart. "tricks" are numbers of traps in
+[implementation details](../../docs/implementation_details.md), which also says [what these tables
+show](../../docs/implementation_details.md#what-the-ablations-show). `results.jsonl` has one line per run: the held-out numbers `before`
+and `after`, and means and extremes of the metrics over the last tenth of the updates.
 
 {tables}
 """
@@ -216,24 +238,30 @@ def write(folder, results):
         return
     print(f"\n{found}\n")
     (folder / "README.md").write_text(README.format(seeds=", ".join(map(str, SEEDS)), tables=found))
-    if folder == HOME:
-        PAGE.write_text(page_with(PAGE.read_text(), found))
 
 
 def parse(argv):
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, each on one thread")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only runs whose script, name or flags have all these words")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="WORD",
+        help="only runs whose script, name or flags have all these words",
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, choices=SEEDS)
     parser.add_argument("--folder", type=Path, default=HOME, help="where results.jsonl and README.md are")
-    parser.add_argument("--flags", default="", help="flags for every run, to try things out; needs another --folder")
+    parser.add_argument(
+        "--flags", default="", help="flags for every run, to try things out; needs another --folder"
+    )
     parser.add_argument("--list", action="store_true", help="show the runs and start none")
     parser.add_argument("--table", action="store_true", help="write the tables anew and start nothing")
     args = parser.parse_args(argv)
     args.folder = args.folder.resolve()
     if args.flags and args.folder == HOME:
-        parser.error("--flags makes other runs than those of benchmarks/ablations: name another --folder")
+        parser.error("--flags makes other runs than those of results/ablations: name another --folder")
     return args
 
 
@@ -245,11 +273,21 @@ def main(argv=None):
     results = read(path)
     chosen = [(change, seed) for seed in args.seeds for change in CHANGES  # all changes with the first seed, then with the next
               if all(word.lower() in f"{change.script} {change.name} {change.flags}".lower() for word in args.only)]  # fmt: skip
-    chosen.sort(key=lambda one: not one[0].tricks and one[0].name != AS_IT_IS)  # what belongs to a trick of the page first
-    missing = [(change, seed) for change, seed in chosen if (change.script, change.flags, seed) not in results]
+    chosen.sort(
+        key=lambda one: not one[0].tricks and one[0].name != AS_IT_IS
+    )  # what belongs to a trick of the page first
+    missing = [
+        (change, seed) for change, seed in chosen if (change.script, change.flags, seed) not in results
+    ]
     if args.list:
         for change, seed in chosen:
-            print("to do" if (change, seed) in missing else "done ", change.script, f"seed {seed}:", change.name, change.flags)
+            print(
+                "to do" if (change, seed) in missing else "done ",
+                change.script,
+                f"seed {seed}:",
+                change.name,
+                change.flags,
+            )
         return 0
     print(f"{len(chosen)} runs, {len(chosen) - len(missing)} of them done before", flush=True)
     failed, stop, began = [], threading.Event(), time.time()
@@ -268,7 +306,10 @@ def main(argv=None):
             with open(path, "a") as file:
                 file.write(json.dumps(line) + "\n")
             headline = line["after"][COLUMNS[change.script][0][0]] if "after" in line else line["stopped"]
-            print(f"{place + 1}/{len(missing)}  {time.time() - began:.0f} s  {slug(change, seed)}: {headline}", flush=True)
+            print(
+                f"{place + 1}/{len(missing)}  {time.time() - began:.0f} s  {slug(change, seed)}: {headline}",
+                flush=True,
+            )
 
     if not args.table:
         pool = ThreadPoolExecutor(args.jobs)

@@ -1,4 +1,4 @@
-"""What all tests share: the scripts as modules, and tiny models and data that are made on the spot, without network."""
+"""What all tests share: the scripts as modules, and tiny models and data that need no network."""
 
 import functools
 import gzip
@@ -18,17 +18,17 @@ import tokenizers  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-torch.set_num_threads(1)  # as in the processes that tests start: the same bits need the same number of threads
+torch.set_num_threads(1)  # as in the processes that tests start: equal bits need an equal number of threads
 transformers.utils.logging.disable_progress_bar()
 
-SCRIPTS = [name for name in ("sft", "reward_model", "ppo_sentiment", "ppo_dialog", "rloo_tldr") if (ROOT / f"{name}.py").exists()]
-ARCHITECTURES = ("gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "llama", "qwen2")
-PPO, RL = ("ppo_sentiment", "ppo_dialog"), ("ppo_sentiment", "ppo_dialog", "rloo_tldr")
-KERNELS = {  # kernel -> the scripts that must ship it
+SCRIPTS = ("sft", "reward_model", "ppo_sentiment", "ppo_dialog", "rloo_tldr")
+PPO = ("ppo_sentiment", "ppo_dialog")
+RL = ("ppo_sentiment", "ppo_dialog", "rloo_tldr")
+MATH = {  # function -> the scripts that must have it
     "response_lengths": RL,
     "length_mask": RL,
     "token_logprobs": RL,
-    "kl_per_token": RL,
+    "kl_per_token": ("rloo_tldr",),
     "token_rewards": PPO,
     "masked_mean": RL,
     "masked_whiten": PPO,
@@ -38,6 +38,7 @@ KERNELS = {  # kernel -> the scripts that must ship it
     "clipped_value_loss": PPO,
     "adaptive_kl_coef": PPO,
     "sample_tokens": RL,
+    "learning_rate": SCRIPTS,
     "stop_sequence_table": ("ppo_dialog",),
     "stop_sequence_seen": ("ppo_dialog",),
     "next_token_losses": ("sft",),
@@ -46,143 +47,179 @@ KERNELS = {  # kernel -> the scripts that must ship it
 }
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 ACTS = ("inform", "question", "directive", "commissive")  # DailyDialog's, 1 to 4
+
+ARCHITECTURES = ("gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "llama", "qwen2")
 WIDTH, LAYERS, HEADS, CONTEXT = 32, 2, 4, 256
-SIZES = {
+USUAL_NAMES = dict(
+    hidden_size=WIDTH,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS,
+    max_position_embeddings=CONTEXT,
+)
+SIZES = {  # the configs of tiny models, by architecture
     "gpt2": dict(n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=CONTEXT),
-    "gpt_neo": dict(hidden_size=WIDTH, num_layers=LAYERS, num_heads=HEADS, max_position_embeddings=CONTEXT, window_size=8,
-                    attention_types=[[["global", "local"], 1]]),
-    "gpt_neox": dict(intermediate_size=64),
-    "opt": dict(ffn_dim=64, word_embed_proj_dim=WIDTH),
+    "gpt_neo": dict(
+        hidden_size=WIDTH,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        max_position_embeddings=CONTEXT,
+        window_size=8,
+        attention_types=[[["global", "local"], 1]],
+    ),
+    "gpt_neox": dict(**USUAL_NAMES, intermediate_size=64),
+    "opt": dict(**USUAL_NAMES, ffn_dim=64, word_embed_proj_dim=WIDTH),
     "bloom": dict(hidden_size=WIDTH, n_layer=LAYERS, n_head=HEADS),
-    "llama": dict(intermediate_size=64, num_key_value_heads=2),
-    "qwen2": dict(intermediate_size=64, num_key_value_heads=2),
-}  # fmt: skip
-COMMON = dict(hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS, max_position_embeddings=CONTEXT)
+    "llama": dict(**USUAL_NAMES, intermediate_size=64, num_key_value_heads=2),
+    "qwen2": dict(**USUAL_NAMES, intermediate_size=64, num_key_value_heads=2),
+    "distilbert": dict(
+        dim=WIDTH, n_layers=LAYERS, n_heads=HEADS, hidden_dim=64, max_position_embeddings=CONTEXT
+    ),
+}
 
 
-def byte_level_tokenizer(texts=None, size=300):
-    """The tokenizer of checkpoints/reviews-lm (1024 tokens), or a new byte-level BPE of `size` tokens learned from texts."""
-    if texts is None:
-        return transformers.AutoTokenizer.from_pretrained(ROOT / "checkpoints/reviews-lm")
-    learned = tokenizers.ByteLevelBPETokenizer()
-    learned.train_from_iterator(texts, vocab_size=size, special_tokens=[PAD, EOS], show_progress=False)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=learned._tokenizer, bos_token=EOS, eos_token=EOS, pad_token=PAD)
-
-
-def ids_of(tokenizer):
-    """The tokenizer's sizes and special ids, as a config names them."""
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return dict(vocab_size=len(tokenizer)) | {name: getattr(tokenizer, name) for name in names}
-
-
-def shipping(*kernels):
-    """Parametrises a test's argument `k` with every existing script that must ship all these kernels."""
-    names = [name for name in SCRIPTS if all(name in KERNELS[kernel] for kernel in kernels)]
-    return pytest.mark.parametrize("k", [pytest.param(importlib.import_module(name), id=name) for name in names])
+def module_with(*names):
+    """The first script that has all these functions. test_contract.py: equal names have equal source."""
+    for script in SCRIPTS:
+        module = importlib.import_module(script)
+        if all(hasattr(module, name) for name in names):
+            return module
+    raise LookupError(f"no script has all of {names}")
 
 
 @pytest.fixture(scope="session")
 def scripts():
-    """Name -> module of every script that exists."""
+    """Name -> module of every script."""
     return {name: importlib.import_module(name) for name in SCRIPTS}
+
+
+# ---- Tokenizers and models ---------------------------------------------------------------------------------
+
+
+def byte_level_tokenizer(texts=None, size=300):
+    """The tokenizer of checkpoints/reviews-lm (1024 tokens), or a new byte-level BPE learned from texts."""
+    if texts is None:
+        return transformers.AutoTokenizer.from_pretrained(ROOT / "checkpoints/reviews-lm")
+    learned = tokenizers.ByteLevelBPETokenizer()
+    learned.train_from_iterator(texts, vocab_size=size, special_tokens=[PAD, EOS], show_progress=False)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=learned._tokenizer, bos_token=EOS, eos_token=EOS, pad_token=PAD
+    )
+
+
+def ids_of(tokenizer):
+    """The tokenizer's size and special ids, under their names in a config."""
+    return dict(
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
 
 
 @pytest.fixture(scope="session")
 def tiny_lm(tmp_path_factory):
-    """tiny_lm(arch="gpt2", pad="own" | "eos") -> folder of a random causal language model with its tokenizer, made once."""
-    made = {}
+    """tiny_lm(arch="gpt2", pad="own" | "eos") -> folder of a random language model with its tokenizer."""
 
-    def make(arch="gpt2", pad="own"):
-        if (arch, pad) not in made:
-            tokenizer = byte_level_tokenizer()
-            tokenizer.pad_token = PAD if pad == "own" else EOS
-            sizes = SIZES[arch] if arch in ("gpt2", "gpt_neo", "bloom") else COMMON | SIZES[arch]
-            spread = {"initializer_range": 0.2, "init_std": 0.2}  # far enough from uniform that a wrong position shows
-            config = transformers.AutoConfig.for_model(arch, **sizes, **ids_of(tokenizer), **spread)
-            torch.manual_seed(0)
-            folder = tmp_path_factory.mktemp(f"{arch}-{pad}")
-            model = transformers.AutoModelForCausalLM.from_config(config)
-            for vector in (p for p in model.parameters() if p.dim() == 1):
-                vector.data += 0.1 * torch.randn_like(vector)  # biases and norms that are not 0 and 1
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            made[arch, pad] = str(folder)
-        return made[arch, pad]
+    @functools.cache
+    def make(arch, pad):
+        tokenizer = byte_level_tokenizer()
+        tokenizer.pad_token = PAD if pad == "own" else EOS
+        # Weights far from 0, so that the distributions are not uniform and a wrong position shows.
+        spread = dict(initializer_range=0.2, init_std=0.2)
+        config = transformers.AutoConfig.for_model(arch, **SIZES[arch], **ids_of(tokenizer), **spread)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.data += 0.1 * torch.randn_like(p)  # biases and norms that are not 0 and 1
+        return save(model, tokenizer, tmp_path_factory.mktemp(f"{arch}-{pad}"))
 
-    return make
+    return lambda arch="gpt2", pad="own": make(arch, pad)
 
 
-@pytest.fixture(scope="session")
-def metaspace_lm(tmp_path_factory):
-    """A random GPT-2 whose tokenizer marks spaces as Llama's: decoded alone, a response loses its first space. -> folder"""
-    learned = tokenizers.Tokenizer(tokenizers.models.BPE())
-    learned.pre_tokenizer, learned.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=[PAD, EOS], show_progress=False)
-    learned.train_from_iterator([row["text"] for row in reviews("test", 100)], trainer)
-    ends = dict(bos_token=EOS, eos_token=EOS, pad_token=PAD)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=learned, clean_up_tokenization_spaces=False, **ends)
-    folder = tmp_path_factory.mktemp("metaspace")
-    torch.manual_seed(4)
-    config = transformers.AutoConfig.for_model("gpt2", **SIZES["gpt2"], **ids_of(tokenizer))
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+def save(model, tokenizer, folder):
+    """-> the folder, as str"""
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
 @pytest.fixture(scope="session")
+def metaspace_lm(tmp_path_factory):
+    """Folder of a random GPT-2. Its tokenizer drops the first space when it decodes, as Llama's does."""
+    learned = tokenizers.Tokenizer(tokenizers.models.BPE())
+    learned.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    learned.decoder = tokenizers.decoders.Metaspace()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=[PAD, EOS], show_progress=False)
+    learned.train_from_iterator([row["text"] for row in reviews("test", 100)], trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=learned,
+        clean_up_tokenization_spaces=False,
+        bos_token=EOS,
+        eos_token=EOS,
+        pad_token=PAD,
+    )
+    torch.manual_seed(4)
+    config = transformers.AutoConfig.for_model("gpt2", **SIZES["gpt2"], **ids_of(tokenizer))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    return save(model, tokenizer, tmp_path_factory.mktemp("metaspace"))
+
+
+@pytest.fixture(scope="session")
 def tiny_classifier(tmp_path_factory):
-    """tiny_classifier(tokenizer="own" | "other", labels=("negative", "positive")) -> folder of a random DistilBERT with these labels.
+    """tiny_classifier(tokenizer="own" | "other", labels=(...)) -> folder of a random DistilBERT.
 
     Its tokenizer is the language models', or another one of 300 tokens with other ids.
     """
-    made = {}
 
-    def make(tokenizer="own", labels=("negative", "positive")):
-        if (tokenizer, labels) not in made:
-            learned = byte_level_tokenizer(None if tokenizer == "own" else [row["text"] for row in reviews("test", 100)])
-            config = transformers.AutoConfig.for_model(
-                "distilbert", dim=WIDTH, n_layers=LAYERS, n_heads=HEADS, hidden_dim=64, max_position_embeddings=CONTEXT,
-                initializer_range=0.2, id2label=dict(enumerate(labels)), label2id={name: i for i, name in enumerate(labels)},
-                **ids_of(learned),
-            )  # fmt: skip
-            torch.manual_seed(1)
-            folder = tmp_path_factory.mktemp(f"classifier-{tokenizer}")
-            transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-            learned.save_pretrained(folder)
-            made[tokenizer, labels] = str(folder)
-        return made[tokenizer, labels]
+    @functools.cache
+    def make(tokenizer, labels):
+        texts = None if tokenizer == "own" else [row["text"] for row in reviews("test", 100)]
+        learned = byte_level_tokenizer(texts)
+        config = transformers.AutoConfig.for_model(
+            "distilbert",
+            **SIZES["distilbert"],
+            **ids_of(learned),
+            initializer_range=0.2,
+            id2label=dict(enumerate(labels)),
+            label2id={name: i for i, name in enumerate(labels)},
+        )
+        torch.manual_seed(1)
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+        return save(model, learned, tmp_path_factory.mktemp(f"classifier-{tokenizer}"))
 
-    return make
+    return lambda tokenizer="own", labels=("negative", "positive"): make(tokenizer, labels)
 
 
 @pytest.fixture(scope="session")
 def tiny_intents(tiny_classifier):
-    """tiny_intents(tokenizer="own" | "other") -> folder of a random classifier of acts."""
+    """tiny_intents(tokenizer="own" | "other") -> folder of a random classifier of dialog acts."""
     return functools.partial(tiny_classifier, labels=ACTS)
 
 
 @pytest.fixture(scope="session")
 def tiny_preference_model(tiny_lm, tmp_path_factory):
-    """tiny_preference_model(arch="gpt_neox") -> folder of a random model with one score, whose config says reward_offset 0.25."""
-    made = {}
+    """tiny_preference_model(arch="gpt_neox") -> folder of a random reward model with reward_offset 0.25."""
 
-    def make(arch="gpt_neox"):
-        if arch not in made:
-            config = transformers.AutoConfig.from_pretrained(tiny_lm(arch), num_labels=1)
-            config.reward_offset = 0.25
-            torch.manual_seed(2)
-            made[arch] = str(tmp_path_factory.mktemp(f"preferences-{arch}"))
-            transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(made[arch])
-            byte_level_tokenizer().save_pretrained(made[arch])
-        return made[arch]
+    @functools.cache
+    def make(arch):
+        config = transformers.AutoConfig.from_pretrained(tiny_lm(arch), num_labels=1)
+        config.reward_offset = 0.25
+        torch.manual_seed(2)
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+        return save(model, byte_level_tokenizer(), tmp_path_factory.mktemp(f"preferences-{arch}"))
 
-    return make
+    return lambda arch="gpt_neox": make(arch)
+
+
+# ---- Data --------------------------------------------------------------------------------------------------
 
 
 def rows_of_data(name, count):
-    """The first rows of a file of data/."""
+    """The first rows of a file in data/."""
     path = ROOT / f"data/{name}.jsonl"
-    with open(path) if path.exists() else gzip.open(f"{path}.gz", "rt") as file:
+    opened = open(path) if path.exists() else gzip.open(f"{path}.gz", "rt")
+    with opened as file:
         return [json.loads(line) for line, _ in zip(file, range(count))]
 
 
@@ -193,15 +230,22 @@ def reviews(split, count):
 
 @pytest.fixture(scope="session")
 def small_folder(tmp_path_factory):
-    """small_folder(name) -> a folder with the first 48 rows of data/<name>'s train.jsonl and the first 24 of its test.jsonl."""
+    """small_folder(name) -> a folder with the first 48 training rows and 24 test rows of data/<name>."""
 
     def make(name):
         folder = tmp_path_factory.mktemp(name)
         for split, count in (("train", 48), ("test", 24)):
-            (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_data(f"{name}/{split}", count)))
+            lines = [json.dumps(row) + "\n" for row in rows_of_data(f"{name}/{split}", count)]
+            (folder / f"{split}.jsonl").write_text("".join(lines))
         return str(folder)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_reviews(small_folder):
+    """Columns text and label, from data/reviews."""
+    return small_folder("reviews")
 
 
 @pytest.fixture(scope="session")
@@ -223,13 +267,16 @@ def tiny_dialogs(small_folder):
 
 
 @pytest.fixture(scope="session")
-def world(tiny_lm, tiny_classifier, tiny_preference_model, tiny_intents, tiny_reviews, tiny_posts, tiny_dialogs):
+def world(
+    tiny_lm, tiny_classifier, tiny_preference_model, tiny_intents, tiny_reviews, tiny_posts, tiny_dialogs
+):
     """All that small runs need."""
-    models = dict(lm=tiny_lm, classifier=tiny_classifier, preference_model=tiny_preference_model, intents=tiny_intents)
-    return types.SimpleNamespace(**models, reviews=tiny_reviews, posts=tiny_posts, dialogs=tiny_dialogs)
-
-
-@pytest.fixture(scope="session")
-def tiny_reviews(small_folder):
-    """Columns text and label, from data/reviews."""
-    return small_folder("reviews")
+    return types.SimpleNamespace(
+        lm=tiny_lm,
+        classifier=tiny_classifier,
+        preference_model=tiny_preference_model,
+        intents=tiny_intents,
+        reviews=tiny_reviews,
+        posts=tiny_posts,
+        dialogs=tiny_dialogs,
+    )

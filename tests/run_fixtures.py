@@ -1,4 +1,4 @@
-"""Fixtures of the tests of whole runs: small runs of each script, a second or two each."""
+"""Fixtures for tests of whole runs: small runs of each script, about a second each."""
 
 import shutil
 import signal
@@ -7,13 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from run_tools import BY_HEART, maker, rows_of, write_rows
+from run_tools import ALL, BY_HEART, maker, rows_of, write_rows
 
 
 @contextmanager
 def handlers_kept():
-    """A run installs its own handlers of signals; put back what was there."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """A run installs its own signal handlers. Restore the old ones afterwards."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
     finally:
@@ -23,42 +24,70 @@ def handlers_kept():
 
 @pytest.fixture(autouse=True)
 def signal_handlers():
-    """Each test leaves the handlers of signals as they were."""
+    """Every test leaves the signal handlers unchanged."""
     with handlers_kept():
         yield
 
 
+def check_names(run, *names):
+    """In place of Run.plot, whose drawing takes longer than a small run: only check that it could draw."""
+    assert all(name in row for row in rows_of(run.folder) for name in names)
+    (run.folder / "curves.png").touch()
+
+
+@pytest.fixture
+def curves():
+    """Tests with this fixture draw a real curves.png."""
+
+
+@pytest.fixture(autouse=True)
+def cheap_curves(request, scripts, monkeypatch):
+    """Runs in this process do not draw, unless the test asks for it."""
+    if "curves" in request.fixturenames:
+        return
+    for module in scripts.values():
+        monkeypatch.setattr(module.Run, "plot", check_names)
+
+
 @pytest.fixture
 def small(scripts, world, tmp_path):
-    """small(script, folder="run", **changes) -> Args of a run of a second or two; the folder is in tmp_path."""
+    """small(script, folder="run", **changes) -> Args of a small run, whose folder is in tmp_path."""
     return maker(scripts, world, tmp_path)
 
 
 def small_fixture(script):
-    """A fixture: run(folder="run", **changes) trains with small flags -> (model, run folder, rows of metrics.jsonl)."""
+    """A fixture: run(folder="run", **changes) trains -> (model, run folder, rows of metrics.jsonl)."""
 
     @pytest.fixture
     def fixture(scripts, small):
         def run(folder="run", **changes):
-            model, folder = scripts[script].train(small(script, folder, **changes))
-            return model, Path(folder), rows_of(folder)
+            model, run_folder = scripts[script].train(small(script, folder, **changes))
+            return model, Path(run_folder), rows_of(run_folder)
 
         return run
 
     return fixture
 
 
-SCRIPTS = ("ppo_sentiment", "ppo_dialog", "rloo_tldr", "sft", "reward_model")
-ppo, dialog, rloo, sft, reward = (small_fixture(script) for script in SCRIPTS)
+ppo, dialog, sft, reward, rloo = (small_fixture(script) for script in ALL)
 
 
 @pytest.fixture(scope="session")
 def talker(scripts, world, tmp_path_factory):
-    """What sft.py makes of five short dialogues, which it then knows by heart; their utterances end with " <EOU>". -> model, data"""
+    """A model that knows five short dialogs by heart, whose utterances end with " <EOU>". -> model, data"""
     root = tmp_path_factory.mktemp("talker")
     rows = [dict(dialog=utterances, act=acts) for utterances, acts in BY_HEART]
     data = write_rows(root / "data", train=rows, test=rows)
-    flags = dict(num_train_epochs=80.0, packing=False, per_device_train_batch_size=5, num_samples=0, save_every=0)
+    args = maker(scripts, world, root)(
+        "sft",
+        dataset_name=data,
+        num_train_epochs=80.0,
+        packing=False,
+        per_device_train_batch_size=5,
+        num_samples=0,
+        save_every=0,
+    )
     with handlers_kept():
-        _, folder = scripts["sft"].train(maker(scripts, world, root)("sft", dataset_name=data, **flags))
-    return SimpleNamespace(model=str(shutil.move(folder / "model", root / "talker")), data=data)
+        _, folder = scripts["sft"].train(args)
+    model = shutil.move(folder / "model", root / "talker")
+    return SimpleNamespace(model=str(model), data=data)

@@ -1,12 +1,15 @@
-"""Kill runs at random moments, let them go on, and compare the end with that of a run that was left alone, bit for bit.
+"""Kill runs at random moments, let them go on, and compare the end with that of a run that was left alone,
+bit for bit.
 
-    python benchmarks/reliability/kill.py                     # 50 SIGKILLs, 50 SIGTERMs and 50 SIGINTs of each script
+    python benchmarks/reliability/kill.py                     # 50 SIGKILLs, 50 SIGTERMs and 50 SIGINTs of
+    each script
     python benchmarks/reliability/kill.py --kills 5 --signals KILL --scripts sft
 
-Runs of 8 updates on the models of checkpoints/ and the first rows of data/, a checkpoint after each update. They are forked from a
-process that has imported everything, so a run takes about a second (no curves are drawn). Every second signal is aimed at a save: it is
-sent within 20 ms after the writing of some checkpoint or of the final model began. The others come at any time between start and end.
-Each line of kills.jsonl is one signal: when it came, how the process ended, what was there then, and whether the run that went on ended
+Runs of 8 updates on the models of checkpoints/ and the first rows of data/, a checkpoint after each update.
+They are forked from a process that has imported everything, so a run takes about a second (no curves are
+drawn). Every second signal is aimed at a save: it is sent within 20 ms after the writing of some checkpoint
+or of the final model began. The others come at any time between start and end. Each line of kills.jsonl is
+one signal: when it came, how the process ended, what was there then, and whether the run that went on ended
 with the same model, value head, metrics, samples and last table (clocks apart).
 """
 
@@ -26,10 +29,11 @@ from pathlib import Path
 import torch
 import transformers
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-COMMON = dict(dtype="float32", save_every=1, keep_checkpoints=2, lr_scheduler_type="linear", learning_rate=1e-3)
+COMMON = dict(
+    dtype="float32", save_every=1, keep_checkpoints=2, lr_scheduler_type="linear", learning_rate=1e-3
+)
 RL = COMMON | dict(model_name_or_path="checkpoints/reviews-lm", num_mini_batches=2, num_ppo_epochs=1, per_device_train_batch_size=4,
                    total_episodes=64, num_sample_generations=4, local_rollout_forward_batch_size=8)  # fmt: skip
 RUNS = {
@@ -44,7 +48,13 @@ RUNS = {
     "rloo_tldr": RL | dict(model_name_or_path="checkpoints/tldr-sft", reward_model_path="checkpoints/tldr-reward", dataset_name="tldr",
                            num_examples=4, response_length=8, rloo_k=2),
 }  # fmt: skip
-COMPARED = ("model/model.safetensors", "model/value_head.safetensors", "metrics.jsonl", "samples.jsonl", "evaluation.json")
+COMPARED = (
+    "model/model.safetensors",
+    "model/value_head.safetensors",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "evaluation.json",
+)
 
 
 def words_of(flags):
@@ -52,7 +62,9 @@ def words_of(flags):
     words = []
     for name, value in flags.items():
         name = name.replace("_", "-")
-        words += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+        words += (
+            [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+        )
     return words
 
 
@@ -66,7 +78,9 @@ def fork(module, argv, log):
     code = 1
     try:
         os.close(told)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT, and so would the run
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # a shell's background jobs ignore SIGINT, and so would the run
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1)
         os.dup2(out, 2)
@@ -81,7 +95,7 @@ def fork(module, argv, log):
 
         torch.save = telling(torch.save)
         transformers.PreTrainedModel.save_pretrained = telling(transformers.PreTrainedModel.save_pretrained)
-        module.Run.curves = lambda *_: None
+        module.Run.plot = lambda *_: None
         module.main(argv)
         code = 0
     except SystemExit as end:
@@ -105,11 +119,14 @@ def content(path):
     if not path.exists() or path.suffix != ".jsonl":
         return path.read_bytes() if path.exists() else None
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: x for name, x in row.items() if name != "eps" and not name.startswith("perf/")} for row in rows]
+    return [
+        {name: x for name, x in row.items() if name != "eps" and not name.startswith("perf/")} for row in rows
+    ]
 
 
 def one(module, script, flags, number, aim, seconds, saves, rng, root, whole):
-    """One run, one signal, one run that goes on. -> the line of kills.jsonl; None where the run had ended before the signal"""
+    """One run, one signal, one run that goes on. -> the line of kills.jsonl; None where the run had ended
+    before the signal"""
     folder, log = root / "parts", root / "log"
     shutil.rmtree(folder, ignore_errors=True)
     argv = words_of(flags | dict(output_dir=str(folder)))
@@ -133,9 +150,27 @@ def one(module, script, flags, number, aim, seconds, saves, rng, root, whole):
     end = wait(*fork(module, again, root / "log2"))
     differ = [name for name in COMPARED if content(folder / name) != whole[name]]
     if end or differ:
-        print(script, signal.Signals(number).name, code, end, differ, *((root / name).read_text()[-2000:] for name in ("log", "log2")))
-    return dict(script=script, signal=signal.Signals(number).name, aim=aim, seconds=round(moment, 3), exit=code, said_how_to_go_on=said,
-                checkpoints=checkpoints, half_written=drafts, resumed=again is not argv, exit_of_the_rest=end, same=not end and not differ)
+        print(
+            script,
+            signal.Signals(number).name,
+            code,
+            end,
+            differ,
+            *((root / name).read_text()[-2000:] for name in ("log", "log2")),
+        )
+    return dict(
+        script=script,
+        signal=signal.Signals(number).name,
+        aim=aim,
+        seconds=round(moment, 3),
+        exit=code,
+        said_how_to_go_on=said,
+        checkpoints=checkpoints,
+        half_written=drafts,
+        resumed=again is not argv,
+        exit_of_the_rest=end,
+        same=not end and not differ,
+    )
 
 
 def main():
@@ -144,7 +179,7 @@ def main():
     parser.add_argument("--signals", default="KILL,TERM,INT")
     parser.add_argument("--scripts", default=",".join(RUNS))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", default=str(HERE / "kills.jsonl"))
+    parser.add_argument("--out", default=str(ROOT / "results/reliability/kills.jsonl"))
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp())
     for name in ("reviews", "dialogs", "tldr"):
@@ -152,7 +187,10 @@ def main():
         for split, count in (("train", 48), ("test", 8)):
             lines = (ROOT / f"data/{name}/{split}.jsonl").read_text().splitlines(True)
             (root / name / f"{split}.jsonl").write_text("".join(lines[:count]))
-    for name in ("optimization", "models.gpt2.modeling_gpt2"):  # a script imports them when it needs them, and that takes seconds
+    for name in (
+        "optimization",
+        "models.gpt2.modeling_gpt2",
+    ):  # a script imports them when it needs them, and that takes seconds
         importlib.import_module(f"transformers.{name}")
     modules = {script: importlib.import_module(script) for script in args.scripts.split(",")}
     rng, counts, good = random.Random(args.seed), Counter(), Counter()
@@ -171,7 +209,9 @@ def main():
         for number in (signal.Signals[f"SIG{name}"] for name in args.signals.split(",")):
             done = 0
             while done < args.kills:
-                line = one(module, script, flags, number, ("save", "any")[done % 2], seconds, saves, rng, root, whole)
+                line = one(
+                    module, script, flags, number, ("save", "any")[done % 2], seconds, saves, rng, root, whole
+                )
                 if line is None:
                     continue
                 with open(args.out, "a") as file:

@@ -1,12 +1,14 @@
 """Update after update of ppo_sentiment.py's tiny recipe: does anything grow?
 
-    python benchmarks/reliability/soak.py --minutes 60        # writes soak.json; exit code 1 if memory or open files grew
+    python benchmarks/reliability/soak.py --minutes 60        # writes results/reliability/soak.json; exit
+    code 1 if memory or open files grew
 
-The recipe as it is, with more episodes, a checkpoint every 20 updates, and a SIGTERM when the time is over. After each update, when the
-garbage is collected: anonymous resident memory (RssAnon: what the process holds; the pages of its libraries, which the kernel may drop
-and read again as it likes, are not in it), open files, threads, seconds of the update by the clock and of the processor. Compared are
-the medians of the second and the last tenth of the updates: memory not more than 2 % up, open files equal, processor time not more than
-10 % up. The clock is for reading only: other jobs on the machine move it.
+The recipe as it is, with more episodes, a checkpoint every 20 updates, and a SIGTERM when the time is over.
+After each update, when the garbage is collected: anonymous resident memory (RssAnon: what the process
+holds; the pages of its libraries, which the kernel may drop and read again as it likes, are not in it),
+open files, threads, seconds of the update by the clock and of the processor. Compared are the medians of
+the second and the last tenth of the updates: memory not more than 2 % up, open files equal, processor time
+not more than 10 % up. The clock is for reading only: other jobs on the machine move it.
 """
 
 import argparse
@@ -31,9 +33,15 @@ import ppo_sentiment  # noqa: E402
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--out", default=str(HERE / "soak.json"))
+    parser.add_argument("--out", default=str(HERE.parent.parent / "results/reliability/soak.json"))
     given = parser.parse_args()
-    process, rows, began, log, used = psutil.Process(), [], time.time(), ppo_sentiment.Run.log, [time.process_time()]
+    process, rows, began, log, used = (
+        psutil.Process(),
+        [],
+        time.time(),
+        ppo_sentiment.Run.log,
+        [time.process_time()],
+    )
 
     def logged(self, metrics, *rest):
         log(self, metrics, *rest)
@@ -49,7 +57,9 @@ def main():
     ppo_sentiment.Run.log = logged
     with tempfile.TemporaryDirectory() as folder:
         try:
-            ppo_sentiment.main(["--total-episodes", "100000000", "--output-dir", f"{folder}/run", "--save-every", "20"])
+            ppo_sentiment.main(
+                ["--total-episodes", "100000000", "--output-dir", f"{folder}/run", "--save-every", "20"]
+            )
         except SystemExit as end:
             code = end.code
     tenth = max(1, len(rows) // 10)
@@ -61,9 +71,16 @@ def main():
                   time_growth=late["processor_seconds"] / early["processor_seconds"] - 1,
                   most_open_files=max(row["open_files"] for row in rows),
                   every_tenth_update=rows[::10])  # fmt: skip
-    flat = result["memory_growth"] < 0.02 and result["time_growth"] < 0.1 and late["open_files"] == early["open_files"]
+    flat = (
+        result["memory_growth"] < 0.02
+        and result["time_growth"] < 0.1
+        and late["open_files"] == early["open_files"]
+    )
     Path(given.out).write_text(json.dumps(result | dict(flat=flat), indent=1) + "\n")
-    print({name: x for name, x in result.items() if name != "every_tenth_update"}, "flat" if flat else "NOT FLAT")
+    print(
+        {name: x for name, x in result.items() if name != "every_tenth_update"},
+        "flat" if flat else "NOT FLAT",
+    )
     sys.exit(not flat)
 
 

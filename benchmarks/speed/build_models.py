@@ -1,10 +1,13 @@
-"""Build the models of compare.py: local, small, weights at random, so that nothing is downloaded and all contestants load the same.
+"""Build the models of compare.py: local, small, weights at random, so that nothing is downloaded and all
+contestants load the same.
 
-    trl_old/bin/python build_models.py FOLDER     (install_peers.sh does it; transformers 4.45 writes what 4.45 and 5 both load)
+    trl_old/bin/python build_models.py FOLDER     (install_peers.sh does it; transformers 4.45 writes what
+    4.45 and 5 both load)
 
-gpt2_tiny (4 layers x 128, vocabulary 4096), neox14m (pythia-14m's shape), neox14m_eos (the same, a sampled token is EOS with probability
-0.03, so that a response has about 26 of 53 tokens), gpt2_small (GPT-2, 124 M); beside each NAME a NAME_rm, a sequence classifier with one
-label; prompts_4k and prompts_50k, texts of exactly 64 tokens under the tokenizers of gpt2_tiny and of the others.
+gpt2_tiny (4 layers x 128, vocabulary 4096), neox14m (pythia-14m's shape), neox14m_eos (the same, a sampled
+token is EOS with probability 0.03, so that a response has about 26 of 53 tokens), gpt2_small (GPT-2, 124
+M); beside each NAME a NAME_rm, a sequence classifier with one label; prompts_4k and prompts_50k, texts of
+exactly 64 tokens under the tokenizers of gpt2_tiny and of the others.
 """
 
 import argparse
@@ -43,16 +46,22 @@ def corpus(characters=25_000_000):
 def learn_tokenizer(size):
     """A byte-level BPE tokenizer with EOS and a pad of its own."""
     learned = Tokenizer(models.BPE())
-    learned.pre_tokenizer, learned.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    learned.pre_tokenizer, learned.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet, eos, pad = pre_tokenizers.ByteLevel.alphabet(), "<|endoftext|>", "[PAD]"
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[eos, pad], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[eos, pad], initial_alphabet=alphabet, show_progress=False
+    )
     learned.train_from_iterator(corpus(), trainer)
     ends = dict(eos_token=eos, bos_token=eos, pad_token=pad)
     return PreTrainedTokenizerFast(tokenizer_object=learned, clean_up_tokenization_spaces=False, **ends)
 
 
 def write_prompts(tokenizer, folder):
-    """train.jsonl and test.jsonl: texts of exactly PROMPT_TOKENS ordinary tokens, in the columns prompt and text."""
+    """train.jsonl and test.jsonl: texts of exactly PROMPT_TOKENS ordinary tokens, in the columns prompt and
+    text."""
     generator, texts = torch.Generator().manual_seed(0), []
     while len(texts) < TRAIN_PROMPTS + TEST_PROMPTS:
         ids, count = torch.randint(300, 4000, (2 * PROMPT_TOKENS,), generator=generator).tolist(), 0
@@ -65,12 +74,18 @@ def write_prompts(tokenizer, folder):
             texts.append(text)
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", texts[:TRAIN_PROMPTS]), ("test", texts[TRAIN_PROMPTS:])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(dict(prompt=text, text=text)) + "\n" for text in part))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(dict(prompt=text, text=text)) + "\n" for text in part)
+        )
 
 
 def save(model, tokenizer, folder):
     """The model, and a classifier of its shape with one label."""
-    ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id)
+    ends = dict(
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
     model.config.update(ends)
     model.generation_config.update(**ends)
     config = copy.deepcopy(model.config)
@@ -84,11 +99,14 @@ def save(model, tokenizer, folder):
 
 @torch.no_grad()
 def make_eos_likely(model, eos, probability=0.03, temperature=0.7, length=20.0):
-    """Give EOS this probability at every position: a constant direction in the last hidden state, which EOS's row alone reads."""
-    weight = model.embed_out.weight  # [V, H]
+    """Give EOS this probability at every position: a constant direction in the last hidden state, which
+    EOS's row alone reads."""
+    weight = model.get_output_embeddings().weight  # [V, H]
     direction = torch.randn(weight.shape[1])
     direction *= length / direction.norm()
-    logit = temperature * math.log(probability / (1 - probability) * len(weight))  # the others' logits are about 0
+    logit = temperature * math.log(
+        probability / (1 - probability) * len(weight)
+    )  # the others' logits are about 0
     model.gpt_neox.final_layer_norm.bias.copy_(direction)
     weight.sub_(torch.outer(weight @ direction, direction) / length**2)
     weight[eos].copy_(logit * direction / length**2)
@@ -102,9 +120,15 @@ def main():
     small, large = learn_tokenizer(4096), learn_tokenizer(50257)
     write_prompts(small, folder / "prompts_4k")
     write_prompts(large, folder / "prompts_50k")
-    save(GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=128, n_head=4, vocab_size=4096, n_positions=256)), small, folder / "gpt2_tiny")
+    save(
+        GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=128, n_head=4, vocab_size=4096, n_positions=256)),
+        small,
+        folder / "gpt2_tiny",
+    )
     shape = dict(hidden_size=128, num_hidden_layers=6, num_attention_heads=4, intermediate_size=512)
-    neox = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=50304, max_position_embeddings=2048, rotary_pct=0.25, **shape))
+    neox = GPTNeoXForCausalLM(
+        GPTNeoXConfig(vocab_size=50304, max_position_embeddings=2048, rotary_pct=0.25, **shape)
+    )
     save(neox, large, folder / "neox14m")
     make_eos_likely(neox, large.eos_token_id)
     save(neox, large, folder / "neox14m_eos")

@@ -1,12 +1,15 @@
-"""How the time of a token and the peak of memory of rloo_tldr.py grow with the response, the vocabulary, the batch and the model.
+"""How the time of a token and the peak of memory of rloo_tldr.py grow with the response, the vocabulary,
+the batch and the model.
 
-    python benchmarks/speed/growth.py                     # every point of every sweep, then results/growth.jsonl, growth.png and a table
+    python benchmarks/speed/growth.py                     # every point of every sweep, then
+    results/growth.jsonl, growth.png and a table
     python benchmarks/speed/growth.py --sweep vocabulary --points 1024 8192
     python benchmarks/speed/growth.py --show              # the table and the plot from the file
 
-A point is a process: two updates (one epoch, one minibatch, micro-batches of 8, no reward model, no early stop), of which the second
-counts. Weights are at random, the prompt has 32 tokens. Where nothing else is said: 64 responses of 64 tokens, vocabulary 8192, GPT-2 of
-4 layers x 128. All responses are decoded at once.
+A point is a process: two updates (one epoch, one minibatch, micro-batches of 8, no reward model, no early
+stop), of which the second counts. Weights are at random, the prompt has 32 tokens. Where nothing else is
+said: 64 responses of 64 tokens, vocabulary 8192, GPT-2 of 4 layers x 128. All responses are decoded at
+once.
 """
 
 import argparse
@@ -16,10 +19,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from compare import HERE, ROOT, describe_machine, flags_of, run, table
+from compare import ROOT, describe_machine, flags_of, run, table
 
 START = dict(prompt=32, response=64, vocabulary=8192, batch=64, layers=4, width=128)
-MODELS = {1: (2, 96), 7: (6, 256), 29: (8, 512), 124: (12, 896)}  # millions of weights, with a vocabulary of 8192
+MODELS = {
+    1: (2, 96),
+    7: (6, 256),
+    29: (8, 512),
+    124: (12, 896),
+}  # millions of weights, with a vocabulary of 8192
 SWEEPS = {
     "response": dict(points=[16, 32, 64, 128, 256, 512, 1024], batch=16),
     "vocabulary": dict(points=[1024, 4096, 16384, 50257, 150_000]),
@@ -29,15 +37,22 @@ SWEEPS = {
 
 
 def write_world(folder, setting):
-    """A model of this size with a tokenizer of 512 tokens, whatever its vocabulary, and prompts of one length."""
+    """A model of this size with a tokenizer of 512 tokens, whatever its vocabulary, and prompts of one
+    length."""
     import tokenizers
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     learned = tokenizers.ByteLevelBPETokenizer()
-    learned.train_from_iterator([path.read_text() for path in ROOT.glob("*.md")] + [" a"] * 100, vocab_size=512, special_tokens=["<|end|>"])
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=learned._tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+    learned.train_from_iterator(
+        [path.read_text() for path in ROOT.glob("*.md")] + [" a"] * 100,
+        vocab_size=512,
+        special_tokens=["<|end|>"],
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=learned._tokenizer, eos_token="<|end|>", pad_token="<|end|>"
+    )
     prompt = " a" * setting["prompt"]
     assert len(tokenizer(prompt).input_ids) == setting["prompt"]
     torch.manual_seed(0)
@@ -54,29 +69,50 @@ def write_world(folder, setting):
 
 
 def measure(setting, threads, dtype, **others):
-    """Two updates of rloo_tldr.py in a process -> a line: the setting, weights, load before it, seconds of the second's phases, peak."""
+    """Two updates of rloo_tldr.py in a process -> a line: the setting, weights, load before it, seconds of
+    the second's phases, peak."""
     with tempfile.TemporaryDirectory() as work:
         folder, batch = Path(work), setting["batch"]
         weights = write_world(folder, setting)
-        flags = dict(model_name_or_path=folder / "model", dataset_name=folder / "data", output_dir=folder / "run", dtype=dtype,
-                     reward_fn=f"{HERE / 'reward.py'}:distinct_letters", stop_token=None, response_length=setting["response"],
-                     total_episodes=2 * batch, per_device_train_batch_size=8, gradient_accumulation_steps=batch // 8,
-                     num_mini_batches=1, num_ppo_epochs=1, local_rollout_forward_batch_size=batch, num_examples=1,
-                     num_sample_generations=0, save_every=0)
+        flags = dict(
+            model_name_or_path=folder / "model",
+            dataset_name=folder / "data",
+            output_dir=folder / "run",
+            dtype=dtype,
+            reward_fn=f"{Path(__file__).parent / 'reward.py'}:distinct_letters",
+            stop_token=None,
+            response_length=setting["response"],
+            total_episodes=2 * batch,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=batch // 8,
+            num_mini_batches=1,
+            num_ppo_epochs=1,
+            local_rollout_forward_batch_size=batch,
+            num_examples=1,
+            num_sample_generations=0,
+            save_every=0,
+        )
         load = os.getloadavg()[0]
         run([sys.executable, ROOT / "rloo_tldr.py", *flags_of(flags | others)], threads, folder / "log")
         last = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    phases = {name: last[f"perf/{name}"] for name in ("seconds", "rollout_seconds", "train_seconds", "peak_memory_mb")}
+    phases = {
+        name: last[f"perf/{name}"]
+        for name in ("seconds", "rollout_seconds", "train_seconds", "peak_memory_mb")
+    }
     return dict(dtype=dtype, parameters=weights, load_average=load) | setting | phases
 
 
 def read(file):
-    """The lines, each with its seconds a response token and the size of the logits that nobody should hold."""
+    """The lines, each with its seconds a response token and the size of the logits that nobody should
+    hold."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     for line in lines:
         tokens = line["batch"] * line["response"]
-        line |= dict(ms=1e3 * line["seconds"] / tokens, rollout_ms=1e3 * line["rollout_seconds"] / tokens,
-                     logits_mb=4 * tokens * line["vocabulary"] / 2**20)
+        line |= dict(
+            ms=1e3 * line["seconds"] / tokens,
+            rollout_ms=1e3 * line["rollout_seconds"] / tokens,
+            logits_mb=4 * tokens * line["vocabulary"] / 2**20,
+        )
     return lines
 
 
@@ -91,14 +127,23 @@ def show(file):
     sweeps = [sweep for sweep in SWEEPS if any(line["sweep"] == sweep for line in lines)]
     figure = Figure(figsize=(3.2 * len(sweeps), 5), layout="constrained")
     axes = figure.subplots(2, len(sweeps), squeeze=False, sharey="row")
-    names = dict(response="tokens of a response", vocabulary="vocabulary", batch="responses a batch", model="weights, millions")
+    names = dict(
+        response="tokens of a response",
+        vocabulary="vocabulary",
+        batch="responses a batch",
+        model="weights, millions",
+    )
     for column, sweep in zip(axes.T, sweeps):
         found = [line for line in lines if line["sweep"] == sweep]
         points = [line["point"] for line in found]
         column[0].loglog(points, [line["ms"] for line in found], "o-", label="whole update")
         column[0].loglog(points, [line["rollout_ms"] for line in found], "o-", label="rollout")
-        column[1].loglog(points, [line["peak_memory_mb"] for line in found], "o-", label="peak of the process")
-        column[1].loglog(points, [line["logits_mb"] for line in found], "k:", label="batch x length x vocabulary")
+        column[1].loglog(
+            points, [line["peak_memory_mb"] for line in found], "o-", label="peak of the process"
+        )
+        column[1].loglog(
+            points, [line["logits_mb"] for line in found], "k:", label="batch x length x vocabulary"
+        )
         column[1].set_xlabel(names[sweep])
     for axis in axes[:, 0]:
         axis.yaxis.set_major_formatter("{x:g}")
@@ -115,7 +160,7 @@ def main():
     parser.add_argument("--points", nargs="+", type=int, help="only these points of the sweeps")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--results", type=Path, default=ROOT / "results/speed")
     parser.add_argument("--show", action="store_true", help="print and plot earlier results, run nothing")
     args = parser.parse_args()
     file = args.results.resolve() / "growth.jsonl"
@@ -126,11 +171,15 @@ def main():
         for sweep in args.sweep:
             for point in args.points or SWEEPS[sweep]["points"]:
                 setting = START | {key: value for key, value in SWEEPS[sweep].items() if key != "points"}
-                setting |= dict(zip(("layers", "width"), MODELS[point])) if sweep == "model" else {sweep: point}
+                setting |= (
+                    dict(zip(("layers", "width"), MODELS[point])) if sweep == "model" else {sweep: point}
+                )
                 line = dict(sweep=sweep, point=point) | measure(setting, args.threads, args.dtype)
                 with open(file, "a") as lines:
                     lines.write(json.dumps(line | dict(machine=machine)) + "\n")
-                print(f"{sweep} {point}: {line['seconds']:.2f} s, {line['peak_memory_mb']:.0f} MB", flush=True)
+                print(
+                    f"{sweep} {point}: {line['seconds']:.2f} s, {line['peak_memory_mb']:.0f} MB", flush=True
+                )
     show(file)
 
 

@@ -1,13 +1,19 @@
-"""Where a batch spends its time: the third update of a script, by the clock, and with --operators those of the fourth.
+"""Where a batch spends its time: the third update of a script, by the clock, and with --operators those of
+the fourth.
 
-    python benchmarks/speed/profile_update.py rloo_tldr.py --total-episodes 512 --num-examples 1      # a script and its normal flags
-    python benchmarks/speed/profile_update.py rloo --peers FOLDER --dtype bfloat16        # a job of compare.py (fp32 by default)
-    python benchmarks/speed/profile_update.py rloo --peers FOLDER --save          # and a line in results/profiles.jsonl
-    python benchmarks/speed/profile_update.py rloo --peers FOLDER --operators     # and the operators of the next one, by torch.profiler
+    python benchmarks/speed/profile_update.py rloo_tldr.py --total-episodes 512 --num-examples 1      # a
+    script and its normal flags
+    python benchmarks/speed/profile_update.py rloo --peers FOLDER        # a job of compare.py (fp32 by
+    default)
+    python benchmarks/speed/profile_update.py rloo --peers FOLDER --save          # and a line in
+    results/profiles.jsonl
+    python benchmarks/speed/profile_update.py rloo --peers FOLDER --operators     # and the operators of the
+    next one, by torch.profiler
     python benchmarks/speed/profile_update.py --show                              # the tables of that file
 
-Phases are functions of the script, timed from outside, each without what it calls of the others. torch.profiler takes time and new memory
-itself, which shows as time of the operators that take memory: read its table as rough.
+Phases are functions of the script, timed from outside, each without what it calls of the others.
+torch.profiler takes time and new memory itself, which shows as time of the operators that take memory: read
+its table as rough.
 """
 
 import argparse
@@ -26,11 +32,16 @@ from statistics import median
 import compare
 import torch
 
-FILE = compare.HERE / "results" / "profiles.jsonl"
+FILE = compare.ROOT / "results/speed" / "profiles.jsonl"
 PHASES = {  # of a script's functions, as far as it has them; what is left of an update are rewards, texts, the sums of the log
     "generation": ("generate", "generate_groups"),
-    "transformer, forward": ("response_logprobs", "response_states", "document_states", "sequence_logits", "shared_prompt_scores"),
-    "logits and their gradient": ("BlockwiseLogprobs.forward", "BlockwiseLogprobs.backward"),
+    "transformer, forward": ("response_logprobs", "document_states", "sequence_logits"),
+    "logits and their gradient": (
+        "ChunkedLogprobs.forward",
+        "ChunkedLogprobs.backward",
+        "ChunkedCrossEntropy.forward",
+        "ChunkedCrossEntropy.backward",
+    ),
     "transformer, backward": ("accelerate.Accelerator.backward",),
     "optimizer": ("clip_gradients", "accelerate.optimizer.AcceleratedOptimizer.step"),
 }
@@ -72,13 +83,21 @@ def show():
     for line in map(json.loads, FILE.read_text().splitlines()):
         seconds = line["seconds"]
         total = sum(seconds.values())
-        rows.append([line["job"], line["dtype"], f"{total:.2f}", *(f"{seconds.get(phase, 0) / total:.0%}" for phase in [*PHASES, "rest"])])
+        rows.append(
+            [
+                line["job"],
+                line["dtype"],
+                f"{total:.2f}",
+                *(f"{seconds.get(phase, 0) / total:.0%}" for phase in [*PHASES, "rest"]),
+            ]
+        )
     print(compare.table(["a batch of", "products in", "s", *PHASES, "rest"], rows))
     print(f"\n{bounds(list(dict.fromkeys(row[0] for row in rows)))}")
 
 
 def bounds(jobs):
-    """What a batch would take if the needed arithmetic ran at the speed of the measured product, and nothing else took time."""
+    """What a batch would take if the needed arithmetic ran at the speed of the measured product, and
+    nothing else took time."""
     rows = []
     for job in jobs:
         runs = {}
@@ -88,13 +107,18 @@ def bounds(jobs):
         mfu = median(row["useful MFU %"] for row in runs["ours fp32"]) / 100
         times = seconds["ours fp32"], seconds["ours fp32"] * mfu
         for peer in (who for who in seconds if not who.startswith("ours")):
-            cells = [f"{x:.2f}" for x in (*times, seconds[peer])] + [f"{seconds[peer] / x:.2f}" for x in times]
+            cells = [f"{x:.2f}" for x in (*times, seconds[peer])] + [
+                f"{seconds[peer] / x:.2f}" for x in times
+            ]
             rows.append([job, peer, *cells])
-    return compare.table(["a batch of", "peer", "ours, s", "at full speed, s", "peer, s", "ratio", "of full speed"], rows)
+    return compare.table(
+        ["a batch of", "peer", "ours, s", "at full speed, s", "peer, s", "ratio", "of full speed"], rows
+    )
 
 
 def find(module, name):
-    """The module or class that owns a function of this dotted name, and its last part; None where there is none."""
+    """The module or class that owns a function of this dotted name, and its last part; None where there is
+    none."""
     *path, last = name.split(".")
     owner = module
     for part in path:
@@ -103,7 +127,8 @@ def find(module, name):
 
 
 def profiled(script, flags, save=None, operators=False):
-    """Run a script's main with these flags until its third update is over, and print its phases; with `operators` one update more."""
+    """Run a script's main with these flags until its third update is over, and print its phases; with
+    `operators` one update more."""
     spec = importlib.util.spec_from_file_location(Path(script).stem, script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by its name
@@ -123,9 +148,19 @@ def profiled(script, flags, save=None, operators=False):
             dtype = json.loads((Path(run.folder) / "args.json").read_text())["args"]["dtype"]
             total = sum(clock.seconds.values())
             print(f"\n{script} {' '.join(map(str, flags))}\nupdate 3: {total:.3f} s")
-            print(", ".join(f"{phase} {clock.seconds[phase]:.3f} s, {clock.seconds[phase] / total:.0%}" for phase in [*PHASES, "rest"]))
+            print(
+                ", ".join(
+                    f"{phase} {clock.seconds[phase]:.3f} s, {clock.seconds[phase] / total:.0%}"
+                    for phase in [*PHASES, "rest"]
+                )
+            )
             if save:
-                line = dict(job=save, dtype=dtype, seconds=clock.seconds, machine=compare.describe_machine(torch.get_num_threads()))
+                line = dict(
+                    job=save,
+                    dtype=dtype,
+                    seconds=clock.seconds,
+                    machine=compare.describe_machine(torch.get_num_threads()),
+                )
                 with open(FILE, "a") as lines:
                     lines.write(json.dumps(line) + "\n")
             if operators:
@@ -133,7 +168,11 @@ def profiled(script, flags, save=None, operators=False):
         if len(seen) == 3 + operators:
             if operators:
                 profile.stop()
-                print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=40))
+                print(
+                    profile.key_averages().table(
+                        sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=40
+                    )
+                )
             sys.stdout.flush()
             os._exit(0)  # what would follow (more updates, the evaluation, the saved model) is not wanted
         clock.turn()
@@ -145,11 +184,15 @@ def profiled(script, flags, save=None, operators=False):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False, epilog="other flags go to the script")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], allow_abbrev=False, epilog="other flags go to the script"
+    )
     parser.add_argument("what", nargs="?", help="a script, or with --peers a job of compare.py")
     parser.add_argument("--peers", type=Path, help="the folder of install_peers.sh")
     parser.add_argument("--rows", help="sft and reward-model: a Hub name or a folder")
-    parser.add_argument("--operators", action="store_true", help="print the operators of the fourth update, by torch.profiler")
+    parser.add_argument(
+        "--operators", action="store_true", help="print the operators of the fourth update, by torch.profiler"
+    )
     parser.add_argument("--save", action="store_true", help="append the phases to results/profiles.jsonl")
     parser.add_argument("--show", action="store_true", help="print that file as tables, run nothing")
     args, flags = parser.parse_known_args()

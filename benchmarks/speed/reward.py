@@ -1,4 +1,5 @@
-"""A reward that costs nothing, for comparisons of everything else: the number of different letters of a response."""
+"""A reward that costs nothing, for comparisons of everything else: the number of different letters of a
+response."""
 
 
 def distinct_letters(prompts, responses):

@@ -1,4 +1,5 @@
-"""How long a user waits: from a command to its help, and to the first update of the default recipe, for each of the five scripts.
+"""How long a user waits: from a command to its help, and to the first update of the default recipe, for
+each of the five scripts.
 
     python benchmarks/speed/startup.py            # three times each: results/startup.jsonl and a table
     python benchmarks/speed/startup.py --show     # the table from the file
@@ -14,10 +15,10 @@ import time
 from pathlib import Path
 from statistics import median
 
-from compare import HERE, ROOT, describe_machine, run, table
+from compare import ROOT, describe_machine, run, table
 
 SCRIPTS = ("sft", "reward_model", "ppo_sentiment", "ppo_dialog", "rloo_tldr")
-FILE = HERE / "results" / "startup.jsonl"
+FILE = ROOT / "results/speed" / "startup.jsonl"
 LIMIT = 300  # seconds to a first update
 
 
@@ -62,9 +63,15 @@ def main():
         for number in range(args.rounds):
             for script in SCRIPTS:
                 with tempfile.TemporaryDirectory() as work:
-                    line, began = dict(round=number, script=script, load_average=os.getloadavg()[0]), time.perf_counter()
+                    line, began = (
+                        dict(round=number, script=script, load_average=os.getloadavg()[0]),
+                        time.perf_counter(),
+                    )
                     run([sys.executable, ROOT / f"{script}.py", "--help"], args.threads, Path(work, "log"))
-                    line |= dict(help=time.perf_counter() - began, first_update=first_update(script, args.threads, Path(work)))
+                    line |= dict(
+                        help=time.perf_counter() - began,
+                        first_update=first_update(script, args.threads, Path(work)),
+                    )
                 with open(FILE, "a") as lines:
                     lines.write(json.dumps(line | dict(machine=machine)) + "\n")
     show()

@@ -13,7 +13,12 @@ import time
 import warnings
 from pathlib import Path
 
-os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "WANDB_DISABLED": "true", "ACCELERATE_USE_CPU": "true"}
+os.environ |= {
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_DISABLED": "true",
+    "ACCELERATE_USE_CPU": "true",
+}
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 warnings.filterwarnings("ignore")
 
@@ -22,8 +27,22 @@ import torch  # noqa: E402
 
 def parse(**defaults):
     """The options of all scripts; a keyword changes a default, or adds an option of that name."""
-    options = dict(model="", prompts="", batches=4, batch=64, prompt_tokens=64, response_length=53, temperature=0.7, epochs=2,
-                   mini_batches=2, micro_batch=8, rollout_batch=64, learning_rate=3e-6, seed=0, bf16=False)
+    options = dict(
+        model="",
+        prompts="",
+        batches=4,
+        batch=64,
+        prompt_tokens=64,
+        response_length=53,
+        temperature=0.7,
+        epochs=2,
+        mini_batches=2,
+        micro_batch=8,
+        rollout_batch=64,
+        learning_rate=3e-6,
+        seed=0,
+        bf16=False,
+    )
     parser = argparse.ArgumentParser()
     for name, value in (options | defaults).items():
         kind = dict(action="store_true") if value is False else dict(type=type(value), default=value)
@@ -82,7 +101,9 @@ class Clock:
 
     def end_batch(self):
         seconds = time.perf_counter() - self.began
-        self.batches.append(self.current | dict(seconds=seconds, train=seconds - self.current.get("rollout", 0.0)))
+        self.batches.append(
+            self.current | dict(seconds=seconds, train=seconds - self.current.get("rollout", 0.0))
+        )
         self.start()
 
 
@@ -90,4 +111,6 @@ def report(clock, *packages, **extra):
     """The line of JSON that compare.py reads."""
     versions = {package.__name__: package.__version__ for package in (torch, *packages)}
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    print(json.dumps(dict(batches=clock.batches, peak_memory_mb=memory, versions=versions, **extra)), flush=True)
+    print(
+        json.dumps(dict(batches=clock.batches, peak_memory_mb=memory, versions=versions, **extra)), flush=True
+    )

@@ -14,7 +14,12 @@ import trl
 import trl.experimental.ppo.ppo_trainer as module
 from common import Clock, parse, read_prompts, report, response_tokens
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 args = parse(trl_path="")
@@ -36,7 +41,10 @@ generate = module.batch_generation
 def counted(*inputs):
     tokens, logits = generate(*inputs)
     responses, ends = tokens[:, args.prompt_tokens :], [tokenizer.eos_token_id, tokenizer.pad_token_id]
-    clock.count(prompt_tokens=responses.shape[0] * args.prompt_tokens, response_tokens=response_tokens(responses, ends))
+    clock.count(
+        prompt_tokens=responses.shape[0] * args.prompt_tokens,
+        response_tokens=response_tokens(responses, ends),
+    )
     return tokens, logits
 
 

@@ -14,9 +14,13 @@ config = RewardConfig(
     max_steps=args.batches, max_length=args.max_length, learning_rate=args.learning_rate, save_strategy="no", report_to=[], use_cpu=True,
     disable_tqdm=True, logging_steps=1, bf16=args.bf16, gradient_checkpointing=False, seed=args.seed,
 )  # fmt: skip
-model = AutoModelForSequenceClassification.from_pretrained(f"{args.model}_rm", num_labels=1, dtype=torch.float32)
+model = AutoModelForSequenceClassification.from_pretrained(
+    f"{args.model}_rm", num_labels=1, dtype=torch.float32
+)
 rows = load_dataset("json", data_files=f"{args.rows}/train.jsonl", split="train", cache_dir=args.out)
-trainer = RewardTrainer(model=model, args=config, train_dataset=rows, processing_class=AutoTokenizer.from_pretrained(args.model))
+trainer = RewardTrainer(
+    model=model, args=config, train_dataset=rows, processing_class=AutoTokenizer.from_pretrained(args.model)
+)
 clock = Clock()
 step = trainer.training_step
 

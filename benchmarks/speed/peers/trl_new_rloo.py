@@ -9,13 +9,20 @@ import transformers
 import trl
 from common import Clock, parse, read_prompts, report
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 from trl import RLOOConfig, RLOOTrainer
 
 args = parse(rloo_k=2, grad_ckpt=False)
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-reward_model = AutoModelForSequenceClassification.from_pretrained(f"{args.model}_rm", num_labels=1, dtype=torch.float32)
+reward_model = AutoModelForSequenceClassification.from_pretrained(
+    f"{args.model}_rm", num_labels=1, dtype=torch.float32
+)
 steps_a_batch = args.mini_batches * args.epochs
 config = RLOOConfig(
     output_dir=args.out, per_device_train_batch_size=args.micro_batch, num_iterations=args.epochs, num_generations=args.rloo_k, beta=0.05,

@@ -21,13 +21,17 @@ config = SFTConfig(
 )  # fmt: skip
 model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
 rows = load_dataset("json", data_files=f"{args.rows}/train.jsonl", split="train", cache_dir=args.out)
-trainer = SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=AutoTokenizer.from_pretrained(args.model))
+trainer = SFTTrainer(
+    model=model, args=config, train_dataset=rows, processing_class=AutoTokenizer.from_pretrained(args.model)
+)
 clock = Clock()
 step = trainer.training_step
 
 
 def counted(model, inputs, *rest):
-    clock.count(prompt_tokens=0, response_tokens=int((inputs["labels"][:, 1:] != -100).sum()))  # what is learned, without pads
+    clock.count(
+        prompt_tokens=0, response_tokens=int((inputs["labels"][:, 1:] != -100).sum())
+    )  # what is learned, without pads
     return step(model, inputs, *rest)
 
 

@@ -18,20 +18,36 @@ from transformers import AutoTokenizer
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 from trl.core import LengthSampler
 
-args = parse(generation_batch=0, lora_r=0, query_min=2, query_max=8, response_min=4, response_max=16)  # the upper ends are left out
+args = parse(
+    generation_batch=0, lora_r=0, query_min=2, query_max=8, response_min=4, response_max=16
+)  # the upper ends are left out
 random.seed(args.seed)
 numpy.random.seed(args.seed)
 tokenizer = AutoTokenizer.from_pretrained(args.model)
 tokenizer.pad_token = tokenizer.eos_token  # as the example does
-lora = peft.LoraConfig(r=args.lora_r, lora_alpha=32, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM") \
-    if args.lora_r else None
+lora = (
+    peft.LoraConfig(
+        r=args.lora_r, lora_alpha=32, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"
+    )
+    if args.lora_r
+    else None
+)
 model = AutoModelForCausalLMWithValueHead.from_pretrained(args.model, peft_config=lora)
 reference = None if args.lora_r else AutoModelForCausalLMWithValueHead.from_pretrained(args.model)
 config = PPOConfig(batch_size=args.batch, mini_batch_size=args.micro_batch, gradient_accumulation_steps=1, ppo_epochs=args.epochs,
                    learning_rate=args.learning_rate, log_with=None, seed=args.seed, accelerator_kwargs={"cpu": True})  # fmt: skip
 trainer = PPOTrainer(config, model, reference, tokenizer)
-sampling = {"min_length": -1, "top_k": 0.0, "top_p": 1.0, "do_sample": True, "pad_token_id": tokenizer.eos_token_id}
-query_length, response_length = LengthSampler(args.query_min, args.query_max), LengthSampler(args.response_min, args.response_max)
+sampling = {
+    "min_length": -1,
+    "top_k": 0.0,
+    "top_p": 1.0,
+    "do_sample": True,
+    "pad_token_id": tokenizer.eos_token_id,
+}
+query_length, response_length = (
+    LengthSampler(args.query_min, args.query_max),
+    LengthSampler(args.response_min, args.response_max),
+)
 ids = [torch.tensor(x) for x in tokenizer(read_prompts(args.prompts, "text")).input_ids]
 
 clock = Clock()
@@ -42,9 +58,16 @@ for _ in range(args.batches):
         responses = trainer.generate(queries, return_prompt=False, batch_size=args.generation_batch, length_sampler=response_length,
                                      **sampling)  # fmt: skip
     else:
-        responses = [trainer.generate(query, max_new_tokens=response_length(), **sampling).squeeze()[len(query) :] for query in queries]
+        responses = [
+            trainer.generate(query, max_new_tokens=response_length(), **sampling).squeeze()[len(query) :]
+            for query in queries
+        ]
     rewards = [torch.tensor(float(response.unique().numel())) for response in responses]
-    clock.count(rollout=time.perf_counter() - clock.began, prompt_tokens=sum(map(len, queries)), response_tokens=sum(map(len, responses)))
+    clock.count(
+        rollout=time.perf_counter() - clock.began,
+        prompt_tokens=sum(map(len, queries)),
+        response_tokens=sum(map(len, responses)),
+    )
     trainer.step(queries, responses, rewards)
     clock.end_batch()
 report(clock, trl, transformers)

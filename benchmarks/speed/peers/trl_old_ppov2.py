@@ -5,13 +5,20 @@ import trl
 import trl.trainer.ppov2_trainer as module
 from common import Clock, parse, read_prompts, report, response_tokens
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 from trl import PPOv2Config, PPOv2Trainer
 
 args = parse()
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
 policy, reference = (AutoModelForCausalLM.from_pretrained(args.model) for _ in range(2))
-reward_model, critic = (AutoModelForSequenceClassification.from_pretrained(f"{args.model}_rm", num_labels=1) for _ in range(2))
+reward_model, critic = (
+    AutoModelForSequenceClassification.from_pretrained(f"{args.model}_rm", num_labels=1) for _ in range(2)
+)
 config = PPOv2Config(
     output_dir=args.out, per_device_train_batch_size=args.micro_batch, num_mini_batches=args.mini_batches,
     gradient_accumulation_steps=args.batch // args.mini_batches // args.micro_batch, num_ppo_epochs=args.epochs,
@@ -26,7 +33,10 @@ generate = module.batch_generation
 def counted(*inputs):
     tokens, logits = generate(*inputs)
     responses = tokens[:, args.prompt_tokens :]
-    clock.count(prompt_tokens=responses.shape[0] * args.prompt_tokens, response_tokens=response_tokens(responses, [tokenizer.eos_token_id]))
+    clock.count(
+        prompt_tokens=responses.shape[0] * args.prompt_tokens,
+        response_tokens=response_tokens(responses, [tokenizer.eos_token_id]),
+    )
     return tokens, logits
 
 

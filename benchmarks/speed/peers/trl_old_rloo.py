@@ -5,7 +5,12 @@ import trl
 import trl.trainer.rloo_trainer as module
 from common import Clock, parse, read_prompts, report, response_tokens
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 from trl import RLOOConfig, RLOOTrainer
 
 args = parse(rloo_k=2)
@@ -26,7 +31,10 @@ generate = module.batch_generation
 def counted(*inputs):
     tokens, logits = generate(*inputs)
     responses = tokens[:, args.prompt_tokens :]
-    clock.count(prompt_tokens=responses.shape[0] * args.prompt_tokens, response_tokens=response_tokens(responses, [tokenizer.eos_token_id]))
+    clock.count(
+        prompt_tokens=responses.shape[0] * args.prompt_tokens,
+        response_tokens=response_tokens(responses, [tokenizer.eos_token_id]),
+    )
     return tokens, logits
 
 

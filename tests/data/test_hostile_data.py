@@ -1,0 +1,487 @@
+"""Hostile data: a run works and reports the rows that it skips, or it ends in one line before it begins.
+
+Most cases are four rows, one of them damaged. Whether they are read is tested without training. What must be
+accepted is also trained on, all of it in one batch.
+"""
+
+import copy
+import gzip
+import io
+import json
+
+import datasets
+import pytest
+from run_tools import flags_of, one_line, rows_of
+from transformers import AutoTokenizer
+
+pytest_plugins = ["run_fixtures"]
+LONG = 10**5  # characters
+GOOD = ["A warm film about a lighthouse.", "A dull film, and too long.", "The best film of the year."]
+TALKS = [
+    ["Hello, who are you?", "I am Leo.", "Nice."],
+    ["Do you like tea?", "Yes, very much."],
+    ["Open the door.", "Of course.", "Oh."],
+]
+ROWS = {  # kind of data -> the good rows, of which the first is copied and damaged
+    "text": [dict(text=text, label=i % 2) for i, text in enumerate(GOOD)],
+    "completion": [dict(prompt=text, completion=f" {text}") for text in GOOD],
+    "pairs": [dict(prompt=text, chosen=" good, I think", rejected=" bad") for text in GOOD],
+    "ranking": [dict(prompt=text, responses=[" good", " so so", " bad"]) for text in GOOD],
+    "dialog": [dict(dialog=texts, act=[1] * len(texts)) for texts in TALKS],
+}
+KIND = {
+    "sft": "text",
+    "reward_model": "text",
+    "ppo_sentiment": "text",
+    "ppo_dialog": "dialog",
+    "rloo_tldr": "completion",
+}
+FLAGS = {  # for all cases
+    "sft": dict(num_samples=0, packing=False),
+    "reward_model": {},
+    "ppo_sentiment": dict(num_mini_batches=1, num_ppo_epochs=1, query_min_length=1),
+    "ppo_dialog": dict(num_mini_batches=1, num_ppo_epochs=1),
+    "rloo_tldr": dict(num_mini_batches=1, num_ppo_epochs=1),
+}
+ACT_NAMES = "a,b,c,d"
+JSON, NO_DATA = "JSON parse error", "corresponds to no data"
+
+
+def jsonl(rows):
+    """Rows as a file of lines of JSON, as Python escapes them."""
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def damaged(kind, column, value):
+    """The good rows, then a copy of the first with this value in a column; ...: without the column."""
+    row = ROWS[kind][0] | {column: value}
+    if value is ...:
+        del row[column]
+    return [*ROWS[kind], row]
+
+
+def write_files(folder, files):
+    """files: a dict of names and bytes, or a list of rows, for training and held out. -> the folder, a str"""
+    if isinstance(files, list):
+        files = dict.fromkeys(("train.jsonl", "test.jsonl"), jsonl(files))
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return str(folder)
+
+
+def check(found, expected):
+    """A number of rows, or words that the line must have."""
+    if isinstance(expected, int):
+        assert found == expected
+    else:
+        assert isinstance(found, str) and expected in found, found
+
+
+@pytest.fixture(scope="module")
+def tokenizers_of(world):
+    """Script -> the tokenizer of its small runs."""
+    lm = AutoTokenizer.from_pretrained(world.lm())
+    classifier = AutoTokenizer.from_pretrained(world.classifier())
+    return dict.fromkeys(KIND, lm) | dict(reward_model=classifier)
+
+
+@pytest.fixture
+def keep(scripts, small, tokenizers_of, tmp_path):
+    """keep(script, files, **flags) -> the number of training rows that a script keeps, or its error."""
+
+    def read(script, files, **flags):
+        module = scripts[script]
+        args = small(script, dataset_name=write_files(tmp_path / "data", files), **FLAGS[script] | flags)
+        tokenizer = copy.deepcopy(tokenizers_of[script])
+        try:
+            if script == "reward_model":
+                return len(module.load_data(args, tokenizer)["train"])
+            counts = [
+                len(read_rows(module, rows, tokenizer, args))
+                for rows in module.load_splits(args.dataset_name)
+            ]
+            return counts[0]
+        except module.UserError as error:
+            return str(error).replace(str(tmp_path), "")  # whose name has words of the test's name
+
+    return read
+
+
+def read_rows(module, rows, tokenizer, args):
+    """What a script makes of the rows of a split."""
+    if module.__name__ == "ppo_dialog":
+        return module.load_turns(rows, tokenizer, 4, args)
+    names = dict(sft="load_documents", ppo_sentiment="load_prompts", rloo_tldr="load_posts")
+    return getattr(module, names[module.__name__])(rows, tokenizer, args)
+
+
+@pytest.fixture
+def train_on(scripts, small, capsys, tmp_path):
+    """train_on(script, rows, batch, **flags): one update on a batch of all rows. -> what the run printed"""
+
+    def run(script, rows, batch, **flags):
+        data = write_files(tmp_path / "data", rows)
+        if hasattr(scripts[script].Args, "total_episodes"):
+            flags["total_episodes"] = batch
+        args = small(script, dataset_name=data, per_device_train_batch_size=batch, **FLAGS[script] | flags)
+        scripts[script].main(flags_of(args))
+        [metrics] = rows_of(tmp_path / "run")
+        assert all(abs(x) < 1e9 for name, x in metrics.items() if name != "perplexity"), (
+            metrics
+        )  # nan neither
+        assert (tmp_path / "run/model").exists()
+        return capsys.readouterr().out
+
+    return run
+
+
+# ---- Strings -----------------------------------------------------------------------------------------------
+
+BLANK = {"empty": "", "spaces": "   ", "newlines": "\n\t \r\n", "no-break-space": "\u00a0\u2003"}
+STRINGS = BLANK | {
+    "zero-width": "\u200b\u200d\u2060",
+    "one-letter": "a",
+    "emoji": "🎬 👨\u200d👩\u200d👧 🏳️\u200d🌈 a film",
+    "nul": "a film\0with a hole",
+    "right-to-left": "\u202e فيلم رائع עברית",
+    "combining": "e\u0301" + "Z\u0351\u036b\u0343\u036a\u0302" * 9,
+    "lines": "a\r\nb\u2028d\x85e",
+    "control": "\x1b[2J\x07 a film \x7f\x9b",
+    "non-characters": "a \uffff film \U0010ffff",
+    "byte-order-mark": "\ufeffA film.",
+    "japanese": "映画はとても面白かったです。" * 3,
+    "json": '{"text": [1, 2]}',
+    "end-of-text": "<|endoftext|><|pad|> a film <|endoftext|>",
+    "markup": "[bold]a film[/nonsense] {x} %s",
+    "long": "a film " * (LONG // 7),
+}
+SKIPPED_STRINGS = {  # script, kind -> column -> the strings whose row is skipped
+    ("sft", "text"): dict(text=["empty"]),
+    ("sft", "completion"): dict(prompt=["long"], completion=["empty"]),  # no token of the completion fits
+    ("reward_model", "text"): dict(text=["empty"]),
+    ("reward_model", "pairs"): dict(prompt=[], chosen=[*BLANK], rejected=[*BLANK]),
+    ("ppo_sentiment", "text"): dict(text=["empty"]),
+    ("rloo_tldr", "completion"): dict(prompt=["long", *BLANK], completion=[]),
+}
+
+
+@pytest.mark.parametrize("script, kind", SKIPPED_STRINGS)
+def test_strings(keep, train_on, world, script, kind):
+    """Each string in each column. Blank ones count as text, except as a response or as a prompt of RLOO."""
+    skipped = SKIPPED_STRINGS[script, kind]
+    rows = list(ROWS[kind])
+    for column in skipped:
+        rows += [ROWS[kind][0] | {column: text} for text in STRINGS.values()]
+    flags = dict(model_name_or_path=world.lm()) if kind == "pairs" else {}
+    kept = len(rows) - sum(map(len, skipped.values()))
+    assert keep(script, rows, **flags) == kept
+    responses = 2 if script == "rloo_tldr" else 1
+    assert "skipped" in train_on(script, rows, kept * responses, **flags)
+
+
+@pytest.mark.parametrize("value", [None, 3, 2.5, True, ["a film"], {"a": "film"}], ids=repr)
+def test_what_is_no_string(keep, value):
+    """Such a row is skipped. To RLOO, a reference that is no string is none."""
+    rows = damaged("text", "text", value)
+    assert [keep(script, rows) for script in ("sft", "reward_model", "ppo_sentiment")] == [3, 3, 3]
+    for column in ("prompt", "completion"):
+        rows = damaged("completion", column, value)
+        assert keep("sft", rows) == 3
+        assert keep("rloo_tldr", rows) == (3 if column == "prompt" else 4)
+    for column in ("prompt", "rejected"):
+        assert keep("reward_model", damaged("pairs", column, value)) == 3
+
+
+def test_half_of_a_surrogate_pair_is_no_json(keep):
+    check(keep("sft", damaged("text", "text", "\ud83d a film \udc00")), JSON)
+
+
+def test_long_texts_without_words(keep):
+    """100,000 characters that a tokenizer cannot split."""
+    rows = [*ROWS["text"], *(dict(text=letter * LONG, label=1) for letter in ("a", " ", "\0"))]
+    assert keep("sft", rows) == 6
+
+
+# ---- Files -------------------------------------------------------------------------------------------------
+
+
+def table(rows, form):
+    """Rows as csv or parquet."""
+    buffer = io.BytesIO()
+    getattr(datasets.Dataset.from_list(rows), f"to_{form}")(buffer)
+    return buffer.getvalue()
+
+
+TEXTS = ROWS["text"]
+LINES = jsonl(TEXTS)
+EXTRA = [row | dict(a=i, b=[{"c": None}]) for i, row in enumerate(TEXTS)]
+FILES = {  # name -> files of a folder; the rows that are kept (one is held out without test), or the line
+    "no file": ({}, "doesn't contain any data files"),
+    "empty file": ({"train.jsonl": b""}, "empty"),
+    "empty line": ({"train.jsonl": b"\n"}, NO_DATA),
+    "empty objects": ({"train.jsonl": b"{}\n{}\n"}, NO_DATA),
+    "no json": ({"train.jsonl": b"this is a film, not JSON\n"}, JSON),
+    "scalars": ({"train.jsonl": b"1\n2\n3\n"}, JSON),
+    "arrays": ({"train.jsonl": b'["a"]\n["b"]\n'}, "Trailing data"),
+    "cut at the end": ({"train.jsonl": LINES[:-9]}, JSON),
+    "cut in the middle": ({"train.jsonl": LINES[:40] + b"\n" + LINES}, JSON),
+    "binary": ({"train.jsonl": bytes(range(256)) * 4}, JSON),
+    "zeros": ({"train.jsonl": bytes(1000)}, "empty"),
+    "utf-16": ({"train.jsonl": LINES.decode().encode("utf-16")}, JSON),
+    "gzip": ({"train.jsonl.gz": gzip.compress(LINES)}, 2),
+    "half a gzip": ({"train.jsonl.gz": gzip.compress(LINES)[:-20]}, "ended before the end"),
+    "parquet": ({"train.parquet": table(TEXTS, "parquet")}, 2),
+    "half a parquet": ({"train.parquet": table(TEXTS, "parquet")[:-99]}, "Parquet magic bytes not found"),
+    "no parquet": ({"train.parquet": b"PAR1 and no more"}, "Parquet magic bytes not found"),
+    "csv": ({"train.csv": table(TEXTS, "csv")}, 2),
+    "ragged csv": ({"train.csv": b'text,label\n"a film,1\nb,2,3,4\n'}, "Error tokenizing data"),
+    "json array": ({"train.json": json.dumps(TEXTS).encode()}, 2),
+    "byte order mark": ({"train.jsonl": b"\xef\xbb\xbf" + LINES}, 2),
+    "crlf": ({"train.jsonl": LINES.replace(b"\n", b"\r\n")}, 2),
+    "blank lines": ({"train.jsonl": LINES.replace(b"\n", b"\n\n")}, 2),
+    "no last newline": ({"train.jsonl": LINES[:-1]}, 2),
+    "one row": ({"train.jsonl": jsonl(TEXTS[:1])}, "at least 2 rows"),
+    "two rows": ({"train.jsonl": jsonl(TEXTS[:2])}, 1),
+    "one held-out row": ({"train.jsonl": LINES, "test.jsonl": jsonl(TEXTS[:1])}, 3),
+    "only test": ({"test.jsonl": LINES}, "needs a split train"),
+    "empty test": ({"train.jsonl": LINES, "test.jsonl": b""}, NO_DATA),
+    "other test": ({"train.jsonl": LINES, "test.jsonl": b'{"x": 1}\n{"x": 2}\n'}, "Couldn't cast"),
+    "with a csv": ({"train.jsonl": LINES, "train.csv": b"a,b\n1,2\n"}, 2),
+    "with a picture": ({"train.jsonl": LINES, "photo.png": b"\x89PNG and no more"}, 2),
+    "with a script": ({"train.jsonl": LINES, "data.py": b"raise SystemExit"}, "scripts are no longer"),
+    "extra columns": ({"train.jsonl": jsonl(EXTRA)}, 2),
+    "extra in one row": ({"train.jsonl": jsonl([*TEXTS, TEXTS[0] | dict(extra=1)])}, 3),
+    "column twice": ({"train.jsonl": b'{"text": 1, ' + LINES[1:]}, "specified twice"),
+    "duplicate rows": ({"train.jsonl": jsonl(TEXTS * 2)}, 5),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files(keep, name):
+    """What load_dataset accepts is accepted; otherwise the line says why. All scripts share this code."""
+    files, expected = FILES[name]
+    check(keep("sft", files), expected)
+
+
+def lines_of(rows):
+    """The text of each row, or all its values as one string: a file without columns."""
+    return "".join(" ".join(map(str, row.values())) + "\n" for row in rows).encode()
+
+
+def empty(row):
+    """A row with nothing in its columns."""
+    return {name: type(value)() for name, value in row.items()}
+
+
+COLUMNS = {  # name -> files made of a script's good rows; what each script of KIND makes of them
+    "lines of text": (lambda rows: {"train.txt": lines_of(rows)}, [2, "column", 2, "column", "column"]),
+    "capitals": (
+        lambda rows: {"train.jsonl": jsonl([{name.title(): x for name, x in row.items()} for row in rows])},
+        ["column"] * 5,
+    ),
+    "csv": (lambda rows: {"train.csv": table(rows, "csv")}, [2, 2, 2, "no dialog has two", 2]),
+    "first column alone in a row": (
+        lambda rows: {"train.jsonl": jsonl([*rows, dict([*rows[0].items()][:1])])},
+        [3, "the label None", 3, "no dialog has two", 3],
+    ),
+    "one label": (lambda rows: {"train.jsonl": jsonl(rows[::2][:2])}, [1, "two labels or more", 1, 2, 1]),
+    "all null": (
+        lambda rows: {"train.jsonl": jsonl([dict.fromkeys(row) for row in rows])},
+        ["no text", "one is None", "no text", "no dialog", "no prompt"],
+    ),
+    "all numbers": (
+        lambda rows: {"train.jsonl": jsonl([dict.fromkeys(row, 1) for row in rows])},
+        ["no text", "two labels", "no text", "no dialog", "no prompt"],
+    ),
+    "all objects": (
+        lambda rows: {"train.jsonl": jsonl([{name: {"a": x} for name, x in row.items()} for row in rows])},
+        ["no text", "a label must be", "no text", "no dialog", "no prompt"],
+    ),
+    "all empty": (
+        lambda rows: {"train.jsonl": jsonl(map(empty, rows))},
+        ["no text", "two labels", "no text", "no dialog", "no prompt"],
+    ),
+    "empty held-out rows": (
+        lambda rows: {"train.jsonl": jsonl(rows), "test.jsonl": jsonl([empty(rows[0])] * 2)},
+        ["no text", "no row has a text", "no text", "no dialog", "no prompt"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("number, script", [*enumerate(KIND)], ids=KIND)
+def test_columns(keep, name, number, script):
+    """Columns that are missing, empty or of another type."""
+    files, expected = COLUMNS[name]
+    check(keep(script, files(ROWS[KIND[script]])), expected[number])
+
+
+@pytest.mark.parametrize("script", KIND)
+@pytest.mark.parametrize("kind", ["empty", "latin-1"])
+def test_an_error_comes_before_the_run_folder(scripts, small, capsys, tmp_path, script, kind):
+    """One line on stderr, exit code 2, and no half a run."""
+    rows = ROWS[KIND[script]]
+    if kind == "empty":
+        content, word = jsonl(map(empty, rows)), str(tmp_path / "data")
+    else:
+        content, word = jsonl(rows).replace(b'."', b'\xe9"'), "'utf-8' codec can't decode byte"
+    data = write_files(tmp_path / "data", {"train.jsonl": content})
+    args = small(script, dataset_name=data, **FLAGS[script])
+    assert word in one_line(scripts[script], flags_of(args), capsys)
+    assert not (tmp_path / "run").exists()
+
+
+# ---- Labels ------------------------------------------------------------------------------------------------
+
+LABELS = {  # value -> the outcome with label names negative,positive; without names
+    "negative": (-1, "the label -1 is none of", 4),
+    "large": (7, "the label 7 is none of", 4),
+    "word": ("positive", 4, "others are words"),
+    "bool": (True, 4, 4),
+    "half": (1.5, "label", "label"),
+    "whole float": (1.0, 4, 4),
+    "null": (None, "label", "label"),
+    "list": ([1], "label", "label"),
+    "object": ({"a": 1}, "label", "label"),
+    "numeral": ("1", 4, 4),
+    "empty": ("", "the label '' is none of", "others are words"),
+    "missing": (..., "label", "label"),
+    "huge": (10**30, "is none of", 4),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels(keep, name):
+    """Out of range, or of another type than the others. sft and PPO do not read them."""
+    value, with_names, without_names = LABELS[name]
+    rows = damaged("text", "label", value)
+    check(keep("reward_model", rows, label_names="negative,positive"), with_names)
+    check(keep("reward_model", rows), without_names)
+    assert keep("sft", rows) == keep("ppo_sentiment", rows) == 4
+
+
+# ---- Dialogs and acts --------------------------------------------------------------------------------------
+
+USED_DIALOGS = [
+    ["Hello."] * 3,
+    ["👋 hello", "\u202eשלום", "\0"],
+    ["\u200b"] * 3,
+    ["Hello."] * 60,
+    ["a", "b " * (LONG // 2), "c"],
+    ["<|endoftext|>", " <EOU>", "x <EOU> y"],
+]
+SKIPPED_DIALOGS = [[], ["Hello."], None, ["Hello.", None, "Yes."], ["Hello.", "  ", "Yes."]]
+NO_DIALOGS = [
+    "Hello.",
+    [1, 2, 3],
+    ["Hello.", 3, "Yes."],
+    [["Hello."], ["Yes."]],
+    {"a": "Hello."},
+    [{"a": "Hello."}] * 3,
+    7,
+]
+
+
+@pytest.mark.parametrize("script", ["sft", "reward_model", "ppo_dialog"])
+def test_dialogs(keep, train_on, script):
+    """A dialog needs two utterances, none of them blank. sft counts dialogs, the others answers."""
+    rows = list(ROWS["dialog"])
+    for dialog in USED_DIALOGS + SKIPPED_DIALOGS:
+        rows.append(dict(dialog=dialog, act=[1] * len(dialog or ())))
+    used = TALKS + USED_DIALOGS
+    expected = len(used) if script == "sft" else sum(len(dialog) - 1 for dialog in used)
+    flags = dict(label_names=ACT_NAMES) if script == "reward_model" else {}
+    assert keep(script, rows, **flags) == expected
+    assert "skipped 5 of 14 dialogs" in train_on(script, rows, expected, **flags)
+
+
+@pytest.mark.parametrize("value", NO_DIALOGS, ids=repr)
+def test_what_is_no_dialog(keep, value):
+    """Such a row is skipped. All scripts read dialogs in one way."""
+    assert keep("sft", damaged("dialog", "dialog", value)) == 3
+
+
+ACTS = {  # value for three utterances -> the answers that reward_model uses, and ppo_dialog
+    "empty": ([], 5, 5),
+    "short": ([1], 5, 5),
+    "many": ([1] * 9, 5, 5),
+    "null": (None, 5, 5),
+    "with null": ([1, None, 1], 6, 6),
+    "missing": (..., 5, 5),
+    "zero": ([1, 0, 1], 6, "the act 0 is none"),
+    "negative": ([1, -1, 1], 6, "the act -1 is none"),
+    "large": ([1, 9, 1], "the label 8 is none", "the act 9 is none"),
+    "numerals": (["1", "1", "1"], 7, 7),
+    "words": (["inform"] * 3, 5, "the act 'inform' is none"),
+    "bools": ([True] * 3, 7, 7),
+    "floats": ([1.0, 2.0, 1.0], 7, 7),
+    "halves": ([1.5] * 3, 5, "the act 1.5 is none"),
+    "nested": ([[1], [1], [1]], 5, "the act [1] is none"),
+    "number": (1, 5, 5),
+    "string": ("1 1 1", 5, 5),
+    "huge": ([10**30] * 3, 5, "is none"),
+}
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_acts(keep, name):
+    """reward_model skips what is no act; PPO refuses it. sft does not read acts."""
+    value, of_reward_model, of_ppo_dialog = ACTS[name]
+    rows = damaged("dialog", "act", value)
+    check(keep("reward_model", rows, label_names=ACT_NAMES), of_reward_model)
+    check(keep("ppo_dialog", rows), of_ppo_dialog)
+    assert keep("sft", rows) == 4
+
+
+# ---- Rankings and margins ----------------------------------------------------------------------------------
+
+USED_RANKINGS = [
+    [" good", " bad"],
+    [f" {i}" for i in range(9)],
+    [" good"] * 3,
+    [" good" * (LONG // 5), " bad"],
+]
+SKIPPED_RANKINGS = [[], [" good"], None, [" good", None], [" good", " "]]
+
+
+def test_rankings(keep, train_on, world):
+    """A ranking needs two responses, none of them blank."""
+    good = ROWS["ranking"]
+    rows = good + [good[0] | dict(responses=texts) for texts in USED_RANKINGS + SKIPPED_RANKINGS]
+    assert keep("reward_model", rows) == 7
+    assert "skipped 5 of 12 rows" in train_on("reward_model", rows, 7, model_name_or_path=world.lm())
+
+
+@pytest.mark.parametrize("value", [" good", [1, 2], [[" good"], [" bad"]]], ids=repr)
+def test_what_is_no_ranking(keep, value):
+    assert keep("reward_model", damaged("ranking", "responses", value)) == 3
+
+
+@pytest.mark.parametrize("value", [-1.0, 1, True, "1"], ids=repr)
+def test_margins(keep, value):
+    """A finite number in every row. load_dataset turns a numeral into one."""
+    rows = [dict(margin=0.5) | row for row in damaged("pairs", "margin", value)]
+    assert keep("reward_model", rows) == 4
+
+
+@pytest.mark.parametrize("value", [None, "one", [1], 1e300, float("nan"), ...], ids=repr)
+def test_what_is_no_margin(keep, value):
+    *rows, last = damaged("pairs", "margin", value)
+    rows = [row | dict(margin=0.5) for row in rows]
+    check(keep("reward_model", [*rows, last]), "margin")
+
+
+# ---- Long prompts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["sft", "rloo_tldr"])
+def test_no_prompt_fits(keep, script):
+    """The line names the flag."""
+    rows = [row | dict(prompt="a film " * 999) for row in ROWS["completion"]]
+    check(keep(script, rows), "length")
+
+
+def test_a_dialog_loses_its_oldest_words(train_on):
+    rows = [dict(dialog=["a film " * 999] * len(texts), act=[1] * len(texts)) for texts in TALKS]
+    assert "skipped" not in train_on("ppo_dialog", rows, 5)

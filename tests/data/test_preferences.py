@@ -1,0 +1,312 @@
+"""Preferences in reward_model.py: pairs, rankings, margins, the new head, the offset and the saved model."""
+
+import json
+import math
+
+import datasets
+import peft
+import pytest
+import torch
+from conftest import ARCHITECTURES, EOS, PAD
+from run_tools import distance, rows_of, spy, weights, write_rows
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+pytest_plugins = ["run_fixtures"]
+CHOSEN = [" yes, it is", " a fine day", " all is well"]
+REJECTED = [" no no no no", " who knows what", " bad"]
+
+
+@pytest.fixture
+def script(scripts):
+    return scripts["reward_model"]
+
+
+@pytest.fixture
+def pairs(reward, tiny_lm, tiny_pairs):
+    """pairs(folder="run", **changes): a run on pairs. -> model, folder, rows of metrics"""
+    flags = dict(model_name_or_path=tiny_lm("gpt_neox"), dataset_name=tiny_pairs, max_length=200)
+    return lambda folder="run", **changes: reward(folder, **flags | changes)
+
+
+def evaluation_of(folder):
+    """evaluation.json of a run."""
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def score(folder, prompt, response):
+    """The score of one text, by transformers alone."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(prompt).input_ids + tokenizer(response).input_ids + [tokenizer.eos_token_id]
+    model.config.pad_token_id = None
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits.item()
+
+
+# ---- Learning ----------------------------------------------------------------------------------------------
+
+
+def test_pairs_are_learned(pairs, tiny_pairs, tmp_path):
+    """Overfitting orders 16 pairs. The result is a plain transformers classifier with one label."""
+    pairs_of_data = rows_of(tiny_pairs, "train.jsonl")[:16]
+    data = write_rows(tmp_path / "data", train=pairs_of_data, test=pairs_of_data)
+    flags = dict(num_train_epochs=30.0, learning_rate=3e-3, lr_scheduler_type="cosine")
+    _, folder, rows = pairs(dataset_name=data, **flags)
+    first, last = rows[0], rows[-1]
+    assert first["loss"] == pytest.approx(math.log(2), abs=0.4)
+    assert last["accuracy"] == 1 and last["loss"] < 0.1 and last["margin"] > 2
+    assert last["min_reward"] < last["mean_reward"] < last["max_reward"]
+    row = pairs_of_data[0]
+    chosen = score(folder / "model", row["prompt"], row["chosen"])
+    assert chosen > score(folder / "model", row["prompt"], row["rejected"]) + 1
+    assert AutoModelForSequenceClassification.from_pretrained(folder / "model").config.num_labels == 1
+
+
+def test_loss_of_a_pair(pairs, tmp_path):
+    """-log sigmoid(difference of two scores - margin), with each score computed alone."""
+    row = dict(prompt="A post.", chosen=" good one", rejected=" bad", margin=1.5)
+    data = write_rows(tmp_path / "data", train=[row] * 4, test=[row])
+    flags = dict(dataset_name=data, learning_rate=0.0, per_device_train_batch_size=4)
+    _, start, _ = pairs("start", **flags)
+    model = start / "model"
+    difference = score(model, "A post.", " good one") - score(model, "A post.", " bad")
+    _, _, [metrics] = pairs("again", model_name_or_path=str(model), **flags)
+    assert metrics["loss"] == pytest.approx(math.log1p(math.exp(1.5 - difference)), rel=1e-4)
+    assert metrics["margin"] == pytest.approx(difference, rel=1e-3, abs=1e-5)
+
+
+def test_pairs_with_a_common_beginning(pairs, tmp_path):
+    """As in HH, the two texts begin with the prompt. They are learned as if the prompt had its own column."""
+    joined, separate = [], []
+    for chosen, rejected in zip(CHOSEN, REJECTED):
+        joined.append(dict(chosen=f"Human: hi{chosen}", rejected=f"Human: hi{rejected}"))
+        separate.append(dict(prompt="Human: hi", chosen=chosen, rejected=rejected))
+    flags = dict(num_train_epochs=20.0, learning_rate=3e-3)
+    data = write_rows(tmp_path / "hh", train=joined * 4, test=joined)
+    _, folder, rows = pairs(dataset_name=data, **flags)
+    assert rows[-1]["accuracy"] == evaluation_of(folder)["accuracy"] == 1
+    assert evaluation_of(folder)["n"] == 3
+    data = write_rows(tmp_path / "split", train=separate * 4, test=separate)
+    _, _, others = pairs("split", dataset_name=data, **flags)
+    losses = [row["loss"] for row in rows]
+    assert [row["loss"] for row in others] == pytest.approx(losses, rel=1e-3, abs=1e-4)
+
+
+def test_rankings(pairs, script, tmp_path, monkeypatch):
+    """2 to 4 responses, best first: all of a prompt in one forward pass, and all pairs are learned."""
+    rows = [
+        dict(prompt="Say.", responses=[" aa", " bb", " cc", " dd"]),
+        dict(prompt="Go on.", responses=[" b", " a", " c"]),
+        dict(prompt="Well?", responses=[" yes", " no"]),
+    ]
+    data = write_rows(tmp_path / "data", train=rows * 4, test=rows)
+    calls = spy(monkeypatch, script, "ranking_loss")
+    flags = dict(num_train_epochs=20.0, learning_rate=3e-3, per_device_train_batch_size=6)
+    _, folder, metrics = pairs(dataset_name=data, **flags)
+    shapes = [scores.shape for (scores, _), _ in calls]
+    assert {N for N, _ in shapes} == {6} and max(K for _, K in shapes) == 4
+    assert metrics[-1]["accuracy"] == 1 and metrics[-1]["loss"] < 0.2
+    evaluation = evaluation_of(folder)
+    assert evaluation["accuracy"] == 1 and evaluation["n"] == 3
+    assert sum(row["pairs"] for row in evaluation["calibration"]) == 6 + 3 + 1
+    scores = [score(folder / "model", "Say.", text) for text in rows[0]["responses"]]
+    assert scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch != "gpt_neox"])
+def test_architectures(pairs, script, tiny_lm, tiny_pairs, arch):
+    """Each architecture trains on pairs, and scores a padded batch as transformers scores its texts alone."""
+    _, folder, _ = pairs(model_name_or_path=tiny_lm(arch), num_train_epochs=8 / 48)
+    row = rows_of(tiny_pairs, "test.jsonl")[0]
+    responses = [row["chosen"], row["rejected"]]
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    texts = script.preference_ids(tokenizer, [row["prompt"]] * 2, responses, 200)
+    batch = script.collate_texts([script.Row(texts)], "cpu")
+    with torch.no_grad():
+        ours = script.sequence_logits(model, batch["ids"], batch["mask"])[:, 0].tolist()
+    theirs = [score(folder / "model", row["prompt"], response) for response in responses]
+    assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_an_encoder_learns_from_pairs(pairs, tiny_classifier):
+    """DistilBERT, whose head with two labels is replaced by a head with one score."""
+    _, folder, rows = pairs(model_name_or_path=tiny_classifier(), num_train_epochs=0.5)
+    assert AutoModelForSequenceClassification.from_pretrained(folder / "model").config.num_labels == 1
+    assert all(math.isfinite(row["loss"]) for row in rows)
+
+
+def test_gradient_does_not_depend_on_micro_batches(pairs):
+    """One step of SGD on 8 pairs: as 1 x 8, as 2 x 4 and as 8 x 1."""
+    flags = dict(
+        optimizer="torch.optim.SGD",
+        max_grad_norm=None,
+        num_train_epochs=8 / 48,
+        lr_scheduler_type="constant",
+        learning_rate=0.1,
+    )
+    models, losses = [], []
+    for n in (8, 4, 1):
+        sizes = dict(per_device_train_batch_size=n, gradient_accumulation_steps=8 // n)
+        _, folder, [metrics] = pairs(f"run{n}", **flags, **sizes)
+        models.append(weights(folder / "model"))
+        losses.append(metrics["loss"])
+    assert max(distance(models[0], other) for other in models[1:]) < 2e-6
+    assert losses[1:] == pytest.approx([losses[0]] * 2)
+
+
+# ---- Token ids ---------------------------------------------------------------------------------------------
+
+
+def test_all_stages_tokenize_alike(scripts, tiny_lm, small):
+    """Tricks 7 and 9: three scripts read the same ids for a prompt and a finished completion."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    prompt, completion = "A post about a dog.\n\nTL;DR:", " My dog barks. What now?"
+    rows = datasets.Dataset.from_dict(dict(prompt=[prompt], completion=[completion]))
+    [(trained, _)] = scripts["sft"].load_documents(rows, tokenizer, small("sft"))
+    [scored] = scripts["reward_model"].preference_ids(tokenizer, [prompt], [completion], 100)
+    [post] = scripts["rloo_tldr"].load_posts(rows, tokenizer, small("rloo_tldr"))
+    completion_ids = tokenizer(completion).input_ids + [tokenizer.eos_token_id]
+    assert trained == scored == post["ids"] + completion_ids
+
+
+def test_long_texts_lose_their_beginning(script, tiny_lm):
+    """EOS stays. The tokenizer of an encoder, which marks the ends itself, cuts on the left too."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    text = (["one two three four five six"], [" seven"])
+    [ids] = script.preference_ids(tokenizer, *text, 4)
+    assert len(ids) == 4 and ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(ids).endswith(f"seven{EOS}")
+    tokenizer.cls_token = PAD  # as an encoder's tokenizer has one
+    [ids] = script.preference_ids(tokenizer, *text, 4)
+    assert len(ids) == 4 and tokenizer.decode(ids).endswith("seven")
+
+
+# ---- Errors ------------------------------------------------------------------------------------------------
+
+BAD_ROWS = {
+    "no rejected": (dict(prompt="a", chosen="b"), "chosen and rejected"),
+    "word as margin": (dict(prompt="a", chosen="b", rejected="c", margin="x"), "margin"),
+    "margin of a ranking": (dict(prompt="a", responses=["b", "c"], margin=1.0), "margin"),
+    "messages": (dict(prompt="a", chosen=[dict(content="b")], rejected=[dict(content="c")]), "strings"),
+    "empty": (dict(prompt="a", chosen="", rejected="b"), "two responses"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_rows_are_explained(pairs, script, tmp_path, name):
+    row, word = BAD_ROWS[name]
+    data = write_rows(tmp_path / "data", train=[row] * 8)
+    with pytest.raises(script.UserError, match=word):
+        pairs(dataset_name=data)
+
+
+# ---- Head and offset ---------------------------------------------------------------------------------------
+
+
+def test_a_head_of_another_size_is_replaced(pairs, tiny_lm, tmp_path, capsys):
+    """A decoder with 2 labels gets a new head for pairs, and the run says so."""
+    config = AutoConfig.from_pretrained(tiny_lm("llama"), num_labels=2)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "two")
+    AutoTokenizer.from_pretrained(tiny_lm("llama")).save_pretrained(tmp_path / "two")
+    pairs(model_name_or_path=str(tmp_path / "two"), num_train_epochs=8 / 48)
+    assert "a new head" in capsys.readouterr().out
+
+
+def test_a_run_can_start_from_an_adapter(pairs, rloo, tiny_lm):
+    """From a LoRA folder that rloo_tldr.py saved."""
+    lm = tiny_lm("llama")
+    _, policy, _ = rloo("policy", lora_r=4, model_name_or_path=lm)
+    start = dict(model_name_or_path=str(policy / "adapter"), tokenizer_name_or_path=lm)
+    _, folder, [metrics] = pairs(**start, num_train_epochs=8 / 48)
+    assert math.isfinite(metrics["loss"])
+    assert (folder / "model/model.safetensors").exists()
+
+
+def test_standard_deviation_of_a_new_head(script, tiny_lm, tmp_path):
+    """1 / sqrt(d + 1) for a language model. A head that was saved is kept (trick 35)."""
+    config = AutoConfig.from_pretrained(
+        tiny_lm("gpt_neox"), hidden_size=512, num_hidden_layers=1, intermediate_size=64
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "lm")
+    model = script.load_model(AutoModelForSequenceClassification, str(tmp_path / "lm"), dict(num_labels=1))
+    assert script.init_new_head(model, str(tmp_path / "lm"))
+    assert model.score.weight.std().item() == pytest.approx(513**-0.5, rel=0.15)
+    model.save_pretrained(tmp_path / "rm")
+    again = script.load_model(AutoModelForSequenceClassification, str(tmp_path / "rm"))
+    assert not script.init_new_head(again, str(tmp_path / "rm"))
+    assert torch.equal(again.score.weight, model.score.weight)
+
+
+def test_the_head_of_an_adapter_is_kept(script, tiny_lm, tmp_path):
+    """peft saves the head with the adapter of a classifier (trick 35)."""
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_lm("llama"), num_labels=1)
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"])
+    model = peft.get_peft_model(model, config)
+    model.base_model.model.score.modules_to_save["default"].weight.data.fill_(0.5)
+    model.save_pretrained(tmp_path)
+    model = script.load_model(AutoModelForSequenceClassification, str(tmp_path), dict(num_labels=1))
+    assert not script.init_new_head(model, str(tmp_path))
+    assert (model.score.weight == 0.5).all()
+
+
+@pytest.mark.parametrize("references", ["given", "chosen"])
+def test_references_have_the_mean_score_0(pairs, scripts, tiny_posts, tiny_pairs, references):
+    """Trick 24: after reloading. References are --center-dataset-name, or else the chosen responses."""
+    if references == "given":
+        data, column = tiny_posts, "completion"
+        _, folder, _ = pairs(center_dataset_name=data)
+    else:
+        data, column = tiny_pairs, "chosen"
+        _, folder, _ = pairs()
+    rows = list(datasets.load_dataset(data)["train"])
+    score_all = scripts["rloo_tldr"].load_reward_model(str(folder / "model"), 8, torch.device("cpu"))
+    scores = score_all([row["prompt"] for row in rows], [row[column] for row in rows])
+    assert sum(scores) / len(scores) == pytest.approx(0, abs=1e-4)
+    offset = json.loads((folder / "model/config.json").read_text())["reward_offset"]
+    assert offset == pytest.approx(evaluation_of(folder)["reward_offset"]) and abs(offset) > 1e-3
+    alone = score(folder / "model", rows[0]["prompt"], rows[0][column])
+    assert scores[0] == pytest.approx(alone - offset, abs=1e-4)
+
+
+def test_calibration(script):
+    """Five equal parts by the size of the difference: the share in the right order, and what is expected."""
+    differences = [0.1, -0.2, 0.5, 0.6, -1.0, 1.1, 2.0, 2.1, 4.0, 5.0]
+    scores = torch.tensor([[x, 0.0] for x in differences])
+    rows = [script.Row([[1], [2]]) for _ in differences]
+    evaluation, table = script.evaluate_preferences(scores[:, :, None], rows)
+    assert [row["pairs"] for row in table] == [2] * 5
+    assert [row["accuracy"] for row in table] == [0.5, 1, 0.5, 1, 1]
+    expected = (1 / (1 + math.exp(-0.1)) + 1 / (1 + math.exp(-0.2))) / 2
+    assert table[0]["expected"] == pytest.approx(expected)
+    assert evaluation["accuracy"] == pytest.approx(0.8)
+    assert evaluation["margin"] == pytest.approx(sum(differences) / 10)
+
+
+# ---- Options -----------------------------------------------------------------------------------------------
+
+
+def test_lora_trains_adapter_and_head(pairs, script, tiny_lm):
+    """The head has no adapter: it is trained as a whole. The saved model is merged and has its head."""
+    _, folder, rows = pairs(lora_r=4, learning_rate=5e-2)
+    assert len(rows) == 6
+    state = torch.load(folder / "checkpoints/000006/state.pt", weights_only=True)["parameters"]
+    assert [name for name in state if "score" in name] == ["model.base_model.model.score.weight"]
+    assert any("lora_" in name for name in state)
+    settings = dict(num_labels=1)
+    model = script.load_model(AutoModelForSequenceClassification, tiny_lm("gpt_neox"), settings)
+    before, after = model.state_dict(), weights(folder / "model")
+    assert "score.weight" in after
+    assert not (folder / "model/adapter_config.json").exists()
+    with_adapter = "gpt_neox.layers.0.attention.dense.weight"
+    assert not torch.equal(before[with_adapter], after[with_adapter])
+    assert torch.equal(before["gpt_neox.embed_in.weight"], after["gpt_neox.embed_in.weight"])
+
+
+def test_gradient_checkpointing_changes_nothing(pairs):
+    """Also with LoRA."""
+    losses = []
+    for number, flag in enumerate((False, True)):
+        _, _, rows = pairs(f"run{number}", lora_r=4, gradient_checkpointing=flag)
+        losses.append([row["loss"] for row in rows])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)

@@ -1,0 +1,244 @@
+"""What the scripts promise each other and their readers: shared source, flags, two parts, no side effects
+of an import."""
+
+import ast
+import collections
+import dataclasses
+import io
+import subprocess
+import sys
+import tokenize
+
+import pytest
+from conftest import MATH, ROOT, SCRIPTS
+
+SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
+MAY_DIFFER = {"Args", "RECIPES", "train", "main"}
+every_script = pytest.mark.parametrize("name", SCRIPTS)
+
+
+# ---- Shared source -----------------------------------------------------------------------------------------
+
+
+def names_of(node):
+    """Names that a statement at the top level defines."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = []
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    if isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    return [leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)]
+
+
+def definitions(source):
+    """Top-level name -> its lines, with decorators, comments in it and comments right above it."""
+    lines = source.splitlines()
+    found = {}
+    for node in ast.parse(source).body:
+        decorators = getattr(node, "decorator_list", [])
+        first = min([node.lineno, *[decorator.lineno for decorator in decorators]]) - 1
+        while lines[first - 1].startswith("#") and not lines[first - 1].startswith("# ----"):
+            first -= 1
+        for name in names_of(node):
+            found[name] = "\n".join(lines[first : node.end_lineno])
+    return found
+
+
+def test_definitions_include_comments_and_decorators():
+    source = "import a\n# why\n@b\ndef c():\n    return 1  # how\nD: int = 2  # two\n# ---- E ----\nf = 1"
+    expected = {"c": "# why\n@b\ndef c():\n    return 1  # how", "D": "D: int = 2  # two", "f": "f = 1"}
+    assert definitions(source) == expected
+
+
+def test_same_name_means_same_source():
+    sources_of = collections.defaultdict(dict)
+    for script, source in SOURCES.items():
+        for name, text in definitions(source).items():
+            if name not in MAY_DIFFER:
+                sources_of[name][script] = text
+    different = {name: sorted(texts) for name, texts in sources_of.items() if len(set(texts.values())) > 1}
+    assert not different, f"these differ between scripts: {different}"
+
+
+@every_script
+def test_every_definition_is_used(name):
+    """A script holds only what it uses."""
+    tree = ast.parse(SOURCES[name])
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    called_by_hand = {"main", "train"}
+    unused = set(definitions(SOURCES[name])) - used - called_by_hand
+    assert not unused, f"{name}.py defines but never uses {unused}"
+
+
+@pytest.mark.parametrize("function", MATH)
+def test_the_math_is_in_part_1_and_reads_no_flags(function):
+    for name in set(MATH[function]) & set(SCRIPTS):
+        part_1 = SOURCES[name].split("# Part II")[0]
+        node = next((node for node in ast.parse(part_1 + "\n").body if function in names_of(node)), None)
+        assert node is not None, f"Part I of {name}.py has no {function}"
+        if function != "learning_rate":
+            assert not any(
+                isinstance(leaf, ast.Name) and leaf.id in ("args", "Args") for leaf in ast.walk(node)
+            )
+
+
+SIGNATURES = {
+    "response_lengths": "tokens, stop_token_id",
+    "length_mask": "lengths, max_length",
+    "token_logprobs": "hidden, weight, tokens, temperature=1.0, bias=None",
+    "kl_per_token": "logprobs, ref_logprobs, estimator",
+    "token_rewards": "scores, kl, lengths, kl_coef",
+    "masked_mean": "values, mask",
+    "masked_whiten": "values, mask, shift_mean=True",
+    "gae": "rewards, values, mask, gamma, lam",
+    "rloo_advantages": "rewards, rloo_k",
+    "clipped_policy_loss": "logprobs, old_logprobs, advantages, cliprange",
+    "clipped_value_loss": "values, old_values, returns, cliprange_value",
+    "adaptive_kl_coef": "kl_coef, kl, target, horizon, episodes",
+    "sample_tokens": "probs, uniforms",
+    "preference_loss": "chosen, rejected, margin=0.0",
+    "ranking_loss": "scores, mask",
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_the_math_has_the_documented_signature(function):
+    for source in SOURCES.values():
+        for node in ast.parse(source).body:
+            if function in names_of(node):
+                assert ast.unparse(node.args).replace(" = ", "=") == SIGNATURES[function]
+
+
+# ---- Flags -------------------------------------------------------------------------------------------------
+
+
+def comments_of(source):
+    """Line number -> the comment on this line."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
+
+
+def fields_of(source):
+    """Field of Args -> (type, its comment or None)."""
+    args_class = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "Args")
+    comments = comments_of(source)
+    found = {}
+    for node in args_class.body:
+        if isinstance(node, ast.AnnAssign):
+            found[node.target.id] = ast.unparse(node.annotation), comments.get(node.end_lineno)
+    return found
+
+
+def attributes_read(source):
+    """Fields of args that are read, as args.name, self.args.name, or by name in check_positive."""
+    read = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            if ast.unparse(node.value) in ("args", "self.args", "run.args"):
+                read.add(node.attr)
+    return read
+
+
+@every_script
+def test_every_flag_is_used(name):
+    """Trick 36."""
+    unused = set(fields_of(SOURCES[name])) - attributes_read(SOURCES[name])
+    assert not unused, f"parsed and never used: {sorted(unused)}"
+
+
+def test_an_unused_flag_is_found():
+    source = "class Args:\n    a: int = 1  # x\n    b: int = 2\n    c: int = 3  # y\n"
+    source += "def f(args): return args.a + g.b"
+    assert set(fields_of(source)) - attributes_read(source) == {"b", "c"}
+    assert fields_of(source)["b"] == ("int", None)
+
+
+@every_script
+def test_every_flag_is_explained_on_its_line(name, scripts):
+    explained = fields_of(SOURCES[name])
+    assert set(explained) == {field.name for field in dataclasses.fields(scripts[name].Args)}
+    assert not [field for field, (_, comment) in explained.items() if not comment]
+
+
+def test_a_flag_has_the_same_type_in_all_scripts():
+    types = collections.defaultdict(set)
+    for source in SOURCES.values():
+        for field, (kind, _) in fields_of(source).items():
+            types[field].add(kind)
+    may_differ = {"reward_model_path"}  # ppo_dialog.py can do without the intent classifier
+    assert not {field for field, kinds in types.items() if len(kinds) > 1} - may_differ
+
+
+@every_script
+def test_help_shows_the_comments(name, scripts, capsys):
+    with pytest.raises(SystemExit):
+        scripts[name].parse_args(["--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "random seed" in shown
+    assert all(recipe in shown for recipe in scripts[name].RECIPES)
+
+
+@every_script
+def test_recipes_are_args_and_the_first_one_is_tiny(name, scripts):
+    assert next(iter(scripts[name].RECIPES)) == "tiny"
+    assert all(isinstance(recipe, scripts[name].Args) for recipe in scripts[name].RECIPES.values())
+    assert scripts[name].RECIPES["tiny"].dtype == "float32"  # so that results do not depend on the hardware
+
+
+# ---- Layout and imports ------------------------------------------------------------------------------------
+
+
+@every_script
+def test_a_script_has_two_parts_and_a_docstring(name):
+    assert ast.get_docstring(ast.parse(SOURCES[name]))
+    assert SOURCES[name].count("\n# Part I: the algorithm\n") == 1
+    part_1, part_2 = SOURCES[name].split("\n# Part II: infrastructure.")
+    assert "\ndef train(args):" in part_1 and "\nclass Run:" in part_2
+    assert SOURCES[name].endswith('\nif __name__ == "__main__":\n    main()\n')
+
+
+@every_script
+def test_a_script_imports_nothing_of_this_repository(name):
+    imported = set()
+    for node in ast.walk(ast.parse(SOURCES[name])):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").split(".")[0])
+    files = {path.stem for path in ROOT.glob("*.py")}
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    assert not imported & (files | folders)
+
+
+LIST_MODULES = "import sys; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+LIBRARIES = """
+import transformers, accelerate, datasets, tyro, rich, safetensors
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+"""
+
+
+def run_python(*arguments, **kwargs):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def libraries_alone():
+    """The modules that the libraries load by themselves, and what they print to stderr."""
+    done = run_python("-c", LIBRARIES + LIST_MODULES)
+    return set(done.stdout.split()), done.stderr
+
+
+@every_script
+def test_an_import_has_no_side_effects(name, libraries_alone, tmp_path):
+    """Nothing is printed or written, and no optional package is loaded."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {name}; print('imported')\n{LIST_MODULES}"
+    done = run_python("-B", "-c", code, cwd=tmp_path)
+    first, modules = done.stdout.splitlines()
+    assert first == "imported" and done.stderr == libraries_alone[1] and not list(tmp_path.iterdir())
+    optional = {"wandb", "peft", "matplotlib", "bitsandbytes", "tensorboard", "deepspeed", "trl", "evaluate"}
+    optional |= {"nltk", "sacrebleu", "rouge_score"}
+    assert not optional & (set(modules.split()) - libraries_alone[0])

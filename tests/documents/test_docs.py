@@ -1,0 +1,409 @@
+"""What the README and the docs say is true: commands parse, changes fit the scripts, names exist, numbers are
+those of results/, links lead somewhere."""
+
+import ast
+import contextlib
+import functools
+import importlib.util
+import io
+import json
+import re
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SCRIPTS
+from run_tools import reward_file
+
+pytest_plugins = ["run_fixtures"]
+README = (ROOT / "README.md").read_text()
+DOCS = {path.stem: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+CODE_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
+
+
+def load_program(path):
+    """A program of benchmarks/ as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def result(path):
+    """A JSON file of results/."""
+    return json.loads((ROOT / "results" / path).read_text())
+
+
+def cells_of(page, first_cell):
+    """The other cells of the table row that begins with this cell. -> list of str"""
+    rows = [line for line in page.splitlines() if line.startswith(f"| {first_cell} |")]
+    assert rows, f"no row {first_cell!r}"
+    return [cell.strip() for cell in rows[0].strip().strip("|").split("|")[1:]]
+
+
+# ---- Commands and code -------------------------------------------------------------------------------------
+
+
+def test_the_readme_snippet_continues_a_prompt(ppo, tiny_lm):
+    """The Python block of the README, with the folder of a real run, prints the prompt and a continuation."""
+    code = dict(CODE_BLOCK.findall(README))["python"]
+    _, folder, _ = ppo(model_name_or_path=tiny_lm())
+    code = code.replace("runs/ppo_sentiment/<your run>/model", str(folder / "model"))
+    assert str(folder) in code
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {})
+    prompt = "The plot of this film"
+    assert printed.getvalue().startswith(prompt)
+    assert len(printed.getvalue().strip()) > len(prompt)
+
+
+def documented_commands():
+    """The indented commands of README, docs and docstrings that start a script. -> (script, words)"""
+    docstrings = [ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text()), False) for name in SCRIPTS]
+    command = re.compile(r"^ {4}(?:\w+=\S+ )?(?:python|torchrun|accelerate)\b(.*?(?:\\\n.*)?)$", re.M)
+    for page in [README, *DOCS.values(), *docstrings]:
+        for line in command.findall(page):
+            words = shlex.split(line.replace("\\\n", " "), comments=True)
+            paths = [i for i, word in enumerate(words) if word.endswith(".py")]
+            if paths and Path(words[paths[0]]).stem in SCRIPTS and "/" not in words[paths[0]]:
+                yield Path(words[paths[0]]).stem, tuple(words[paths[0] + 1 :])
+
+
+@pytest.mark.parametrize("name, words", sorted(set(documented_commands())))
+def test_a_documented_command_parses(scripts, name, words):
+    if "--resume" in words:
+        pytest.skip("needs a run folder")
+    verbs = {"judge": 1, "chat": 2}  # chat is followed by a folder
+    skipped = verbs.get(words[0], 0) if words else 0
+    assert scripts[name].parse_args(list(words[skipped:]))
+
+
+@pytest.mark.parametrize("name", [*DOCS, "README"])
+def test_every_flag_in_the_docs_exists(scripts, name):
+    """`--flag` is a field of some script's Args, or an option of a program that the docs name."""
+    page = README if name == "README" else DOCS[name]
+    known = {"a_b", "help"}
+    known |= {"nproc_per_node", "num_processes", "multi_gpu", "cpu", "config_file"}  # launchers
+    # Flags of the programs in benchmarks/.
+    known |= {"peers", "other", "only", "rounds", "batches", "results"}
+    known |= {"show", "save", "signals", "minutes"}
+    for script in scripts.values():
+        for field in script.Args.__dataclass_fields__.values():
+            known |= {field.name, f"no_{field.name}"}
+    named = {flag.replace("-", "_") for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9_-]+)", page)}
+    assert not named - known
+
+
+def changes():
+    """The diff blocks under "Lines to change". -> (script, title, block)"""
+    for name in SCRIPTS:
+        for title, block in re.findall(
+            r"^\*\*([^*]+)\*\*(?:(?!^\*\*).)*?```diff\n(.*?)```", DOCS[name], re.M | re.S
+        ):
+            yield name, title, block
+            if name == "ppo_sentiment":
+                yield "ppo_dialog", title, block
+
+
+@pytest.mark.parametrize("name, title, block", list(changes()), ids=lambda x: x if len(x) < 70 else "")
+def test_lines_to_change_fit_the_script(name, title, block):
+    """The old lines of each hunk are in the script exactly once, and the changed script compiles."""
+    source = (ROOT / f"{name}.py").read_text()
+    hunks = re.split(r"^@@.*\n", block, flags=re.M)[1:]
+    assert hunks
+    for hunk in hunks:
+        lines = hunk.splitlines()
+        old = "\n" + "".join(line[1:] + "\n" for line in lines if not line.startswith("+"))
+        new = "\n" + "".join(line[1:] + "\n" for line in lines if not line.startswith("-"))
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    compile(source, title, "exec")
+
+
+# ---- Metrics -----------------------------------------------------------------------------------------------
+
+
+def explained_metrics(name):
+    """The names in the first column of the table under "## Metrics"."""
+    section = DOCS[name].split("\n## Metrics")[1].split("\n## ")[0]
+    first_cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]
+    return {metric for cell in first_cells for metric in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_every_metric_of_ppo_sentiment_is_explained(ppo):
+    _, _, rows = ppo()
+    assert set(rows[0]) == explained_metrics("ppo_sentiment")
+
+
+def test_every_metric_of_ppo_dialog_is_explained(dialog, tmp_path):
+    function = reward_file(tmp_path, "return [0.0] * len(prompts)")
+    _, _, rows = dialog(reward_fn=function)
+    assert set(rows[0]) == explained_metrics("ppo_dialog")
+
+
+def test_every_metric_of_rloo_tldr_is_explained(rloo, tmp_path):
+    function = reward_file(tmp_path, "return [0.0] * len(prompts)")
+    _, _, rows = rloo(judge_fn=function)
+    assert set(rows[0]) == explained_metrics("rloo_tldr")
+
+
+def test_every_metric_of_sft_is_explained(sft):
+    _, _, rows = sft()
+    assert set(rows[0]) == explained_metrics("sft")
+
+
+def test_every_metric_of_reward_model_is_explained(reward, tiny_lm, tiny_pairs):
+    _, _, of_labels = reward("labels")
+    _, _, of_pairs = reward("pairs", model_name_or_path=tiny_lm(), dataset_name=tiny_pairs, max_length=200)
+    assert set(of_labels[0]) | set(of_pairs[0]) == explained_metrics("reward_model")
+
+
+# ---- Numbers -----------------------------------------------------------------------------------------------
+
+THREE_SEEDS = [
+    ("ppo_sentiment", "ppo-sentiment-tiny"),
+    ("ppo_dialog", "ppo-dialog-tiny"),
+    ("rloo_tldr", "rloo-tiny"),
+]
+BEFORE_AND_AFTER = [  # page, the heading before the table, evaluation.json
+    ("ppo_sentiment", "### Real reviews", "imdb/ppo"),
+    ("ppo_dialog", "### Real dialogs", "dailydialog/ppo"),
+    ("rloo_tldr", "### Real posts", "tldr-real/rloo"),
+    ("sft", "## Results", "reviews-lm"),
+]
+CALIBRATION = [("### Pairs", "tldr-reward"), ("### Real pairs", "hh-reward")]
+
+
+@pytest.mark.parametrize("name, folder", THREE_SEEDS)
+def test_the_results_of_three_seeds_are_those_of_the_files(name, folder):
+    page = DOCS[name].split("\n## Results")[1]
+    for seed in (1, 2, 3):
+        evaluation = result(f"{folder}/seed{seed}/evaluation.json")
+        for metric, after in evaluation["after"].items():
+            before = evaluation["before"][metric]
+            columns = slice(2 * seed - 2, 2 * seed)
+            assert cells_of(page, metric)[columns] == [f"{before:.3f}", f"{after:.3f}"]
+
+
+@pytest.mark.parametrize("name, heading, folder", BEFORE_AND_AFTER)
+def test_a_table_before_and_after_is_that_of_the_file(name, heading, folder):
+    page = DOCS[name].split(f"\n{heading}")[1]
+    evaluation = result(f"{folder}/evaluation.json")
+    for metric, after in evaluation["after"].items():
+        before = evaluation["before"][metric]
+        assert cells_of(page, metric)[:2] == [f"{before:.3f}", f"{after:.3f}"]
+
+
+def test_the_table_of_the_readme_is_that_of_the_file():
+    evaluation = result("ppo-sentiment-tiny/seed1/evaluation.json")
+    assert f"| {evaluation['n']} held-out prompts | before | after |" in README
+    for metric, after in evaluation["after"].items():
+        before = evaluation["before"][metric]
+        assert cells_of(README, metric) == [f"{before:.3f}", f"{after:.3f}"]
+
+
+@pytest.mark.parametrize("heading, folder", CALIBRATION)
+def test_a_calibration_table_is_that_of_the_file(heading, folder):
+    page = DOCS["reward_model"].split(f"\n{heading}")[1]
+    for row in result(f"{folder}/evaluation.json")["calibration"]:
+        expected = [str(row["pairs"]), f"{row['accuracy']:.3f}", f"{row['expected']:.3f}"]
+        assert cells_of(page, row["score difference"]) == expected
+
+
+def test_the_confusion_matrix_is_that_of_the_file():
+    evaluation = result("reviews-sentiment/evaluation.json")
+    for label, counts in zip(evaluation["labels"], evaluation["confusion"]):
+        assert cells_of(DOCS["reward_model"], label) == [f"{count:.0f}" for count in counts]
+
+
+def test_the_memory_table_is_that_of_the_file():
+    page = DOCS["running"].split("\n## Memory")[1]
+    rows = result("memory.json")["rows"]
+    for flags in {row["flags"] for row in rows}:
+        peaks = [f"{row['peak_mb']:.0f}" for row in rows if row["flags"] == flags]
+        assert cells_of(page, f"`{flags}`" if flags else "none") == peaks
+
+
+def test_the_speed_tables_are_those_of_the_files(capsys):
+    """Each table row under a comparison is one that compare.py prints for it."""
+    compare = load_program("benchmarks/speed/compare.py")
+    arguments = type("Arguments", (), {"results": ROOT / "results/speed"})
+    results = DOCS["speed"].split("\n## Results")[1].split("\n## ")[0]
+    sections = results.split("\n### ")[1:]
+    assert len(sections) >= 7
+    for section in sections:
+        name = re.findall(r"`([\w-]+)`", section.splitlines()[0])[-1]
+        compare.show(name, arguments)
+        printed = capsys.readouterr().out.splitlines()
+        rows = [line for line in section.splitlines() if line.startswith("|")]
+        assert rows and not set(rows) - set(printed)
+
+
+def test_the_ratios_of_the_readme_are_those_of_the_speed_page():
+    table = README.split("\n## Speed")[1].split("\n## ")[0]
+    ratios = re.findall(r"\d+\.\d\d(?= *[;|])", table)
+    assert ratios
+    assert all(f"| {ratio} (" in DOCS["speed"] for ratio in ratios)
+
+
+# ---- Ablations ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ablations():
+    """benchmarks/ablations.py as a module."""
+    return load_program("benchmarks/ablations.py")
+
+
+def test_every_ablation_is_a_command(scripts, ablations):
+    """Each one changes its recipe, no two are the same, and its traps exist."""
+    assert len({(change.script, change.flags) for change in ablations.CHANGES}) == len(ablations.CHANGES)
+    assert len({ablations.slug(change, 1) for change in ablations.CHANGES}) == len(ablations.CHANGES)
+    for change in ablations.CHANGES:
+        script = scripts[change.script]
+        args = script.parse_args(shlex.split(change.flags))
+        tiny = replace(script.RECIPES["tiny"], recipe="tiny")
+        assert (args == tiny) == (change.flags == "")
+        assert {str(number) for number in change.tricks} <= set(TRAPS)
+
+
+def test_the_tables_of_ablations_are_those_of_the_results(ablations):
+    found = ablations.tables(ablations.read(ROOT / "results/ablations/results.jsonl"))
+    assert found in (ROOT / "results/ablations/README.md").read_text()
+
+
+def test_a_table_of_ablations_by_hand(ablations):
+    """Means over seeds with lowest and highest value, differences to the same seed, a run that stopped."""
+
+    def run(flags, seed, rate):
+        after = {
+            "win rate": rate,
+            "score mean": 10 * rate,
+            "KL, nats per response": 1.0,
+            "ended by itself": 1.0,
+            "tokens per response": 9.0,
+        }
+        return {("rloo_tldr", flags, seed): {"after": after, "seed": seed}}
+
+    k3 = "--kl-in-loss --kl-estimator k3"
+    results = run("", 1, 0.5) | run("", 2, 0.75) | run(k3, 1, 0.25) | run(k3, 2, 0.25)
+    results["rloo_tldr", "--rloo-k 2", 1] = {"stopped": "5 gradients in a row", "seed": 1}
+    head, _, start, two, other = ablations.table("rloo_tldr", results).splitlines()
+    assert head.split(" | ")[2:6] == ["win rate", "difference", "score mean", "difference"]
+    assert start.split(" | ")[2:6] == ["0.625 (0.500 .. 0.750)", "", "6.250 (5.000 .. 7.500)", ""]
+    assert other.split(" | ")[2:4] == ["0.250 (0.250 .. 0.250)", "-0.375 (-0.500 .. -0.250)"]
+    assert other.split(" | ")[4:6] == ["2.500 (2.500 .. 2.500)", "-3.750 (-5.000 .. -2.500)"]
+    assert "in 1 of 1 runs" in two and "1 of 3 seeds" in two
+    assert "2 of 3 seeds" in other
+
+
+# ---- docs/implementation_details.md ------------------------------------------------------------------------
+
+TRAPS = {}  # number -> text
+for number, text in re.findall(r"^### (\d+)\. (.*?)(?=^##|\Z)", DOCS["implementation_details"], re.M | re.S):
+    TRAPS[number] = " ".join(text.split())
+
+
+@functools.cache
+def names_in(path):
+    """Functions, classes, variables and Class.method at the top level of a file."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        if isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+    return names
+
+
+def test_there_are_44_traps():
+    assert list(TRAPS) == [str(number) for number in range(1, 45)]
+
+
+@pytest.mark.parametrize("number", TRAPS)
+def test_the_code_of_a_trap_exists(number):
+    """The functions that it names, and the steps of train."""
+    code = TRAPS[number].split("- Code: ")[1].split("- Reported: ")[0]
+    functions = re.findall(r"`(\w+\.py)::([\w.]+)`", code)
+    assert functions
+    for file, name in functions:
+        assert name in names_in(ROOT / file)
+    for file, steps in re.findall(r"`(\w+\.py)::train`, steps? (\d(?:(?:, | and )\d)*)", code):
+        train = (ROOT / file).read_text().split("\ndef train(")[1]
+        for step in re.findall(r"\d", steps):
+            assert re.search(rf"^ +# {step}\. ", train, re.M)
+
+
+@pytest.mark.parametrize("number", TRAPS)
+def test_the_tests_of_a_trap_exist(number):
+    line = TRAPS[number].split("- Tests: ")[1]
+    tests = re.findall(r"`(tests/\w+/\w+\.py)::(\w+)`", line)
+    assert len(tests) == line.count("::")
+    assert tests or line.startswith("none")
+    for file, name in tests:
+        assert name.startswith("test_")
+        assert name in names_in(ROOT / file)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_functions_that_a_description_names_exist(scripts, name):
+    """In the sections that explain the algorithm, names in backticks are those of the script."""
+    sections = re.split(r"^## ", DOCS[name], flags=re.M)
+    text = "".join(part for part in sections if part.startswith(("What the algorithm", "What differs")))
+    named = set(re.findall(r"`([A-Za-z_]+(?:\.[A-Za-z_]+)?)`", text))
+    named = {word for word in named if "_" in word or re.match("[A-Z][a-z]+[A-Z]", word)}
+    known = names_in(ROOT / f"{name}.py") | set(scripts[name].Args.__dataclass_fields__)
+    known |= {"compute_rewards", "reward_offset", "model_max_length"}  # of others
+    assert named and not named - known
+
+
+# ---- Links and names ---------------------------------------------------------------------------------------
+
+
+def tracked_pages():
+    """All Markdown files of the repository."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.md"], cwd=ROOT, capture_output=True
+    )
+    return sorted(name for name in listed.stdout.decode().split() if (ROOT / name).exists())
+
+
+def anchors(page):
+    """The anchors that GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.+)$", page, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", tracked_pages())
+def test_every_link_leads_somewhere(name):
+    page = (ROOT / name).read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", page):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (ROOT / name).parent / path if path else ROOT / name
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in anchors(linked.read_text()), target
+
+
+@pytest.mark.parametrize("name", tracked_pages())
+def test_every_path_in_a_page_exists(name):
+    """Paths in backticks and commands that begin with a folder of this repository."""
+    page = (ROOT / name).read_text()
+    folders = "accelerate_configs|benchmarks|checkpoints|data|docs|results|tests"
+    for path in re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./-]*)", page):
+        path = path.rstrip("./-")
+        assert (ROOT / path).exists() or (ROOT / name).parent.joinpath(path).exists(), path
+
+
+def test_the_readme_has_the_two_commands_that_ci_runs():
+    commands = [line for line in README.splitlines() if line.startswith("    python3 -m venv")]
+    assert len(commands) == 2
+    assert commands[0].endswith("python ppo_sentiment.py")
+    assert commands[1].endswith("python -m pytest -q -n 2")

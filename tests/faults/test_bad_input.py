@@ -1,0 +1,486 @@
+"""What a user can get wrong: exit code 2, one line that names the cause, and no run folder."""
+
+import json
+import re
+from dataclasses import asdict, replace
+
+import pytest
+import transformers
+from conftest import ACTS, RL
+from run_tools import ALL, flags_of, one_line, reward_file, rows_of, script_words, start_process, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytest_plugins = ["run_fixtures"]
+MISSING = "/no/such/folder"
+REVIEW = "A warm and clever film about a lighthouse keeper who learns to dance, told without a dull minute. "
+DIALOG = ["Hello, who are you?", "I am Leo."]
+
+
+@pytest.fixture
+def script(scripts):
+    """ppo_sentiment.py as a module."""
+    return scripts["ppo_sentiment"]
+
+
+@pytest.fixture(scope="module")
+def broken(tiny_lm, tiny_classifier, tmp_path_factory):
+    """A folder of data sets and models, each wrong in one way. The tables below call it DATA."""
+    root = tmp_path_factory.mktemp("broken") / "DATA"
+
+    # Data
+    short_text = [dict(text="A film of " + "ten " * 50)] * 8
+    write_rows(root / "other-columns", train=[dict(review=REVIEW, stars=i) for i in range(8)])
+    write_rows(root / "empty", train=[dict(text="", label=i % 2) for i in range(8)])
+    write_rows(root / "numbers", train=[dict(text=i, label=i % 2) for i in range(8)])
+    write_rows(root / "one-row", train=[dict(text=REVIEW, label=1)])
+    write_rows(root / "short", train=short_text, test=short_text)
+    write_rows(root / "pairs", train=[dict(prompt=REVIEW, chosen=" good", rejected=" bad")] * 8)
+    write_rows(root / "empty-pairs", train=[dict(prompt=REVIEW, chosen=" ", rejected=" bad")] * 8)
+    (root / "broken").mkdir()
+    (root / "broken/train.jsonl").write_text('{"text": "a film"}\n{"text": \n')
+    dialogs = {
+        "act-0": dict(dialog=DIALOG, act=[1, 0]),
+        "act-3": dict(dialog=DIALOG, act=[1, 3]),
+        "act-5": dict(dialog=DIALOG, act=[1, 5]),
+        "act-word": dict(dialog=DIALOG, act=["greeting", "question"]),
+        "few-acts": dict(dialog=DIALOG, act=[1]),
+        "no-acts": dict(dialog=DIALOG),
+        "blank": dict(dialog=["Hello.", " "], act=[1, 1]),
+        "alone": dict(dialog=["Hello."], act=[1]),
+        "strings": dict(dialog="Hello.", act=1),
+    }
+    for name, row in dialogs.items():
+        write_rows(root / name, train=[row] * 8)
+    good_row, bad_row = dict(dialog=DIALOG, act=[1, 1]), dict(dialog=DIALOG, act=[1, 9])
+    write_rows(root / "held-out-acts", train=[good_row] * 8, test=[bad_row])
+
+    # Models
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    sizes = {"small-vocabulary": dict(vocab_size=300), "short-context": dict(vocab_size=1024, n_positions=8)}
+    for name, size in sizes.items():
+        config = transformers.GPT2Config(
+            n_embd=32, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=0, **size
+        )
+        transformers.GPT2LMHeadModel(config).save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    config = transformers.DistilBertConfig(vocab_size=1024, dim=32, n_layers=1, n_heads=4)
+    transformers.DistilBertModel(config).save_pretrained(root / "both-directions")
+    AutoModelForCausalLM.from_pretrained(tiny_lm()).save_pretrained(root / "no-eos")
+    without_eos = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    without_eos.save_pretrained(root / "no-eos")
+    (root / "lm").symlink_to(tiny_lm())
+    (root / "classifier").symlink_to(tiny_classifier())
+
+    (root / "reward.py").write_text("SEVEN = 7\n")
+    return root
+
+
+# ---- Flags, data and models --------------------------------------------------------------------------------
+
+# script -> name of the case -> the flags that are wrong, a word of the line
+CASES = {
+    "ppo_sentiment": {
+        "hub model": (dict(model_name_or_path="nobody/no-such-model"), "nobody/no-such-model"),
+        "broken data": (dict(dataset_name="DATA/broken"), "DATA/broken"),
+        "one row": (dict(dataset_name="DATA/one-row"), "DATA/one-row"),
+        "short texts": (dict(min_text_length=10**6), "--min-text-length"),
+        "short prompts": (
+            dict(dataset_name="DATA/short", query_min_length=60, query_max_length=64),
+            "--query-min-length",
+        ),
+        "optimizer, no module": (dict(optimizer="nonsense"), "nonsense"),
+        "optimizer, a module": (dict(optimizer="torch.optim"), "torch.optim"),
+        "optimizer, another class": (dict(optimizer="torch.nn.Linear"), "torch.nn.Linear"),
+        "negative rank": (dict(lora_r=-1), "--lora-r"),
+        "LoRA on the head": (dict(lora_r=4, lora_target_modules="c_attn,lm_head"), "output embedding"),
+        "reward model": (dict(reward_model_path=MISSING), MISSING),
+        "judge": (dict(judge_model_path=MISSING), MISSING),
+        "critic": (dict(value_model_path=MISSING), MISSING),
+        "critic, vocabulary": (dict(value_model_path="DATA/small-vocabulary"), "small-vocabulary"),
+        "critic, context": (dict(value_model_path="DATA/short-context"), "context"),
+        "critic, not causal": (dict(value_model_path="DATA/both-directions"), "later tokens"),
+        "label": (dict(reward_label="splendid"), "splendid"),
+        "label, number": (dict(reward_label="7"), "7"),
+        "context, by one token": (dict(query_max_length=200, response_length=57), "context"),
+        "query lengths": (dict(query_min_length=9, query_max_length=8), "--query-min-length"),
+        "response lengths": (dict(response_min_length=9, response_length=8), "--response-min-length"),
+        "KL horizon": (dict(kl_target=1.0, kl_horizon=1.6), "must be more than 1/5 of the batch, 8"),
+        "no EOS": (dict(model_name_or_path="DATA/no-eos"), "--stop-token-id"),
+        "reward function, file": (dict(reward_fn=f"{MISSING}.py:reward"), MISSING),
+        "reward function, name": (dict(reward_fn="DATA/reward.py:nonsense"), "nonsense"),
+        "reward function, no name": (dict(reward_fn="DATA/reward.py"), "reward.py"),
+        "reward function, a number": (dict(reward_fn="DATA/reward.py:SEVEN"), "SEVEN"),
+        "shared layers": (dict(num_shared_layers=99), "2 layers"),
+        "shared layers below 0": (dict(num_shared_layers=-1), "--num-shared-layers"),
+        "shared layers and LoRA": (dict(num_shared_layers=1, lora_r=4), "--num-shared-layers"),
+    },
+    "ppo_dialog": {
+        "reward model": (dict(reward_model_path=MISSING), MISSING),
+        "critic, context": (dict(value_model_path="DATA/short-context"), "context"),
+        "context, by one token": (dict(max_prompt_length=251), "context"),
+        "KL horizon": (dict(kl_target=1.0, kl_horizon=1.6), "must be more than 1/5 of the batch, 8"),
+        "no EOS": (dict(model_name_or_path="DATA/no-eos"), "EOS"),
+        "reward function": (dict(reward_fn="DATA/reward.py:nonsense"), "nonsense"),
+        "shared layers": (dict(num_shared_layers=99), "2 layers"),
+        "two labels": (
+            dict(reward_model_path="DATA/classifier", dataset_name="DATA/act-3"),
+            "the act 3 is none of the classifier's",
+        ),
+        "no acts": (dict(dataset_name="DATA/no-acts"), "act"),
+        "act 0": (dict(dataset_name="DATA/act-0"), "the act 0 "),
+        "act 5": (dict(dataset_name="DATA/act-5"), "the act 5 "),
+        "act, a word": (dict(dataset_name="DATA/act-word"), "the act 'question' "),
+        "acts, too few": (dict(dataset_name="DATA/few-acts"), "DATA/few-acts"),
+        "held-out acts": (dict(dataset_name="DATA/held-out-acts"), "the act 9 "),
+        "blank": (dict(dataset_name="DATA/blank"), "DATA/blank"),
+        "one utterance": (dict(dataset_name="DATA/alone"), "DATA/alone"),
+        "strings": (dict(dataset_name="DATA/strings", reward_model_path=None), "DATA/strings"),
+        "end, empty": (dict(utterance_end=""), "--utterance-end"),
+        "end, blank": (dict(utterance_end=" "), "--utterance-end"),
+        "end, not ASCII": (dict(utterance_end=" «ende»"), "«ende»"),
+        "end, a line break": (dict(utterance_end="<E\nOU>"), "--utterance-end"),
+    },
+    "rloo_tldr": {
+        "reward model": (dict(reward_model_path=MISSING), MISSING),
+        "reward model, 2 labels": (dict(reward_model_path="DATA/classifier"), "2 labels"),
+        "policy": (dict(sft_model_path=MISSING), MISSING),
+        "context": (dict(response_length=250), "context"),
+        "long prompts": (dict(max_prompt_length=3), "--max-prompt-length"),
+        "no EOS": (dict(model_name_or_path="DATA/no-eos"), "--stop-token-id"),
+        "no stop token": (dict(stop_token=None), "--missing-eos-penalty"),
+        "one response": (dict(rloo_k=1), "--rloo-k"),
+        "3 responses of 8": (dict(rloo_k=3), "--rloo-k"),
+        "k1 in the loss": (dict(kl_in_loss=True), "k1"),
+        "k3 in the reward": (dict(kl_estimator="k3"), "--kl-estimator k3"),
+        "reward function": (dict(reward_fn="DATA/reward.py:nonsense"), "nonsense"),
+        "judge, file": (dict(judge_fn=f"{MISSING}.py:gold"), MISSING),
+        "judge, name": (dict(judge_fn="DATA/reward.py:nonsense"), "nonsense"),
+        "judge without a model": (dict(judge_url="http://here/v1"), "--judge-model"),
+        "shared layers": (dict(num_shared_layers=99), "2 layers"),
+    },
+    "sft": {
+        "blank dialogs": (dict(dataset_name="DATA/blank"), "DATA/blank"),
+        "context": (dict(max_length=257), "context"),
+        "no EOS": (dict(model_name_or_path="DATA/no-eos"), "EOS"),
+        "config, type": (dict(from_config="nonsense n_layer=2"), "nonsense"),
+        "config, value": (dict(from_config="gpt2 n_layer=two"), "two"),
+        "config, no value": (dict(from_config="gpt2 n_layer"), "n_layer"),
+        "config, heads": (dict(from_config="gpt2 n_layer=1 n_embd=30 n_head=4"), "30"),
+        "tokenizer alone": (dict(train_tokenizer=300), "--train-tokenizer"),
+        "packing in windows": (
+            dict(
+                train_tokenizer=300,
+                from_config="mistral hidden_size=32 intermediate_size=64 num_hidden_layers=2 "
+                "num_attention_heads=2 num_key_value_heads=2 sliding_window=8",
+            ),
+            "--no-packing",
+        ),
+    },
+    "reward_model": {
+        "context": (dict(max_length=257), "context"),
+        "tokenizer": (dict(tokenizer_name_or_path=MISSING), MISSING),
+        "config, type": (dict(from_config="nonsense dim=2"), "nonsense"),
+        "shard, form": (dict(train_shard="half"), "half"),
+        "shard, number": (dict(train_shard="2/2"), "2/2"),
+        "shard, of none": (dict(train_shard="0/0"), "0/0"),
+        "one label": (
+            dict(label_names="only", from_config="distilbert dim=32 n_layers=1 n_heads=4 hidden_dim=64"),
+            "label",
+        ),
+        "acts": (dict(dataset_name="DATA/act-5", label_names=",".join(ACTS)), "4 is none of"),
+        "blank dialogs": (dict(dataset_name="DATA/blank", label_names=",".join(ACTS)), "DATA/blank"),
+        "act, a word": (dict(dataset_name="DATA/act-word", label_names=",".join(ACTS)), "DATA/act-word"),
+        "no pairs": (
+            dict(model_name_or_path="DATA/lm", dataset_name="DATA/empty-pairs"),
+            "two responses",
+        ),
+        "center data": (
+            dict(model_name_or_path="DATA/lm", dataset_name="DATA/pairs", center_dataset_name=MISSING),
+            MISSING,
+        ),
+        "center data, columns": (
+            dict(model_name_or_path="DATA/lm", dataset_name="DATA/pairs", center_dataset_name="DATA/pairs"),
+            "completion",
+        ),
+    },
+}
+CASES_OF_ALL = {
+    "model": (dict(model_name_or_path=MISSING), MISSING),
+    "data": (dict(dataset_name=MISSING), MISSING),
+    "other columns": (dict(dataset_name="DATA/other-columns"), "column"),
+    "empty texts": (dict(dataset_name="DATA/empty"), "DATA/empty"),
+    "numbers, not texts": (dict(dataset_name="DATA/numbers"), "DATA/numbers"),
+    "optimizer": (dict(optimizer="torch.optim.Nonsense"), "torch.optim.Nonsense"),
+    "LoRA layers": (dict(lora_r=4, lora_target_modules="q_nonsense"), "q_nonsense"),
+}
+TABLE = []
+for name in ALL:
+    for case, (changes, word) in (CASES_OF_ALL | CASES[name]).items():
+        TABLE.append(pytest.param(name, changes, word, id=f"{name}: {case}"))
+
+
+@pytest.mark.parametrize("name, changes, word", TABLE)
+def test_bad_input(scripts, small, broken, capsys, tmp_path, name, changes, word):
+    """The line names the cause, and there is no run folder."""
+    for flag, value in changes.items():
+        if isinstance(value, str):
+            changes = changes | {flag: value.replace("DATA/", f"{broken}/")}
+    line = one_line(scripts[name], flags_of(small(name, **changes)), capsys)
+    assert word in line
+    assert not (tmp_path / "run").exists()
+
+
+BATCH_SIZES = ["per_device_train_batch_size", "gradient_accumulation_steps"]
+RL_SIZES = [
+    *BATCH_SIZES,
+    "total_episodes",
+    "num_mini_batches",
+    "num_ppo_epochs",
+    "local_rollout_forward_batch_size",
+    "temperature",
+]
+SIZES = {
+    "ppo_sentiment": [
+        *RL_SIZES,
+        "num_eval_prompts",
+        "query_min_length",
+        "response_min_length",
+        "kl_target",
+        "kl_horizon",
+    ],
+    "ppo_dialog": [
+        *RL_SIZES,
+        "num_eval_prompts",
+        "num_context_utterances",
+        "max_prompt_length",
+        "response_length",
+        "kl_target",
+        "kl_horizon",
+    ],
+    "rloo_tldr": [*RL_SIZES, "num_examples", "max_prompt_length", "response_length"],
+    "sft": [*BATCH_SIZES, "num_train_epochs", "max_length", "num_train_rows", "num_eval_rows"],
+    "reward_model": [*BATCH_SIZES, "num_train_epochs", "max_length", "num_eval_rows"],
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_sizes_that_are_0(scripts, small, name):
+    """Each is named, before anything is loaded."""
+    module, args = scripts[name], small(name)
+    for size in SIZES[name]:
+        flag = f"--{size.replace('_', '-')} must be more than 0"
+        with pytest.raises(module.UserError, match=flag):
+            module.train(replace(args, **{size: 0}))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_samples(scripts, small, name):
+    """A run may print no samples, and continue no documents."""
+    field = "num_samples" if name == "sft" else "num_sample_generations"
+    args = small(name)
+    if hasattr(args, field):
+        args = replace(args, **{field: 0})
+        _, folder = scripts[name].train(args)
+        assert rows_of(folder) and not (folder / "samples.jsonl").exists()
+
+
+# ---- The command line --------------------------------------------------------------------------------------
+
+
+def test_unknown_recipe(script, capsys):
+    """The line names it, and the recipes that there are."""
+    line = one_line(script, ["gpt5-imdb"], capsys)
+    assert "gpt5-imdb" in line and all(name in line for name in script.RECIPES)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--learning-rat", "1"], ["--learning-rate", "fast"], ["--lr-scheduler-type", "magic"], ["--seed"]],
+)
+def test_unknown_flags(script, capsys, flags):
+    """An unknown flag, or a value of the wrong type, is named. Exit code 2."""
+    with pytest.raises(SystemExit) as end:
+        script.main(flags)
+    output = capsys.readouterr()
+    assert end.value.code == 2
+    assert flags[0].strip("-")[:12] in output.out + output.err
+
+
+def test_in_a_shell(small, tmp_path):
+    """The same as a process: exit code 2, and stderr holds nothing but one line."""
+    args = small("ppo_sentiment", optimizer="nonsense")
+    process = start_process(script_words("ppo_sentiment", args), tmp_path)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert len(errors.splitlines()) == 1 and "--optimizer nonsense" in errors
+    assert not (tmp_path / "run").exists()
+
+
+# ---- Run folders -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["latest", "runs/nothing"])
+def test_resume_of_nothing(script, capsys, monkeypatch, tmp_path, folder):
+    """No run is found, and the line says where."""
+    monkeypatch.chdir(tmp_path)
+    assert folder in one_line(script, ["--resume", folder], capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_resume_of_another_scripts_run(script, small, capsys, tmp_path):
+    """Its flags are others, so it is refused."""
+    (tmp_path / "args.json").write_text(json.dumps(dict(args=asdict(small("sft")))))
+    assert str(tmp_path) in one_line(script, ["--resume", str(tmp_path)], capsys)
+
+
+def test_a_folder_that_holds_a_run(script, small, capsys, tmp_path):
+    """A new run does not write into it."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "args.json").write_text("{}")
+    line = one_line(script, flags_of(small("ppo_sentiment")), capsys)
+    assert str(folder) in line and "--resume" in line
+    assert [path.name for path in folder.iterdir()] == ["args.json"]
+    assert (folder / "args.json").read_text() == "{}"
+
+
+def test_an_output_folder_that_is_a_file(script, small, capsys, tmp_path):
+    """It is named."""
+    (tmp_path / "run").write_text("a file")
+    line = one_line(script, flags_of(small("ppo_sentiment")), capsys)
+    assert f"{tmp_path}/run is a file" in line
+
+
+# ---- Reward functions --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body, word",
+    [
+        ("return None", "list of 4 numbers"),
+        ("return 'good'", "list of 4 numbers"),
+        ("return [1.0]", "list of 4 numbers"),
+        ("return [[1.0]] * len(prompts)", "the reward is [1.0] for prompt "),
+        ("return ['1.0'] * len(prompts)", "the reward is '1.0' for prompt "),
+        ("return [None] * len(prompts)", "the reward is None for prompt "),
+        ("return [float('inf')] * len(prompts)", "the reward is inf for prompt "),
+        ("return [float('nan')] * len(prompts)", "the reward is nan for prompt "),
+        ("return [1e39] * len(prompts)", "the reward is 1e+39 for prompt "),
+        ("return [10 ** 400] * len(prompts)", "for prompt "),
+    ],
+)
+def test_wrong_rewards(script, small, capsys, tmp_path, body, word):
+    """What a reward function returned must be finite numbers, one per response. The line shows it."""
+    args = small("ppo_sentiment", reward_fn=reward_file(tmp_path, body))
+    assert word in one_line(script, flags_of(args), capsys)
+    assert not (tmp_path / "run/model").exists()
+
+
+def test_other_kinds_of_numbers(script, small, tmp_path):
+    """Integers, bools and NumPy's numbers are numbers."""
+    body = """import numpy
+numbers = [1, True, numpy.float32(2.5), numpy.int64(3)]
+return numbers * (len(prompts) // 4)"""
+    _, folder = script.train(small("ppo_sentiment", reward_fn=reward_file(tmp_path, body)))
+    assert rows_of(folder)[0]["env/reward_mean"] == pytest.approx(7.5 / 4)
+
+
+def last_line(module, args, capsys):
+    """Run main(), which must end with exit code 2 and a traceback above one line. -> both"""
+    with pytest.raises(SystemExit) as end:
+        module.main(flags_of(args))
+    *trace, line = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
+    assert trace[0] == "Traceback (most recent call last):"
+    assert line.startswith(f"{module.__name__}.py: ")
+    return "\n".join(trace), line
+
+
+@pytest.mark.parametrize("name", RL)
+def test_a_reward_function_that_raises(scripts, small, capsys, tmp_path, name):
+    """Its author sees the traceback, and one line that says which function it was."""
+    reward_fn = reward_file(tmp_path, "scores = []\nraise ValueError('one\\ntwo')")
+    trace, line = last_line(scripts[name], small(name, reward_fn=reward_fn), capsys)
+    assert f'File "{tmp_path}/reward.py", line 5, in reward' in trace
+    assert line.endswith(f"--reward-fn {reward_fn} raised ValueError: one two")
+    assert not (tmp_path / "run/model").exists()
+
+
+@pytest.mark.parametrize("text, error", [("def reward(:", "SyntaxError"), ("1 / 0", "ZeroDivisionError")])
+def test_a_file_of_a_reward_function_that_raises(script, small, capsys, tmp_path, text, error):
+    """The same, before a run folder is made."""
+    (tmp_path / "mine.py").write_text(text)
+    args = small("ppo_sentiment", reward_fn=f"{tmp_path}/mine.py:reward")
+    trace, line = last_line(script, args, capsys)
+    assert "mine.py" in trace and f"raised {error}" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_judge_function_that_raises(scripts, small, capsys, tmp_path):
+    """The line names the judge of rloo_tldr.py, not the reward."""
+    judge_fn = reward_file(tmp_path, "return [1 / 0]")
+    _, line = last_line(scripts["rloo_tldr"], small("rloo_tldr", judge_fn=judge_fn), capsys)
+    assert f"--judge-fn {judge_fn} raised ZeroDivisionError" in line
+
+
+# ---- Processes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_first_fsdp_is_refused(scripts, small, monkeypatch, name):
+    """The line says what to put into accelerate's configuration."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(scripts[name].UserError, match="fsdp_version: 2"):
+        scripts[name].train(small(name))
+
+
+def test_8_bit_weights_cannot_be_sharded(script, monkeypatch):
+    """FSDP2 would have to cut the base model under LoRA."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(script.UserError, match="FSDP2 cannot shard 8-bit weights"):
+        script.check_model_args(script.Args(lora_r=4, load_in_8bit=True))
+
+
+# ---- Chat --------------------------------------------------------------------------------------------------
+
+
+def typed(*lines):
+    """In place of input(): what it returns if somebody types these lines."""
+    lines = iter(lines)
+    return lambda question: next(lines)
+
+
+@pytest.mark.parametrize(
+    "words, word",
+    [
+        ([], "RUN_FOLDER_OR_MODEL"),
+        (["--temperature", "0.5"], "RUN_FOLDER_OR_MODEL"),
+        ([MISSING], MISSING),
+        (["DATA/unfinished"], "unfinished"),
+        (["DATA/reward.py"], "reward.py"),
+        (["DATA/no-eos"], "EOS"),
+        (["DATA/lm", "--utterance-end", ""], "utterance-end"),
+        (["DATA/lm", "--response-length", "300"], "response-length"),
+        (["DATA/lm", "--response-length", "0"], "response-length"),
+        (["DATA/lm", "--temperature", "0"], "temperature"),
+        (["DATA/lm", "--num-context-utterances", "0"], "num-context-utterances"),
+        (["DATA/lm", "--max-prompt-length", "0"], "max-prompt-length"),
+    ],
+)
+def test_chat_that_cannot_start(scripts, small, broken, capsys, monkeypatch, words, word):
+    """No folder, a wrong one, a run without a model yet, or a wrong flag: one line, and no question."""
+    monkeypatch.setattr("builtins.input", typed())
+    (broken / "unfinished").mkdir(exist_ok=True)
+    args = dict(args=asdict(small("ppo_dialog")))
+    (broken / "unfinished/args.json").write_text(json.dumps(args))
+    words = [text.replace("DATA", str(broken)) for text in words]
+    assert re.search(word, one_line(scripts["ppo_dialog"], ["chat", *words], capsys))
+
+
+def test_chat_with_a_model_of_sft(scripts, sft, monkeypatch):
+    """A run of sft.py and its model can be chatted with: they have the flags that both scripts know."""
+    _, folder, _ = sft()
+    for name in (folder, folder / "model"):
+        monkeypatch.setattr("builtins.input", typed("quit"))
+        scripts["ppo_dialog"].main(["chat", str(name)])

@@ -1,0 +1,119 @@
+"""What the tests of the math share: comparisons, random inputs, and references in float64."""
+
+import math
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+
+NAN, INF = math.nan, math.inf
+quick = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def close(ours, theirs, rtol=1e-5, atol=1e-6):
+    """Assert that all elements are close, that the shapes are equal, and that there is no nan."""
+    ours = torch.as_tensor(ours).detach().double()
+    theirs = torch.as_tensor(theirs, dtype=torch.float64).detach()
+    assert ours.shape == theirs.shape
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+
+
+def normal(*shape, seed=0):
+    """Normally distributed numbers, the same for each call with this seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_ids(*shape, high=1024, seed=0):
+    """Random token ids from 2 to high - 1."""
+    return torch.randint(2, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def nan_outside(values, mask):
+    """The same values, with nan outside the mask."""
+    return torch.where(torch.as_tensor(mask), values, NAN)
+
+
+def slope(function, x):
+    """The derivative by a central difference."""
+    return (function(x + 1e-6) - function(x - 1e-6)) / 2e-6
+
+
+def gradients(function, *inputs, seed=9):
+    """Gradients of the function's result, added up with random weights, in each of the inputs."""
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    out = function(*inputs)
+    weights = normal(*out.shape, seed=seed).to(out.dtype)
+    (out * weights).sum().backward()
+    return [x.grad for x in inputs]
+
+
+@st.composite
+def ragged(draw, max_rows=4, max_columns=7):
+    """A batch whose rows end at different places: lengths, numbers [B, T], other numbers [B, T]."""
+    rows, columns = draw(st.integers(1, max_rows)), draw(st.integers(1, max_columns))
+    lengths = draw(st.lists(st.integers(1, columns), min_size=rows, max_size=rows))
+    row = st.lists(st.floats(-4, 4, width=32), min_size=columns, max_size=columns)
+    table = st.lists(row, min_size=rows, max_size=rows)
+    return lengths, draw(table), draw(table)
+
+
+# ---- Output layer ------------------------------------------------------------------------------------------
+
+
+def head_case(B=3, T=4, H=5, V=11, seed=0):
+    """Random hidden states [B, T, H], weight [V, H], tokens [B, T] and bias [V]."""
+    tokens = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed + 3))
+    return normal(B, T, H, seed=seed), normal(V, H, seed=seed + 1), tokens, normal(V, seed=seed + 2)
+
+
+def reference_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
+    """What token_logprobs returns, from all logits [B, T, V] at once, in float64."""
+    logits = torch.einsum("bth,vh->btv", hidden.double(), weight.double())
+    if bias is not None:
+        logits = logits + bias.double()
+    log_p = torch.log_softmax(logits / temperature, -1)
+    logprobs = log_p.gather(-1, tokens[..., None]).squeeze(-1)
+    return logprobs, torch.distributions.Categorical(logits=log_p).entropy()
+
+
+# ---- Language models ---------------------------------------------------------------------------------------
+
+TOO_LARGE = 5000  # a token id that no embedding here has
+
+
+def left_padded(rows, width):
+    """Rows of tokens, padded on the left with an id that does not exist. -> ids, bool mask [B, width]"""
+    ids = torch.full((len(rows), width), TOO_LARGE)
+    for i, row in enumerate(rows):
+        ids[i, width - len(row) :] = row
+    return ids, ids != TOO_LARGE
+
+
+def padded_batch(C=9, T=7):
+    """Prompts of 1 to C tokens and responses of 1 to T tokens; all pads are an id that does not exist.
+
+    -> ids, bool mask [4, C + T], rows (list of (prompt, response)), T
+    """
+    rows = []
+    for prompt_length, response_length in ((C, T), (1, 5), (4, 1), (6, 3)):
+        prompt = random_ids(prompt_length, seed=prompt_length)
+        rows.append((prompt, random_ids(response_length, seed=10 + response_length)))
+    prompts, _ = left_padded([prompt for prompt, _ in rows], C)
+    responses = torch.full((len(rows), T), TOO_LARGE)
+    for i, (_, response) in enumerate(rows):
+        responses[i, : len(response)] = response
+    ids = torch.cat([prompts, responses], 1)
+    return ids, ids != TOO_LARGE, rows, T
+
+
+@torch.no_grad()
+def logprobs_alone(model, row, temperature=1.0):
+    """transformers' own log-probabilities of all next tokens, of one text without padding. [L] -> [L, V]"""
+    logits = model(input_ids=row[None]).logits[0].double()
+    return (logits / temperature).log_softmax(-1)
+
+
+def response_part(table, prompt, response):
+    """The log-probability of each token of the response, from a table of `logprobs_alone`."""
+    positions = torch.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
+    return table[positions, response]

@@ -1,0 +1,222 @@
+"""The math again, from the formulas of the papers, in plain Python floats and loops: the tests' reference.
+
+Rows are lists. Nothing is fast, clever or shared with the scripts. Positions outside a mask are never read.
+"""
+
+import math
+
+
+def response_lengths(tokens, stop_token_id):
+    """Ziegler et al. 2019, section 2.3: a response goes up to and including its first stop token."""
+    lengths = []
+    for row in tokens:
+        length = 0
+        for token in row:
+            length += 1
+            if token == stop_token_id:
+                break
+        lengths.append(length)
+    return lengths
+
+
+def length_mask(lengths, max_length):
+    """True on the first `lengths` positions."""
+    return [[position < length for position in range(max_length)] for length in lengths]
+
+
+def log_softmax(logits):
+    """log p_i = x_i - log sum_j exp(x_j). The maximum is subtracted first."""
+    top = max(logits)
+    log_sum = top + math.log(math.fsum(math.exp(x - top) for x in logits))
+    return [x - log_sum for x in logits]
+
+
+def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
+    """log softmax((W h + b) / temperature) at the token, and the entropy - sum p log p of the softmax."""
+    logprobs, entropies = [], []
+    for hidden_row, token_row in zip(hidden, tokens):
+        logprobs.append([])
+        entropies.append([])
+        for h, token in zip(hidden_row, token_row):
+            logits = [math.fsum(w * x for w, x in zip(line, h)) for line in weight]
+            if bias is not None:
+                logits = [x + b for x, b in zip(logits, bias)]
+            log_p = log_softmax([x / temperature for x in logits])
+            logprobs[-1].append(log_p[token])
+            entropies[-1].append(-math.fsum(math.exp(x) * x for x in log_p))
+    return logprobs, entropies
+
+
+def kl_estimate(logprob, ref_logprob, estimator):
+    """Schulman 2020, "Approximating KL divergence", with r = ref / policy.
+
+    k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r
+    """
+    log_r = ref_logprob - logprob
+    if estimator == "k1":
+        return -log_r
+    if estimator == "k2":
+        return log_r**2 / 2
+    return math.expm1(log_r) - log_r
+
+
+def stop_sequence_state(text, stop):
+    """How many characters of `stop` the text ends with; all of them if `stop` is anywhere in it."""
+    if stop in text:
+        return len(stop)
+    return max(n for n in range(len(stop)) if text.endswith(stop[:n]))
+
+
+def token_rewards(scores, kl, lengths, kl_coef):
+    """Ziegler et al. 2019, section 2.2, token by token: R = r(x, y) - beta KL, with r on the last token."""
+    rewards = []
+    for score, kl_row, length in zip(scores, kl, lengths):
+        row = [0.0] * len(kl_row)
+        for t in range(length):
+            row[t] = -kl_coef * kl_row[t]
+        row[length - 1] += score
+        rewards.append(row)
+    return rewards
+
+
+def valid(values, mask):
+    """The values inside the mask, as one list."""
+    return [x for row, line in zip(values, mask) for x, inside in zip(row, line) if inside]
+
+
+def masked_mean(values, mask):
+    """The sum over the valid positions divided by their number."""
+    inside = valid(values, mask)
+    return math.fsum(inside) / len(inside)
+
+
+def masked_whiten(values, mask, shift_mean=True):
+    """(x - mean) / sqrt(var + 1e-8), with the population variance.
+
+    openai/lm-human-preferences, utils/core.py, whiten
+    """
+    mean, scale, shift = 0.0, 1.0, 0.0
+    inside = valid(values, mask)
+    if len(inside) >= 2:
+        mean = math.fsum(inside) / len(inside)
+        variance = math.fsum((x - mean) ** 2 for x in inside) / len(inside)
+        scale = 1 / math.sqrt(variance + 1e-8)
+        shift = 0.0 if shift_mean else mean
+    whitened = []
+    for row, line in zip(values, mask):
+        whitened.append([(x - mean) * scale + shift if m else 0.0 for x, m in zip(row, line)])
+    return whitened
+
+
+def gae(rewards, values, mask, gamma, lam):
+    """Schulman et al. 2016, eq. 16, as the sum that it is: A_t = sum_l (gamma lam)^l delta_(t + l).
+
+    A return is A_t + V_t.
+    """
+    advantages, returns = [], []
+    for reward_row, value_row, line in zip(rewards, values, mask):
+        length = sum(line)
+        next_values = [*value_row[1:length], 0.0]
+        deltas = [reward_row[t] + gamma * next_values[t] - value_row[t] for t in range(length)]
+        advantage_row, return_row = [0.0] * len(line), [0.0] * len(line)
+        for t in range(length):
+            advantage_row[t] = math.fsum((gamma * lam) ** (u - t) * deltas[u] for u in range(t, length))
+            return_row[t] = advantage_row[t] + value_row[t]
+        advantages.append(advantage_row)
+        returns.append(return_row)
+    return advantages, returns
+
+
+def clipped_policy_loss(logprob, old_logprob, advantage, cliprange):
+    """Schulman et al. 2017, eq. 7, negated: - min(r A, clip(r, 1 - eps, 1 + eps) A)."""
+    ratio = math.exp(logprob - old_logprob)
+    clipped = min(max(ratio, 1 - cliprange), 1 + cliprange)
+    return -min(ratio * advantage, clipped * advantage)
+
+
+def clipped_value_loss(value, old_value, target, cliprange_value):
+    """OpenAI baselines, ppo2/model.py: half the larger of two squared errors.
+
+    One is the value's, the other that of a value which stays near the old one.
+    """
+    near = min(max(value, old_value - cliprange_value), old_value + cliprange_value)
+    return 0.5 * max((value - target) ** 2, (near - target) ** 2)
+
+
+def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
+    """Ziegler et al. 2019, section 2.2: beta (1 + K e), with e = clip((KL - target) / target, -0.2, 0.2).
+
+    K = episodes / horizon
+    """
+    error = (kl - target) / target
+    if error > 0.2:
+        error = 0.2
+    if error < -0.2:
+        error = -0.2
+    return kl_coef * (1 + episodes / horizon * error)
+
+
+def rloo_advantages(rewards, rloo_k):
+    """Ahmadian et al. 2024, section 3: R(y_i) minus the mean of R(y_j) over the prompt's other responses.
+
+    The rows are in TRL's order: first responses to all prompts, then second ones, and so on.
+    """
+    num_prompts = len(rewards) // rloo_k
+    advantages = []
+    for i, reward in enumerate(rewards):
+        prompt, response = i % num_prompts, i // num_prompts
+        others = [rewards[j * num_prompts + prompt] for j in range(rloo_k) if j != response]
+        advantages.append(reward - sum(others) / len(others))
+    return advantages
+
+
+def preference_loss(chosen, rejected, margin=0.0):
+    """Stiennon et al. 2020, section 3.4: - log sigma(r_chosen - r_rejected - margin).
+
+    The margin is that of Llama 2, section 3.2.2.
+    """
+    x = chosen - rejected - margin
+    if x > 0:
+        return math.log1p(math.exp(-x))
+    return -x + math.log1p(math.exp(x))
+
+
+def ranking_loss(scores):
+    """Ouyang et al. 2022, eq. 1, of one prompt: the mean over its K (K - 1) / 2 pairs, best first."""
+    losses = []
+    for i in range(len(scores)):
+        for j in range(i + 1, len(scores)):
+            losses.append(preference_loss(scores[i], scores[j]))
+    return sum(losses) / max(1, len(losses))
+
+
+def sample_token(logits, uniform):
+    """Inversion (Devroye 1986, chapter III.2): the first token whose cumulative probability is larger."""
+    probs = [math.exp(x) for x in log_softmax(logits)]
+    cumulative = 0.0
+    for token, prob in enumerate(probs):
+        cumulative += prob
+        if uniform < cumulative:
+            return token
+    return max(token for token, prob in enumerate(probs) if prob > 0)
+
+
+def adam(p, gradients, lr, eps, beta1=0.9, beta2=0.999, decay=0.0, tensorflow=False):
+    """Kingma and Ba 2015, algorithm 1, of one number. -> its value after each step
+
+    decay: the decoupled weight decay of Loshchilov and Hutter 2019, algorithm 2. tensorflow: the other order
+    at the end of section 2, where epsilon joins the square root before the correction of its bias.
+    """
+    m = v = 0.0
+    values = []
+    for t, gradient in enumerate(gradients, 1):
+        m = beta1 * m + (1 - beta1) * gradient
+        v = beta2 * v + (1 - beta2) * gradient**2
+        p -= lr * decay * p
+        if tensorflow:
+            corrected_lr = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+            p -= corrected_lr * m / (math.sqrt(v) + eps)
+        else:
+            p -= lr * (m / (1 - beta1**t)) / (math.sqrt(v / (1 - beta2**t)) + eps)
+        values.append(p)
+    return values

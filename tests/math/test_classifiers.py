@@ -1,0 +1,138 @@
+"""Classifiers and reward models against transformers, which reads each text alone, without padding."""
+
+import pytest
+import torch
+import transformers
+from conftest import ARCHITECTURES, ROOT, module_with
+from math_tools import TOO_LARGE, close
+
+reward = module_with("sequence_logits", "Classifier", "collate_texts")
+ppo = module_with("load_classifier", "load_label_scorer", "load_reward")
+near = dict(rtol=0, atol=1e-5)
+CPU = torch.device("cpu")
+TEXTS = ["I loved it.", "What a mess, from the first minute to the last.", "Fine"]
+
+
+@pytest.fixture(scope="module")
+def classifier_folder(tiny_lm, tiny_classifier, tmp_path_factory):
+    """classifier_folder(arch, pad="own", labels=...) -> folder of a random classifier with its tokenizer."""
+
+    def make(arch, pad="own", labels=("negative", "positive")):
+        body = tiny_classifier("own") if arch == "distilbert" else tiny_lm(arch, pad)
+        torch.manual_seed(5)
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(
+            body, num_labels=2, id2label=dict(enumerate(labels))
+        )
+        folder = tmp_path_factory.mktemp("classifier")
+        model.save_pretrained(folder)
+        transformers.AutoTokenizer.from_pretrained(body).save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+@torch.no_grad()
+def logits_alone(folder, rows):
+    """transformers' own logits of each row of tokens alone, where there is nothing to pad."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model.config.pad_token_id = -1
+    return torch.stack([model(input_ids=torch.tensor([row])).logits[0] for row in rows])
+
+
+def logits_of_texts(folder, texts):
+    """The same of texts."""
+    return logits_alone(folder, transformers.AutoTokenizer.from_pretrained(folder)(texts).input_ids)
+
+
+def collate(rows):
+    """Token ids of texts as one padded batch. -> ids, mask"""
+    batch = reward.collate_texts([reward.Row([row]) for row in rows], "cpu")
+    return batch["ids"], batch["mask"]
+
+
+# ---- Reward models and classifiers on tokens ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("pad", ["own", "eos"])
+def test_sequence_logits_do_not_depend_on_padding(classifier_folder, arch, pad):
+    """Trick 9: read at the last real token, also if it is EOS and pad is EOS, for any padding."""
+    folder = classifier_folder(arch, pad)
+    rows = [[5, 6, 7, 8, 9], [11], [12, 13, 0], [0, 0]]
+    theirs = logits_alone(folder, rows)
+    model = reward.load_model(transformers.AutoModelForSequenceClassification, folder).eval()
+    ids, mask = collate(rows)
+    close(reward.sequence_logits(model, ids, mask), theirs, **near)
+    wide_mask = torch.nn.functional.pad(mask, (0, 4), value=False)
+    for pad_id in (0, 1, TOO_LARGE):
+        wide_ids = torch.full((4, 9), pad_id)
+        wide_ids[wide_mask] = ids[mask]
+        close(reward.sequence_logits(model, wide_ids, wide_mask), theirs, **near)
+
+
+def test_sequence_logits_of_an_encoder(classifier_folder):
+    """They are the same in training mode: no dropout is left."""
+    folder = classifier_folder("distilbert")
+    rows = [[5, 6, 7, 8, 9], [11], [12, 13, 0]]
+    theirs = logits_alone(folder, rows)
+    model = reward.load_model(transformers.AutoModelForSequenceClassification, folder).eval()
+    ids, mask = collate(rows)
+    close(reward.sequence_logits(model, ids, mask), theirs, **near)
+    close(reward.Classifier(model).train()(ids, mask), theirs, **near)
+
+
+def test_outputs_return_to_the_places_of_their_rows():
+    """Rows of 2, 1 and 3 texts, whose outputs are 1 to 6. Places without a text are 0."""
+    rows = [reward.Row([[5]] * count) for count in (2, 1, 3)]
+    response_mask = reward.collate_texts(rows, "cpu")["response_mask"]
+    assert response_mask.tolist() == [[True, True, False], [True, False, False], [True, True, True]]
+    outputs = torch.arange(1.0, 7.0)[:, None]
+    by_row = reward.group_by_row(outputs, response_mask).squeeze(2)
+    close(by_row, [[1, 2, 0], [3, 0, 0], [4, 5, 6]])
+
+
+# ---- Classifiers on texts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arch, pad", [("distilbert", "own"), ("gpt2", "own"), ("gpt2", "eos"), ("llama", "eos")]
+)
+def test_the_reward_of_a_text_is_the_classifiers(classifier_folder, arch, pad):
+    """In batches of 2."""
+    folder = classifier_folder(arch, pad)
+    classify, config = ppo.load_classifier(folder, 2, CPU)
+    assert config.num_labels == 2
+    close(classify(TEXTS), logits_of_texts(folder, TEXTS), **near)
+
+
+def test_a_label_is_scored_by_its_logit_and_its_probability(classifier_folder):
+    """Of prompt and response as one text; upper and lower case do not matter."""
+    folder = classifier_folder("distilbert")
+    theirs = logits_of_texts(folder, TEXTS)
+    args = ppo.Args(reward_label="Positive", local_rollout_forward_batch_size=2)
+    score_label = ppo.load_label_scorer(args, folder, CPU)
+    logits, probabilities = score_label([text[:4] for text in TEXTS], [text[4:] for text in TEXTS])
+    close(logits, theirs[:, 1], **near)
+    close(probabilities, theirs.softmax(-1)[:, 1], **near)
+
+
+@pytest.mark.parametrize("labels, number", [(("negative", "positive"), 1), (("POSITIVE", "NEGATIVE"), 0)])
+def test_the_reward_is_asked_for_by_name(classifier_folder, labels, number):
+    """Trick 22: by the label's name or number, not by its position in a list sorted by score."""
+    folder = classifier_folder("distilbert", labels=labels)
+    theirs = logits_of_texts(folder, TEXTS)[:, number]
+    for label in ("positive", str(number)):
+        reward_of = ppo.load_reward(ppo.Args(reward_model_path=folder, reward_label=label), CPU)
+        close(reward_of([""] * 3, TEXTS), theirs, **near)
+    with pytest.raises(ppo.UserError, match="joy"):
+        ppo.load_reward(ppo.Args(reward_model_path=folder, reward_label="joy"), CPU)
+
+
+def test_a_reward_model_may_have_another_tokenizer(tiny_classifier):
+    """Trick 23: texts are tokenized with the classifier's own tokenizer."""
+    folder = tiny_classifier("other")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    policys = transformers.AutoTokenizer.from_pretrained(ROOT / "checkpoints/reviews-lm")
+    assert theirs(TEXTS[0]).input_ids != policys(TEXTS[0]).input_ids
+    reward_of = ppo.load_reward(ppo.Args(reward_model_path=folder), CPU)
+    close(reward_of([""] * 3, TEXTS), logits_of_texts(folder, TEXTS)[:, 1], **near)

@@ -1,0 +1,637 @@
+"""The math against naive.py, closed forms, finite differences and numbers worked out by hand.
+
+All numbers are compared element by element. "Trick 5" in a docstring is number 5 in
+docs/implementation_details.md.
+"""
+
+import math
+
+import naive
+import pytest
+import torch
+from conftest import module_with
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from math_tools import INF, NAN, close, head_case, nan_outside, normal, quick, ragged, slope
+
+ppo = module_with("gae", "clipped_value_loss", "generator_for", "PolicyAndValue")
+rloo = module_with("kl_per_token", "rloo_advantages")
+reward = module_with("preference_loss", "ranking_loss")
+
+
+def batch_of(case):
+    """A case of `ragged` as lengths [B], two tables [B, T], and the mask [B, T]."""
+    lengths, a, b = (torch.tensor(x) for x in case)
+    return lengths, a, b, torch.tensor(naive.length_mask(case[0], a.shape[1]))
+
+
+# ---- Lengths and masks -------------------------------------------------------------------------------------
+
+
+def test_response_lengths():
+    tokens = torch.tensor([[5, 0, 0, 7], [0, 1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 0], [0, 0, 0, 0]])
+    close(ppo.response_lengths(tokens, 0), [2, 1, 4, 4, 1])
+    close(ppo.response_lengths(tokens, -1), [4] * 5)  # there is no stop token
+    close(ppo.response_lengths(tokens, 3), [4, 4, 3, 3, 4])
+    close(ppo.response_lengths(torch.tensor([[3], [0]]), 0), [1, 1])
+
+
+rows_of_six = st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=5)
+
+
+@given(rows_of_six, st.integers(-1, 4))
+@quick
+def test_lengths_and_masks_agree_with_naive(tokens, stop):
+    lengths = ppo.response_lengths(torch.tensor(tokens), stop)
+    assert not lengths.is_floating_point()
+    assert lengths.tolist() == naive.response_lengths(tokens, stop)
+    mask = ppo.length_mask(lengths, 6)
+    assert mask.dtype is torch.bool
+    assert mask.tolist() == naive.length_mask(lengths.tolist(), 6)
+
+
+def test_length_mask_edges():
+    assert ppo.length_mask(torch.tensor([0, 1]), 1).tolist() == [[False], [True]]
+    full, empty, part = [True, True, True], [False, False, False], [True, True, False]
+    assert ppo.length_mask(torch.tensor([3, 0, 2]), 3).tolist() == [full, empty, part]
+
+
+# ---- KL ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
+def test_kl_per_token_agrees_with_naive(estimator, shape):
+    a, b = normal(*shape) * 3, normal(*shape, seed=1) * 3
+    pairs = zip(a.flatten().tolist(), b.flatten().tolist())
+    theirs = [naive.kl_estimate(x, y, estimator) for x, y in pairs]
+    close(rloo.kl_per_token(a, b, estimator), torch.tensor(theirs).reshape(shape), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "estimator, kl",
+    [("k1", (100.0, -100.0, 0.0)), ("k2", (5000.0, 5000.0, 0.0)), ("k3", (99.0, INF, 0.0))],
+)
+def test_kl_per_token_of_extreme_ratios(estimator, kl):
+    """Log-ratios of 100, -100 and 0. e^100 is more than fp32 holds, so there inf is right."""
+    logprobs, ref_logprobs = torch.tensor([-1.0, -101.0, -2.0]), torch.tensor([-101.0, -1.0, -2.0])
+    close(rloo.kl_per_token(logprobs, ref_logprobs, estimator), kl)
+
+
+def test_k3_of_tiny_ratios_keeps_its_digits():
+    """k3 of a log-ratio x is about x^2 / 2. For x = 2^-13, exp(x) - 1 in fp32 would round it away."""
+    for log_ratio in (2.0**-13, -(2.0**-13)):
+        ours = rloo.kl_per_token(torch.tensor(log_ratio), torch.tensor(0.0), "k3")
+        close(ours, naive.kl_estimate(log_ratio, 0.0, "k3"), rtol=5e-3, atol=0)
+
+
+def test_kl_estimators_on_a_small_categorical():
+    """Trick 32: means and gradients of the estimators, by adding up all outcomes of p = softmax(z).
+
+    In closed form, d KL(p || r) / dz_i = p_i (log(p_i / r_i) - KL(p || r)),
+    and d KL(r || p) / dz_i = p_i - r_i.
+    """
+    z = torch.tensor([0.5, -1.0, 2.0, 0.1], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64)
+    p = z.detach().softmax(-1)
+    kl = sum(x * math.log(x / y) for x, y in zip(p.tolist(), ref.tolist()))
+    forward_gradient = p * ((p / ref).log() - kl)
+    reverse_gradient = p - ref
+
+    mean, as_reward, as_loss = {}, {}, {}
+    for name in ("k1", "k2", "k3"):
+        logprobs = torch.log_softmax(z, -1)
+        estimates = rloo.kl_per_token(logprobs, ref.log(), name)
+        mean[name] = (p * estimates.detach()).sum().item()
+        policy_gradient = (p * estimates.detach() * logprobs).sum()
+        as_reward[name] = torch.autograd.grad(policy_gradient, z, retain_graph=True)[0]
+        as_loss[name] = torch.autograd.grad((p * estimates).sum(), z)[0]
+
+    assert mean["k1"] == pytest.approx(kl)
+    assert mean["k3"] == pytest.approx(kl)
+    assert abs(mean["k2"] - kl) > 0.02
+    close(as_reward["k1"], forward_gradient)
+    assert (as_reward["k2"] - forward_gradient).abs().max() > 0.05
+    assert (as_reward["k3"] - forward_gradient).abs().max() > 0.05
+    close(as_loss["k1"], [0.0] * 4)
+    close(as_loss["k2"], forward_gradient)
+    close(as_loss["k3"], reverse_gradient)
+
+
+# ---- Rewards -----------------------------------------------------------------------------------------------
+
+
+@given(ragged())
+@quick
+def test_token_rewards_agree_with_naive(case):
+    """With nan after the end of each response."""
+    lengths, kl, table, mask = batch_of(case)
+    scores = table[:, 0]
+    ours = ppo.token_rewards(scores, nan_outside(kl, mask), lengths, 0.3)
+    close(ours, naive.token_rewards(scores.tolist(), kl.tolist(), lengths.tolist(), 0.3))
+
+
+def test_token_rewards_by_hand():
+    kl = torch.tensor([[1.0, 2.0, NAN], [0.5, 0.0, 4.0]])
+    ours = ppo.token_rewards(torch.tensor([5.0, -1.0]), kl, torch.tensor([2, 3]), 0.1)
+    close(ours, [[-0.1, 4.8, 0.0], [-0.05, 0.0, -1.4]])
+
+
+def test_rewards_add_up_to_the_kl_penalty():
+    """Trick 19: with scores of 0, the rewards of a response add up to -kl_coef times its KL."""
+    lengths, kl = [1, 3, 5], normal(3, 5)
+    rewards = ppo.token_rewards(torch.zeros(3), kl, torch.tensor(lengths), 0.25)
+    for row, kl_row, length in zip(rewards, kl.tolist(), lengths):
+        close(row.sum(), -0.25 * sum(kl_row[:length]))
+
+
+def test_the_score_falls_on_the_last_valid_token():
+    """Trick 15: with lambda 0 and values 0, the last token's advantage is the score, stopped early or not."""
+    scores, lengths = torch.tensor([3.0, -2.0, 7.0]), torch.tensor([2, 4, 1])
+    mask = ppo.length_mask(lengths, 4)
+    rewards = ppo.token_rewards(scores, torch.full((3, 4), 0.5), lengths, 0.0)
+    advantages, returns = ppo.gae(rewards, torch.zeros(3, 4), mask, 1.0, 0.0)
+    close(advantages, [[0.0, 3.0, 0.0, 0.0], [0.0, 0.0, 0.0, -2.0], [7.0, 0.0, 0.0, 0.0]])
+    close(returns, advantages)
+
+
+# ---- Means and whitening -----------------------------------------------------------------------------------
+
+
+@given(ragged())
+@quick
+def test_masked_mean_agrees_with_naive(case):
+    _, values, _, mask = batch_of(case)
+    ours = ppo.masked_mean(nan_outside(values, mask), mask)
+    assert ours.shape == ()
+    close(ours, naive.masked_mean(values.tolist(), mask.tolist()), atol=1e-5)
+
+
+def test_masked_mean_of_bf16_sums_in_fp32():
+    """A sum of 10,000 numbers in bf16 has two digits."""
+    values = (normal(100, 100) + 1).bfloat16()
+    mask = torch.ones(100, 100, dtype=torch.bool)
+    ours = ppo.masked_mean(values, mask)
+    assert ours.dtype is torch.float32
+    close(ours, naive.masked_mean(values.tolist(), mask.tolist()))
+
+
+def test_masked_mean_lets_no_nan_into_gradients():
+    """Trick 5."""
+    values = torch.tensor([[1.0, NAN], [INF, 4.0]], requires_grad=True)
+    ppo.masked_mean(values, torch.tensor([[True, False], [False, True]])).backward()
+    close(values.grad, [[0.5, 0.0], [0.0, 0.5]])
+
+
+@pytest.mark.parametrize("shift_mean", [True, False])
+@given(ragged())
+@quick
+def test_masked_whiten_agrees_with_naive(shift_mean, case):
+    _, values, _, mask = batch_of(case)
+    ours = ppo.masked_whiten(nan_outside(values, mask), mask, shift_mean)
+    theirs = naive.masked_whiten(values.tolist(), mask.tolist(), shift_mean)
+    close(ours, theirs, rtol=1e-3, atol=1e-3)  # the variance may be almost 0
+
+
+def test_masked_whiten_by_hand():
+    """Trick 20: over the valid tokens 1, 2, 3, 6, whose mean is 3 and whose population variance is 3.5."""
+    values = torch.tensor([[1.0, 2.0, NAN], [3.0, 6.0, NAN]])
+    mask = torch.tensor([[True, True, False], [True, True, False]])
+    s = 3.5**-0.5
+    close(ppo.masked_whiten(values, mask), [[-2 * s, -s, 0.0], [0.0, 3 * s, 0.0]])
+    with_mean = ppo.masked_whiten(values, mask, shift_mean=False)
+    close(with_mean, [[3 - 2 * s, 3 - s, 0.0], [3.0, 3 + 3 * s, 0.0]])
+
+
+@given(ragged())
+@quick
+def test_whitened_tokens_have_mean_0_and_variance_1(case):
+    _, values, _, mask = batch_of(case)
+    assume(mask.sum() > 1 and values[mask].var(correction=0) > 0.01)
+    whitened = ppo.masked_whiten(nan_outside(values, mask), mask)[mask].double()
+    close(whitened.mean(), 0.0, atol=1e-5)
+    close(whitened.var(correction=0), 1.0, rtol=1e-4)
+    with_mean = ppo.masked_whiten(nan_outside(values, mask), mask, shift_mean=False)[mask].double()
+    close(with_mean.mean(), values[mask].double().mean(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_masked_whiten_edges(shift_mean):
+    one = torch.tensor([[False, True, False]])
+    ours = ppo.masked_whiten(torch.tensor([[NAN, 7.0, NAN]]), one, shift_mean)
+    close(ours, [[0.0, 7.0, 0.0]])  # a single token is returned unchanged
+    nothing = torch.zeros(1, 2, dtype=torch.bool)
+    close(ppo.masked_whiten(torch.tensor([[NAN, 7.0]]), nothing, shift_mean), [[0.0, 0.0]])
+    equal = ppo.masked_whiten(torch.full((2, 2), 3.0), torch.ones(2, 2, dtype=torch.bool), shift_mean)
+    close(equal, torch.full((2, 2), 0.0 if shift_mean else 3.0))
+
+
+def test_masked_whiten_of_large_numbers_keeps_its_digits():
+    """The mean of squares minus the squared mean would have no digits left."""
+    values = torch.tensor([[1e4, 1e4 + 1, 1e4 + 2]])
+    close(ppo.masked_whiten(values, values > 0), [[-(1.5**0.5), 0.0, 1.5**0.5]], rtol=1e-4, atol=1e-4)
+
+
+# ---- Advantages --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.99, 0.9), (1.0, 1.0), (0.9, 0.0), (0.0, 0.5)])
+@given(ragged())
+@quick
+def test_gae_agrees_with_naive(gamma, lam, case):
+    """With nan after the end of each response (trick 30: nothing after the end enters)."""
+    _, rewards, values, mask = batch_of(case)
+    ours = ppo.gae(nan_outside(rewards, mask), nan_outside(values, mask), mask, gamma, lam)
+    theirs = naive.gae(rewards.tolist(), values.tolist(), mask.tolist(), gamma, lam)
+    for x, y in zip(ours, theirs):
+        close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_gae_by_hand():
+    """gamma 1/2, lambda 1/2.
+
+    Row 1: the deltas are 1 + 2 - 2 = 1, 0 + 3 - 4 = -1 and 2 - 6 = -4, so the advantages from the end are
+    -4, -1 - 1 = -2 and 1 - 1/2 = 1/2. Row 2 ends after one token: delta 3 - 1 = 2, the next value counts 0.
+    """
+    rewards = torch.tensor([[1.0, 0.0, 2.0], [3.0, 9.0, 9.0]])
+    values = torch.tensor([[2.0, 4.0, 6.0], [1.0, 9.0, 9.0]])
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    advantages, returns = ppo.gae(rewards, values, mask, 0.5, 0.5)
+    close(advantages, [[0.5, -2.0, -4.0], [2.0, 0.0, 0.0]])
+    close(returns, [[2.5, 2.0, 2.0], [3.0, 0.0, 0.0]])
+
+
+@given(ragged(), st.sampled_from([1.0, 0.9, 0.5]))
+@quick
+def test_gae_limits(case, gamma):
+    """lambda 1: the discounted return minus the value. lambda 0: the one-step residual."""
+    lengths, rewards, values = case
+    mask = torch.tensor(naive.length_mask(lengths, len(rewards[0])))
+    monte_carlo, residual = torch.zeros(2, *mask.shape, dtype=torch.float64)
+    for i, n in enumerate(lengths):
+        for t in range(n):
+            discounted = [gamma ** (u - t) * rewards[i][u] for u in range(t, n)]
+            next_value = values[i][t + 1] if t + 1 < n else 0.0
+            monte_carlo[i, t] = sum(discounted) - values[i][t]
+            residual[i, t] = rewards[i][t] + gamma * next_value - values[i][t]
+    inputs = torch.tensor(rewards), torch.tensor(values), mask, gamma
+    close(ppo.gae(*inputs, 1.0)[0], monte_carlo, rtol=1e-4, atol=1e-5)
+    close(ppo.gae(*inputs, 0.0)[0], residual, rtol=1e-4, atol=1e-5)
+
+
+def test_gae_of_long_responses():
+    rewards, values = normal(3, 600), normal(3, 600, seed=1)
+    mask = torch.tensor(naive.length_mask([600, 599, 17], 600))
+    ours = ppo.gae(rewards, values, mask, 1.0, 0.95)
+    for x, y in zip(ours, naive.gae(rewards.tolist(), values.tolist(), mask.tolist(), 1.0, 0.95)):
+        close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_gae_takes_bf16_and_returns_fp32():
+    rewards, values = normal(2, 9).bfloat16(), normal(2, 9, seed=1).bfloat16()
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    ours = ppo.gae(rewards, values, mask, 1.0, 0.95)
+    for x, y in zip(ours, naive.gae(rewards.tolist(), values.tolist(), mask.tolist(), 1.0, 0.95)):
+        assert x.dtype is torch.float32
+        close(x, y)
+
+
+@given(ragged(), st.integers(1, 4))
+@quick
+def test_more_padding_changes_nothing(case, num_more):
+    """Trick 4: with more columns, full of nan, on the right."""
+    lengths, kl, values, _ = batch_of(case)
+    B, T = kl.shape
+    scores = torch.arange(B).float()
+
+    def everything(kl, values):
+        mask = ppo.length_mask(lengths, kl.shape[1])
+        rewards = ppo.token_rewards(scores, kl, lengths, 0.1)
+        scaled = ppo.masked_whiten(rewards, mask, shift_mean=False)
+        advantages, returns = ppo.gae(rewards, values, mask, 1.0, 0.95)
+        whitened = ppo.masked_whiten(advantages, mask)
+        return ppo.masked_mean(values, mask), [rewards, scaled, advantages, returns, whitened]
+
+    more = torch.full((B, num_more), NAN)
+    mean, narrow = everything(kl, values)
+    wide_mean, wide = everything(torch.cat([kl, more], 1), torch.cat([values, more], 1))
+    close(wide_mean, mean.item())
+    for x, y in zip(wide, narrow):
+        close(x[:, :T], y, rtol=1e-4, atol=1e-4)
+        close(x[:, T:], torch.zeros(B, num_more))
+
+
+# ---- Losses ------------------------------------------------------------------------------------------------
+
+LOG_RATIOS = (-2.0, -0.3, -0.21, -0.1, 0.0, 0.1, 0.17, 0.3, 2.0)  # on both sides of both clips
+ADVANTAGES = (-2.0, -0.5, 0.0, 1.0, 3.0)
+
+
+def test_clipped_policy_loss_agrees_with_naive():
+    """Values, and gradients against central differences."""
+    grid = [(x, a) for x in LOG_RATIOS for a in ADVANTAGES]
+    log_ratios, advantages = torch.tensor(grid, dtype=torch.float64).T
+    old = normal(len(grid)).double()
+    new = (old + log_ratios).requires_grad_()
+    ours = ppo.clipped_policy_loss(new, old, advantages, 0.2)
+    close(ours, [naive.clipped_policy_loss(x, 0.0, a, 0.2) for x, a in grid])
+    ours.sum().backward()
+    expected = [slope(lambda y, a=a: naive.clipped_policy_loss(y, 0.0, a, 0.2), x) for x, a in grid]
+    close(new.grad, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3)])
+def test_clipped_policy_loss_keeps_the_shape(shape):
+    """Tokens for PPO, whole responses for RLOO. At ratio 1 the loss is -A, and so is its gradient."""
+    old, advantages = normal(*shape), normal(*shape, seed=1)
+    new = old.clone().requires_grad_()
+    ours = ppo.clipped_policy_loss(new, old, advantages, 0.2)
+    close(ours, -advantages)
+    ours.sum().backward()
+    close(new.grad, -advantages)
+
+
+@pytest.mark.parametrize(
+    "log_ratio, advantage, loss",
+    [(100.0, 2.0, -2.4), (-100.0, 2.0, 0.0), (-100.0, -2.0, 1.6), (100.0, 0.0, 0.0), (-100.0, 0.0, 0.0)],
+)
+def test_clipped_policy_loss_of_extreme_ratios(log_ratio, advantage, loss):
+    """e^100 is more than fp32 holds. Where the ratio is clipped, the loss is finite and the gradient 0."""
+    new = torch.tensor(log_ratio, requires_grad=True)
+    ours = ppo.clipped_policy_loss(new, torch.tensor(0.0), torch.tensor(advantage), 0.2)
+    ours.backward()
+    close(ours, loss)
+    close(new.grad, 0.0)
+
+
+def test_clipped_policy_loss_is_unbounded_where_ppo_is():
+    """PPO does not clip large ratios if A < 0. The loss must be huge, not nan."""
+    assert ppo.clipped_policy_loss(torch.tensor(100.0), torch.tensor(0.0), torch.tensor(-2.0), 0.2) > 1e9
+
+
+def test_clipped_value_loss_agrees_with_naive():
+    grid = [(v, o, r) for v in (-1.0, 0.05, 0.12, 0.35, 2.0) for o in (0.0, 0.3) for r in (-0.7, 0.13, 1.9)]
+    values, old, returns = torch.tensor(grid, dtype=torch.float64).T
+    values = values.clone().requires_grad_()
+    ours = ppo.clipped_value_loss(values, old, returns, 0.2)
+    close(ours, [naive.clipped_value_loss(*row, 0.2) for row in grid])
+    ours.sum().backward()
+    expected = [slope(lambda y, o=o, r=r: naive.clipped_value_loss(y, o, r, 0.2), v) for v, o, r in grid]
+    close(values.grad, expected)
+
+
+def test_clipped_value_loss_by_hand():
+    """Value 3, old value 1, range 0.5: the clipped value is 1.5.
+
+    Return 2: half of max(1, 0.25). Return 5: half of max(4, 12.25).
+    """
+    values, old, returns = torch.tensor([3.0, 3.0]), torch.tensor([1.0, 1.0]), torch.tensor([2.0, 5.0])
+    close(ppo.clipped_value_loss(values, old, returns, 0.5), [0.5, 6.125])
+
+
+def test_sums_over_a_global_count_do_not_see_micro_batches():
+    """Trick 28: the gradient of sum / number of all tokens is the same in 1, 2, 4 or 8 parts.
+
+    The mean of the means of the parts has another gradient.
+    """
+    hidden, weight, tokens, _ = head_case(8, 6, 5, 11)
+    lengths = torch.tensor([1, 6, 2, 5, 3, 1, 6, 4])
+    old_logprobs, advantages = normal(8, 6) - 2.4, normal(8, 6, seed=1)
+    mask = ppo.length_mask(lengths, 6)
+
+    def gradient(rows_per_part, denominator):
+        w = weight.clone().requires_grad_()
+        for part in torch.arange(8).split(rows_per_part):
+            logprobs, _ = ppo.token_logprobs(hidden[part], w, tokens[part])
+            losses = ppo.clipped_policy_loss(logprobs, old_logprobs[part], advantages[part], 10.0)
+            loss = torch.where(mask[part], losses, 0.0).sum() / denominator(mask[part])
+            loss.backward()
+        return w.grad
+
+    whole = gradient(8, lambda m: mask.sum())
+    for rows_per_part in (1, 2, 4):
+        close(gradient(rows_per_part, lambda m: mask.sum()), whole)
+    mean_of_means = gradient(1, lambda m: 8 * m.sum())
+    assert (mean_of_means - whole).abs().max() > 1e-3
+
+
+coefficients = st.tuples(
+    st.floats(1e-3, 2),  # kl_coef
+    st.floats(-5, 50),  # kl
+    st.floats(0.1, 20),  # target
+    st.floats(100, 1e5),  # horizon
+    st.integers(1, 1000),  # episodes
+)
+
+
+@given(coefficients)
+@quick
+def test_adaptive_kl_coef_agrees_with_naive(case):
+    assert ppo.adaptive_kl_coef(*case) == pytest.approx(naive.adaptive_kl_coef(*case))
+
+
+@pytest.mark.parametrize(
+    "kl, factor", [(6.0, 1.0), (6.6, 1.00128), (60.0, 1.00256), (0.0, 0.99744), (-3.0, 0.99744)]
+)
+def test_adaptive_kl_coef_by_hand(kl, factor):
+    """Target 6, horizon 10,000, 128 episodes: the error is clipped to +-0.2, so a step is 0.256 % at most."""
+    ours = ppo.adaptive_kl_coef(0.2, kl, 6.0, 10_000, 128)
+    assert isinstance(ours, float)
+    assert ours == pytest.approx(0.2 * factor, rel=1e-9)
+
+
+# ---- From hidden states to log-probabilities and values ----------------------------------------------------
+
+
+class Bigrams(torch.nn.Module):
+    """A language model to check by hand: a hidden state is one-hot, and the head is a table of logits."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.head = torch.nn.Linear(len(table), len(table), bias=False)
+        self.head.weight.data = torch.tensor(table).T.contiguous()  # table[i][j]: logit of j after i
+        self.base_model = torch.nn.Module()
+        self.base_model.forward = self.states
+
+    def states(self, input_ids, attention_mask, use_cache):
+        hidden = torch.nn.functional.one_hot(input_ids, self.head.weight.shape[0]).float()
+        return type("Output", (), dict(last_hidden_state=hidden))
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+@pytest.mark.parametrize("num_pads", [0, 2])
+def test_three_tokens_by_hand(num_pads):
+    """Trick 6: prompt a, response b c. log p(b | a), log p(c | b), and the values at a and at b.
+
+    So each value is predicted without knowing the token that it belongs to.
+    """
+    table = [[0.0, math.log(2.0), 0.0], [math.log(3.0), 0.0, math.log(6.0)], [0.0, 0.0, 0.0]]
+    model = ppo.PolicyAndValue(Bigrams(table))
+    model.value_head.weight.data = torch.tensor([[10.0, 20.0, 30.0]])
+    ids = torch.tensor([[2] * num_pads + [0, 1, 2]])
+    mask = torch.arange(3 + num_pads)[None] >= num_pads
+    logprobs, entropies, values = model(ids, mask, 2, 1.0)
+    close(logprobs, [[math.log(2 / 4), math.log(6 / 10)]])
+    close(values, [[10.0, 20.0]])
+    distributions = (0.25, 0.5, 0.25), (0.3, 0.1, 0.6)
+    close(entropies, [[-sum(p * math.log(p) for p in row) for row in distributions]])
+    colder, _, _ = model(ids, mask, 2, 0.5)  # temperature 0.5 squares the probabilities
+    close(colder, [[math.log(4 / 6), math.log(36 / 46)]])
+
+
+# ---- RLOO --------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def groups(draw):
+    """(rloo_k, the rewards of the k responses to each prompt)"""
+    k = draw(st.integers(2, 5))
+    group = st.lists(st.floats(-9, 9, width=32), min_size=k, max_size=k)
+    return k, draw(st.lists(group, min_size=1, max_size=4))
+
+
+@quick
+@given(groups())
+def test_rloo_advantages_agree_with_naive(case):
+    """They also add up to 0 over the responses to a prompt."""
+    k, rows = case
+    rewards = [row[i] for i in range(k) for row in rows]  # first responses to all prompts, then second ones
+    ours = rloo.rloo_advantages(torch.tensor(rewards), k)
+    close(ours, naive.rloo_advantages(rewards, k), atol=1e-4)
+    close(ours.view(k, -1).sum(0), [0.0] * len(rows), atol=1e-4)
+
+
+def test_rloo_advantages_of_trls_page():
+    """Trick 25: the example of TRL's RLOO page, with three prompts and four completions each."""
+    rewards = torch.tensor([1, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    advantages = rloo.rloo_advantages(rewards, 4)
+    close(advantages[0], 1 - (2 + 5 + 8) / 3)  # first completion of the first prompt
+    close(advantages[7], 6 - (3 + 2 + 9) / 3)  # third completion of the second prompt
+
+
+def test_rloo_advantages_edges():
+    """Trick 26: there is no division by a standard deviation. A constant changes nothing."""
+    close(rloo.rloo_advantages(torch.tensor([1.0, 0, 0, 0]), 4), [1, -1 / 3, -1 / 3, -1 / 3])
+    close(rloo.rloo_advantages(torch.full((6,), 7.0), 3), [0.0] * 6)
+    x = normal(8)
+    close(rloo.rloo_advantages(x + 100, 2), rloo.rloo_advantages(x, 2), atol=1e-4)
+    close(rloo.rloo_advantages(torch.tensor([3.0, 1.0]), 2), [2.0, -2.0])
+    close(rloo.rloo_advantages(torch.tensor([0.001, 0.0]), 2), [0.001, -0.001])
+    assert rloo.rloo_advantages(x.bfloat16(), 2).dtype is torch.float32
+
+
+# ---- Preferences -------------------------------------------------------------------------------------------
+
+
+def test_preference_loss_agrees_with_naive():
+    """Also for differences whose exp would overflow, and with margins."""
+    cases = [(0, 0, 0.0), (2, -1, 0.0), (-3, 1.5, 0.5), (100, -100, 0.0), (-100, 100, 1.0)]
+    for chosen, rejected, margin in cases:
+        ours = reward.preference_loss(torch.tensor([float(chosen)]), torch.tensor([float(rejected)]), margin)
+        close(ours, [naive.preference_loss(chosen, rejected, margin)])
+    close(reward.preference_loss(torch.zeros(2), torch.zeros(2)), [math.log(2)] * 2)
+    margins = torch.tensor([0.0, 2.0])
+    ours = reward.preference_loss(torch.ones(2), torch.zeros(2), margins)
+    close(ours, [naive.preference_loss(1, 0, margin) for margin in margins.tolist()])
+
+
+def test_preference_loss_of_bf16_is_fp32():
+    assert reward.preference_loss(torch.ones(1).bfloat16(), torch.zeros(1).bfloat16()).dtype is torch.float32
+
+
+def test_preference_loss_gradients():
+    """d loss / d chosen = -sigmoid(rejected - chosen), which is small if the order is right.
+
+    d loss / d rejected is the opposite.
+    """
+    chosen, rejected = normal(5).requires_grad_(), normal(5, seed=1).requires_grad_()
+    reward.preference_loss(chosen, rejected).sum().backward()
+    pairs = zip(chosen.tolist(), rejected.tolist())
+    close(chosen.grad, [-1 / (1 + math.exp(c - r)) for c, r in pairs])
+    close(chosen.grad, -rejected.grad)
+
+
+rankings = st.lists(st.lists(st.floats(-9, 9, width=32), min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+@quick
+@given(rankings)
+def test_ranking_loss_agrees_with_naive(rows):
+    """Rows of different lengths, padded with nan that must not reach a gradient. A row of one has loss 0."""
+    K = max(len(row) for row in rows)
+    mask = torch.tensor(naive.length_mask([len(row) for row in rows], K))
+    scores = torch.tensor([row + [NAN] * (K - len(row)) for row in rows]).requires_grad_()
+    losses = reward.ranking_loss(scores, mask)
+    close(losses, [naive.ranking_loss(row) for row in rows])
+    losses.sum().backward()
+    assert scores.grad.isfinite().all()
+    assert not scores.grad[~mask].any()
+
+
+def test_ranking_of_two_is_a_pair():
+    scores = normal(4, 2)
+    ours = reward.ranking_loss(scores, torch.ones(4, 2, dtype=torch.bool))
+    close(ours, reward.preference_loss(scores[:, 0], scores[:, 1]))
+
+
+def test_preference_metrics_of_pairs_by_hand():
+    """Scores 3 and 1, and 0 and 2 with a margin of 1. Equal scores are not in the right order."""
+    scores = torch.tensor([[3.0, 1.0], [0.0, 2.0], [5.0, 5.0]])
+    mask = torch.ones(3, 2, dtype=torch.bool)
+    metrics = reward.preference_metrics(scores, mask, torch.tensor([0.0, 1.0, 0.0]))
+    cases = [(3, 1, 0.0), (0, 2, 1.0), (5, 5, 0.0)]
+    close(metrics["loss"], [naive.preference_loss(*case) for case in cases])
+    close(metrics["accuracy"], [1.0, 0.0, 0.0])
+    close(metrics["margin"], [2.0, -2.0, 0.0])
+
+
+def test_preference_metrics_of_rankings_by_hand():
+    """Three responses in the order 4, 1, 2, of which one of three pairs is wrong; and a row of only two."""
+    scores = torch.tensor([[4.0, 1.0, 2.0], [3.0, 1.0, NAN]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    metrics = reward.preference_metrics(scores, mask, torch.zeros(2))
+    close(metrics["loss"], [naive.ranking_loss([4.0, 1.0, 2.0]), naive.ranking_loss([3.0, 1.0])])
+    close(metrics["accuracy"], [2 / 3, 1.0])
+    close(metrics["margin"], [2.0, 2.0])
+
+
+def test_label_metrics_by_hand():
+    """Probabilities 1/4 and 3/4."""
+    logits, labels = torch.tensor([[0.0, math.log(3)], [0.0, math.log(3)]]), torch.tensor([1, 0])
+    metrics = reward.label_metrics(logits, labels)
+    close(metrics["loss"], [-math.log(3 / 4), -math.log(1 / 4)])
+    close(metrics["accuracy"], [1.0, 0.0])
+
+
+# ---- Random numbers ----------------------------------------------------------------------------------------
+
+
+def test_random_numbers_depend_only_on_seed_and_purpose():
+    """Trick 33: never on earlier random numbers. Other seeds, purposes and updates give other numbers."""
+    purposes = [
+        (1, "tokens", 3),
+        (1, "tokens", 4),
+        (2, "tokens", 3),
+        (1, "query", 3),
+        (1, "tokens"),
+        (1, "tokens", 3, 0),
+    ]
+
+    def numbers():
+        return [tuple(torch.rand(4, generator=ppo.generator_for(*purpose)).tolist()) for purpose in purposes]
+
+    assert numbers() == numbers()
+    assert len(set(numbers())) == len(purposes)
+
+
+def test_stream_rows_is_one_stream():
+    """Each epoch has every row once, in a new order, and any part of the stream can be asked for alone."""
+    stream = ppo.stream_rows(7, start=0, count=28, seed=1).tolist()
+    for i in range(0, 28, 7):
+        assert sorted(stream[i : i + 7]) == list(range(7))
+    assert stream[:7] != stream[7:14]
+    for start, count in ((0, 3), (5, 4), (7, 7), (6, 15), (27, 1)):
+        assert ppo.stream_rows(7, start, count, seed=1).tolist() == stream[start : start + count]
+    assert ppo.stream_rows(7, start=0, count=28, seed=2).tolist() != stream

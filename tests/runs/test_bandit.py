@@ -1,0 +1,207 @@
+"""Whole runs whose answer is known: what reward and KL together must lead to, for PPO and RLOO.
+
+A language model of six tokens, two prompts, and a table of rewards. All responses can be counted, so their
+probabilities are exact. With a reward r and a coefficient beta of KL(policy || reference), the best policy is
+pi(y) = ref(y) exp(r(y) / beta) / Z (Ziegler et al. 2019, section 2.2; Korbak et al. 2022). Distances are in
+total variation: half the sum of the absolute differences.
+"""
+
+import functools
+import math
+
+import pytest
+import tokenizers
+import torch
+from conftest import EOS, RL
+from run_tools import reward_file, rows_of, write_rows
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+pytest_plugins = ["run_fixtures"]
+WORDS = [EOS, *"abcde"]  # pad is EOS
+PROMPTS = ["a b", "c d"]
+
+
+@functools.cache
+def all_responses(length):
+    """All responses of at most `length` tokens; only the last token can be EOS. -> tuple of tuples of ids"""
+    tokens = range(len(WORDS))
+    if length == 1:
+        return tuple((token,) for token in tokens)
+    responses = []
+    for row in all_responses(length - 1):
+        if len(row) < length - 1 or row[-1] == 0:  # it has ended
+            responses.append(row)
+        else:
+            responses += [(*row, token) for token in tokens]
+    return tuple(responses)
+
+
+def text_of(row):
+    """What a reward function reads."""
+    return " ".join(WORDS[token] for token in row if token)
+
+
+@functools.cache
+def some_reward(prompt, response):
+    """A reward from -1 to 1 for each pair of texts, without any order."""
+    number = sum((i + 3) * ord(letter) for i, letter in enumerate(f"{prompt} {response}"))
+    return math.sin(number * number)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """The folders of the model and of the data for each script."""
+    root = tmp_path_factory.mktemp("bandit")
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=EOS))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    special = dict(bos_token=EOS, eos_token=EOS, pad_token=EOS, unk_token=EOS)
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(root / "lm")
+    torch.manual_seed(5)
+    config = GPT2Config(
+        vocab_size=len(WORDS),
+        n_positions=8,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    GPT2LMHeadModel(config).save_pretrained(root / "lm")
+    rows = {
+        "ppo_sentiment": [dict(text=prompt) for prompt in PROMPTS],
+        "ppo_dialog": [dict(dialog=[prompt, "e"]) for prompt in PROMPTS],
+        "rloo_tldr": [dict(prompt=prompt) for prompt in PROMPTS],
+    }
+    folders = {"model": str(root / "lm")}
+    for script in RL:
+        folders[script] = write_rows(root / script, train=rows[script], test=rows[script])
+    return folders
+
+
+@torch.no_grad()
+def exact_probabilities(model, length, end):
+    """The probabilities of all responses to each prompt, in plain transformers. -> fp64 [prompts, responses]
+
+    end: the tokens between the prompt and the response.
+    """
+    responses = all_responses(length)
+    longest = max(len(row) for row in responses)
+    table = []
+    for prompt in PROMPTS:
+        prompt_ids = [WORDS.index(word) for word in prompt.split()] + end
+        rows = [[*prompt_ids, *row] + [0] * (longest - len(row)) for row in responses]
+        logp = model(torch.tensor(rows)).logits.double().log_softmax(-1)
+        probabilities = []
+        for i, row in enumerate(responses):
+            steps = [logp[i, len(prompt_ids) - 1 + t, token].item() for t, token in enumerate(row)]
+            probabilities.append(math.exp(sum(steps)))
+        table.append(probabilities)
+    return torch.tensor(table, dtype=torch.float64)
+
+
+def reward_table(length):
+    """The rewards of all responses to each prompt. -> fp64 [prompts, responses]"""
+    table = [[some_reward(prompt, text_of(row)) for row in all_responses(length)] for prompt in PROMPTS]
+    return torch.tensor(table, dtype=torch.float64)
+
+
+def best_policy(reference, rewards, beta):
+    """ref exp(r / beta) / Z for each prompt."""
+    return torch.softmax(reference.log() + rewards / beta, -1)
+
+
+def distance(p, q):
+    """The larger one of the total variations of the two prompts."""
+    return 0.5 * (p - q).abs().sum(-1).max().item()
+
+
+@pytest.fixture
+def learn(scripts, places, tmp_path):
+    """learn(script, length, **flags) -> the probabilities of all responses after training, and before."""
+
+    def run(script, length, updates=60, batch=256, minibatches=1, **flags):
+        pairs = [(prompt, text_of(row)) for prompt in PROMPTS for row in all_responses(length)]
+        table = {pair: some_reward(*pair) for pair in pairs}
+        body = f"table = {table!r}\nreturn [table[p, r.strip()] for p, r in zip(prompts, responses)]"
+        common = dict(
+            model_name_or_path=places["model"],
+            dataset_name=places[script],
+            output_dir=str(tmp_path / "run"),
+            dtype="float32",
+            reward_fn=reward_file(tmp_path, body),
+            response_length=length,
+            total_episodes=batch * updates,
+            per_device_train_batch_size=batch // minibatches,
+            num_mini_batches=minibatches,
+            num_ppo_epochs=1,
+            local_rollout_forward_batch_size=batch,
+            learning_rate=1e-2,
+            lr_scheduler_type="linear",
+            max_grad_norm=None,
+            save_every=0,
+            num_sample_generations=0,
+        )
+        if script == "rloo_tldr":
+            own = dict(rloo_k=4, num_examples=2, temperature=1.0)
+        else:
+            own = dict(num_eval_prompts=2, kl_target=None, lam=1.0)
+        if script == "ppo_sentiment":
+            own |= dict(query_min_length=2, query_max_length=2, response_min_length=length, min_text_length=0)
+        if script == "ppo_dialog":
+            own |= dict(reward_model_path=None, meteor_weight=0.0, utterance_end="eos", max_prompt_length=3)
+        model, folder = scripts[script].train(scripts[script].Args(**(common | own | flags)))
+        assert len(rows_of(folder)) == updates
+        end = [0] if script == "ppo_dialog" else []  # there, a prompt ends with the end of an utterance
+        policy, reference = model.policy.eval(), model.reference.eval()
+        return exact_probabilities(policy, length, end), exact_probabilities(reference, length, end)
+
+    return run
+
+
+BETA = 0.5
+TWO_TOKENS = dict(length=2, updates=80, minibatches=2)  # EOS may come first
+
+
+@pytest.mark.parametrize(
+    "script, tolerance, flags",
+    [
+        ("ppo_sentiment", 0.06, TWO_TOKENS),
+        ("ppo_dialog", 0.02, dict(length=1)),
+        ("rloo_tldr", 0.06, TWO_TOKENS),
+        ("rloo_tldr", 0.04, dict(length=1, kl_in_loss=True, kl_estimator="k2")),
+    ],
+)
+def test_reward_and_kl_lead_to_the_best_policy(learn, script, tolerance, flags):
+    """The start is far away from it, and so are the best policies for half and twice the coefficient.
+
+    With k1 in the reward, all advantages are 0 at the goal. With k2 in the loss only their mean is, so the
+    noise of sampling remains.
+    """
+    policy, reference = learn(script, kl_coef=BETA, **flags)
+    rewards = reward_table(flags["length"])
+    goal = best_policy(reference, rewards, BETA)
+    others = [reference, best_policy(reference, rewards, BETA / 2), best_policy(reference, rewards, BETA * 2)]
+    assert distance(policy, goal) < tolerance < min(distance(other, goal) for other in others) / 3
+
+
+def test_k3_in_the_loss_leads_elsewhere(learn):
+    """As a loss, k3 is KL(reference || policy), as in GRPO. So its best policy is another one.
+
+    The best policy for sum pi r - beta KL(reference || pi) is pi = beta reference / (c - r), where c is above
+    all rewards and makes it sum to 1.
+    """
+    policy, reference = learn("rloo_tldr", 1, kl_coef=BETA, kl_in_loss=True, kl_estimator="k3")
+    rewards = reward_table(1)
+    low = rewards.max(-1, keepdim=True).values
+    high = low + BETA
+    for _ in range(60):  # by bisection: the sum falls if c grows
+        c = (low + high) / 2
+        too_low = (BETA * reference / (c - rewards)).sum(-1, keepdim=True) > 1
+        low, high = torch.where(too_low, c, low), torch.where(too_low, high, c)
+    goal = BETA * reference / (c - rewards)
+    assert (goal.sum(-1) - 1).abs().max() < 1e-9
+    assert distance(policy, goal) < 0.04
+    assert distance(policy, best_policy(reference, rewards, BETA)) > 0.15

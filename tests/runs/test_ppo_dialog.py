@@ -1,0 +1,636 @@
+"""Whole runs of ppo_dialog.py on tiny models: prompts, the parts of the reward, answers, the final table.
+
+What it has in common with ppo_sentiment.py is tested there.
+"""
+
+import functools
+import json
+import math
+import types
+
+import pytest
+import torch
+import transformers
+from run_tools import reward_file, rows_of, same, spy, weights, write_rows
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+pytest_plugins = ["run_fixtures"]
+CPU = torch.device("cpu")
+LIMIT = 32  # tokens: the talker's longest answer has 30
+LENGTH_SCORE = "return [len(r) / 10 for r in responses]"
+TABLE = [
+    "rouge1",
+    "rougeLsum",
+    "meteor",
+    "sacrebleu",
+    "intent",
+    "tokens per answer",
+    "distinct1",
+    "distinct2",
+    "perplexity of the references",
+    "score mean",
+    "score median",
+    "KL, nats per response",
+    "custom/questions",
+]
+
+
+@pytest.fixture
+def script(scripts):
+    """ppo_dialog.py as a module."""
+    return scripts["ppo_dialog"]
+
+
+@pytest.fixture
+def rollouts(script, monkeypatch):
+    """The calls of rollout_answers: the evaluation before training, one per update, the one after.
+
+    Arguments: model, tokenizer, reward_parts, turns, prompt_batch, stop_table, args. Result: b, answers.
+    """
+    return spy(monkeypatch, script, "rollout_answers")
+
+
+@pytest.fixture
+def talk(dialog, talker):
+    """talk(folder="run", **changes): a run that starts from the talker, on the dialogs that it knows."""
+    return functools.partial(
+        dialog,
+        model_name_or_path=talker.model,
+        dataset_name=talker.data,
+        utterance_end=" <EOU>",
+        response_length=LIMIT,
+    )
+
+
+def table_of(folder):
+    """evaluation.json of a run."""
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def load_turns(script, data, tokenizer, **flags):
+    """The turns of the training split of a data set, for a classifier of four acts."""
+    return script.load_turns(script.load_splits(data)[0], tokenizer, 4, script.Args(**flags))
+
+
+# ---- Learning rate 0 ---------------------------------------------------------------------------------------
+
+
+def test_learning_rate_0_changes_nothing(dialog, tiny_lm):
+    """The ratio is 1, the KL is 0, and the weights stay bit-identical, in both updates."""
+    model, folder, metrics = dialog(learning_rate=0.0, total_episodes=16)
+    assert len(metrics) == 2
+    for row in metrics:
+        assert abs(row["val/ratio"] - 1) < 1e-5
+        assert row["policy/approxkl_avg"] < 1e-10
+        assert row["policy/clipfrac_avg"] == 0
+        assert row["objective/kl"] == 0
+    assert same(weights(folder / "model"), weights(tiny_lm()))
+    assert not model.value_head.weight.any()
+
+
+def test_other_splits_of_the_batch_sample_the_same_tokens(talk, rollouts):
+    """Other micro-batches and rollout batches: the same answers and scores, and a ratio within 1e-4 of 1."""
+    seen, scores = [], []
+    splits = [(8, 4, 1, 2), (3, 2, 2, 2), (1, 1, 8, 1)]
+    for i, (rollout_size, n, accumulation, minibatches) in enumerate(splits):
+        rollouts.clear()
+        _, _, metrics = talk(
+            f"run{i}",
+            learning_rate=0.0,
+            temperature=1.3,
+            local_rollout_forward_batch_size=rollout_size,
+            per_device_train_batch_size=n,
+            gradient_accumulation_steps=accumulation,
+            num_mini_batches=minibatches,
+        )
+        assert abs(metrics[0]["val/ratio"] - 1) < 1e-4
+        assert abs(metrics[0]["objective/kl"]) < 1e-4
+        seen.append([(b["ids"].tolist(), b["lengths"].tolist(), answers) for _, (b, answers) in rollouts])
+        scores.append(metrics[0]["objective/scores"])
+    _, lengths, _ = seen[0][1]
+    assert len(set(lengths)) > 2
+    assert seen[0] == seen[1] == seen[2]
+    assert scores[1:] == pytest.approx([scores[0]] * 2, abs=1e-5)
+
+
+def test_the_sampled_distribution_is_the_scored_one(talk, script, talker, rollouts):
+    """Trick 11: tokens come from softmax(logits / temperature), and all log-probabilities are of that."""
+    talk(learning_rate=0.0, temperature=0.7)
+    model = AutoModelForCausalLM.from_pretrained(talker.model).eval()
+    (_, _, _, _, prompt_batch, _, _), (b, _) = rollouts[1]
+    for i in range(8):  # one by one, without padding, in plain transformers
+        n = b["lengths"][i].item()
+        ids = b["ids"][i][b["mask"][i]]
+        tokens = ids[-n:]
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, -n - 1 : -1] / 0.7
+        uniforms = prompt_batch["uniforms"][i, :n]
+        assert torch.equal(script.sample_tokens(logits.softmax(-1), uniforms), tokens)
+        expected = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+        for name in ("logprobs", "ref_logprobs", "sampling_logprobs"):
+            torch.testing.assert_close(b[name][i, :n], expected, atol=1e-3, rtol=1e-3)
+
+
+# ---- Prompts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "count, max_length, prompt",
+    [
+        (2, 10, [4, 5, 6, 7]),
+        (9, 10, [1, 2, 3, 4, 5, 6, 7]),
+        (3, 5, [3, 4, 5, 6, 7]),
+        (3, 4, [4, 5, 6, 7]),
+        (3, 3, [7]),
+        (1, 1, [7]),
+    ],
+)
+def test_a_prompt_is_the_end_of_a_dialog(script, count, max_length, prompt):
+    """The last utterances. The oldest are left out as a whole until the others fit."""
+    args = script.Args(num_context_utterances=count, max_prompt_length=max_length)
+    assert script.context_ids([[1, 2], [3], [4, 5, 6], [7]], args) == prompt
+
+
+def test_a_long_utterance_loses_its_beginning(script):
+    """If the last utterance alone is too long, its end is the prompt."""
+    args = script.Args(num_context_utterances=3, max_prompt_length=4)
+    assert script.context_ids([[8, 9], [1, 2, 3, 4, 5, 6]], args) == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("end", ["eos", " <EOU>"])
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+def test_a_prompt_is_the_beginning_of_its_document(
+    script, scripts, tiny_lm, metaspace_lm, tiny_dialogs, end, kind
+):
+    """Trick 7: prompt and reference are, token by token, the beginning of what sft.py learns."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm() if kind == "byte-level" else metaspace_lm)
+    sft = scripts["sft"]
+    rows = script.load_splits(tiny_dialogs)[0]
+    documents = sft.dialog_documents(rows, tokenizer, sft.Args(utterance_end=end))
+    flags = dict(utterance_end=end, num_context_utterances=99, max_prompt_length=999)
+    turns = iter(load_turns(script, tiny_dialogs, tokenizer, **flags))
+    for utterances, (ids, _) in zip(rows["dialog"], documents):
+        assert ids[-1] == tokenizer.eos_token_id
+        for t in range(1, len(utterances)):
+            turn = next(turns)
+            assert turn.context == utterances[:t]
+            assert turn.reference == utterances[t]
+            start = script.context_ids(turn.context_tokens, script.Args(**flags)) + turn.reference_tokens
+            assert ids[: len(start)] == start
+    assert next(turns, None) is None
+
+
+def test_prompts_of_a_run(dialog, rollouts):
+    """Each row has the tokens of the last two utterances, left-padded. Every update has its own turns."""
+    dialog(total_episodes=16)
+    updates = [(turns, prompt_batch) for (_, _, _, turns, prompt_batch, _, _), _ in rollouts[1:3]]
+    for turns, prompt_batch in updates:
+        ids, mask = prompt_batch["ids"], prompt_batch["mask"]
+        assert len(turns) == 8
+        assert prompt_batch["uniforms"].shape == (8, 6)
+        assert mask.sum(1).max() == mask.shape[1]
+        for turn, row, m in zip(turns, ids, mask):
+            assert row[m].tolist() == sum(turn.context_tokens[-2:], [])
+            assert m.tolist() == sorted(m.tolist())
+    (first_turns, first), (second_turns, second) = updates
+    assert not torch.equal(first["uniforms"], second["uniforms"])
+    assert [turn.reference for turn in first_turns] != [turn.reference for turn in second_turns]
+
+
+# ---- The parts of the reward -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("intent, meteor, function", [(0.5, 2.0, 3.0), (1.0, 0.0, 0.0)])
+def test_scores_are_the_weighted_sum_of_the_parts(
+    talk, script, rollouts, monkeypatch, tmp_path, intent, meteor, function
+):
+    """Each part is logged without its weight. The weighted sum is the score that tokens are rewarded with."""
+    rewards = spy(monkeypatch, script, "token_rewards")
+    _, folder, rows = talk(
+        reward_fn=reward_file(tmp_path, LENGTH_SCORE),
+        intent_weight=intent,
+        meteor_weight=meteor,
+        reward_fn_weight=function,
+    )
+    b, answers = rollouts[1][1]
+    assert b["meteor"].max() > 0.5
+    assert b["intent"].std() > 0.01
+    assert torch.equal(b["reward_fn"], torch.tensor([len(answer) / 10 for answer in answers]))
+    expected = intent * b["intent"] + meteor * b["meteor"] + function * b["reward_fn"]
+    torch.testing.assert_close(b["scores"], expected)
+    (scores, _, _, _), _ = rewards[0]
+    assert torch.equal(scores, b["scores"])
+    for name in ("intent", "meteor", "reward_fn"):
+        assert rows[0][name] == pytest.approx(b[name].mean().item())
+    assert rows[0]["env/reward_mean"] == rows[0]["objective/scores"]
+    assert rows[0]["objective/scores"] == pytest.approx(b["scores"].mean().item())
+
+
+PREVIOUS = ["Where is the cat?", "Please  come\nin.", "long " * 300 + "ago?", "It is late."]
+ANSWERS = ["It is on the mat.", "Thank\nyou,  I will.", "That was so.", ""]
+READ = [
+    "Where is the cat? It is on the mat.",
+    "Please come in. Thank you, I will.",
+    "long " * 300 + "ago? That was so.",
+    "It is late. ",
+]
+
+
+def turns_with_acts(script, acts):
+    """Turns that PREVIOUS leads to, with these acts."""
+    return [script.Turn(["Before.", last], "A reference.", act, [], []) for last, act in zip(PREVIOUS, acts)]
+
+
+@pytest.mark.parametrize("kind", ["own", "other"])
+def test_intent_by_hand(script, small, tiny_intents, kind):
+    """Tricks 23 and 38: the classifier reads "last answer" with its own tokenizer. Its class 0 is act 1."""
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_intents(kind)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_intents(kind))
+    logits = []
+    with torch.no_grad():
+        for text in READ:
+            ids = tokenizer(text).input_ids[-256:]
+            logits.append(model(torch.tensor([ids])).logits)
+    probs = torch.cat(logits).softmax(-1)
+    match = (probs.argmax(-1) == torch.arange(4)).float()
+    likeliest_acts = (probs.argmax(-1) + 1).tolist()
+
+    found = {}
+    for reward in ("probability", "match"):
+        args = small(
+            "ppo_dialog",
+            reward_model_path=tiny_intents(kind),
+            intent_reward=reward,
+            local_rollout_forward_batch_size=3,
+        )
+        reward_parts, num_acts = script.load_reward_parts(args, CPU)
+        assert num_acts == 4
+        found[reward] = reward_parts(turns_with_acts(script, [1, 2, 3, 4]), ANSWERS)
+        assert torch.equal(found[reward]["intent_match"], match)
+        likeliest = reward_parts(turns_with_acts(script, likeliest_acts), ANSWERS)
+        assert likeliest["intent_match"].tolist() == [1.0] * 4
+    torch.testing.assert_close(found["probability"]["intent"], probs.diag(), atol=1e-5, rtol=1e-5)
+    assert torch.equal(found["match"]["intent"], match)
+
+
+def test_intent_texts_are_those_the_classifier_learned(script, scripts, tiny_lm, tiny_dialogs):
+    """reward_model.py makes the same texts of the same dialogs; its label is the act minus 1."""
+    reward_model = scripts["reward_model"]
+    turns = load_turns(script, tiny_dialogs, AutoTokenizer.from_pretrained(tiny_lm()))
+    rows = reward_model.load_answers(script.load_splits(tiny_dialogs)[0], reward_model.Args())
+    previous = [turn.context[-1] for turn in turns]
+    references = [turn.reference for turn in turns]
+    assert rows["text"] == script.intent_texts(previous, references)
+    assert rows["label"] == [turn.act - 1 for turn in turns]
+    assert set(rows["label"]) == {0, 1, 2, 3}
+
+
+def test_a_reward_function_alone(talk, rollouts, tmp_path):
+    """It gets the whole context, one utterance per line, and answers without their marks."""
+    body = """with open(os.path.dirname(__file__) + '/seen', 'a') as file:
+    for pair in zip(prompts, responses):
+        file.write(repr(pair) + '\\n')
+return [float(i) for i in range(len(prompts))]"""
+    _, _, rows = talk(
+        reward_fn=reward_file(tmp_path, body),
+        intent_weight=0.0,
+        meteor_weight=0.0,
+        num_context_utterances=1,
+    )
+    assert rows[0]["objective/scores"] == rows[0]["env/reward_mean"] == rows[0]["reward_fn"] == 3.5
+    seen = [eval(line) for line in (tmp_path / "seen").read_text().splitlines()]
+    expected = []
+    for (_, _, _, turns, _, _, _), (_, answers) in rollouts:
+        expected += [("\n".join(turn.context), answer) for turn, answer in zip(turns, answers)]
+    assert seen == expected
+    assert any("\n" in context for context, _ in seen)
+    assert any(answer.endswith((".", "?")) for _, answer in seen)
+    assert not any("EOU" in answer for _, answer in seen[4:12])
+
+
+def test_without_an_intent(dialog, tmp_path, tiny_dialogs):
+    """With --reward-model-path None the data need no acts, and no intent is logged or shown."""
+    rows = [dict(dialog=row["dialog"]) for row in rows_of(tiny_dialogs, "train.jsonl")]
+    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    _, folder, metrics = dialog(reward_model_path=None, dataset_name=data)
+    assert "intent" not in metrics[0]
+    assert metrics[0]["meteor"] == metrics[0]["objective/scores"]
+    assert list(table_of(folder)["before"]) == [name for name in TABLE if name != "intent"]
+    sample = rows_of(folder, "samples.jsonl")[0]
+    assert list(sample) == ["update", "last", "reference", "answer", "meteor", "kl"]
+
+
+# ---- METEOR ------------------------------------------------------------------------------------------------
+
+
+def fake_wordnet(**synonyms):
+    """Like nltk.corpus.wordnet, with these words only."""
+
+    def synsets(word):
+        lemmas = [types.SimpleNamespace(name=functools.partial(str, name)) for name in synonyms.get(word, ())]
+        return [types.SimpleNamespace(lemmas=lambda: lemmas)]
+
+    return types.SimpleNamespace(synsets=synsets, ensure_loaded=lambda: None)
+
+
+def raise_missing():
+    raise LookupError("no such package")
+
+
+PAIRS = [
+    ("The cats sat on the mat.", "A cat was sitting there, on the mat."),
+    ("I don't know.", "You do not know"),
+    ("Yes.", "No!"),
+    ("I will lend you my bike.", "I will lend you my bike."),
+    ("Fine.", ""),
+    ("It is late.", "late it is late is it"),
+]
+
+
+def test_meteor_is_nltks(script, monkeypatch):
+    """On nltk's words with Porter's stemmer. By hand: F * (1 - 0.5 (chunks / matches)^3), F weighs 1 to 9."""
+    from nltk.stem import PorterStemmer
+    from nltk.tokenize import NLTKWordTokenizer
+    from nltk.translate.meteor_score import single_meteor_score
+
+    monkeypatch.setattr("nltk.corpus.wordnet", types.SimpleNamespace(ensure_loaded=raise_missing))
+    assert script.meteor_matches() == "exact and stem matches, WordNet is not installed"
+    meteor = script.load_meteor()
+    words = NLTKWordTokenizer().tokenize
+    for reference, answer in PAIRS * 2:  # twice, because words and stems are cached
+        expected = single_meteor_score(
+            words(reference), words(answer), stemmer=PorterStemmer(), wordnet=fake_wordnet()
+        )
+        assert meteor(reference, answer) == expected
+
+    # One chunk of three matches, thanks to the stem.
+    assert meteor("the cats sat", "the cat sat") == pytest.approx(1 - 0.5 * (1 / 3) ** 3)
+    precision, recall = 2 / 2, 2 / 4
+    f = 10 * precision * recall / (recall + 9 * precision)
+    assert meteor("the cat sat here", "the cat") == pytest.approx(f * (1 - 0.5 * (1 / 2) ** 3))
+    assert meteor("a great dog", "a big dog") == pytest.approx(2 / 3 * (1 - 0.5 * (2 / 2) ** 3))
+    assert meteor("Yes.", "") == 0
+
+
+def test_meteor_with_wordnet(script, monkeypatch):
+    """If WordNet is installed, synonyms match, and the run says so."""
+    monkeypatch.setattr("nltk.corpus.wordnet", fake_wordnet(big=["huge", "great"]))
+    assert script.meteor_matches() == "exact, stem and WordNet synonym matches"
+    meteor = script.load_meteor()
+    assert meteor("a great dog", "a big dog") == pytest.approx(1 - 0.5 * (1 / 3) ** 3)
+    assert meteor("a small dog", "a big dog") == pytest.approx(1 / 3)
+
+
+# ---- Rewards of tokens -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags", [dict(), dict(score_clip=0.3), dict(whiten_rewards=True)], ids=["plain", "clip", "whiten"]
+)
+def test_rewards_by_hand(talk, script, rollouts, monkeypatch, flags):
+    """Score, clip, EOS penalty, KL, whitening, in this order, in the second update, where the KL is not 0."""
+    advantages = spy(monkeypatch, script, "gae")
+    _, _, rows = talk(
+        kl_coef=0.3,
+        missing_eos_penalty=0.5,
+        response_length=12,
+        temperature=1.2,
+        total_episodes=16,
+        learning_rate=1e-3,
+        **flags,
+    )
+    b, _ = rollouts[2][1]
+    (rewards, values, mask, gamma, lam), _ = advantages[1]
+    assert 0 < b["stopped"].sum() < 8
+    kl = b["logprobs"] - b["ref_logprobs"]
+    expected = torch.zeros(8, 12)
+    for i in range(8):
+        n = b["lengths"][i].item()
+        score = b["scores"][i].item()
+        if "score_clip" in flags:
+            score = min(max(score, -0.3), 0.3)
+        if not b["stopped"][i]:
+            score -= 0.5
+        expected[i, :n] = -0.3 * kl[i, :n]
+        expected[i, n - 1] += score
+    if "whiten_rewards" in flags:
+        mean, std = expected[mask].mean(), expected[mask].std(correction=0)
+        expected = torch.where(mask, mean + (expected - mean) / std, 0.0)
+    torch.testing.assert_close(rewards, expected, atol=1e-5, rtol=1e-3)
+    assert mask.sum(1).tolist() == b["lengths"].tolist()
+    assert torch.equal(values, b["values"])
+    assert (gamma, lam) == (1.0, 0.95)
+    row = rows[1]
+    assert abs(row["objective/kl"]) > 1e-3
+    assert row["objective/non_score_reward"] == pytest.approx(-0.3 * row["objective/kl"])
+    rlhf_reward = row["objective/scores"] + row["objective/non_score_reward"]
+    assert row["objective/rlhf_reward"] == pytest.approx(rlhf_reward)
+
+
+def test_adaptive_kl_coefficient(dialog, script, monkeypatch):
+    """It follows the formula of Ziegler et al. from update to update, and the rewards are made with it."""
+    calls = spy(monkeypatch, script, "token_rewards")
+    _, _, rows = dialog(kl_target=0.5, kl_horizon=100, kl_coef=0.3, total_episodes=32)
+    coefs = [row["objective/kl_coef"] for row in rows]
+    assert coefs[0] == 0.3
+    assert len(set(coefs)) == 4
+    assert [kl_coef for (_, _, _, kl_coef), _ in calls] == coefs
+    for row, next_coef in zip(rows, coefs[1:]):
+        error = min(max(row["objective/kl"] / 0.5 - 1, -0.2), 0.2)
+        assert next_coef == pytest.approx(row["objective/kl_coef"] * (1 + error * 8 / 100), rel=1e-6)
+
+
+def test_values_within_the_range_are_not_clipped(dialog):
+    """If no value moves further than cliprange_value, val/clipfrac_avg is 0."""
+    _, _, rows = dialog(cliprange_value=1e3, vf_coef=1.0)
+    assert rows[0]["val/clipfrac_avg"] == 0
+
+
+def test_rewarded_behaviour_is_learned(dialog, tmp_path):
+    """A reward for one letter instead of intent and METEOR: its count rises."""
+    _, _, rows = dialog(
+        reward_fn=reward_file(tmp_path, "return [float(r.count('e')) for r in responses]"),
+        intent_weight=0.0,
+        meteor_weight=0.0,
+        kl_coef=0.0,
+        per_device_train_batch_size=16,
+        local_rollout_forward_batch_size=32,
+        total_episodes=8 * 32,
+    )
+    scores = [row["objective/scores"] for row in rows]
+    assert sum(scores[-2:]) / 2 > 2 * sum(scores[:2]) / 2 + 1, scores
+
+
+# ---- Answers -----------------------------------------------------------------------------------------------
+
+
+def test_answers_are_what_was_generated(talk, rollouts):
+    """Tokens, lengths and answers belong together. A dialog that the model knows gets its own reference."""
+    _, _, rows = talk(learning_rate=0.0, temperature=0.5)
+    (_, tokenizer, _, turns, _, _, _), (b, answers) = rollouts[1]
+    tokens = b["ids"][:, -LIMIT:]
+    for turn, answer, row, n in zip(turns, answers, tokens, b["lengths"].tolist()):
+        assert tokenizer.decode(row[:n]) == f" {answer} <EOU>"
+        assert answer == turn.reference
+        assert row[:n].tolist() == turn.reference_tokens
+    assert torch.equal(b["mask"][:, -LIMIT:].sum(1), b["lengths"])
+    assert b["stopped"].all()
+    assert rows[0]["val/num_eos_tokens"] == 8
+    assert rows[0]["completions/clipped_ratio"] == 0
+    assert rows[0]["completions/mean_length"] == b["lengths"].float().mean()
+    assert rows[0]["meteor"] > 0.99
+
+
+def test_samples(talk):
+    """The last utterance, the reference, the answer, the parts of its score, and its KL."""
+    _, folder, _ = talk(num_sample_generations=2, total_episodes=16)
+    samples = rows_of(folder, "samples.jsonl")
+    assert [row["update"] for row in samples] == [1] * 4 + [2] * 4
+    assert list(samples[0]) == ["update", "last", "reference", "answer", "intent", "meteor", "kl"]
+    assert all(row["kl"] == 0 for row in samples[:4])
+    assert any(row["kl"] != 0 for row in samples[4:])
+    assert all(0 < row["intent"] < 1 for row in samples)
+    exact = [row for row in samples if row["answer"] == row["reference"]]
+    assert exact
+    assert all(row["meteor"] > 0.8 for row in exact)
+
+
+# ---- The final table ---------------------------------------------------------------------------------------
+
+FOX = "The quick brown fox jumps over the lazy dog"
+DOG = "The quick brown dog jumps on the log."
+
+
+def test_text_metrics_of_published_examples(script):
+    """rouge-score's README: ROUGE-1 12/17, ROUGE-L 10/17. sacrebleu's README: its three sentences."""
+    metrics = script.text_metrics([DOG], [FOX])
+    assert metrics["rouge1"] == pytest.approx(12 / 17)
+    assert metrics["rougeLsum"] == pytest.approx(10 / 17)
+    metrics = script.text_metrics([DOG, "Yes."], [FOX, "Yes."])
+    assert metrics["rouge1"] == pytest.approx((12 / 17 + 1) / 2)  # the mean over answers, not over words
+
+    answers = ["The dog bit the man.", "It wasn't surprising.", "The man had just bitten him."]
+    references = ["The dog bit the man.", "It was not unexpected.", "The man bit him first."]
+    precisions = [12 / 17, 6 / 14, 4 / 11, 3 / 8]  # of 1- to 4-grams; both sides have 17 words
+    bleu = math.prod(precisions) ** 0.25
+    assert script.text_metrics(answers, references)["sacrebleu"] == pytest.approx(bleu, rel=1e-6)
+
+
+def test_text_metrics_at_their_ends(script):
+    """Equal texts give 1, different ones 0, empty answers 0. ROUGE uses stems; distinct-n ignores case."""
+    texts = ["Could you lend me your bike, please?", "Of course, I will lend you my bike."]
+    metrics = script.text_metrics(texts, texts)
+    assert metrics["rouge1"] == metrics["rougeLsum"] == 1
+    assert metrics["sacrebleu"] == pytest.approx(1)
+    metrics = script.text_metrics(["xyz"], ["a b c d"])
+    assert metrics["rouge1"] == metrics["rougeLsum"] == metrics["sacrebleu"] == 0
+    assert set(script.text_metrics(["", ""], texts).values()) == {0.0}
+    assert script.text_metrics(["two dogs"], ["two dog"])["rouge1"] == 1
+    metrics = script.text_metrics(["a b A b", "a c"], ["x", "y"])  # a b a b a c; ab ba ab ac
+    assert (metrics["distinct1"], metrics["distinct2"]) == (3 / 6, 3 / 4)
+
+
+def test_table(talk, script, monkeypatch):
+    """Every number before and after, and of the references. With learning rate 0, before equals after."""
+    calls = spy(monkeypatch, script, "evaluate_dialogs")
+    _, folder, _ = talk(learning_rate=0.0)
+    table = table_of(folder)
+    assert set(table) == {"before", "after", "references", "n", "judge", "meteor", "decoding"}
+    assert list(table["before"]) == TABLE
+    assert table["before"] == table["after"]
+    assert table["n"] == 4
+    assert "matches" in table["meteor"]
+    assert "temperature 1.0, at most 32 tokens" in table["decoding"]
+
+    # The same numbers by hand.
+    (_, _, reward_parts, turns, _, _, _), (numbers, records) = calls[0]
+    answers = [record["answer"] for record in records]
+    scores = sorted(record["score"] for record in records)
+    references = [turn.reference for turn in turns]
+    text = script.text_metrics(answers, references)
+    parts = reward_parts(turns, answers)
+    assert numbers == table["before"]
+    assert {name: numbers[name] for name in text} == pytest.approx(text)
+    assert numbers["meteor"] == pytest.approx(parts["meteor"].mean().item())
+    assert numbers["intent"] == parts["intent_match"].mean()  # whatever --intent-reward is
+    assert numbers["score mean"] == pytest.approx(sum(scores) / 4)
+    assert numbers["score median"] == pytest.approx((scores[1] + scores[2]) / 2)
+
+    # What people's own answers measure.
+    own = table["references"]
+    text = script.text_metrics(references, references)
+    assert set(own) == {"tokens per answer", "distinct1", "distinct2", "custom/questions"}
+    assert (own["distinct1"], own["distinct2"]) == (text["distinct1"], text["distinct2"])
+    assert own["tokens per answer"] == sum(len(turn.reference_tokens) for turn in turns) / 4
+    assert own["custom/questions"] == sum(reference.endswith("?") for reference in references) / 4
+
+
+def test_table_of_a_run_that_learns(talk):
+    """The KL is 0 before and not after, and evaluation_samples.jsonl has the answers that were scored."""
+    _, folder, _ = talk()
+    table = table_of(folder)
+    assert table["before"]["KL, nats per response"] == 0
+    assert table["after"]["KL, nats per response"] != 0
+    rows = rows_of(folder, "evaluation_samples.jsonl")
+    assert list(rows[0]) == ["last", "reference", "before", "score", "after", "score after"]
+    for name, column in (("before", "score"), ("after", "score after")):
+        assert table[name]["score mean"] == pytest.approx(sum(row[column] for row in rows) / 4)
+
+
+@pytest.mark.parametrize("end", ["eos", " <EOU>"])
+def test_perplexity_of_the_references(dialog, script, monkeypatch, tiny_lm, end):
+    """transformers' own loss of the references, ends included, given the context, at temperature 1."""
+    calls = spy(monkeypatch, script, "evaluate_dialogs")
+    _, folder, _ = dialog(utterance_end=end, max_prompt_length=200, temperature=0.7, num_eval_prompts=10)
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm()).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+
+    def ids_of(utterance):
+        if end == "eos":
+            return tokenizer(f" {utterance}").input_ids + [tokenizer.eos_token_id]
+        return tokenizer(f" {utterance}{end}").input_ids
+
+    loss, num_tokens = 0.0, 0
+    (_, _, _, turns, _, _, _), _ = calls[0]
+    for turn in turns:
+        prompt = sum([ids_of(utterance) for utterance in turn.context[-2:]], [])
+        reference = ids_of(turn.reference)
+        ids = torch.tensor([prompt + reference])
+        labels = torch.tensor([[-100] * len(prompt) + reference])
+        with torch.no_grad():
+            loss += model(ids, labels=labels).loss.item() * len(reference)
+        num_tokens += len(reference)
+    perplexity = table_of(folder)["before"]["perplexity of the references"]
+    assert perplexity == pytest.approx(math.exp(loss / num_tokens), rel=1e-4)
+
+
+def test_a_reference_longer_than_the_context(dialog, tmp_path, tiny_lm):
+    """It is cut. A critic with a shorter context than the policy reads no references."""
+    config = transformers.AutoConfig.from_pretrained(tiny_lm(), n_positions=60)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "critic")
+    rows = [dict(dialog=["Hello.", "word " * 300, "Fine."], act=[1, 2, 1])] * 12
+    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    _, folder, _ = dialog(dataset_name=data, value_model_path=str(tmp_path / "critic"))
+    assert math.isfinite(table_of(folder)["after"]["perplexity of the references"])
+
+
+def test_custom_metrics(talk, script, monkeypatch):
+    """What the user's function returns is in log and table. Its turns and answers belong together."""
+    calls = []
+
+    def exact_answers(turns, answers):
+        hits = [turn.reference == answer for turn, answer in zip(turns, answers, strict=True)]
+        calls.append((len(hits), sum(hits) / len(hits)))
+        return {"custom/exact": torch.tensor(sum(hits) / len(hits), dtype=torch.float64)}
+
+    monkeypatch.setattr(script, "custom_metrics", exact_answers)
+    _, folder, rows = talk(learning_rate=0.0, temperature=0.8, total_episodes=16)
+    # Evaluation before, two updates, evaluation after, the references themselves.
+    assert [count for count, _ in calls] == [4, 8, 8, 4, 4]
+    shares = [share for _, share in calls]
+    assert 0.5 < shares[1] < shares[4] == 1
+    assert [row["custom/exact"] for row in rows] == shares[1:3]
+    table = table_of(folder)
+    for column, share in (("before", shares[0]), ("after", shares[3]), ("references", shares[4])):
+        assert table[column]["custom/exact"] == share
+    assert "custom/questions" not in rows[0]

@@ -1,0 +1,922 @@
+"""Whole runs of ppo_sentiment.py on tiny models: what each option does to weights, rewards, tokens and files.
+
+Some tests also run ppo_dialog.py and rloo_tldr.py, where all three must behave alike.
+"""
+
+import json
+import math
+from pydoc import locate
+
+import peft
+import pytest
+import torch
+import transformers
+from conftest import RL
+from run_tools import distance, eos_prone, reward_file, rows_of, same, spy, timeless, weights
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+pytest_plugins = ["run_fixtures"]
+LENGTH_SCORE = "return [float(len(r) % 7) - 3 for r in responses]"  # a reward that varies
+SGD = dict(optimizer="torch.optim.SGD")
+
+
+@pytest.fixture
+def script(scripts):
+    """ppo_sentiment.py as a module."""
+    return scripts["ppo_sentiment"]
+
+
+def build(script, args):
+    """The model that these flags build: PolicyAndValue."""
+    return script.build_policy_and_value(args, max_tokens=args.query_max_length + args.response_length)
+
+
+def random_inputs(B=3, L=10, T=5):
+    """Random tokens as inputs of PolicyAndValue, without padding: ids, mask, T, temperature."""
+    ids = torch.randint(0, 1000, (B, L), generator=torch.Generator().manual_seed(0))
+    return ids, torch.ones_like(ids, dtype=torch.bool), T, 1.0
+
+
+def first_rollout(ppo, script, monkeypatch, folder="run", **changes):
+    """Run one update. -> metrics, and the tensors that the rewards were made from"""
+    with monkeypatch.context() as patch:
+        rollouts = spy(patch, script, "rollout")
+        rewards = spy(patch, script, "token_rewards")
+        advantages = spy(patch, script, "gae")
+        _, _, metrics = ppo(folder, **changes)
+    b, _, _ = rollouts[1][1]  # rollouts[0] is the evaluation before training
+    (scores, kl, lengths, kl_coef), token_rewards = rewards[0]
+    (used_rewards, *_), _ = advantages[0]
+    C = b["ids"].shape[1] - kl.shape[1]
+    return {
+        "metrics": metrics[0],
+        "tokens": b["ids"][:, C:],
+        "lengths": lengths,
+        "stopped": b["stopped"],
+        "scores": scores,
+        "kl": kl,
+        "rewards": token_rewards,
+        "used_rewards": used_rewards,
+    }
+
+
+# ---- The first update --------------------------------------------------------------------------------------
+
+
+def test_learning_rate_0_changes_nothing(ppo, tiny_lm):
+    """The ratio is 1, the KL is 0, and the weights stay bit-identical, in both updates."""
+    model, folder, metrics = ppo(learning_rate=0.0, total_episodes=16)
+    for row in metrics:
+        assert abs(row["val/ratio"] - 1) < 1e-5
+        assert row["policy/approxkl_avg"] < 1e-10
+        assert row["policy/clipfrac_avg"] == 0
+        assert row["objective/kl"] == 0
+    assert same(weights(folder / "model"), weights(tiny_lm()))
+    assert not model.value_head.weight.any()
+
+
+def test_other_splits_of_the_batch_sample_the_same_tokens(ppo, script, monkeypatch):
+    """Other micro-batches and rollout batches: the same tokens, and a ratio within 1e-5 of 1."""
+    tokens, scores = [], []
+    splits = [(8, 4, 1, 2), (3, 2, 2, 2), (1, 1, 8, 1)]
+    for i, (rollout_size, n, accumulation, minibatches) in enumerate(splits):
+        seen = first_rollout(
+            ppo,
+            script,
+            monkeypatch,
+            f"run{i}",
+            learning_rate=0.0,
+            local_rollout_forward_batch_size=rollout_size,
+            per_device_train_batch_size=n,
+            gradient_accumulation_steps=accumulation,
+            num_mini_batches=minibatches,
+        )
+        assert abs(seen["metrics"]["val/ratio"] - 1) < 1e-5
+        assert abs(seen["metrics"]["objective/kl"]) < 1e-5
+        tokens.append(seen["tokens"])
+        scores.append(seen["metrics"]["objective/scores"])
+    assert len(tokens[0]) == 8
+    assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
+    assert scores[1:] == pytest.approx([scores[0]] * 2, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", RL)
+def test_a_model_that_changes_between_calls_ends_the_run(scripts, small, monkeypatch, name):
+    """Before the first step the ratio must be 1. If rollout and update differ, the run ends with one line."""
+    module = scripts[name]
+    model_class = module.PolicyAndReference if name == "rloo_tldr" else module.PolicyAndValue
+    forward = model_class.forward
+    calls = []
+
+    def drifting(self, *inputs):
+        calls.append(1)
+        logprobs, *rest = forward(self, *inputs)
+        return logprobs + 0.01 * len(calls), *rest
+
+    monkeypatch.setattr(model_class, "forward", drifting)
+    args = small(name)
+    with pytest.raises(module.UserError, match="instead of 0: rollout and update do not compute the same"):
+        module.train(args)
+
+
+@pytest.mark.parametrize("name", RL)
+def test_samples_of_the_whole_evaluation_and_the_gap_to_the_sampler(scripts, small, name):
+    """evaluation_samples.jsonl has every held-out prompt, and in fp32 generation agrees with the update."""
+    _, folder = scripts[name].train(small(name))
+    table = json.loads((folder / "evaluation.json").read_text())
+    rows = rows_of(folder, "evaluation_samples.jsonl")
+    assert len(rows) == table["n"] == 4
+    assert len({json.dumps(row) for row in rows}) == 4
+    metrics = rows_of(folder)[0]
+    assert 0 < metrics["sampling/logprob_gap_mean"] <= metrics["sampling/logprob_gap_max"] < 1e-4
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
+def test_the_sampled_distribution_is_the_scored_one(script, tiny_lm, temperature):
+    """Tokens come from softmax(logits / temperature), and all log-probabilities are of that distribution."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm()).eval()
+    torch.manual_seed(3)
+    prompts = [torch.randint(3, 1000, (length,)) for length in (2, 5, 6)]
+    uniforms = torch.rand(3, 7)
+    limits = torch.full((3,), 7)
+    ids = torch.stack([torch.nn.functional.pad(prompt, (6 - len(prompt), 0)) for prompt in prompts])
+    mask = script.length_mask(torch.tensor([2, 5, 6]), 6).flip(1)
+    tokens, sampled = script.generate(model, ids, mask, limits, uniforms, -1, temperature)
+
+    both = script.PolicyAndValue(model, model)
+    all_ids = torch.cat([ids, tokens], 1)
+    all_mask = torch.cat([mask, torch.ones_like(tokens, dtype=torch.bool)], 1)
+    with torch.no_grad():
+        scored, entropies, _ = both(all_ids, all_mask, 7, temperature)
+        reference = both.reference_logprobs(all_ids, all_mask, 7, temperature)
+    torch.testing.assert_close(reference, scored)
+    torch.testing.assert_close(sampled, scored, atol=1e-4, rtol=1e-4)
+
+    for i, prompt in enumerate(prompts):  # one by one, without padding, in plain transformers
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, tokens[i]])[None]).logits[0, len(prompt) - 1 : -1]
+        logp = (logits / temperature).log_softmax(-1)
+        assert torch.equal(script.sample_tokens(logp.exp(), uniforms[i]), tokens[i])
+        torch.testing.assert_close(logp.gather(1, tokens[i][:, None])[:, 0], scored[i], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(-(logp.exp() * logp).sum(1), entropies[i], atol=1e-4, rtol=1e-4)
+        if temperature != 1:
+            assert not torch.equal(script.sample_tokens(logits.softmax(-1), uniforms[i]), tokens[i])
+
+
+def test_responses_keep_their_first_space(ppo, script, metaspace_lm, monkeypatch):
+    """prompt + response is the text of all tokens, even if the tokenizer drops the first space it decodes."""
+    calls = spy(monkeypatch, script, "rollout")
+    ppo(model_name_or_path=metaspace_lm)
+    b, prompts, responses = calls[1][1]
+    tokenizer = AutoTokenizer.from_pretrained(metaspace_lm)
+    tokens = [row[m].tolist() for row, m in zip(b["ids"], b["mask"])]
+    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    assert [prompt + response for prompt, response in zip(prompts, responses)] == texts
+    assert any(response.startswith(" ") for response in responses)
+
+
+@pytest.mark.parametrize("name", ["ppo_sentiment", "rloo_tldr"])
+def test_the_reward_reads_special_tokens_of_the_prompt(scripts, tiny_lm, name):
+    """Special tokens in a prompt, such as those of a chat, reach the reward. Those of a response do not."""
+    module = scripts[name]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    lm = AutoModelForCausalLM.from_pretrained(tiny_lm()).eval()
+    text = f"{tokenizer.eos_token}The film{tokenizer.eos_token} was"
+    ids = torch.tensor([tokenizer(text).input_ids] * 2)
+    uniforms = torch.rand(2, 5, generator=torch.Generator().manual_seed(0))
+    prompt_batch = {"ids": ids, "mask": torch.ones_like(ids, dtype=torch.bool), "uniforms": uniforms}
+    if name == "rloo_tldr":
+        rollout, model = module.rollout_groups, module.PolicyAndReference(lm, lm)
+        prompt_batch["uniforms"] = uniforms[:, None]  # one response per prompt
+    else:
+        rollout, model = module.rollout, module.PolicyAndValue(lm, lm)
+        prompt_batch["max_new_tokens"] = torch.full((2,), 5)
+    seen = []
+
+    def reward(prompts, responses):
+        seen.extend(zip(prompts, responses))
+        return torch.zeros(len(prompts))
+
+    args = module.Args(temperature=1.0)
+    rollout(model, tokenizer, reward, prompt_batch, tokenizer.eos_token_id, args)
+    assert [prompt for prompt, _ in seen] == [text] * 2
+    assert all(response and tokenizer.eos_token not in response for _, response in seen)
+
+
+# ---- Architectures -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "llama", "qwen2"])
+def test_architectures(ppo, tiny_lm, arch):
+    """One update moves the weights, and model/ in plain transformers is the trained policy."""
+    model, folder, metrics = ppo(model_name_or_path=tiny_lm(arch))
+    assert metrics[0]["objective/kl"] == 0
+    assert metrics[0]["val/ratio"] != 1
+    before, after = weights(tiny_lm(arch)), weights(folder / "model")
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(changed) >= 0.8 * len(before)
+    assert model.value_head.weight.abs().min() > 0
+    plain = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    ids = random_inputs()[0]
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, model.policy.eval()(ids).logits)
+
+
+def test_the_trained_model_writes_text_in_plain_transformers(ppo):
+    """The snippet of the README: load model/ and continue a prompt."""
+    _, folder, _ = ppo()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    torch.manual_seed(0)
+    inputs = tokenizer("The film was", return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=12, do_sample=True, pad_token_id=0)
+    text = tokenizer.decode(output[0], skip_special_tokens=True)
+    assert text.startswith("The film was") and len(text) > len("The film was") + 4
+
+
+# ---- LoRA --------------------------------------------------------------------------------------------------
+
+LORA = dict(lora_r=4, lora_alpha=8)
+
+
+def test_lora_trains_only_the_adapter(ppo, script, tiny_lm, monkeypatch):
+    """The base stays bit-identical; adapter and value head move; model/ is the merged policy."""
+    seen = {}
+    save_policy = script.save_policy
+
+    def look_and_save(policy, *rest):  # before the adapter is merged
+        seen.update({name: p.detach().clone() for name, p in policy.named_parameters()})
+        return save_policy(policy, *rest)
+
+    monkeypatch.setattr(script, "save_policy", look_and_save)
+    model, folder, metrics = ppo(**LORA)
+    assert metrics[0]["objective/kl"] == 0
+    base = {}
+    for name, p in seen.items():
+        if "lora_" not in name:
+            base[name.removeprefix("base_model.model.").replace("base_layer.", "")] = p
+    assert same(base, dict(AutoModelForCausalLM.from_pretrained(tiny_lm()).named_parameters()))
+    assert all(p.abs().max() > 0 for name, p in seen.items() if "lora_B" in name)
+    assert model.value_head.weight.abs().min() > 0
+    state = torch.load(folder / "checkpoints/000001/state.pt", weights_only=True)
+    assert all("lora_" in name or "value_head" in name for name in state["parameters"])
+
+    plain = AutoModelForCausalLM.from_pretrained(tiny_lm())
+    adapted = peft.PeftModel.from_pretrained(plain, folder / "adapter").eval()
+    merged = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    ids = random_inputs()[0]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_lora_on_a_trained_adapter_starts_at_kl_0(ppo, script, small, tiny_lm, tmp_path):
+    """The reference is the model that training starts from, with its first adapter, not the base."""
+    torch.manual_seed(2)
+    base = AutoModelForCausalLM.from_pretrained(tiny_lm())
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+    adapted = peft.get_peft_model(base, config).eval()
+    adapted.save_pretrained(tmp_path / "start")
+    AutoTokenizer.from_pretrained(tiny_lm()).save_pretrained(tmp_path / "start")
+    flags = dict(model_name_or_path=str(tmp_path / "start"), **LORA)
+
+    model = build(script, small("ppo_sentiment", **flags)).eval()
+    inputs = random_inputs()
+    with torch.no_grad():
+        ours, theirs = model.policy(inputs[0]).logits, adapted(inputs[0]).logits
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        with adapted.disable_adapter():
+            assert (ours - adapted(inputs[0]).logits).abs().max() > 0.1
+        assert torch.equal(model(*inputs)[0], model.reference_logprobs(*inputs))
+
+    _, folder, metrics = ppo(total_episodes=16, **flags)
+    assert metrics[0]["objective/kl"] == 0 and metrics[1]["objective/kl"] != 0
+    merged = script.load_model(AutoModelForCausalLM, folder / "model")
+    stacked = script.load_model(AutoModelForCausalLM, folder / "adapter")  # it names the first adapter
+    assert distance(merged.state_dict(), stacked.state_dict()) < 1e-5
+    with pytest.raises(script.UserError, match="merge it into its base model first"):
+        build(script, small("ppo_sentiment", load_in_8bit=True, **flags))
+
+
+def test_number_of_parameters_that_lora_trains(script):
+    """GPT-2 with rank 16 on c_attn and a value head: 590,593 of 125,030,401 parameters."""
+    with torch.device("meta"):
+        policy = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+        policy = script.add_lora(policy, script.Args(lora_r=16))
+        model = script.PolicyAndValue(policy)
+    assert sum(p.numel() for p in script.trainable(model).values()) == 590_593
+    assert sum(p.numel() for p in model.parameters()) == 125_030_401
+
+
+# ---- Optimizers and learning rates -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.optim.AdamW", "bitsandbytes.optim.Adam8bit", "bitsandbytes.optim.Lion"]
+)
+def test_optimizers(ppo, tiny_lm, monkeypatch, name):
+    """The optimizer with this dotted name is the one that steps, and it moves the weights."""
+    optimizer_class = locate(name)
+    step = optimizer_class.step
+    steps = []
+
+    def counted(self, *args, **kwargs):
+        steps.append(type(self))
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(optimizer_class, "step", counted)
+    _, folder, _ = ppo(optimizer=name, learning_rate=1e-3)
+    assert steps == [optimizer_class] * 4
+    before, after = weights(tiny_lm()), weights(folder / "model")
+    assert sum(not torch.equal(before[key], after[key]) for key in before) >= 0.8 * len(before)
+
+
+def test_adam_eps_reaches_adam(script):
+    """--adam-eps is Adam's epsilon: if it is huge, the step is lr * gradient / eps."""
+    p = torch.nn.Parameter(torch.zeros(1))
+    args = script.Args(optimizer="torch.optim.Adam", learning_rate=1.0, adam_eps=1e6)
+    optimizer = script.make_optimizer(args, {"p": p})
+    p.grad = torch.tensor([2.0])
+    optimizer.step()
+    assert p.item() == pytest.approx(-2e-6, rel=1e-4)
+
+
+def test_the_learning_rate_is_set_once_per_update(ppo, tmp_path):
+    """It rises in two updates of warm-up, then falls as transformers' cosine schedule."""
+    _, _, rows = ppo(
+        total_episodes=10,
+        per_device_train_batch_size=2,
+        num_mini_batches=1,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.4,
+        reward_fn=reward_file(tmp_path, LENGTH_SCORE),
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
+    scheduler = transformers.get_scheduler("cosine", optimizer, 2, 5)
+    expected = []
+    for _ in range(5):
+        expected += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert [row["lr"] for row in rows] == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+def test_a_run_that_is_made_longer_follows_the_longer_schedule(ppo, script):
+    """Its next learning rate is the one of the longer run, not the 0 at the end of the shorter one."""
+    _, folder, _ = ppo(total_episodes=16, lr_scheduler_type="linear")
+    script.train(script.parse_args(["--resume", str(folder), "--total-episodes", "32"]))
+    assert [row["lr"] for row in rows_of(folder)] == pytest.approx([1e-2, 0.5e-2, 0.5e-2, 0.25e-2])
+
+
+# ---- Memory and precision ----------------------------------------------------------------------------------
+
+
+def test_shared_layers(ppo, script, small, tiny_lm):
+    """Shared parameters are the same objects in policy and reference, and frozen. Only the others move."""
+    model = build(script, small("ppo_sentiment", num_shared_layers=1))
+    policy = dict(model.policy.named_parameters())
+    reference = dict(model.reference.named_parameters())
+    shared = {name for name in policy if policy[name] is reference[name]}
+    assert shared == {name for name in policy if ".wte." in name or ".wpe." in name or ".h.0." in name}
+    assert all(policy[name].requires_grad == (name not in shared) for name in policy)
+    assert not any(p.requires_grad for p in reference.values())
+
+    model, _, _ = ppo(num_shared_layers=1)
+    start = dict(AutoModelForCausalLM.from_pretrained(tiny_lm()).named_parameters())
+    assert same(start, {name: p.detach() for name, p in model.reference.named_parameters()})
+    for name, p in model.policy.named_parameters():
+        assert torch.equal(p, start[name]) == (name in shared), name
+
+
+def test_reference_in_8_bit(ppo, script, small):
+    """Without LoRA the reference is in int8, in about a quarter of the memory. The policy stays in fp32."""
+    model = build(script, small("ppo_sentiment", load_in_8bit=True))
+    policy = dict(model.policy.named_parameters())
+    linear = [name for name in policy if ".c_" in name and name.endswith("weight")]
+    assert len(linear) == 8
+    bytes_int8 = bytes_fp32 = 0
+    for name, p in model.reference.named_parameters():
+        if name in linear:
+            assert p.dtype == torch.int8 and policy[name].dtype == torch.float32
+            bytes_int8 += p.numel() * p.element_size()
+            bytes_fp32 += policy[name].numel() * policy[name].element_size()
+    assert 0.25 <= bytes_int8 / bytes_fp32 < 0.3
+    _, _, metrics = ppo(load_in_8bit=True)
+    assert 0 < abs(metrics[0]["objective/kl"]) < 0.5  # only rounding
+
+
+def test_lora_on_a_base_in_8_bit(ppo, script, small):
+    """The base is in int8 and does not change. model/ is the adapter, which loads on the fp32 base."""
+    flags = dict(load_in_8bit=True, **LORA)
+    start = build(script, small("ppo_sentiment", **flags)).policy.get_base_model().state_dict()
+    model, folder, metrics = ppo(total_episodes=16, **flags)
+    base = model.policy.get_base_model().state_dict()
+    frozen = [name for name in base if name.endswith("weight") and base[name].dtype == torch.int8]
+    assert len(frozen) == 8 and all(torch.equal(base[name], start[name]) for name in frozen)
+    assert all(x.abs().max() > 0 for name, x in base.items() if "lora_B" in name)
+    assert metrics[0]["objective/kl"] == 0 and metrics[1]["objective/kl"] != 0
+    assert (folder / "model/adapter_config.json").exists()
+    loaded = script.load_model(AutoModelForCausalLM, folder / "model").eval()
+    ids = random_inputs()[0]
+    with torch.no_grad():
+        trained = model.policy.eval()(ids).logits.log_softmax(-1)
+        gap = (trained - loaded(ids).logits.log_softmax(-1)).abs()
+    assert gap.max() < 0.5 and gap.mean() < 0.05  # the base was rounded
+
+
+@pytest.mark.parametrize("lora", [{}, LORA], ids=["full", "lora"])
+def test_gradient_checkpointing(ppo, lora):
+    """Activations are recomputed in the backward pass, with the same loss and the same weights."""
+    rows, trained = [], []
+    for on in (False, True):
+        model, folder, metrics = ppo(f"run-{on}", gradient_checkpointing=on, learning_rate=0.1, **SGD, **lora)
+        body = model.policy.get_base_model() if lora else model.policy
+        assert body.is_gradient_checkpointing == on
+        rows.append(metrics[0])
+        trained.append(weights(folder / "model"))
+    for name in ("loss/policy_avg", "loss/value_avg"):
+        assert rows[0][name] == pytest.approx(rows[1][name], abs=1e-6)
+    assert distance(*trained) < 1e-6
+
+
+def test_bf16(ppo):
+    """Matmuls in bf16: numbers close to those of fp32, but not equal. Weights stay in fp32."""
+    _, _, full = ppo("full", learning_rate=0.0)
+    model, folder, half = ppo("half", learning_rate=0.0, dtype="bfloat16")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in weights(folder / "model").values()} == {torch.float32}
+    entropies = [rows[0]["objective/entropy"] for rows in (full, half)]
+    assert entropies[0] != entropies[1] and entropies[0] == pytest.approx(entropies[1], rel=0.1)
+    assert half[0]["val/ratio"] == pytest.approx(1, abs=1e-2)
+    assert abs(half[0]["objective/kl"]) < 1e-2
+
+
+def test_dtype_auto_wants_hardware_for_bf16(script, monkeypatch):
+    """If a GPU only emulates bf16, --dtype auto is float32."""
+
+    def is_bf16_supported(including_emulation=True):
+        return including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    assert not script.wants_bf16(script.Args(dtype="auto"), torch.device("cuda"))
+
+
+def test_folders_next_to_the_script_are_found(script, tiny_lm, tmp_path, monkeypatch):
+    """A model, its value head and an adapter can be named relative to the script's own folder."""
+    model = script.build_policy_and_value(script.Args(model_name_or_path=tiny_lm()), max_tokens=24)
+    model.value_head.bias.data.fill_(2)
+    model.policy.save_pretrained(tmp_path / "lm")
+    script.save_value(model, tmp_path / "lm")
+    adapted = peft.get_peft_model(model.policy, peft.LoraConfig(r=2, target_modules=["c_attn"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    monkeypatch.setattr(script, "HERE", tmp_path)
+    again = script.build_policy_and_value(script.Args(model_name_or_path="lm"), max_tokens=24)
+    assert again.value_head.bias == 2
+    assert script.load_model(AutoModelForCausalLM, "adapter").name_or_path == str(tmp_path / "adapter")
+
+
+# ---- Value function ----------------------------------------------------------------------------------------
+
+
+def test_a_critic_with_its_own_weights(ppo, script, small, tiny_lm):
+    """The critic trains; values come from it and log-probabilities do not; it loads again with its head."""
+    model, folder, _ = ppo(value_model_path=tiny_lm("llama"), vf_coef=1.0)
+    start = transformers.AutoModel.from_pretrained(tiny_lm("llama")).state_dict()
+    trained = model.critic.state_dict()
+    assert sum(not torch.equal(start[name], trained[name]) for name in start) >= 0.8 * len(start)
+
+    paths = dict(model_name_or_path=folder / "model", value_model_path=folder / "model/critic")
+    args = small("ppo_sentiment", **{name: str(path) for name, path in paths.items()})
+    again = build(script, args).eval()
+    model.eval()
+    inputs = random_inputs()
+    with torch.no_grad():
+        logprobs, _, values = model(*inputs)
+        logprobs_again, _, values_again = again(*inputs)
+        torch.testing.assert_close(logprobs, logprobs_again)
+        torch.testing.assert_close(values, values_again)
+        assert values.abs().min() > 0
+        next(model.critic.parameters()).mul_(2)
+        moved_logprobs, _, moved_values = model(*inputs)
+    assert torch.equal(moved_logprobs, logprobs)
+    assert (moved_values - values).abs().max() > 1e-3
+
+
+def test_the_value_head_survives_saving(ppo, script, small):
+    """A run that starts from model/ starts with its value head."""
+    model, folder, _ = ppo()
+    again = build(script, small("ppo_sentiment", model_name_or_path=str(folder / "model"))).eval()
+    inputs = random_inputs()
+    with torch.no_grad():
+        values = model.eval()(*inputs)[2]
+        torch.testing.assert_close(again(*inputs)[2], values)
+    assert values.abs().min() > 0
+    assert set(load_file(folder / "model/value_head.safetensors")) == {"weight", "bias"}
+
+
+# ---- Rewards -----------------------------------------------------------------------------------------------
+
+
+def test_the_reward_function_gets_texts(ppo, tmp_path):
+    """It is called with two lists of str of equal length, and what it returns is the logged score."""
+    body = """with open(os.path.dirname(__file__) + '/seen', 'a') as file:
+    for pair in zip(prompts, responses):
+        file.write(repr(pair) + '\\n')
+return [float(i) for i in range(len(prompts))]"""
+    _, folder, metrics = ppo(reward_fn=reward_file(tmp_path, body))
+    seen = [eval(line) for line in (tmp_path / "seen").read_text().splitlines()]
+    assert len(seen) == 4 + 8 + 4  # held-out prompts, one update, held-out prompts
+    assert all(isinstance(p, str) and isinstance(r, str) and p for p, r in seen)
+    assert metrics[0]["objective/scores"] == metrics[0]["env/reward_mean"] == 3.5
+    samples = rows_of(folder, "samples.jsonl")
+    assert [(row["prompt"], row["response"]) for row in samples] == seen[4:8]
+
+
+TEXTS = (
+    ["The film", "An old sailor", "I", "What a day it was"],
+    [" was clever and warm.", "", " felt bored", " for us all"],
+)
+
+
+def scores_of(script, small, **changes):
+    """The rewards of TEXTS with these flags."""
+    reward = script.load_reward(small("ppo_sentiment", **changes), torch.device("cpu"))
+    return reward(*TEXTS)
+
+
+def plain_logits(folder, texts):
+    """A classifier's logits in plain transformers, one text at a time. -> [texts, labels]"""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        return torch.cat([model(**tokenizer(text, return_tensors="pt")).logits for text in texts])
+
+
+def with_swapped_labels(folder, target):
+    """The same classifier with its labels in the other order. -> str"""
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    for p in model.classifier.parameters():
+        p.data = p.data.flip(0)
+    names = [model.config.id2label[1], model.config.id2label[0]]
+    model.config.id2label = dict(enumerate(names))
+    model.config.label2id = {name: i for i, name in enumerate(names)}
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(target)
+    return str(target)
+
+
+def test_reward_label(script, small, tiny_classifier, tmp_path):
+    """The reward is the label's logit: by name in any case, by number, and in both orders of the labels."""
+    logits = plain_logits(tiny_classifier(), [p + r for p, r in zip(*TEXTS)])
+    for label, column in {"positive": 1, "Positive": 1, "1": 1, "NEGATIVE": 0, "0": 0}.items():
+        scores = scores_of(script, small, reward_label=label)
+        torch.testing.assert_close(scores, logits[:, column], atol=1e-5, rtol=1e-5)
+    other = with_swapped_labels(tiny_classifier(), tmp_path / "swapped")
+    scores = scores_of(script, small, reward_label="positive", reward_model_path=other)
+    torch.testing.assert_close(scores, logits[:, 1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_reward_model_with_another_tokenizer(ppo, tiny_lm, tiny_classifier):
+    """Responses are decoded and tokenized again: the score is that of the text, whatever the ids are."""
+    other = tiny_classifier("other")
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (tiny_lm(), other)]
+    assert tokenizers[0]("The film").input_ids != tokenizers[1]("The film").input_ids
+    _, folder, _ = ppo(reward_model_path=other)
+    rows = rows_of(folder, "samples.jsonl")
+    logits = plain_logits(other, [row["prompt"] + row["response"] for row in rows])
+    assert [row["score"] for row in rows] == pytest.approx(logits[:, 1].tolist(), rel=1e-5, abs=1e-5)
+
+
+# ---- Padding -----------------------------------------------------------------------------------------------
+
+
+def with_tokenizer(folder, target, change):
+    """A copy of a model folder whose tokenizer was changed. -> str"""
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    change(tokenizer)
+    tokenizer.save_pretrained(target)
+    return str(target)
+
+
+def pad_with_eos(tokenizer):
+    tokenizer.pad_token = tokenizer.eos_token
+
+
+def add_a_pad_token(tokenizer):
+    tokenizer.add_special_tokens(dict(pad_token="[PAD]"))
+
+
+@pytest.mark.parametrize("change", [pad_with_eos, add_a_pad_token])
+def test_the_pad_token_does_not_matter(ppo, tiny_lm, tmp_path, change):
+    """Pad may be EOS, or a token without a row in the embedding table. Some responses end early."""
+    lm = eos_prone(tiny_lm, tmp_path / "lm")
+    other = with_tokenizer(lm, tmp_path / "other", change)
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    assert tokenizer.pad_token_id in (tokenizer.eos_token_id, 1024)
+    _, _, rows = ppo("run-1", model_name_or_path=lm)
+    _, _, other_rows = ppo("run-2", model_name_or_path=other)
+    assert 0 < rows[0]["val/num_eos_tokens"] < 8
+    assert timeless(rows) == timeless(other_rows)
+
+
+# ---- Stop tokens, penalties, clipping ----------------------------------------------------------------------
+
+
+def test_missing_eos_penalty(ppo, script, tiny_lm, tmp_path, monkeypatch):
+    """The penalty is subtracted from the scores of responses without EOS, and from no others."""
+    lm = eos_prone(tiny_lm, tmp_path / "lm")
+    flags = dict(model_name_or_path=lm, reward_fn=reward_file(tmp_path, LENGTH_SCORE))
+    plain = first_rollout(ppo, script, monkeypatch, "run-1", **flags)
+    penalized = first_rollout(ppo, script, monkeypatch, "run-2", missing_eos_penalty=10.0, **flags)
+    eos = AutoTokenizer.from_pretrained(lm).eos_token_id
+    last_tokens = plain["tokens"].gather(1, plain["lengths"][:, None] - 1).squeeze(1)
+    stopped = last_tokens == eos
+    assert 0 < stopped.sum() < 8
+    assert plain["metrics"]["val/num_eos_tokens"] == stopped.sum()
+    assert plain["metrics"]["completions/clipped_ratio"] == pytest.approx(1 - stopped.float().mean().item())
+    assert torch.equal(plain["scores"] - penalized["scores"], torch.where(stopped, 0.0, 10.0))
+    metrics = penalized["metrics"]
+    assert metrics["objective/scores"] == pytest.approx(penalized["scores"].mean().item())
+    assert metrics["env/reward_mean"] == plain["metrics"]["env/reward_mean"]
+
+
+def test_another_stop_token(ppo, script, tmp_path, monkeypatch):
+    """--stop-token-id ends responses, which then count as ended: they get no penalty."""
+    flags = dict(
+        reward_fn=reward_file(tmp_path, LENGTH_SCORE), response_min_length=6, missing_eos_penalty=100.0
+    )
+    free = first_rollout(ppo, script, monkeypatch, "run-1", stop_token=None, **flags)
+    assert (free["scores"] < -50).all()
+    stop = free["tokens"][0, 2].item()
+    ended = first_rollout(ppo, script, monkeypatch, "run-2", stop_token_id=stop, **flags)
+    assert ended["lengths"][0] <= 3
+    for i, old_tokens in enumerate(free["tokens"].tolist()):
+        length = ended["lengths"][i].item()
+        assert length == (old_tokens.index(stop) + 1 if stop in old_tokens else 6)
+        assert ended["tokens"][i, :length].tolist() == old_tokens[:length]
+        assert (ended["scores"][i] > -50) == (stop in old_tokens)
+
+
+def test_no_stop_token(ppo, script, tiny_lm, tmp_path, monkeypatch):
+    """With --stop-token None, responses go on after EOS, up to their length limit."""
+    lm = eos_prone(tiny_lm, tmp_path / "lm")
+    flags = dict(model_name_or_path=lm, stop_token=None, response_min_length=6)
+    seen = first_rollout(ppo, script, monkeypatch, **flags)
+    eos = AutoTokenizer.from_pretrained(lm).eos_token_id
+    assert (seen["tokens"][:, :-1] == eos).any()
+    assert (seen["lengths"] == 6).all()
+    assert seen["metrics"]["val/num_eos_tokens"] == 0
+
+
+def test_length_limits_are_drawn_at_random(ppo, script, monkeypatch):
+    """They lie between response_min_length and response_length, both included."""
+    seen = first_rollout(
+        ppo,
+        script,
+        monkeypatch,
+        stop_token=None,
+        per_device_train_batch_size=16,
+        response_min_length=2,
+        response_length=4,
+    )
+    assert seen["lengths"].unique().tolist() == [2, 3, 4]
+    metrics = seen["metrics"]
+    assert (metrics["completions/min_length"], metrics["completions/max_length"]) == (2, 4)
+    assert metrics["completions/mean_length"] == pytest.approx(seen["lengths"].float().mean().item())
+
+
+def test_scores_are_clipped_before_the_penalty(ppo, script, tmp_path, monkeypatch):
+    """--score-clip does not clip the penalty. The logged reward is what the function returned."""
+    body = "return [10.0 * (-1) ** i for i in range(len(prompts))]"
+    flags = dict(reward_fn=reward_file(tmp_path, body), stop_token=None)
+    seen = first_rollout(ppo, script, monkeypatch, score_clip=1.5, missing_eos_penalty=2.0, **flags)
+    assert seen["scores"].tolist() == [1.5 - 2, -1.5 - 2] * 4
+    assert seen["metrics"]["env/reward_mean"] == 0 and seen["metrics"]["env/reward_std"] == 10
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_whiten_rewards(ppo, script, monkeypatch, on):
+    """The rewards of valid tokens get a standard deviation of 1 and keep their mean."""
+    seen = first_rollout(ppo, script, monkeypatch, whiten_rewards=on)
+    valid = torch.arange(6) < seen["lengths"][:, None]
+    raw, used = seen["rewards"][valid], seen["used_rewards"][valid]
+    if not on:
+        assert torch.equal(raw, used)
+        return
+    assert raw.std(correction=0).item() != pytest.approx(1, abs=1e-2)
+    assert used.std(correction=0).item() == pytest.approx(1, abs=1e-4)
+    assert used.mean().item() == pytest.approx(raw.mean().item(), abs=1e-6)
+
+
+# ---- KL ----------------------------------------------------------------------------------------------------
+
+
+def test_fixed_kl_coefficient(ppo):
+    """Without kl_target the coefficient does not change, whatever the KL is."""
+    _, _, rows = ppo(kl_target=None, kl_coef=0.3, total_episodes=24, learning_rate=0.05)
+    assert [row["objective/kl_coef"] for row in rows] == [0.3] * 3
+    assert rows[-1]["objective/kl"] > 0.01
+
+
+def test_adaptive_kl_coefficient(ppo):
+    """With kl_target it follows the formula of Ziegler et al. from each update to the next."""
+    _, _, rows = ppo(kl_target=0.5, kl_horizon=100, kl_coef=0.3, total_episodes=32, learning_rate=0.01)
+    assert rows[0]["objective/kl_coef"] == 0.3
+    for row, next_row in zip(rows, rows[1:]):
+        error = min(max(row["objective/kl"] / 0.5 - 1, -0.2), 0.2)
+        expected = row["objective/kl_coef"] * (1 + error * 8 / 100)
+        assert next_row["objective/kl_coef"] == pytest.approx(expected, rel=1e-6)
+    assert rows[1]["objective/kl_coef"] == pytest.approx(0.3 * (1 - 0.2 * 8 / 100))
+
+
+def test_the_logged_kl_is_the_kl_of_the_reward(ppo, script, tmp_path, monkeypatch):
+    """non_score_reward is -kl_coef * kl, and the rewards were made from the same numbers."""
+    calls = spy(monkeypatch, script, "token_rewards")
+    reward_fn = reward_file(tmp_path, LENGTH_SCORE)
+    _, _, rows = ppo(kl_coef=0.3, total_episodes=16, learning_rate=0.05, reward_fn=reward_fn)
+    assert len(rows) == len(calls) == 2
+    for row, ((scores, kl, lengths, _), rewards) in zip(rows, calls):
+        valid = torch.arange(kl.shape[1]) < lengths[:, None]
+        kl_per_response = torch.where(valid, kl, 0).sum(1).mean().item()
+        non_score_reward = row["objective/non_score_reward"]
+        assert row["objective/kl"] == pytest.approx(kl_per_response, abs=1e-6)
+        assert row["objective/scores"] == pytest.approx(scores.mean().item(), abs=1e-6)
+        assert non_score_reward == pytest.approx(-0.3 * row["objective/kl"], rel=2e-7, abs=1e-7)
+        assert row["objective/rlhf_reward"] == pytest.approx(
+            row["objective/scores"] + non_score_reward, abs=1e-6
+        )
+        assert row["objective/rlhf_reward"] == pytest.approx(rewards.sum(1).mean().item(), abs=1e-5)
+    assert rows[0]["objective/kl"] == 0
+    assert abs(rows[1]["objective/kl"]) > 1e-3
+
+
+# ---- Optimizer steps ---------------------------------------------------------------------------------------
+
+
+def count_sgd_steps(monkeypatch):
+    """A list that grows with every step of torch.optim.SGD."""
+    steps = []
+    step = torch.optim.SGD.step
+
+    def counted(self, *args, **kwargs):
+        steps.append(1)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", counted)
+    return steps
+
+
+@pytest.mark.parametrize("minibatches, epochs, accumulation", [(1, 1, 1), (4, 3, 1), (2, 2, 2)])
+def test_number_of_steps(ppo, monkeypatch, minibatches, epochs, accumulation):
+    """num_mini_batches * num_ppo_epochs steps per update. Accumulation adds none."""
+    steps = count_sgd_steps(monkeypatch)
+    ppo(
+        total_episodes=2 * minibatches * accumulation,
+        per_device_train_batch_size=2,
+        num_mini_batches=minibatches,
+        num_ppo_epochs=epochs,
+        gradient_accumulation_steps=accumulation,
+        **SGD,
+    )
+    assert len(steps) == minibatches * epochs
+
+
+def test_the_gradient_does_not_depend_on_micro_batches(ppo, tiny_lm):
+    """One step of SGD on 8 responses of unequal lengths: as 8, as 2 x 4 and as 8 x 1."""
+    trained = []
+    for n, accumulation in ((8, 1), (4, 2), (1, 8)):
+        _, folder, rows = ppo(
+            f"run{n}",
+            learning_rate=0.1,
+            max_grad_norm=None,
+            vf_coef=1.0,
+            per_device_train_batch_size=n,
+            gradient_accumulation_steps=accumulation,
+            num_mini_batches=1,
+            num_ppo_epochs=1,
+            **SGD,
+        )
+        value_head = load_file(folder / "model/value_head.safetensors")
+        trained.append(weights(folder / "model") | value_head)
+    assert rows[0]["completions/min_length"] < rows[0]["completions/max_length"]
+    assert distance(trained[0], trained[1]) < 1e-6
+    assert distance(trained[0], trained[2]) < 1e-6
+    start = weights(tiny_lm())
+    assert max((trained[0][name] - start[name]).abs().max() for name in start) > 1e-3
+
+
+def test_max_grad_norm(ppo, tiny_lm):
+    """If the gradient is longer than max_grad_norm, the step of SGD has the length lr * max_grad_norm."""
+    _, folder, _ = ppo(
+        learning_rate=1.0,
+        max_grad_norm=1e-2,
+        per_device_train_batch_size=8,
+        num_mini_batches=1,
+        num_ppo_epochs=1,
+        **SGD,
+    )
+    after, start = weights(folder / "model"), weights(tiny_lm())
+    steps = [after[name] - start[name] for name in start]
+    steps += load_file(folder / "model/value_head.safetensors").values()  # it started at 0
+    length = sum(step.square().sum() for step in steps).sqrt()
+    assert length.item() == pytest.approx(1e-2, rel=1e-2)
+
+
+def test_gradients_that_are_not_finite_are_skipped(ppo, script, monkeypatch, capsys):
+    """One such gradient changes no weight and does not end the run. Five in a row end it with one line."""
+    steps = count_sgd_steps(monkeypatch)
+    policy_loss = script.clipped_policy_loss
+    calls = []
+    broken = {2}
+
+    def sometimes_nan(*args):
+        calls.append(1)
+        return policy_loss(*args) * (math.nan if len(calls) in broken else 1)
+
+    monkeypatch.setattr(script, "clipped_policy_loss", sometimes_nan)
+    _, folder, rows = ppo("once", total_episodes=16, **SGD)
+    assert len(rows) == 2
+    assert len(steps) == 8 - 1
+    assert "update 1: gradient not finite, step skipped (1 in a row)" in capsys.readouterr().out
+    assert all(torch.isfinite(x).all() for x in weights(folder / "model").values())
+
+    broken = range(1000)
+    with pytest.raises(script.UserError, match="5 gradients in a row were not finite"):
+        ppo("always", total_episodes=16, **SGD)
+
+
+def test_a_metric_that_is_not_finite_ends_the_run(ppo, script, monkeypatch, tmp_path):
+    """It is named, and nothing is saved for that update."""
+    value_loss = script.clipped_value_loss
+    calls = []
+
+    def infinite_in_update_2(*args):
+        calls.append(1)
+        loss = value_loss(*args)
+        return loss + (math.inf if len(calls) > 4 else 0.0)  # a constant, so the gradient stays finite
+
+    monkeypatch.setattr(script, "clipped_value_loss", infinite_in_update_2)
+    with pytest.raises(script.UserError, match="update 2 is not saved, not finite: loss/value_avg;"):
+        ppo(total_episodes=24, save_every=1)
+    assert [row["update"] for row in rows_of(tmp_path / "run")] == [1]
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["000001"]
+    assert not (tmp_path / "run/model").exists()
+
+
+# ---- The run folder ----------------------------------------------------------------------------------------
+
+
+def test_run_folder(ppo, script, curves):
+    """The files in a run folder, and what they hold."""
+    _, folder, metrics = ppo(total_episodes=16)
+    assert {path.name for path in folder.iterdir()} == {
+        "args.json",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "evaluation.json",
+        "evaluation_samples.jsonl",
+        "curves.png",
+        "model",
+        "checkpoints",
+    }
+    about = json.loads((folder / "args.json").read_text())
+    assert script.Args(**about["args"]).total_episodes == 16
+    assert about["world_size"] == 1 and "torch" in about["versions"]
+    table = json.loads((folder / "evaluation.json").read_text())
+    assert table["before"].keys() == table["after"].keys()
+    assert table["before"] != table["after"]
+    assert table["before"]["KL, nats per response"] == 0
+    assert table["n"] == 4 and "temperature" in table["decoding"] and table["judge"]
+    samples = rows_of(folder, "evaluation_samples.jsonl")
+    for name, column in (("before", "score"), ("after", "score after")):
+        mean = sum(row[column] for row in samples) / len(samples)
+        assert table[name]["score mean"] == pytest.approx(mean, abs=1e-6)
+    assert [row["episode"] for row in metrics] == [8, 16]
+    assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_old_checkpoints_are_deleted(ppo):
+    """The newest keep_checkpoints stay. The last update is always saved."""
+    _, folder, _ = ppo(total_episodes=40, save_every=1, keep_checkpoints=2, num_ppo_epochs=1)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["000004", "000005"]
+
+
+def test_tensorboard(ppo):
+    """The event file has the metrics under train/."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, folder, rows = ppo(log_with="tensorboard", total_episodes=16)
+    file = next(folder.rglob("events.out.tfevents.*"))
+    points = EventAccumulator(str(file.parent)).Reload().Scalars("train/objective/kl")
+    assert [point.step for point in points] == [1, 2]
+    assert [point.value for point in points] == pytest.approx([row["objective/kl"] for row in rows], rel=1e-5)
+
+
+def test_wandb_offline(ppo, tmp_path, monkeypatch):
+    """WANDB_MODE=offline needs no network and leaves a run folder."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.chdir(tmp_path)
+    ppo(log_with="wandb")
+    assert list(tmp_path.rglob("offline-run-*/*.wandb"))

@@ -1,0 +1,330 @@
+"""Two processes give the numbers of one process with the same global batch: DDP, FSDP2, ZeRO-2, ZeRO-3.
+
+Each kind starts its two processes once, and they do all runs of the table one after the other.
+"""
+
+import json
+import sys
+
+import pytest
+from run_tools import (
+    ROOT,
+    distance,
+    flags_of,
+    free_port,
+    maker,
+    reward_file,
+    rows_of,
+    same,
+    start_process,
+    timeless,
+    weights,
+)
+from safetensors.torch import load_file
+
+pytest_plugins = ["run_fixtures"]
+pytestmark = pytest.mark.xdist_group("processes")  # one worker runs them all, so they start only once
+
+SGD = dict(optimizer="torch.optim.SGD", learning_rate=0.1)  # Adam would amplify rounding
+ONE, TWO = dict(per_device_train_batch_size=4), dict(per_device_train_batch_size=2)
+JOBS = {  # name -> script, flags, flags of one process, flags of two; at least two updates each
+    "ppo_sentiment": (
+        "ppo_sentiment",
+        dict(
+            total_episodes=16,
+            whiten_rewards=True,
+            missing_eos_penalty=1.0,
+            kl_target=0.5,
+            kl_horizon=50,
+            vf_coef=1.0,
+        ),
+        ONE,
+        TWO,
+    ),
+    "ppo_dialog": (
+        "ppo_dialog",
+        dict(
+            model_name_or_path="TALKER",
+            dataset_name="TALKER DATA",
+            total_episodes=16,
+            utterance_end=" <EOU>",
+            response_length=20,
+            temperature=1.2,
+            missing_eos_penalty=1.0,
+            kl_target=0.5,
+            kl_horizon=50,
+            num_eval_prompts=5,
+        ),
+        ONE,
+        TWO,
+    ),
+    "rloo_tldr": (
+        "rloo_tldr",
+        dict(total_episodes=24, whiten_rewards=True, kl_coef=0.2, num_examples=5, learning_rate=0.03),
+        ONE,
+        TWO,
+    ),
+    "sft": ("sft", dict(num_train_rows=8, num_eval_rows=7), ONE, TWO),
+    "reward_model": (
+        "reward_model",
+        dict(num_train_epochs=0.4, min_prefix_length=4, num_eval_rows=9),
+        ONE | dict(gradient_accumulation_steps=2),
+        ONE,
+    ),
+    "shared layers": (
+        "ppo_sentiment",
+        dict(
+            num_shared_layers=1,
+            gradient_accumulation_steps=2,
+            gradient_checkpointing=True,
+            total_episodes=32,
+        ),
+        ONE,
+        TWO,
+    ),
+    "critic": ("ppo_sentiment", dict(value_model_path="LLAMA", total_episodes=16, vf_coef=1.0), ONE, TWO),
+    "lora": ("ppo_sentiment", dict(lora_r=4, total_episodes=16), ONE, TWO),
+    "lora 8bit": ("ppo_sentiment", dict(lora_r=4, load_in_8bit=True, total_episodes=16), ONE, TWO),
+}
+
+SCORE = "return [float(len(r) % 7) - 3 for r in responses]"
+SCORE_AND_STOP = f"""import signal
+if os.environ["RANK"] == "1" and os.path.exists("stopped/metrics.jsonl") and not os.path.exists("sent"):
+    open("sent", "w").close()
+    signal.raise_signal(signal.SIGTERM)
+{SCORE}"""
+
+FAIL_ON_RANK_1 = "return [1 / int(os.environ['RANK'] == '0')] * len(prompts)"
+
+# What the processes run: jobs.json is a list of [name, script, flags]. How a job ended is in NAME.RANK. The
+# job "failing" is the last one and runs as in a shell: its error ends the processes.
+DRIVER = f"""import accelerate, importlib, json, os, sys, time, torch, traceback
+
+sys.path.insert(0, {str(ROOT)!r})
+rank = os.environ["RANK"]
+torch.distributed.destroy_process_group = lambda *_: None  # a run ends it, but the next one needs it
+broadcast = accelerate.utils.broadcast_object_list
+
+
+def late_broadcast(*args, **kwargs):
+    result = broadcast(*args, **kwargs)
+    time.sleep(0.2)
+    return result
+
+
+if rank == "1":  # one process is late after the run folder was chosen
+    accelerate.utils.broadcast_object_list = late_broadcast
+for name, script, words in json.load(open("jobs.json")):
+    module = importlib.import_module(script)
+    module.Run.plot = lambda *_: None
+    accelerate.state.AcceleratorState._reset_state()  # each run configures accelerate anew
+    code = 0
+    if name == "failing":
+        module.main(words)
+    try:
+        module.train(module.parse_args(words))
+    except SystemExit as end:
+        code = end.code
+    except Exception:
+        code = traceback.format_exc()
+    with open(name + "." + rank, "w") as file:
+        json.dump(code, file)
+"""
+ZERO_STAGE = {"ddp": 0, "fsdp2": 0, "zero2": 2, "zero3": 3}
+CASES = []
+for kind_name in ZERO_STAGE:
+    for job_name in JOBS:
+        # FSDP2 refuses 8-bit weights (test_bad_input.py), and to DDP a critic is like any other weights.
+        if (kind_name, job_name) not in (("fsdp2", "lora 8bit"), ("ddp", "critic")):
+            CASES.append((kind_name, job_name))
+
+
+@pytest.fixture(scope="module")
+def make_job(scripts, world, tiny_lm, talker):
+    """make_job(root, name, processes) -> Args of a run of JOBS, whose folder is in root."""
+    folders = {"TALKER": talker.model, "TALKER DATA": talker.data, "LLAMA": tiny_lm("llama")}
+
+    def make(root, name, processes):
+        script, flags, of_one, of_two = JOBS[name]
+        flags = SGD | flags | (of_one if processes == 1 else of_two)
+        flags = {key: folders.get(value, value) for key, value in flags.items()}
+        return maker(scripts, world, root)(script, name, **flags)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def one(scripts, make_job, tmp_path_factory):
+    """one(name) -> the folder of the same run on one process. It runs only once."""
+    root = tmp_path_factory.mktemp("one")
+
+    def run_once(name):
+        if not (root / name).exists():
+            scripts[JOBS[name][0]].train(make_job(root, name, 1))
+        return root / name
+
+    return run_once
+
+
+@pytest.fixture(scope="module")
+def two(scripts, world, make_job, tmp_path_factory):
+    """two(kind) -> the folder of all runs on two processes of this kind. They are started only once."""
+    folders = {}
+
+    def start_once(kind):
+        if ZERO_STAGE[kind]:
+            pytest.importorskip(
+                "deepspeed", reason="DeepSpeed is optional; pip install deepspeed runs this test"
+            )
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp(kind)
+            jobs = job_list(kind, folders[kind])
+            start_and_wait(kind, folders[kind], jobs)
+        return folders[kind]
+
+    def job_list(kind, root):
+        make = maker(scripts, world, root)
+        jobs = []
+        for name, (script, *_) in JOBS.items():
+            if (kind, name) in CASES:
+                jobs.append((name, script, flags_of(make_job(root, name, 2))))
+
+        # A run that gets SIGTERM in one process, and continues; and the same run without it.
+        for name, body in {"straight": SCORE, "stopped": SCORE_AND_STOP}.items():
+            flags = TWO | dict(total_episodes=24, reward_fn=reward_file(root, body, name))
+            jobs.append((name, "ppo_sentiment", flags_of(make("ppo_sentiment", name, **flags))))
+        jobs.append(("resumed", "ppo_sentiment", ["--resume", str(root / "stopped")]))
+
+        # A run that one process began, and a run that fails on one process.
+        if kind == "ddp":
+            args = make("ppo_sentiment", "grown", total_episodes=16, **ONE, **SGD)
+            scripts["ppo_sentiment"].train(args)
+            flags = ["--total-episodes", "32", "--per-device-train-batch-size", "2"]
+            jobs.append(("grown", "ppo_sentiment", ["--resume", args.output_dir, *flags]))
+            reward_fn = reward_file(root, FAIL_ON_RANK_1, "failing")
+            args = make("ppo_sentiment", "failing", reward_fn=reward_fn)
+            jobs.append(("failing", "ppo_sentiment", flags_of(args)))
+        return jobs
+
+    return start_once
+
+
+def start_and_wait(kind, root, jobs):
+    """Run these jobs on two processes."""
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    (root / "driver.py").write_text(DRIVER)
+    if kind == "ddp":
+        words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+        words += ["--master_port", free_port()]
+    else:
+        words = ["accelerate", "launch", "--config_file", ROOT / f"accelerate_configs/{kind}.yaml"]
+        words += ["--main_process_port", free_port()]
+    process = start_process([*words, root / "driver.py"], root, HF_HOME=str(root))
+    out, errors = process.communicate(timeout=600)
+    expected = 1 if kind == "ddp" else 0  # the failing run
+    assert process.returncode == expected, f"{out[-4000:]}\n{errors[-4000:]}"
+    (root / "errors").write_text(errors)
+
+
+def exit_codes(root, name):
+    """How a run ended on each of two processes: its exit code, or a traceback."""
+    return [json.loads((root / f"{name}.{rank}").read_text()) for rank in range(2)]
+
+
+def assert_near(value, other):
+    """Floats are equal to 1e-4, everything else exactly, also in dicts and lists."""
+    if isinstance(value, dict):
+        assert value.keys() == other.keys()
+        for key in value:
+            assert_near(value[key], other[key])
+    elif isinstance(value, list):
+        assert len(value) == len(other)
+        for x, y in zip(value, other):
+            assert_near(x, y)
+    elif isinstance(value, float):
+        assert value == pytest.approx(other, abs=1e-4, rel=1e-4)
+    else:
+        assert value == other
+
+
+def assert_same_numbers(one, two):
+    """Metrics, weights and evaluation are equal up to rounding. The sampled texts are equal."""
+    for folder, processes in ((one, 1), (two, 2)):
+        assert json.loads((folder / "args.json").read_text())["world_size"] == processes
+    rows, other_rows = timeless(rows_of(one)), timeless(rows_of(two))
+    assert len(rows) == len(other_rows) >= 2
+    for row, other_row in zip(rows, other_rows):
+        assert row == pytest.approx(other_row, abs=1e-5, rel=1e-5)
+    for path in (one / "model").rglob("*.safetensors"):
+        before, after = load_file(path), load_file(two / path.relative_to(one))
+        assert distance(before, after) < 1e-5, path
+    assert_near(*[json.loads((folder / "evaluation.json").read_text()) for folder in (one, two)])
+    if (one / "evaluation_samples.jsonl").exists():
+        assert_near(rows_of(one, "evaluation_samples.jsonl"), rows_of(two, "evaluation_samples.jsonl"))
+
+
+@pytest.mark.parametrize("kind, name", CASES)
+def test_two_processes_give_the_numbers_of_one(one, two, kind, name):
+    """Losses, KL, coefficient, weights, and the responses to held-out prompts."""
+    root = two(kind)
+    assert exit_codes(root, name) == [0, 0]
+    assert_same_numbers(one(name), root / name)
+    if "lora" in name:
+        heads = load_file(root / name / "model/value_head.safetensors")
+        assert heads["weight"].abs().max() > 0
+
+
+def test_the_comparison_is_worth_something(one):
+    """Responses differ: with and without a question, ended or cut off. The KL moves its coefficient."""
+    rows = rows_of(one("ppo_dialog"))
+    assert any(0 < row["custom/questions"] < 1 for row in rows)
+    assert any(0 < row["val/num_eos_tokens"] < 8 for row in rows)
+    assert all(row["env/reward_std"] > 0.1 for row in rows)
+    assert rows[0]["objective/kl_coef"] != rows[1]["objective/kl_coef"]
+    assert rows[1]["objective/kl"] != 0
+
+
+@pytest.mark.parametrize("kind", ZERO_STAGE)
+def test_signal_and_resume(two, kind):
+    """SIGTERM to one process stops both after the same update. --resume gives the bits of the whole run."""
+    root = two(kind)
+    assert (root / "sent").exists()
+    assert exit_codes(root, "stopped") == [143, 143]
+    assert exit_codes(root, "straight") == exit_codes(root, "resumed") == [0, 0]
+    assert [row["update"] for row in rows_of(root / "stopped")] == [1, 2, 3]
+    assert timeless(rows_of(root / "stopped")) == timeless(rows_of(root / "straight"))
+    assert same(weights(root / "stopped/model"), weights(root / "straight/model"))
+
+
+@pytest.mark.parametrize("kind", ZERO_STAGE)
+def test_one_process_continues_a_run_of_two(scripts, two, kind):
+    """Checkpoints of DDP and FSDP2 fit any number of processes. Those of DeepSpeed are refused."""
+    folder = two(kind) / "straight"
+    last = sorted((folder / "checkpoints").iterdir())[-1]
+    words = ["--resume", str(last), "--total-episodes", "32", "--per-device-train-batch-size", "4"]
+    module = scripts["ppo_sentiment"]
+    args = module.parse_args(words)
+    if ZERO_STAGE[kind]:
+        with pytest.raises(module.UserError, match=f"that run was ZeRO-{ZERO_STAGE[kind]} on 2 processes"):
+            module.train(args)
+    else:
+        module.train(args)
+        assert [row["update"] for row in rows_of(folder)] == [1, 2, 3, 4]
+
+
+def test_two_processes_continue_a_run_of_one(scripts, small, two):
+    """The weights are those of a run on one process, up to rounding."""
+    root = two("ddp")
+    assert exit_codes(root, "grown") == [0, 0]
+    _, whole = scripts["ppo_sentiment"].train(small("ppo_sentiment", total_episodes=32, **ONE, **SGD))
+    assert json.loads((root / "grown/args.json").read_text())["world_size"] == 2
+    assert distance(weights(whole / "model"), weights(root / "grown/model")) < 1e-5
+
+
+def test_a_process_that_fails_ends_the_run(two):
+    """If the reward function raises on one of two processes, the run ends, and one line says why."""
+    root = two("ddp")
+    errors = (root / "errors").read_text().splitlines()
+    lines = [line for line in errors if line.startswith("ppo_sentiment.py: ")]
+    reward_fn = f"{root}/failing.py:reward"
+    assert lines == [f"ppo_sentiment.py: --reward-fn {reward_fn} raised ZeroDivisionError: division by zero"]

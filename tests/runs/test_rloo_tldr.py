@@ -1,0 +1,774 @@
+"""Whole runs of rloo_tldr.py on tiny models: groups, rewards, ratios of responses, judges, TRL's commands."""
+
+import json
+import math
+import re
+import shlex
+import subprocess
+import time
+import urllib.request
+from dataclasses import replace
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from huggingface_hub.utils._http import default_client_factory
+from run_tools import (
+    distance,
+    eos_prone,
+    free_port,
+    reward_file,
+    rows_of,
+    same,
+    spy,
+    start_process,
+    weights,
+    write_rows,
+)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+pytest_plugins = ["run_fixtures"]
+CPU = torch.device("cpu")
+SGD = dict(optimizer="torch.optim.SGD", max_grad_norm=None)
+
+
+@pytest.fixture
+def script(scripts):
+    """rloo_tldr.py as a module."""
+    return scripts["rloo_tldr"]
+
+
+@pytest.fixture
+def rollouts(script, monkeypatch):
+    """The calls of rollout_groups: the first is the evaluation before training, then one per update."""
+    return spy(monkeypatch, script, "rollout_groups")
+
+
+@pytest.fixture(autouse=True)
+def hub_client():
+    """A chat model as judge replaces huggingface_hub's client. Restore the one that HF_HUB_OFFLINE stops."""
+    yield
+    huggingface_hub.set_client_factory(default_client_factory)
+
+
+def table_of(folder):
+    """evaluation.json of a run."""
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+# ---- Learning rate 0 ---------------------------------------------------------------------------------------
+
+
+def test_learning_rate_0_changes_nothing(rloo, tiny_lm):
+    """Trick 10: the ratio of whole responses is 1, the KL is 0, and the weights stay bit-identical."""
+    _, folder, metrics = rloo(learning_rate=0.0)
+    assert len(metrics) == 2
+    for row in metrics:
+        assert abs(row["val/ratio"] - 1) < 1e-5
+        assert row["policy/approxkl_avg"] < 1e-10
+        assert row["policy/clipfrac_avg"] == 0
+        assert row["objective/kl"] == 0
+    assert same(weights(folder / "model"), weights(tiny_lm()))
+
+
+def test_other_splits_of_the_batch_sample_the_same_tokens(rloo, rollouts):
+    """Other micro-batches and rollout batches: the same responses in the same order, and a ratio of 1."""
+    seen = []
+    splits = [(8, 4, 1, 2), (3, 2, 2, 2), (1, 1, 8, 1)]
+    for i, (rollout_size, n, accumulation, minibatches) in enumerate(splits):
+        rollouts.clear()
+        _, _, metrics = rloo(
+            f"run{i}",
+            learning_rate=0.0,
+            local_rollout_forward_batch_size=rollout_size,
+            per_device_train_batch_size=n,
+            gradient_accumulation_steps=accumulation,
+            num_mini_batches=minibatches,
+        )
+        assert abs(metrics[0]["val/ratio"] - 1) < 1e-4
+        assert abs(metrics[0]["objective/kl"]) < 1e-4
+        seen.append([(prompts, responses) for _, (_, prompts, responses) in rollouts])
+    assert seen[0] == seen[1] == seen[2]
+
+
+# ---- Groups ------------------------------------------------------------------------------------------------
+
+
+def test_a_group_answers_one_prompt(rloo, rollouts):
+    """Trick 25: rows r, P + r, 2 P + r, ... are the k responses to prompt r, and they differ."""
+    rloo(rloo_k=4)
+    b, prompts, responses = rollouts[1][1]
+    prompt_ids = b["ids"][:, : -b["logprobs"].shape[1]]
+    assert torch.equal(prompt_ids[:2].repeat(4, 1), prompt_ids)
+    assert prompts == prompts[:2] * 4
+    assert len(set(prompts)) == 2
+    assert len(set(responses)) > 2
+
+
+def test_the_model_reads_each_prompt_once(script, tiny_lm, monkeypatch):
+    """Generation starts with P rows and goes on with k * P."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm()).eval()
+    ids = torch.randint(3, 1000, (2, 5), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    calls = spy(monkeypatch, script, "hidden_states")
+    script.generate_groups(model, ids, mask, torch.rand(2, 3, 6), -1, 1.0)
+    assert [tuple(args[1].shape) for args, _ in calls] == [(2, 5)] + [(6, 1)] * 5
+
+
+def test_mixed_groups_are_noticed(rloo, script, monkeypatch):
+    """If a rollout orders its rows prompt by prompt, the run ends with an assertion."""
+    rollout_groups = script.rollout_groups
+
+    def prompt_by_prompt(*inputs):
+        b, prompts, responses = rollout_groups(*inputs)
+        for name, x in b.items():
+            b[name] = x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+        return b, prompts, responses
+
+    monkeypatch.setattr(script, "rollout_groups", prompt_by_prompt)
+    with pytest.raises(AssertionError, match="same prompt"):
+        rloo()
+
+
+def test_groups_without_a_signal_are_counted(rloo, tmp_path, capsys):
+    """frac_reward_zero_std is the share of prompts whose responses have equal scores. Most: a warning."""
+    equal = reward_file(tmp_path, "return [1.0] * len(prompts)", "equal")
+    _, _, rows = rloo("equal", reward_fn=equal)
+    assert rows[0]["frac_reward_zero_std"] == 1
+    assert "most prompts get equal rewards" in capsys.readouterr().out
+    one = reward_file(tmp_path, "return [float(i == 0) for i in range(len(prompts))]", "one")
+    _, _, rows = rloo("one", reward_fn=one)
+    assert rows[0]["frac_reward_zero_std"] == 0.75  # in one of 4 groups a response differs
+
+
+# ---- Rewards -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(),
+        dict(score_clip=0.01),
+        dict(whiten_rewards=True),
+        dict(kl_in_loss=True, kl_estimator="k3"),
+    ],
+    ids=["plain", "clip", "whiten", "KL in the loss"],
+)
+def test_rewards_by_hand(rloo, script, rollouts, monkeypatch, tiny_lm, tmp_path, flags):
+    """Score, clip, EOS penalty, KL, whitening, in this order (tricks 17 to 19)."""
+    advantages = spy(monkeypatch, script, "rloo_advantages")
+    lm = eos_prone(tiny_lm, tmp_path / "lm")
+    _, _, rows = rloo(
+        model_name_or_path=lm, temperature=1.0, kl_coef=0.3, learning_rate=1e-3, response_length=4, **flags
+    )
+    (rewards, k), _ = advantages[1]  # of the second update, in which the KL is not 0
+    b, _, _ = rollouts[2][1]
+    assert k == 2
+    assert 0 < b["stopped"].sum() < 8
+    expected = []
+    for i in range(8):
+        score = b["scores"][i].item()
+        if "score_clip" in flags:
+            score = min(max(score, -0.01), 0.01)
+        if not b["stopped"][i]:
+            score -= 1.0
+        n = b["lengths"][i].item()
+        kl = sum((b["logprobs"] - b["ref_logprobs"])[i, :n].tolist())
+        assert kl != 0
+        if "kl_in_loss" not in flags:
+            score -= 0.3 * kl
+        expected.append(score)
+    expected = torch.tensor(expected)
+    if "whiten_rewards" in flags:
+        expected = expected / expected.std(correction=0)
+    torch.testing.assert_close(rewards, expected, atol=1e-5, rtol=1e-4)
+    row = rows[1]
+    assert row["objective/non_score_reward"] == pytest.approx(-0.3 * row["objective/kl"])
+    rlhf_reward = row["objective/scores"] + row["objective/non_score_reward"]
+    assert row["objective/rlhf_reward"] == pytest.approx(rlhf_reward)
+
+
+def test_a_kl_in_the_loss_pulls_to_the_reference(rloo, script, monkeypatch):
+    """With equal advantages for all responses, a higher kl_coef leaves the policy closer to the reference."""
+    monkeypatch.setattr(script, "rloo_advantages", lambda rewards, k: torch.ones_like(rewards))
+    kl = []
+    for kl_coef in (0.0, 50.0):
+        _, _, rows = rloo(
+            f"run{kl_coef}",
+            kl_in_loss=True,
+            kl_estimator="k2",
+            kl_coef=kl_coef,
+            per_device_train_batch_size=8,
+            num_mini_batches=1,
+            num_ppo_epochs=4,
+            total_episodes=32,
+            learning_rate=1e-4,
+            optimizer="torch.optim.SGD",
+            max_grad_norm=1.0,
+        )
+        kl.append(abs(rows[-1]["objective/kl"]))
+    assert kl[1] < kl[0]
+
+
+def test_rewarded_behaviour_is_learned(rloo, tmp_path):
+    """A reward for short responses makes them shorter."""
+    _, _, rows = rloo(
+        reward_fn=reward_file(tmp_path, "return [-len(r) / 10 for r in responses]"),
+        total_episodes=16 * 10,
+        per_device_train_batch_size=8,
+        rloo_k=4,
+        num_ppo_epochs=1,
+        learning_rate=1e-2,
+        kl_coef=0.0,
+        missing_eos_penalty=None,
+    )
+    scores = [row["objective/scores"] for row in rows]
+    assert sum(scores[-2:]) / 2 > sum(scores[:2]) / 2 + 0.5
+
+
+# ---- Loss and steps ----------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_of_whole_responses(rloo, script, rollouts, monkeypatch):
+    """clipped_policy_loss gets one number per response: sums over its tokens, and its advantage."""
+    advantages = spy(monkeypatch, script, "rloo_advantages")
+    losses = spy(monkeypatch, script, "clipped_policy_loss")
+    rloo(total_episodes=8, num_ppo_epochs=3, learning_rate=0.5, **SGD)
+    b, _, _ = rollouts[1][1]
+    valid = script.length_mask(b["lengths"], 6)
+    sums = torch.where(valid, b["logprobs"], 0.0).sum(1)
+    expected = sorted(zip(sums.tolist(), advantages[0][1].tolist()))
+    assert len(losses) == 6  # 3 epochs of 2 minibatches
+    for epoch in (losses[:2], losses[2:4], losses[4:]):
+        seen = []
+        for (new, old, mb_advantages, _), _ in epoch:
+            assert new.shape == old.shape == mb_advantages.shape == (4,)
+            seen += zip(old.tolist(), mb_advantages.tolist())
+        torch.testing.assert_close(torch.tensor(sorted(seen)), torch.tensor(expected))
+    (first_new, first_old, _, _), (last_new, last_old, _, _) = losses[0][0], losses[-1][0]
+    torch.testing.assert_close(first_new, first_old)
+    assert (last_new - last_old).abs().max() > 1e-3
+
+
+def test_the_gradient_does_not_depend_on_micro_batches(rloo, tiny_lm):
+    """Trick 28: one step of SGD on 8 responses: as 8, as 2 x 4 and as 8 x 1."""
+    trained = []
+    for n, accumulation in ((8, 1), (4, 2), (1, 8)):
+        _, folder, _ = rloo(
+            f"run{n}",
+            per_device_train_batch_size=n,
+            gradient_accumulation_steps=accumulation,
+            num_mini_batches=1,
+            num_ppo_epochs=1,
+            total_episodes=8,
+            kl_in_loss=True,
+            kl_estimator="k3",
+            learning_rate=0.1,
+            **SGD,
+        )
+        trained.append(weights(folder / "model"))
+    assert distance(trained[0], trained[1]) < 2e-6
+    assert distance(trained[0], trained[2]) < 2e-6
+    assert distance(trained[0], weights(tiny_lm())) > 1e-3
+
+
+def test_number_of_steps(rloo, monkeypatch):
+    """Trick 27: num_mini_batches * num_ppo_epochs steps per update. Accumulation adds none."""
+    steps = spy(monkeypatch, torch.optim.SGD, "step")
+    rloo(
+        total_episodes=8,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_mini_batches=2,
+        num_ppo_epochs=3,
+        **SGD,
+    )
+    assert len(steps) == 2 * 3
+
+
+# ---- The reward model --------------------------------------------------------------------------------------
+
+
+def test_the_score_is_transformers_own(script, tiny_preference_model):
+    """Prompt, response and EOS, read at the last token, minus the offset, whatever else is in the batch."""
+    folder = tiny_preference_model()
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model.config.pad_token_id = None  # so that transformers reads the last token, which is an EOS
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = ["A post.", "A longer post about a cat."] * 2
+    responses = [" yes", " no, never", "", " a"]
+    scores = script.load_reward_model(folder, 3, CPU)(prompts, responses)
+    for prompt, response, score in zip(prompts, responses, scores):
+        ids = tokenizer(prompt).input_ids + tokenizer(response).input_ids + [tokenizer.eos_token_id]
+        with torch.no_grad():
+            logit = model(torch.tensor([ids])).logits.item()
+        assert score == pytest.approx(logit - 0.25, abs=1e-5)  # 0.25 is its reward_offset
+
+
+def test_a_reward_model_with_another_tokenizer(rloo, tiny_classifier, tmp_path):
+    """Trick 23: an encoder with 300 tokens scores what a policy with 1024 wrote."""
+    folder = tmp_path / "encoder"
+    config = transformers.AutoConfig.from_pretrained(tiny_classifier("other"), num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_classifier("other")).save_pretrained(folder)
+    _, _, rows = rloo(reward_model_path=str(folder))
+    assert math.isfinite(rows[-1]["objective/scores"])
+    assert rows[0]["env/reward_std"] > 0
+
+
+def test_a_bare_language_model_as_reward(rloo, tiny_lm, capsys):
+    """It gets a new head, and a line says so."""
+    _, _, rows = rloo(reward_model_path=tiny_lm("gpt_neox"))
+    assert "its new head is random" in capsys.readouterr().out
+    assert rows[0]["env/reward_std"] > 0
+
+
+def test_responses_keep_their_first_space(rloo, rollouts, metaspace_lm):
+    """Trick 7: prompt + response is the text of all tokens, even if decoding drops the first space."""
+    rloo(model_name_or_path=metaspace_lm)
+    b, prompts, responses = rollouts[1][1]
+    tokenizer = AutoTokenizer.from_pretrained(metaspace_lm)
+    tokens = [row[m].tolist() for row, m in zip(b["ids"], b["mask"])]
+    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    assert [prompt + response for prompt, response in zip(prompts, responses)] == texts
+    assert any(response.startswith(" ") for response in responses)
+
+
+def test_another_stop_token(rloo, rollouts):
+    """Trick 16: a response ends at the token of --stop-token-id; with --stop-token None, at its limit."""
+    rloo("first")
+    tokens = rollouts[1][1][0]["ids"][0, -6:].tolist()
+    stop = tokens[2]
+    rollouts.clear()
+    rloo("second", stop_token_id=stop)
+    b, _, responses = rollouts[1][1]
+    assert b["stopped"][0]
+    assert b["lengths"][0] == tokens.index(stop) + 1
+    rollouts.clear()
+    _, _, rows = rloo("third", stop_token=None, missing_eos_penalty=None)
+    assert not rollouts[1][1][0]["stopped"].any()
+    assert rows[0]["completions/min_length"] == 6
+    assert rows[0]["val/num_eos_tokens"] == 0
+
+
+# ---- Models ------------------------------------------------------------------------------------------------
+
+
+def test_lora(rloo):
+    """The reference is the policy without its adapter: the KL starts at 0, and then moves."""
+    model, folder, rows = rloo(lora_r=4)
+    assert model.reference is None
+    assert rows[0]["objective/kl"] == 0
+    assert abs(rows[1]["objective/kl"]) > 1e-3
+    AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+def test_bf16(rloo):
+    """--bf16 is TRL's name of --dtype bfloat16: matmuls in bf16, weights in fp32."""
+    _, _, full = rloo("full", learning_rate=0.0, total_episodes=8)
+    model, folder, half = rloo("half", bf16=True, learning_rate=0.0, total_episodes=8)
+    entropies = [rows[0]["objective/entropy"] for rows in (full, half)]
+    assert entropies[0] != entropies[1]
+    assert entropies[0] == pytest.approx(entropies[1], rel=0.2)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in weights(folder / "model").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("arch", ["gpt_neo", "opt", "bloom", "qwen2"])
+def test_architectures(rloo, tiny_lm, tiny_preference_model, arch):
+    """As policy and as reward model: a ratio of 1, and a model that plain transformers loads."""
+    _, folder, rows = rloo(
+        model_name_or_path=tiny_lm(arch),
+        reward_model_path=tiny_preference_model(arch),
+        learning_rate=0.0,
+        total_episodes=8,
+    )
+    assert rows[0]["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert rows[0]["objective/kl"] == 0
+    AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+def test_sft_model_path_is_the_policy(rloo, script, tiny_lm, tmp_path):
+    """As in TRL: the policy comes from sft_model_path, the tokenizer from model_name_or_path."""
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.from_pretrained(tiny_lm())
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "sft")
+    _, folder, _ = rloo(sft_model_path=str(tmp_path / "sft"), learning_rate=0.0, total_episodes=8)
+    assert same(weights(folder / "model"), weights(tmp_path / "sft"))
+    assert script.parse_args(["--sft-model-path", "x"]).recipe == "custom"
+
+
+# ---- TRL's page --------------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "rloo": """
+        --learning_rate 3e-6
+        --output_dir models/minimal/rloo
+        --per_device_train_batch_size 64
+        --gradient_accumulation_steps 1
+        --total_episodes 10000
+        --model_name_or_path EleutherAI/pythia-14m
+        --reward_model_path EleutherAI/pythia-14m
+        --missing_eos_penalty 1.0
+        """,
+    "rloo_tldr": """
+        --output_dir models/minimal/rloo_tldr
+        --num_ppo_epochs 2
+        --num_mini_batches 2
+        --learning_rate 3e-6
+        --per_device_train_batch_size 8
+        --gradient_accumulation_steps 8
+        --total_episodes 1000000
+        --model_name_or_path EleutherAI/pythia-1b-deduped
+        --sft_model_path cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr
+        --reward_model_path cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr
+        --local_rollout_forward_batch_size 16
+        --missing_eos_penalty 1.0
+        --stop_token eos
+        --kl_coef 0.03
+        """,
+}
+BATCH_AND_STEPS = {"rloo": (64, 4), "rloo_tldr": (128, 4)}  # TRL 0.11's, per update
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_of_trls_page(
+    script, tiny_lm, tiny_preference_model, tiny_posts, monkeypatch, tmp_path, name
+):
+    """They parse unchanged and have TRL's batch. With local folders instead of Hub names, an update runs."""
+    args = script.parse_args(shlex.split(COMMANDS[name]))
+    assert args.recipe == "custom"
+    assert (args.rloo_k, args.temperature, args.response_length, args.cliprange) == (2, 0.7, 53, 0.2)
+    batch, steps = BATCH_AND_STEPS[name]
+    accumulated = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    assert accumulated * args.num_mini_batches == batch
+    assert args.num_ppo_epochs * args.num_mini_batches == steps
+
+    lm = tiny_lm("gpt_neox")
+    monkeypatch.chdir(tmp_path)
+    args = replace(
+        args,
+        model_name_or_path=lm,
+        sft_model_path=args.sft_model_path and lm,
+        reward_model_path=lm if name == "rloo" else tiny_preference_model("gpt_neox"),
+        dataset_name=tiny_posts,
+        total_episodes=batch,
+        num_examples=4,
+        response_length=8,
+        max_prompt_length=200,
+    )
+    _, folder = script.train(args)
+    assert str(folder) == f"models/minimal/{name}"
+    rows = rows_of(folder)
+    assert len(rows) == 1
+    assert rows[0]["episode"] == batch
+    assert (folder / "model/model.safetensors").exists()
+
+
+METRICS = {  # of TRL's page, except those of a value function
+    "eps",
+    "objective/kl",
+    "objective/entropy",
+    "objective/non_score_reward",
+    "objective/rlhf_reward",
+    "objective/scores",
+    "policy/approxkl_avg",
+    "policy/clipfrac_avg",
+    "loss/policy_avg",
+    "policy/entropy_avg",
+    "val/ratio",
+    "val/ratio_var",
+    "val/num_eos_tokens",
+    "lr",
+    "episode",
+}
+
+
+def test_metrics_and_samples(rloo):
+    """Every metric of TRL's page that RLOO has, and a table of samples."""
+    _, folder, rows = rloo(num_sample_generations=2)
+    assert set(rows[0]) >= METRICS
+    assert not any("value" in name for name in rows[0])
+    samples = rows_of(folder, "samples.jsonl")
+    assert {row["update"] for row in samples} == {1, 2}
+    assert list(samples[0]) == ["update", "prompt", "response", "ended", "score"]
+    assert samples[0]["prompt"].endswith("TL;DR:")
+    table = table_of(folder)
+    assert set(table) == {"before", "after", "n", "judge", "decoding"}
+    assert table["n"] == 4
+    rows = rows_of(folder, "evaluation_samples.jsonl")
+    assert list(rows[0]) == ["prompt", "reference", "before", "score", "after", "score after"]
+    assert table["after"]["score mean"] == pytest.approx(sum(row["score after"] for row in rows) / 4)
+
+
+# ---- Judges that compare scores ----------------------------------------------------------------------------
+
+
+def test_win_rate_by_a_function(rloo, tmp_path):
+    """1 if the summary scores higher than the reference, 0.5 for a tie, else 0; and the error of the mean."""
+    equal = reward_file(tmp_path, "return [0.0] * len(prompts)", "equal")
+    _, folder, _ = rloo("equal", judge_fn=equal)
+    table = table_of(folder)["before"]
+    assert (table["win rate"], table["ties"]) == (0.5, 1)
+    assert (table["+- (95 % interval)"], table["no verdict"]) == (0, 0)
+
+    gold = tmp_path / "gold.py"  # it scores 8 responses of a rollout, or first 4 summaries, then 4 references
+    gold.write_text("""CALLS = []
+def score(prompts, responses):
+    if len(prompts) == 8:
+        return [3.0] * 8
+    CALLS.append(1)
+    return [1.0, 0.0, 0.0, 0.0] if len(CALLS) % 2 else [0.5, 0.0, 1.0, 1.0]
+""")
+    _, folder, rows = rloo("other", judge_fn=f"{gold}:score")
+    assert rows[0]["judge/scores"] == 3
+    table = table_of(folder)["before"]
+    assert table["win rate"] == pytest.approx((1 + 0.5 + 0 + 0) / 4)
+    assert table["ties"] == 0.25
+    variance = torch.tensor([1, 0.5, 0, 0]).var(correction=0).item()
+    assert table["+- (95 % interval)"] == pytest.approx(1.96 * math.sqrt(variance / 4))
+
+
+def test_win_rate_by_another_model(rloo, tiny_preference_model):
+    """A second reward model, which the run is not trained on, is named in evaluation.json."""
+    other = tiny_preference_model("llama")
+    _, folder, _ = rloo(judge_model=other)
+    table = table_of(folder)
+    assert table["judge"] == other
+    assert 0 <= table["before"]["win rate"] <= 1
+
+
+def test_a_named_judge_is_the_judge(script, tiny_preference_model):
+    """--judge-model comes before the gold score of recipe tiny: a chat model, or a folder."""
+    tiny = script.parse_args(["--judge-model", "m", "--judge-url", "http://here/v1"])
+    assert tiny.judge_fn
+    assert script.judge_name(tiny) == "m"
+    chat = script.load_summary_judge(tiny, None, None, CPU)
+    assert chat.__qualname__.startswith("chat_judge")
+    args = replace(tiny, judge_model=tiny_preference_model(), judge_url=None)
+    judge = script.load_summary_judge(args, None, None, CPU)
+    assert judge(["a post"], [" x"], [" x"]) == [0.5]
+
+
+def test_only_posts_with_references_are_judged(rloo, tmp_path):
+    """If some rows have no reference, the evaluation is of the others, and n says how many."""
+    rows = []
+    for i in range(12):
+        completion = " A summary." if i % 2 else None
+        rows.append(dict(prompt=f"Post {i}.\n\nTL;DR:", completion=completion))
+    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    _, folder, _ = rloo(dataset_name=data, num_examples=10)
+    assert table_of(folder)["n"] == 6
+
+
+def test_without_references(rloo, tmp_path):
+    """Data without summaries: the same table, without a win rate."""
+    rows = [dict(prompt=f"Post {i}.\n\nTL;DR:") for i in range(12)]
+    _, folder, _ = rloo(dataset_name=write_rows(tmp_path / "data", train=rows, test=rows))
+    table = table_of(folder)
+    assert "win rate" not in table["after"]
+    assert "score mean" in table["after"] and table["n"] == 4
+
+
+def test_a_judge_that_fails_at_the_end(script, small, tmp_path, monkeypatch):
+    """Nothing is lost: --resume with another judge evaluates and saves the model."""
+    broken = tmp_path / "broken"
+    body = f"""if os.path.exists('{broken}'):
+    return [float('nan')] * len(prompts)
+return [float(len(r)) for r in responses]"""
+    args = small("rloo_tldr", judge_fn=reward_file(tmp_path, body), total_episodes=8)
+    checkpoint = script.Run.checkpoint
+
+    def break_the_judge(self, *rest):
+        checkpoint(self, *rest)
+        broken.touch()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script.Run, "checkpoint", break_the_judge)
+        with pytest.raises(script.UserError, match="nan"):
+            script.train(args)
+    assert not (tmp_path / "run/model").exists()
+    other = reward_file(tmp_path, "return [0.0] * len(prompts)", "other")
+    _, folder = script.train(script.parse_args(["--resume", args.output_dir, "--judge-fn", other]))
+    assert (folder / "model/model.safetensors").exists()
+    assert table_of(folder)["judge"] == other
+
+
+# ---- Chat models as judges ---------------------------------------------------------------------------------
+
+
+class Chat:
+    """Instead of huggingface_hub's client: a chat model whose answers are those of a function."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.questions = []
+
+    def __call__(self, **kwargs):
+        self.kwargs = kwargs
+        return self
+
+    def chat_completion(self, messages, **kwargs):
+        question = messages[0]["content"]
+        self.questions.append(question)
+        message = transformers.utils.ModelOutput(content=self.answer(question))
+        choice = transformers.utils.ModelOutput(message=message)
+        return transformers.utils.ModelOutput(choices=[choice])
+
+
+@pytest.fixture
+def ask(script, monkeypatch):
+    """ask(answer, n=40) -> verdicts of a chat model about n pairs "ours", "theirs"; the Chat."""
+
+    def run(answer, n=40):
+        chat = Chat(answer)
+        monkeypatch.setattr(huggingface_hub, "InferenceClient", chat)
+        monkeypatch.setattr(time, "sleep", lambda seconds: None)
+        judge = script.chat_judge(script.Args(judge_url="http://here/v1", judge_model="m"))
+        return judge([f"post {i}" for i in range(n)], [" ours"] * n, [" theirs"] * n), chat
+
+    return run
+
+
+def test_keys_go_to_their_own_server(script, monkeypatch):
+    """OPENAI_API_KEY is for --judge-url only. Hugging Face's service gets the token that its client knows."""
+    chat = Chat(None)
+    monkeypatch.setattr(huggingface_hub, "InferenceClient", chat)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    script.chat_judge(script.Args(judge_model="m"))
+    assert "secret" not in chat.kwargs.values()
+    script.chat_judge(script.Args(judge_model="m", judge_url="http://here/v1"))
+    assert chat.kwargs == dict(base_url="http://here/v1", api_key="secret")
+
+
+def ours_is_a(question):
+    return "Summary A: ours" in question
+
+
+def test_a_chat_judge_reads_verdicts(ask):
+    """The order of the two is random: always answering A is undecided, and looking at the texts is not."""
+    verdicts, chat = ask(lambda question: "A" if ours_is_a(question) else "B")
+    assert verdicts == [1.0] * 40
+    assert 8 < sum(ours_is_a(question) for question in chat.questions) < 32
+    assert all("post" in question and "theirs" in question for question in chat.questions)
+
+    verdicts, _ = ask(lambda question: "Answer: B." if ours_is_a(question) else " A")
+    assert verdicts == [0.0] * 40
+
+    verdicts, _ = ask(lambda question: "A")
+    assert 8 < sum(verdicts) < 32
+
+
+@pytest.mark.parametrize("answer", ["hmm...", "Both A and B", "ABBA", "a", None])
+def test_answers_without_a_verdict(ask, answer):
+    """None is a verdict that is missing, not a defeat."""
+    verdicts, _ = ask(lambda question: answer)
+    assert verdicts == [None] * 40
+
+
+def test_posts_without_a_verdict_do_not_count(script):
+    """The win rate is of the other posts. If there are none, the run ends with one line."""
+    verdicts = [1.0, None, 0.0, 1.0]
+    result = script.win_rate(lambda *texts: verdicts, [], [], [])
+    assert result["win rate"] == pytest.approx(2 / 3)
+    assert result["no verdict"] == 0.25
+    with pytest.raises(script.UserError, match="no verdict at all"):
+        script.win_rate(lambda *texts: [None] * 4, [], [], [])
+
+
+def test_a_chat_judge_tries_again(script, ask):
+    """Two failures and an answer is an answer. Four failures end the run with one line."""
+    calls = []
+
+    def busy(question):
+        calls.append(1)
+        if len(calls) < 3:
+            raise TimeoutError("busy")
+        return "A"
+
+    verdicts, _ = ask(busy, n=1)
+    assert verdicts != [None]
+    assert len(calls) == 3
+
+    def dead(question):
+        raise ConnectionError("refused")
+
+    with pytest.raises(script.UserError, match="m: no answer after 4 attempts: refused"):
+        ask(dead, n=1)
+
+
+# ---- The verb judge ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(tiny_lm, tmp_path):
+    """transformers serve, with a model that always answers " A". -> its address, the name of the model"""
+    folder = tmp_path / "judge"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(tiny_lm(), n_positions=1024)
+    model = AutoModelForCausalLM.from_config(config)
+    answer = tokenizer(" A").input_ids[-1]
+    model.transformer.ln_f.weight.data.zero_()
+    model.transformer.ln_f.bias.data = 10 * model.lm_head.weight[answer].detach()
+    model.save_pretrained(folder)
+
+    port = free_port()
+    words = ["transformers", "serve", folder, "--port", port, "--device", "cpu"]
+    process = start_process(words, folder, HF_HOME=str(folder))
+    try:
+        wait_for_server(process, f"http://localhost:{port}/health")
+        yield f"http://localhost:{port}/v1", str(folder)
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def wait_for_server(process, url):
+    """Return when the server answers."""
+    for _ in range(240):
+        time.sleep(0.5)
+        assert process.poll() is None, process.communicate()
+        try:
+            urllib.request.urlopen(url, timeout=5)
+        except OSError:
+            continue
+        return
+    raise AssertionError("the server does not answer")
+
+
+def test_a_real_server_as_judge(script, small, server, capsys):
+    """The verb judge asks a real server, and prints win rate, interval, n, judge and decoding."""
+    url, name = server
+    args = small("rloo_tldr", judge_url=url, judge_model=name, num_examples=6)
+    script.judge_policy(args)
+    line = capsys.readouterr().out
+    # This judge prefers the first of two. So our summary wins if it comes first.
+    uniforms = torch.rand(6, generator=script.generator_for(args.seed, "order of the two"))
+    expected = (uniforms < 0.5).float().mean().item()
+    assert f"Model win rate: {expected:.2%} +- " in line
+    assert "0.0% without verdict), n = 6, judge " in line
+    assert name in line and "temperature 0.7" in line
+
+
+def test_the_verb_judge(script, capsys, monkeypatch, tiny_lm, tiny_posts, tmp_path):
+    """The flags of TRL's judge_tldr.py, here with a judge whose win rate is known; or one that is gone."""
+    judge = reward_file(tmp_path, "return [float(len(r)) for r in responses]")
+    flags = f"--model_name_or_path {tiny_lm()} --dataset_name {tiny_posts} --num_examples 5"
+    flags += " --max_prompt_length 200 --response_length 2"
+    script.main(["judge", *flags.split(), "--judge_fn", judge])
+    out = capsys.readouterr().out
+    expected = "Model win rate: 0.00% +- 0.00% (0.0% ties, 0.0% without verdict), n = 5, judge "
+    assert out.startswith(expected)
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    gone = f"--judge_model /no/such/folder --judge_url http://localhost:{free_port()}/v1"
+    with pytest.raises(SystemExit) as end:
+        script.main(["judge", *flags.split(), *gone.split()])
+    assert end.value.code == 2
+    assert re.search("/no/such/folder: no answer after 4 attempts", capsys.readouterr().err)
