@@ -539,9 +539,8 @@ def train(args):
         """The share of a global batch that this process works on."""
         return x[rank * len(x) // world : (rank + 1) * len(x) // world]
 
-    model = build_policy_and_value(args, max_tokens=args.query_max_length + T).to(
-        device
-    )  # also builds the reference
+    max_tokens = args.query_max_length + T
+    model = build_policy_and_value(args, max_tokens).to(device)  # also builds the reference
     tokenizer = load_tokenizer(args.model_name_or_path)
     stop_token_id = find_stop_token(args, tokenizer)
     reward = load_reward(args, device)
