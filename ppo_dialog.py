@@ -34,6 +34,7 @@ import logging
 import math
 import os
 import random
+import re
 import resource
 import runpy
 import shutil
@@ -43,10 +44,11 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import lru_cache
-from numbers import Real
 from pathlib import Path
 from pydoc import locate
 from typing import Literal
@@ -78,9 +80,9 @@ class Args:
     recipe: tyro.conf.Suppress[str] = "custom"  # set from the first word of the command line
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue a run: its folder, one of its checkpoints, or `latest`
+    resume: str | None = None  # continue a run: its folder, a checkpoint, or `latest` in runs/<script>
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
-    keep_checkpoints: int = 2  # number of checkpoints to keep; older ones are deleted
+    keep_checkpoints: int = 2  # number of checkpoints to keep during a run; the last one stays after it
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
     num_sample_generations: int = 10  # how many times samples are printed during the run
     num_eval_prompts: int = 512  # number of held-out prompts in the before / after table
@@ -132,7 +134,7 @@ class Args:
     gamma: float = 1.0  # discount per token
     lam: float = 0.95  # lambda of GAE
     cliprange: float = 0.2  # epsilon of the clipped policy loss
-    cliprange_value: float = 0.2  # how far a value may move from its old value before its loss is clipped
+    cliprange_value: float = 0.2  # epsilon of the clipped value loss
     vf_coef: float = 0.1  # weight of the value loss
 
     # Optimizer
@@ -150,21 +152,20 @@ RECIPES = {
         reward_model_path="checkpoints/dialogs-intent",
         dataset_name="data/dialogs",
         utterance_end="eos",
-        num_context_utterances=2,
-        max_prompt_length=64,
+        num_context_utterances=8,  # whole dialogs, as in fine-tuning
         dtype="float32",
         intent_reward="probability",
         intent_weight=0.5,
-        total_episodes=12_800,
+        total_episodes=19_200,
         per_device_train_batch_size=32,
         gradient_accumulation_steps=4,
         num_mini_batches=1,
         num_ppo_epochs=2,
-        learning_rate=6e-5,
+        learning_rate=1.5e-4,
         lr_scheduler_type="linear",
-        kl_coef=0.1,
-        kl_target=1.5,
-        kl_horizon=2_000,
+        kl_coef=0.03,
+        kl_target=0.75,
+        kl_horizon=5_000,
         num_sample_generations=3,
     ),
     "gpt2-dailydialog": Args(),
@@ -247,13 +248,14 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
     hidden [..., H], weight [V, H], tokens [...], bias [V] or None -> logprobs, entropies, fp32 [...], in
-    nats. Only the log-probabilities have a gradient. The logits are computed in chunks (`ChunkedLogprobs`).
+    nats. Only the log-probabilities have a gradient. ChunkedLogprobs (Part II) computes them in chunks of
+    rows, because all logits [N, V] would need too much memory.
     """
     if bias is not None:
         bias = bias.clamp(min=-1e4)  # models may forbid a token by -inf, but p log p would be 0 * -inf = nan
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])  # [N, H]
     flat_tokens = tokens.reshape(-1)  # [N]
-    # Inside forward, gradients are always off. So tell it here whether there will be a backward pass.
+    # ChunkedLogprobs is an autograd.Function. In its forward, gradients are always off, so ask here.
     logprobs, entropies = ChunkedLogprobs.apply(
         flat_hidden, weight, flat_tokens, temperature, bias, torch.is_grad_enabled()
     )
@@ -320,9 +322,8 @@ def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
 
 
 def clipped_value_loss(values, old_values, returns, cliprange_value):
-    """Half the squared error, but values move at most cliprange_value from their old values.
-
-    Any shape -> same shape, unreduced
+    """Half the larger of two squared errors: the value's, and that of the value clipped to old_values +-
+    cliprange_value. Any shape -> same shape, unreduced
     """
     clipped_values = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
     unclipped = (values - returns) ** 2
@@ -410,9 +411,9 @@ def hidden_states(body, ids, mask, cache=None):
     inputs = {"input_ids": ids, "attention_mask": mask.long()}
     if cache is not None:
         inputs["past_key_values"] = cache
-    if (
-        "position_ids" in inspect.signature(body.forward).parameters
-    ):  # BLOOM has no such argument, and needs none
+    # With left padding, the first real token is not in column 0, so pass the positions. BLOOM takes no
+    # position_ids: it computes them from the mask.
+    if "position_ids" in inspect.signature(body.forward).parameters:
         positions = mask.long().cumsum(1) - 1
         inputs["position_ids"] = positions.clamp(min=0)[:, -L:]
     return body(**inputs, use_cache=cache is not None).last_hidden_state
@@ -480,20 +481,21 @@ class Turn:
     context: list[str]  # all earlier utterances of the dialog
     reference: str  # what the person said there
     act: int | None  # dialog act of the reference, counted from 1; None: not in the data
-    context_tokens: list[list[int]]  # token ids of each utterance of the context, with its end mark
+    prompt_tokens: list[int]  # token ids of the prompt: the end of the context
     reference_tokens: list[int]  # token ids of the reference, with its end mark
 
 
-def context_ids(utterances, args):
+def context_ids(utterances, args, bos=()):
     """The prompt: the last utterances of a dialog, without the oldest ones if they are too long.
 
-    List with the token ids of each utterance -> list of token ids
+    List with the token ids of each utterance; bos: [BOS] or nothing, before them -> list of token ids
     """
+    max_length = args.max_prompt_length - len(bos)
     kept = utterances[-args.num_context_utterances :]
-    while len(kept) > 1 and sum(len(ids) for ids in kept) > args.max_prompt_length:
+    while len(kept) > 1 and sum(len(ids) for ids in kept) > max_length:
         kept = kept[1:]
     prompt = [token for ids in kept for token in ids]
-    return prompt[-args.max_prompt_length :]
+    return [*bos, *prompt[-max_length:]]
 
 
 def intent_texts(previous, answers):
@@ -574,7 +576,7 @@ def generate_until(policy, ids, mask, uniforms, stop_table, temperature, on_toke
     state = torch.zeros_like(rows)  # of the automaton that looks for the stop sequence
 
     for t in range(T):
-        logits = F.linear(hidden, head.weight, head.bias).float()  # [rows, V]
+        logits = fp32_logits(hidden, head.weight, head.bias)  # [rows, V]
         probs = logits.div_(temperature).softmax(-1)
         token = sample_tokens(probs, uniforms[rows, t])  # [rows]
         tokens[rows, t] = token
@@ -715,6 +717,8 @@ def train(args):
     with autocast:
         before = evaluate_dialogs(model, tokenizer, reward_parts, held_out_turns, held_out, stop_table, args)
 
+    answers_before = [record["answer"] for record in before[1]]
+
     # `model` generates, `learner` is trained. On one process and with DDP they are the same module, and
     # copy_weights does nothing. FSDP2 and ZeRO-3 cannot generate from shards: there the learner is a
     # sharded copy, and its weights are copied back after each update.
@@ -804,6 +808,8 @@ def train(args):
                         unclipped_value_loss = 0.5 * (new_values - mb_returns) ** 2
                         # Without the next line, rounding in old + (new - old) would count as clipped.
                         value_moved = (new_values - old_values).abs() > args.cliprange_value
+                        # approxkl compares the new policy with the old one, not with the reference. clipfrac
+                        # counts tokens whose loss the clipping changes, CleanRL's counts large ratios.
                         token_metrics = {
                             "loss/policy_avg": policy_loss,
                             "loss/value_avg": value_loss,
@@ -837,16 +843,20 @@ def train(args):
         # var r = E[(r - 1)^2] - E[r - 1]^2
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
         kl_per_response = kl.sum(1).mean()
-        # Generation computes one token at a time, with a cache: how much do its log-probabilities differ?
+        # Generation computes one token at a time, with a cache. How far its log-probabilities are from those
+        # of the full forward pass:
         sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
         lengths = b["lengths"].float()
         parts = {name: b[name] for name in ("intent", "meteor", "reward_fn") if name in b}  # [B] each
         all_answers = accelerate.utils.gather_object(answers)  # of all processes, in the order of turns
+        # A policy that exploits its reward repeats the words that score best. So log the share of the word
+        # in most responses, of those words that at least doubled since the start.
+        new_word = commonest_new_word(answers_before, all_answers)  # the word, its share before, now
         metrics = {
             "update": update,
             "episode": update * B,
             "lr": optimizer.param_groups[0]["lr"],
-            "eps": B / (time.time() - start_time),
+            "eps": B / (time.time() - start_time),  # episodes per second
             "objective/kl": kl_per_response,
             "objective/kl_coef": kl_coef,
             "objective/entropy": -torch.where(valid, b["logprobs"], 0.0).sum(1).mean(),  # per response
@@ -861,6 +871,8 @@ def train(args):
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
             "completions/clipped_ratio": 1 - b["stopped"].float().mean(),
+            "completions/distinct_2": distinct_ngrams(all_answers, 2),
+            "completions/new_word_share": new_word[2],
             "sampling/logprob_gap_mean": sampling_gap.mean(),
             "sampling/logprob_gap_max": sampling_gap.max(),
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
@@ -868,11 +880,19 @@ def train(args):
             **custom_metrics(turns, all_answers),
         }
         metrics = to_numbers(metrics)
-        run.log(metrics, health_warnings(metrics, args))
+        run.log(metrics, health_warnings(metrics, args, new_word))
         if is_sample_update(update, updates, args):
-            # The main process shows its own responses, which are the first rows of b.
-            records = dialog_records(turns[:4], answers[:4], parts | {"kl": kl.sum(1)})
-            run.table(f"samples of update {update}", records, "samples.jsonl", update=update)
+            # The same prompts each time, with the same random numbers: watch the responses change.
+            first_turns = held_out_turns[:4]
+            first_prompts = {name: x[:4] for name, x in held_out.items()}
+            with autocast:
+                sample, answers = rollout_answers(
+                    model, tokenizer, reward_parts, first_turns, first_prompts, stop_table, args
+                )
+            records = dialog_records(
+                first_turns, answers, {name: sample[name] for name in ["scores", *parts]}
+            )
+            run.table(f"samples after update {update}", records, "samples.jsonl", update=update)
 
         # 7. Adapt the KL coefficient for the next update, and save.
         if args.kl_target is not None:
@@ -1005,6 +1025,41 @@ def dialog_records(turns, answers, columns):
     return records
 
 
+# Not counted as new words: English words that say little about the content.
+FUNCTION_WORDS = set(
+    """
+    about after again also always another anything because been before being both could does doing down
+    during each either even ever every everybody everyone everything from have having here however into
+    itself just many might more most much must neither never nobody none nothing once only other over
+    perhaps quite rather same should since some somebody someone something such than that their them
+    then there these they this those though through under until upon very well were what when where
+    whether which while whole whom whose will with within without would your yours
+    """.split()
+)
+
+
+def word_shares(texts):
+    """The fraction of texts that contain each content word of 4 letters or more. -> dict: word -> fraction"""
+    counts = Counter()
+    for text in texts:
+        words = re.findall(r"[^\W\d_]{4,}", text.lower())  # [^\W\d_] is any letter
+        counts.update(set(words) - FUNCTION_WORDS)
+    return {word: count / len(texts) for word, count in counts.items()}
+
+
+def commonest_new_word(texts_before, texts_after):
+    """The content word in most texts after training, among those that at least doubled.
+
+    -> the word, its share of the texts before, its share after; "", 0, 0 if there is no such word
+    """
+    before, after = word_shares(texts_before), word_shares(texts_after)
+    new_words = [word for word, share in after.items() if share >= 2 * before.get(word, 0.0)]
+    if not new_words:
+        return "", 0.0, 0.0
+    word = max(sorted(new_words), key=after.get)  # sorted, so that a tie is always decided alike
+    return word, before.get(word, 0.0), after[word]
+
+
 # ============================================================================================================
 # Part II: infrastructure. Nothing below is about PPO.
 # ============================================================================================================
@@ -1012,12 +1067,36 @@ def dialog_records(turns, answers, columns):
 SCRIPT = Path(__file__).stem
 HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 
+# Limits of a healthy policy. Beyond them, its samples look like those of an exploited reward.
+MAX_NEW_WORD_SHARE = 0.15  # of responses with the commonest new word
+MIN_VARIETY = 0.8  # distinct bigrams after training / before
+
 
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2."""
 
 
 # ---- Log-probabilities in chunks ---------------------------------------------------------------------------
+
+
+def fp32_logits(hidden, weight, bias=None):
+    """The output layer, with its result in fp32 under autocast too. [N, H], [V, H], [V] or None -> [N, V]
+
+    Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart. So products of
+    bf16 numbers are added up in fp32, and their sum is never rounded to bf16.
+    """
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    with torch.autocast(device_type, enabled=False):
+        if device_type == "cuda" and hidden.dtype != torch.float32:
+            logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+        else:
+            logits = hidden.float() @ weight.float().T
+    if bias is not None:
+        logits.add_(bias)
+    return logits
 
 
 class ChunkedLogprobs(torch.autograd.Function):
@@ -1036,7 +1115,6 @@ class ChunkedLogprobs(torch.autograd.Function):
         if torch.is_autocast_enabled(device_type):  # cast here, because autocast does not reach into backward
             dtype = torch.get_autocast_dtype(device_type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
         logprobs, entropies = torch.zeros(2, len(hidden), device=hidden.device)
         kept = []
         for rows in ChunkedLogprobs.chunks(hidden):
@@ -1082,8 +1160,8 @@ class ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def log_softmax(hidden, weight, bias, temperature):
-        """[rows, H] -> fp32 [rows, V]. Logits become fp32 before they are scaled, to be rounded only once."""
-        logits = F.linear(hidden, weight, bias).float().div_(temperature)
+        """[rows, H] -> fp32 [rows, V]"""
+        logits = fp32_logits(hidden, weight, bias).div_(temperature)
         return torch.log_softmax(logits, 1, out=logits)  # in place
 
 
@@ -1110,13 +1188,18 @@ def load(what, function, name, **kwargs):
         first_line = reason.splitlines()[0]
         if Path(name).is_absolute() and not Path(name).exists():
             first_line = "no such folder"
+        if Path(name).parts[:1] in (("checkpoints",), ("data",)) and not Path(resolve_path(name)).exists():
+            first_line = (
+                "the recipes named tiny need checkpoints/ and data/ of the repository beside the script"
+            )
         raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
 
 
 def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
-    Only safetensors are read: loading never runs code from the files. `settings` replaces config fields.
+    `settings` replaces config fields. Loading never runs code from the files: without safetensors,
+    pytorch_model.bin is read with weights_only.
     """
     name = resolve_path(name)
     if (Path(name) / "adapter_config.json").exists():
@@ -1128,7 +1211,7 @@ def load_model(auto_class, name, settings=None, **kwargs):
         if value == "gelu_new":
             setattr(config, key, "gelu_pytorch_tanh")  # the same function in one kernel instead of eight
     config.update(settings or {})
-    kwargs |= dict(config=config, dtype=torch.float32, use_safetensors=True)
+    kwargs |= dict(config=config, dtype=torch.float32, weights_only=True)
     return load("model", auto_class.from_pretrained, name, **kwargs)
 
 
@@ -1364,14 +1447,28 @@ def load_function(flag, name):
 
 
 def check_scores(scores, prompts, responses):
-    """Check what a reward function returned: a list of finite numbers, one per response. -> fp32 [B]"""
-    if not isinstance(scores, list) or len(scores) != len(prompts):
-        returned = str(scores)[:100]
-        raise UserError(f"a reward function must return a list of {len(prompts)} numbers, not {returned}")
+    """Check what a reward function returned: a finite number for each response. -> fp32 [B]
+
+    It may be a list, an array or a tensor, of anything that float() accepts.
+    """
+    try:
+        scores = list(scores)
+    except TypeError as error:
+        raise UserError(f"a reward function must return a list, not {type(scores).__name__}") from error
+    if len(scores) != len(prompts):
+        raise UserError(f"a reward function must return {len(prompts)} numbers; it returned {len(scores)}")
+    numbers = []
     for score, prompt, response in zip(scores, prompts, responses):
-        if not isinstance(score, Real) or not abs(score) < 3e38:  # nan, or infinite in fp32
-            raise UserError(f"the reward is {score!r} for prompt {prompt!r} and response {response!r}")
-    return torch.tensor([float(score) for score in scores], dtype=torch.float32)
+        where = f"for prompt {prompt!r} and response {response!r}"
+        try:
+            number = float(score)
+        except (TypeError, ValueError, OverflowError) as error:
+            kind = type(score).__name__
+            raise UserError(f"the reward is {score!r}, of type {kind}, not a number, {where}") from error
+        if not abs(number) < 3e38:  # nan, or infinite in fp32
+            raise UserError(f"the reward is {number!r} {where}")
+        numbers.append(number)
+    return torch.tensor(numbers, dtype=torch.float32)
 
 
 class NoWordNet:
@@ -1437,6 +1534,12 @@ def load_splits(name):
     return rows.select(range(cut)), rows.select(range(cut, len(rows)))
 
 
+def bos_ids(tokenizer):
+    """[BOS] if the tokenizer begins each text with it, as those of Llama and Gemma do; else []."""
+    first = tokenizer("a").input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
 def report_skipped(total, kept, reason):
     """Tell the user how many rows of the data are not used, and why."""
     if kept < total and accelerate.PartialState().is_main_process:
@@ -1487,6 +1590,7 @@ def load_turns(rows, tokenizer, num_acts, args):
             f"data set {args.dataset_name!r} needs the columns dialog and act (without act: "
             f"--reward-model-path None); it has {columns}"
         )
+    bos = bos_ids(tokenizer)
     turns = []
     for utterances, acts in load_dialogs(rows):
         tokens = utterance_ids(tokenizer, utterances, args.utterance_end)
@@ -1495,7 +1599,7 @@ def load_turns(rows, tokenizer, num_acts, args):
                 context=utterances[:t],
                 reference=utterances[t][:10_000],  # METEOR and ROUGE are quadratic in its length
                 act=None if acts is None else acts[t],
-                context_tokens=tokens[:t],
+                prompt_tokens=context_ids(tokens[:t], args, bos),
                 reference_tokens=tokens[t],
             )
             turns.append(turn)
@@ -1543,7 +1647,7 @@ def draw_prompts(turns, args, *purpose):
 
     -> dict: ids [B, C], bool mask [B, C], uniforms [B, T]
     """
-    prompts = [torch.tensor(context_ids(turn.context_tokens, args)) for turn in turns]
+    prompts = [torch.tensor(turn.prompt_tokens) for turn in turns]
     lengths = torch.tensor([len(prompt) for prompt in prompts])  # [B]
     ids = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")  # [B, C]
     mask = length_mask(lengths, ids.shape[1]).flip(1)  # [B, C]
@@ -1602,7 +1706,11 @@ def start_accelerator(args):
     accelerator = accelerate.Accelerator(
         cpu=not has_gpu and not uses_fsdp and not uses_deepspeed,
         mixed_precision="no",  # autocast is explicit in train
-        kwargs_handlers=[accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)],
+        kwargs_handlers=[
+            accelerate.DistributedDataParallelKwargs(broadcast_buffers=False),
+            # The other processes wait while the main one evaluates, and a judge may take long.
+            accelerate.InitProcessGroupKwargs(timeout=timedelta(hours=12)),
+        ],
     )
     if accelerator.state.deepspeed_plugin is not None:
         configure_deepspeed(args, accelerator)
@@ -1757,7 +1865,7 @@ class Run:
         self.signal_number = 0  # of a signal that asked us to stop
         self.skipped_steps = 0  # in a row
         self.last_skip = 0  # the update of the last one
-        self.warnings_shown = set()
+        self.warnings_shown = set()  # names of metrics
         self.last_line_time = 0.0
 
         is_main = accelerator.is_main_process
@@ -1781,7 +1889,8 @@ class Run:
         if args.log_with != "none":
             accelerator.log_with = [args.log_with]
             accelerator.project_configuration.logging_dir = str(self.folder)
-            accelerator.init_trackers(SCRIPT, {name: str(value) for name, value in asdict(args).items()})
+            config = {name: str(value) for name, value in asdict(args).items()}
+            accelerator.init_trackers(SCRIPT, config, init_kwargs={"wandb": {"name": self.folder.name}})
 
     def choose_folder(self):
         """The same folder on all processes. A new run must not write into the folder of another one."""
@@ -1799,12 +1908,11 @@ class Run:
 
     def describe(self):
         """What args.json holds."""
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True)
         return {
             "args": asdict(self.args),
             "command": sys.argv,
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
-            "commit": git.stdout.strip(),
+            "commit": git_commit(),
             "world_size": self.accelerator.num_processes,
         }
 
@@ -1822,9 +1930,15 @@ class Run:
         dtype = "bfloat16" if wants_bf16(self.args, device) else "float32"
         trained = sum(p.numel() for p in trainable(model).values())
         total = sum(p.numel() for p in model.parameters())
-        if self.args.recipe == "custom":
-            self.print("no recipe: flags that are not given have the defaults of Args, the published ones")
         self.print(f"recipe {self.args.recipe}: {job}, {device}, {dtype}; run folder {self.folder}")
+        if self.args.recipe == "custom":
+            self.print(
+                "custom: a model was named, so all other flags begin with the published defaults of Args"
+            )
+            self.print(f"flags that differ from recipe tiny: {flags_that_differ(self.args, RECIPES['tiny'])}")
+        else:
+            differ = flags_that_differ(self.args, RECIPES[self.args.recipe])
+            self.print(f"flags that differ from the recipe: {differ or 'none'}")
         self.print(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
 
     # -- Files and tables --
@@ -1840,10 +1954,10 @@ class Run:
                 for row in rows:
                     file.write(json.dumps(row) + "\n")
 
-    def log(self, metrics, warnings=()):
+    def log(self, metrics, warnings=None):
         """Log one update: to metrics.jsonl, to the tracker (under train/, as TRL does) and to the screen.
 
-        Each warning is printed only once in a run.
+        warnings: dict of metric -> text. Each metric is warned about only once in a run.
         """
         update = metrics["update"]
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
@@ -1862,9 +1976,9 @@ class Run:
         if self.bar.disable and is_due:  # not a terminal: print a line now and then
             self.last_line_time = time.time()
             self.print(f"update {update}/{self.updates}  {shown}")
-        for warning in warnings:
-            if warning not in self.warnings_shown:
-                self.warnings_shown.add(warning)
+        for name, warning in (warnings or {}).items():
+            if name not in self.warnings_shown:
+                self.warnings_shown.add(name)
                 self.print(f"update {update}: {warning}", style="yellow")
 
     def table(self, title, rows, file=None, **extra):
@@ -1877,10 +1991,33 @@ class Run:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table, soft_wrap=False)
         if file is not None:
-            self.append(file, [extra | row for row in rows])
-            if self.args.log_with == "wandb":
-                data = [list(row.values()) for row in rows]
-                self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=data)
+            rows = [extra | row for row in rows]
+            self.append(file, rows)
+            self.track_table(Path(file).stem, rows, extra["update"])
+
+    def track_table(self, name, rows, step):
+        """Send a table of samples to the tracker: a table for wandb, text for tensorboard."""
+        columns = list(rows[0])
+        data = [list(row.values()) for row in rows]
+        if self.args.log_with == "wandb":
+            self.accelerator.get_tracker("wandb").log_table(name, columns=columns, data=data, step=step)
+        elif self.args.log_with == "tensorboard":
+            lines = [columns, ["---"] * len(columns), *data]
+            cells = [[" ".join(str(cell).split()).replace("|", "&#124;") for cell in line] for line in lines]
+            text = "\n".join(" | ".join(line) for line in cells)
+            self.accelerator.get_tracker("tensorboard").tracker.add_text(name, text, step)
+
+    def write_evaluation(self, about):
+        """evaluation.json. Its numbers also go to the tracker, under eval/."""
+        self.write("evaluation.json", json.dumps(about, indent=2))
+        numbers = {}
+        for part, values in about.items():
+            if isinstance(values, dict):
+                numbers |= {f"eval/{part}/{name}": x for name, x in values.items()}
+            else:
+                numbers[f"eval/{part}"] = values
+        numbers = {name: x for name, x in numbers.items() if isinstance(x, (int, float))}
+        self.accelerator.log(numbers, step=self.updates)
 
     def plot(self, *names):
         """curves.png: the named metrics over the updates."""
@@ -1914,6 +2051,9 @@ class Run:
     def finish(self):
         """Wait until the main process has saved everything, because torchrun would stop it."""
         self.bar.stop()
+        if self.accelerator.is_main_process:  # the last checkpoint is enough now
+            for old in sorted((self.folder / "checkpoints").glob("[0-9]*"))[:-1]:
+                shutil.rmtree(old)
         self.print(f"saved {self.folder / 'model'}")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
@@ -2053,12 +2193,31 @@ class Run:
                 self.write(name, "".join(kept))
 
 
+def git_commit():
+    """The commit of the repository that holds this script; "" if there is none, or no git."""
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        return subprocess.run(command, cwd=HERE, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:  # git is not installed
+        return ""
+
+
 def shard_like(value, p):
     """The shard of a tensor that belongs to the parameter p if p is sharded (FSDP2); else the tensor."""
     if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
         return value
     value = value.to(p.device)
     return torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+
+
+def flags_that_differ(args, recipe):
+    """The flags of a run that differ from those of a recipe, with its values. -> str"""
+    differ = []
+    for name, value in asdict(args).items():
+        usual = getattr(recipe, name)
+        if value != usual and name not in ("recipe", "resume", "output_dir"):
+            differ.append(f"--{name.replace('_', '-')} {value} ({usual})")
+    return ", ".join(differ)
 
 
 def to_numbers(metrics):
@@ -2072,22 +2231,64 @@ def is_sample_update(update, updates, args):
     return count > 0 and update % max(1, updates // count) == 0
 
 
-def health_warnings(metrics, args):
-    """What looks unhealthy in the metrics of an update, with the likely cause. -> list of str"""
-    warnings = []
+def health_warnings(metrics, args, new_word):
+    """What looks unhealthy in the metrics of an update, with the likely cause. -> dict: metric -> warning
+
+    new_word: from commonest_new_word. A batch is small, so only a clear case counts: a word in every fourth
+    response, in at least 10 of them, and five times as common as before training.
+    """
+    warnings = {}
     if metrics["objective/kl"] < -1:
-        warnings.append("the KL is negative: are tokens sampled from the distribution that is scored?")
+        warnings["objective/kl"] = (
+            "the KL is negative: are tokens sampled from the distribution that is scored?"
+        )
     if not 0.5 < metrics["val/ratio"] < 2:
-        warnings.append("the ratio is far from 1: lower --learning-rate or --num-ppo-epochs")
+        warnings["val/ratio"] = "the ratio is far from 1: lower --learning-rate or --num-ppo-epochs"
     if metrics["policy/entropy_avg"] < 0.1:
-        warnings.append("the entropy is almost 0: the policy always says the same; raise --kl-coef")
+        warnings["policy/entropy_avg"] = (
+            "the entropy is almost 0: the policy always says the same; raise --kl-coef"
+        )
     if metrics["env/reward_std"] == 0:
-        warnings.append("all rewards are equal: there is nothing to learn from")
+        warnings["env/reward_std"] = "all rewards are equal: there is nothing to learn from"
     if metrics.get("frac_reward_zero_std", 0) > 0.5:
-        warnings.append("most prompts get equal rewards for all responses: raise --temperature or --rloo-k")
+        warnings["frac_reward_zero_std"] = (
+            "most prompts get equal rewards for all responses: raise --temperature or --rloo-k"
+        )
     if args.missing_eos_penalty is not None and metrics["val/num_eos_tokens"] == 0:
-        warnings.append("no response ended by itself: raise --response-length, or teach the policy EOS first")
+        warnings["val/num_eos_tokens"] = (
+            "no response ended by itself: raise --response-length, or teach the policy EOS first"
+        )
+    word, share_before, share = new_word
+    batch_size = metrics["episode"] / metrics["update"]
+    if share >= 0.25 and share * batch_size >= 10 and share >= 5 * share_before:
+        warnings["completions/new_word_share"] = (
+            f'"{word}" is in {share:.0%} of the responses, before training in {share_before:.0%}: is the '
+            "policy exploiting the reward? Read the samples. A higher --kl-coef keeps it near the reference"
+        )
     return warnings
+
+
+def new_word_row(texts_before, texts_after):
+    """The commonest new word and its share, as a row of the final table. -> dict(metric, before, after)"""
+    word, share_before, share_after = commonest_new_word(texts_before, texts_after)
+    return {"metric": f'commonest new word: "{word}"', "before": share_before, "after": share_after}
+
+
+def report_collapse(run, new_word, distinct_before, distinct_after):
+    """Warn if a word took over, or if the responses became more alike. new_word: from new_word_row"""
+    if new_word["after"] > MAX_NEW_WORD_SHARE:
+        run.print(
+            f"{new_word['metric']} is in {new_word['after']:.0%} of the responses, before in "
+            f"{new_word['before']:.0%}. The policy may exploit the reward, so the score alone proves "
+            "nothing: read evaluation_samples.jsonl",
+            style="yellow",
+        )
+    variety = distinct_after / max(distinct_before, 1e-9)
+    if variety < MIN_VARIETY:
+        run.print(
+            f"the responses repeat each other: distinct bigrams are at {variety:.0%} of their first value",
+            style="yellow",
+        )
 
 
 def report_dialog_evaluation(run, turns, before, after):
@@ -2116,17 +2317,20 @@ def report_dialog_evaluation(run, turns, before, after):
             "after": metrics_after[name],
             "references": of_references.get(name, ""),
         })  # fmt: skip
-    run.table(f"{len(rows)} held-out prompts", comparison)
+    new_word = new_word_row([row["before"] for row in rows], [row["after"] for row in rows])
+    run.table(f"{len(rows)} held-out prompts", [*comparison, new_word | {"references": ""}])
+    report_collapse(run, new_word, metrics_before["distinct2"], metrics_after["distinct2"])
     about = {
         "before": metrics_before,
         "after": metrics_after,
         "references": of_references,
+        "commonest new word": new_word,
         "n": len(rows),
         "judge": args.reward_model_path,
         "decoding": f"sampling, temperature {args.temperature}, at most {args.response_length} tokens",
         "meteor": meteor_matches(),
     }
-    run.write("evaluation.json", json.dumps(about, indent=2))
+    run.write_evaluation(about)
     run.write("evaluation_samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     run.plot("objective/scores", "meteor", "objective/kl", "policy/entropy_avg")
 
@@ -2203,7 +2407,7 @@ def stream_answer(model, tokenizer, history, uniforms, stop_table, args):
         print(text[num_printed:], end="", flush=True)
         num_printed = max(num_printed, len(text))
 
-    ids = torch.tensor([context_ids(history, args)])  # [1, C]
+    ids = torch.tensor([context_ids(history, args, bos_ids(tokenizer))])  # [1, C]
     mask = torch.ones_like(ids, dtype=torch.bool)
     tokens, _ = generate_until(model, ids, mask, uniforms, stop_table, args.temperature, print_new_text)
     lengths = response_lengths(stop_sequence_seen(tokens, stop_table), True)
@@ -2307,7 +2511,11 @@ def resumed_args(resume, recipe, flags):
     """The flags of the run to continue. Flags that would change its result are refused."""
     folder = Path(resume)
     if resume == "latest":
-        folder = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime, default=folder).parent
+        runs = Path("runs", SCRIPT)  # runs with an --output-dir elsewhere are not found
+        newest = max(runs.glob("*/args.json"), key=os.path.getmtime, default=None)
+        if newest is None:
+            raise UserError(f"--resume latest: there is no run in {runs}; name the --output-dir of your run")
+        folder = newest.parent
     if not folder.exists():
         raise UserError(f"--resume {resume}: there is no such run or checkpoint")
     if folder.parent.name == "checkpoints":

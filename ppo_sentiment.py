@@ -34,6 +34,7 @@ import logging
 import math
 import os
 import random
+import re
 import resource
 import runpy
 import shutil
@@ -43,9 +44,10 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from numbers import Real
+from datetime import timedelta
 from pathlib import Path
 from pydoc import locate
 from typing import Literal
@@ -80,9 +82,9 @@ class Args:
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue a run: its folder, one of its checkpoints, or `latest`
+    resume: str | None = None  # continue a run: its folder, a checkpoint, or `latest` in runs/<script>
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
-    keep_checkpoints: int = 2  # number of checkpoints to keep; older ones are deleted
+    keep_checkpoints: int = 2  # number of checkpoints to keep during a run; the last one stays after it
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
     num_sample_generations: int = 10  # how many times samples are printed during the run
     num_eval_prompts: int = 128  # number of held-out prompts in the before / after table
@@ -104,11 +106,11 @@ class Args:
 
     # Data
     dataset_name: str = "stanfordnlp/imdb"  # a Hub name or a folder of jsonl files, with a column text
-    min_text_length: int = 200  # use only reviews that are longer than this, in characters
+    min_text_length: int = 0  # use only reviews that are longer than this, in characters
     query_min_length: int = 2  # shortest prompt, in tokens
     query_max_length: int = 8  # longest prompt, in tokens; lengths are drawn uniformly, both ends included
-    response_min_length: int = 4  # each response has its own length limit, drawn uniformly from here ...
-    response_length: int = 16  # ... to here, both included; EOS may end it earlier
+    response_min_length: int = 4  # smallest length limit: each response has its own, drawn uniformly (TRL)
+    response_length: int = 16  # largest length limit, in tokens; EOS may end a response earlier
     stop_token: Literal["eos"] | None = "eos"  # end responses at EOS; None: only at their length limit
     stop_token_id: int | None = None  # end responses at this token id instead of EOS
     temperature: float = 1.0  # sampling temperature; all log-probabilities use it too
@@ -121,7 +123,7 @@ class Args:
     gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
     num_mini_batches: int = 8  # optimizer steps per epoch
     num_ppo_epochs: int = 4  # epochs over each batch of rollouts
-    local_rollout_forward_batch_size: int = 128  # responses generated or classified at once on one process
+    local_rollout_forward_batch_size: int = 128  # responses generated, or classified, at once on one process
 
     # PPO
     kl_coef: float = 0.2  # KL penalty coefficient; the initial value if kl_target is set
@@ -133,7 +135,7 @@ class Args:
     gamma: float = 1.0  # discount per token
     lam: float = 0.95  # lambda of GAE
     cliprange: float = 0.2  # epsilon of the clipped policy loss
-    cliprange_value: float = 0.2  # how far a value may move from its old value before its loss is clipped
+    cliprange_value: float = 0.2  # epsilon of the clipped value loss
     vf_coef: float = 0.1  # weight of the value loss
 
     # Optimizer
@@ -149,18 +151,25 @@ RECIPES = {
     "tiny": Args(  # small models and data that come with this repository
         model_name_or_path="checkpoints/reviews-lm",
         reward_model_path="checkpoints/reviews-sentiment",
+        judge_model_path="checkpoints/reviews-judge",  # trained on other reviews
         dataset_name="data/reviews",
+        query_max_length=5,  # a short prompt leaves the sentiment open
+        response_min_length=8,
+        response_length=24,
         dtype="float32",
-        total_episodes=17_920,
+        total_episodes=25_600,
         per_device_train_batch_size=32,
         num_mini_batches=4,
-        learning_rate=1.5e-4,
+        score_clip=4.0,  # a logit of 4 is P > 0.98. Without the clip, words that raise it further take over
+        learning_rate=5e-5,
         lr_scheduler_type="linear",
-        kl_coef=0.06,
+        kl_target=4.0,
+        kl_horizon=5_000,
         num_sample_generations=3,
+        num_eval_prompts=512,  # enough to measure how often a single word occurs
     ),
-    "gpt2-imdb": Args(),
-    "gpt2-imdb-lora": Args(lora_r=16),
+    "gpt2-imdb": Args(min_text_length=200),
+    "gpt2-imdb-lora": Args(min_text_length=200, lora_r=16),
 }
 
 
@@ -194,13 +203,14 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
     hidden [..., H], weight [V, H], tokens [...], bias [V] or None -> logprobs, entropies, fp32 [...], in
-    nats. Only the log-probabilities have a gradient. The logits are computed in chunks (`ChunkedLogprobs`).
+    nats. Only the log-probabilities have a gradient. ChunkedLogprobs (Part II) computes them in chunks of
+    rows, because all logits [N, V] would need too much memory.
     """
     if bias is not None:
         bias = bias.clamp(min=-1e4)  # models may forbid a token by -inf, but p log p would be 0 * -inf = nan
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])  # [N, H]
     flat_tokens = tokens.reshape(-1)  # [N]
-    # Inside forward, gradients are always off. So tell it here whether there will be a backward pass.
+    # ChunkedLogprobs is an autograd.Function. In its forward, gradients are always off, so ask here.
     logprobs, entropies = ChunkedLogprobs.apply(
         flat_hidden, weight, flat_tokens, temperature, bias, torch.is_grad_enabled()
     )
@@ -267,9 +277,8 @@ def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
 
 
 def clipped_value_loss(values, old_values, returns, cliprange_value):
-    """Half the squared error, but values move at most cliprange_value from their old values.
-
-    Any shape -> same shape, unreduced
+    """Half the larger of two squared errors: the value's, and that of the value clipped to old_values +-
+    cliprange_value. Any shape -> same shape, unreduced
     """
     clipped_values = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
     unclipped = (values - returns) ** 2
@@ -357,9 +366,9 @@ def hidden_states(body, ids, mask, cache=None):
     inputs = {"input_ids": ids, "attention_mask": mask.long()}
     if cache is not None:
         inputs["past_key_values"] = cache
-    if (
-        "position_ids" in inspect.signature(body.forward).parameters
-    ):  # BLOOM has no such argument, and needs none
+    # With left padding, the first real token is not in column 0, so pass the positions. BLOOM takes no
+    # position_ids: it computes them from the mask.
+    if "position_ids" in inspect.signature(body.forward).parameters:
         positions = mask.long().cumsum(1) - 1
         inputs["position_ids"] = positions.clamp(min=0)[:, -L:]
     return body(**inputs, use_cache=cache is not None).last_hidden_state
@@ -436,7 +445,7 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_token_id, tempera
     rows = torch.arange(B, device=ids.device)  # the rows that are still being written
 
     for t in range(T):
-        logits = F.linear(hidden, head.weight, head.bias).float()  # [rows, V]
+        logits = fp32_logits(hidden, head.weight, head.bias)  # [rows, V]
         probs = logits.div_(temperature).softmax(-1)
         token = sample_tokens(probs, uniforms[rows, t])  # [rows]
         tokens[rows, t] = token
@@ -484,16 +493,10 @@ def rollout(model, tokenizer, reward, prompt_batch, stop_token_id, args):
     stopped = last_tokens == stop_token_id  # [B]
     valid = length_mask(lengths, T)  # [B, T]
 
-    # 2. Decode. Some tokenizers drop the first space of what they decode. So decode prompt and response
-    #    together, and cut off the text of the prompt. The reward gets `prompts`, which keep special tokens
-    #    (those of a chat template, for example). Responses have none.
+    # 2. Decode. The reward reads text, because it may have another tokenizer.
     prompt_tokens = [row[m].tolist() for row, m in zip(prompt_ids, prompt_mask)]
     response_tokens = [row[m].tolist() for row, m in zip(tokens, valid)]
-    full_tokens = [prompt + response for prompt, response in zip(prompt_tokens, response_tokens)]
-    prompts = tokenizer.batch_decode(prompt_tokens)
-    plain_prompts = tokenizer.batch_decode(prompt_tokens, skip_special_tokens=True)
-    full_texts = tokenizer.batch_decode(full_tokens, skip_special_tokens=True)
-    responses = [text[len(prompt) :] for prompt, text in zip(plain_prompts, full_texts)]
+    prompts, responses = decode(tokenizer, prompt_tokens, response_tokens)  # lists of B str
 
     # 3. Classify the texts, and compute log-probabilities and values of the tokens. The update will repeat
     #    exactly this forward pass: its micro-batches have the same shape, and dropout is 0. So the ratio is 1
@@ -569,13 +572,17 @@ def train(args):
     with autocast:
         before = evaluate(model, tokenizer, reward, judge, held_out, stop_token_id, args)
 
+    _, records_before = before
+    responses_before = [record["response"] for record in records_before]
+
     # `model` generates, `learner` is trained. On one process and with DDP they are the same module, and
     # copy_weights does nothing. FSDP2 and ZeRO-3 cannot generate from shards: there the learner is a
     # sharded copy, and its weights are copied back after each update.
     learner = make_learner(model, accelerator)
     optimizer = make_optimizer(args, trainable(learner))
     learner, optimizer = accelerator.prepare(learner, optimizer)
-    parameters = trainable(accelerator.unwrap_model(learner))  # name -> parameter; sharding replaced them
+    # name -> parameter. Ask again after prepare: if it shards the learner, it replaces the parameters.
+    parameters = trainable(accelerator.unwrap_model(learner))
     state = run.restore(parameters, optimizer, B)  # {"update": 0} in a new run; raises if B has changed
     copy_weights(parameters, model)
     kl_coef = state.get("kl_coef", args.kl_coef)
@@ -587,12 +594,14 @@ def train(args):
         #    on the number of processes.
         start_time = time.time()
         model.eval()
-        # The next B rows of an endless stream of shuffled epochs; `update` is part of the random seed.
+        # The next B rows of an endless stream of shuffled epochs.
         data_rows = stream_rows(len(train_prompts), start=(update - 1) * B, count=B, seed=args.seed)
+        # Cut each prompt to a random length, and draw the length limit of each response and the random
+        # numbers to sample it with. They depend only on the seed and the update.
         prompt_batch = draw_batch(train_prompts, data_rows, args, update)
         prompt_batch = {name: local_rows(x).to(device) for name, x in prompt_batch.items()}
         with autocast:
-            b, prompts, responses = rollout(model, tokenizer, reward, prompt_batch, stop_token_id, args)
+            b, _, responses = rollout(model, tokenizer, reward, prompt_batch, stop_token_id, args)
         b = {name: accelerator.gather(x) for name, x in b.items()}  # rollouts of all processes, [B, ...]
         valid = length_mask(b["lengths"], T)  # [B, T]
         rollout_end = time.time()
@@ -656,6 +665,8 @@ def train(args):
                         unclipped_value_loss = 0.5 * (new_values - mb_returns) ** 2
                         # Without the next line, rounding in old + (new - old) would count as clipped.
                         value_moved = (new_values - old_values).abs() > args.cliprange_value
+                        # approxkl compares the new policy with the old one, not with the reference. clipfrac
+                        # counts tokens whose loss the clipping changes, CleanRL's counts large ratios.
                         token_metrics = {
                             "loss/policy_avg": policy_loss,
                             "loss/value_avg": value_loss,
@@ -689,14 +700,19 @@ def train(args):
         # var r = E[(r - 1)^2] - E[r - 1]^2
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
         kl_per_response = kl.sum(1).mean()
-        # Generation computes one token at a time, with a cache: how much do its log-probabilities differ?
+        # Generation computes one token at a time, with a cache. How far its log-probabilities are from those
+        # of the full forward pass:
         sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
         lengths = b["lengths"].float()
+        # A policy that exploits its reward repeats the words that score best. So log the share of the word
+        # in most responses, of those words that at least doubled since the start.
+        all_responses = accelerate.utils.gather_object(responses)  # of all processes
+        new_word = commonest_new_word(responses_before, all_responses)  # the word, its share before, now
         metrics = {
             "update": update,
             "episode": update * B,
             "lr": optimizer.param_groups[0]["lr"],
-            "eps": B / (time.time() - start_time),
+            "eps": B / (time.time() - start_time),  # episodes per second
             "objective/kl": kl_per_response,
             "objective/kl_coef": kl_coef,
             "objective/entropy": -torch.where(valid, b["logprobs"], 0.0).sum(1).mean(),  # per response
@@ -710,17 +726,21 @@ def train(args):
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
-            "completions/clipped_ratio": 1 - b["stopped"].float().mean(),
+            "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # did not stop on their own
+            "completions/distinct_2": distinct_bigrams(all_responses),
+            "completions/new_word_share": new_word[2],
             "sampling/logprob_gap_mean": sampling_gap.mean(),
             "sampling/logprob_gap_max": sampling_gap.max(),
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
         }
         metrics = to_numbers(metrics)
-        run.log(metrics, health_warnings(metrics, args))
+        run.log(metrics, health_warnings(metrics, args, new_word))
         if is_sample_update(update, updates, args):
-            # The main process shows its own responses, which are the first rows of b.
-            records = to_records(prompts[:4], responses[:4], b["scores"][:4])
-            run.table(f"samples of update {update}", records, "samples.jsonl", update=update)
+            # The same prompts each time, with the same random numbers: watch the responses change.
+            first_prompts = {name: x[:4] for name, x in held_out.items()}
+            with autocast:
+                _, records = evaluate(model, tokenizer, reward, None, first_prompts, stop_token_id, args)
+            run.table(f"samples after update {update}", records, "samples.jsonl", update=update)
 
         # 7. Adapt the KL coefficient for the next update, and save.
         if args.kl_target is not None:
@@ -762,6 +782,7 @@ def evaluate(model, tokenizer, reward, judge, prompt_batch, stop_token_id, args)
         "KL, nats per response": kl.sum(1).mean(),
         "perplexity under the reference": torch.exp(-masked_mean(b["ref_logprobs"], valid)),
         "distinct responses": len(set(responses)) / len(responses),
+        "distinct bigrams": distinct_bigrams(responses),
         "tokens per response": b["lengths"].float().mean(),
     }
     if judge is not None:
@@ -778,6 +799,53 @@ def to_records(prompts, responses, scores):
     return records
 
 
+def distinct_bigrams(texts):
+    """Different pairs of neighboring words / all pairs, in all texts (distinct-2, Li et al. 2016). -> float
+
+    It falls if a policy repeats itself, even if no two responses are equal. More texts have a lower value.
+    """
+    pairs = []
+    for text in texts:
+        words = text.lower().split()
+        pairs.extend(zip(words, words[1:]))
+    return len(set(pairs)) / max(len(pairs), 1)
+
+
+# Not counted as new words: English words that say little about the content.
+FUNCTION_WORDS = set(
+    """
+    about after again also always another anything because been before being both could does doing down
+    during each either even ever every everybody everyone everything from have having here however into
+    itself just many might more most much must neither never nobody none nothing once only other over
+    perhaps quite rather same should since some somebody someone something such than that their them
+    then there these they this those though through under until upon very well were what when where
+    whether which while whole whom whose will with within without would your yours
+    """.split()
+)
+
+
+def word_shares(texts):
+    """The fraction of texts that contain each content word of 4 letters or more. -> dict: word -> fraction"""
+    counts = Counter()
+    for text in texts:
+        words = re.findall(r"[^\W\d_]{4,}", text.lower())  # [^\W\d_] is any letter
+        counts.update(set(words) - FUNCTION_WORDS)
+    return {word: count / len(texts) for word, count in counts.items()}
+
+
+def commonest_new_word(texts_before, texts_after):
+    """The content word in most texts after training, among those that at least doubled.
+
+    -> the word, its share of the texts before, its share after; "", 0, 0 if there is no such word
+    """
+    before, after = word_shares(texts_before), word_shares(texts_after)
+    new_words = [word for word, share in after.items() if share >= 2 * before.get(word, 0.0)]
+    if not new_words:
+        return "", 0.0, 0.0
+    word = max(sorted(new_words), key=after.get)  # sorted, so that a tie is always decided alike
+    return word, before.get(word, 0.0), after[word]
+
+
 # ============================================================================================================
 # Part II: infrastructure. Nothing below is about PPO.
 # ============================================================================================================
@@ -785,12 +853,36 @@ def to_records(prompts, responses, scores):
 SCRIPT = Path(__file__).stem
 HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 
+# Limits of a healthy policy. Beyond them, its samples look like those of an exploited reward.
+MAX_NEW_WORD_SHARE = 0.15  # of responses with the commonest new word
+MIN_VARIETY = 0.8  # distinct bigrams after training / before
+
 
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2."""
 
 
 # ---- Log-probabilities in chunks ---------------------------------------------------------------------------
+
+
+def fp32_logits(hidden, weight, bias=None):
+    """The output layer, with its result in fp32 under autocast too. [N, H], [V, H], [V] or None -> [N, V]
+
+    Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart. So products of
+    bf16 numbers are added up in fp32, and their sum is never rounded to bf16.
+    """
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    with torch.autocast(device_type, enabled=False):
+        if device_type == "cuda" and hidden.dtype != torch.float32:
+            logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+        else:
+            logits = hidden.float() @ weight.float().T
+    if bias is not None:
+        logits.add_(bias)
+    return logits
 
 
 class ChunkedLogprobs(torch.autograd.Function):
@@ -809,7 +901,6 @@ class ChunkedLogprobs(torch.autograd.Function):
         if torch.is_autocast_enabled(device_type):  # cast here, because autocast does not reach into backward
             dtype = torch.get_autocast_dtype(device_type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
         logprobs, entropies = torch.zeros(2, len(hidden), device=hidden.device)
         kept = []
         for rows in ChunkedLogprobs.chunks(hidden):
@@ -855,8 +946,8 @@ class ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def log_softmax(hidden, weight, bias, temperature):
-        """[rows, H] -> fp32 [rows, V]. Logits become fp32 before they are scaled, to be rounded only once."""
-        logits = F.linear(hidden, weight, bias).float().div_(temperature)
+        """[rows, H] -> fp32 [rows, V]"""
+        logits = fp32_logits(hidden, weight, bias).div_(temperature)
         return torch.log_softmax(logits, 1, out=logits)  # in place
 
 
@@ -883,13 +974,18 @@ def load(what, function, name, **kwargs):
         first_line = reason.splitlines()[0]
         if Path(name).is_absolute() and not Path(name).exists():
             first_line = "no such folder"
+        if Path(name).parts[:1] in (("checkpoints",), ("data",)) and not Path(resolve_path(name)).exists():
+            first_line = (
+                "the recipes named tiny need checkpoints/ and data/ of the repository beside the script"
+            )
         raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
 
 
 def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
-    Only safetensors are read: loading never runs code from the files. `settings` replaces config fields.
+    `settings` replaces config fields. Loading never runs code from the files: without safetensors,
+    pytorch_model.bin is read with weights_only.
     """
     name = resolve_path(name)
     if (Path(name) / "adapter_config.json").exists():
@@ -901,7 +997,7 @@ def load_model(auto_class, name, settings=None, **kwargs):
         if value == "gelu_new":
             setattr(config, key, "gelu_pytorch_tanh")  # the same function in one kernel instead of eight
     config.update(settings or {})
-    kwargs |= dict(config=config, dtype=torch.float32, use_safetensors=True)
+    kwargs |= dict(config=config, dtype=torch.float32, weights_only=True)
     return load("model", auto_class.from_pretrained, name, **kwargs)
 
 
@@ -1161,14 +1257,28 @@ def load_function(flag, name):
 
 
 def check_scores(scores, prompts, responses):
-    """Check what a reward function returned: a list of finite numbers, one per response. -> fp32 [B]"""
-    if not isinstance(scores, list) or len(scores) != len(prompts):
-        returned = str(scores)[:100]
-        raise UserError(f"a reward function must return a list of {len(prompts)} numbers, not {returned}")
+    """Check what a reward function returned: a finite number for each response. -> fp32 [B]
+
+    It may be a list, an array or a tensor, of anything that float() accepts.
+    """
+    try:
+        scores = list(scores)
+    except TypeError as error:
+        raise UserError(f"a reward function must return a list, not {type(scores).__name__}") from error
+    if len(scores) != len(prompts):
+        raise UserError(f"a reward function must return {len(prompts)} numbers; it returned {len(scores)}")
+    numbers = []
     for score, prompt, response in zip(scores, prompts, responses):
-        if not isinstance(score, Real) or not abs(score) < 3e38:  # nan, or infinite in fp32
-            raise UserError(f"the reward is {score!r} for prompt {prompt!r} and response {response!r}")
-    return torch.tensor([float(score) for score in scores], dtype=torch.float32)
+        where = f"for prompt {prompt!r} and response {response!r}"
+        try:
+            number = float(score)
+        except (TypeError, ValueError, OverflowError) as error:
+            kind = type(score).__name__
+            raise UserError(f"the reward is {score!r}, of type {kind}, not a number, {where}") from error
+        if not abs(number) < 3e38:  # nan, or infinite in fp32
+            raise UserError(f"the reward is {number!r} {where}")
+        numbers.append(number)
+    return torch.tensor(numbers, dtype=torch.float32)
 
 
 def load_reward(args, device):
@@ -1226,6 +1336,41 @@ def load_splits(name):
     return rows.select(range(cut)), rows.select(range(cut, len(rows)))
 
 
+def bos_ids(tokenizer):
+    """[BOS] if the tokenizer begins each text with it, as those of Llama and Gemma do; else []."""
+    first = tokenizer("a").input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def tokenize(tokenizer, texts):
+    """Token ids of each text, after BOS if the tokenizer puts it there. -> list of lists
+
+    BOS comes only once, also if a text brings its own. Nothing is added at the end, because a prompt goes on.
+    """
+    if not texts:
+        return []  # tokenizers raise for an empty list
+    bos = bos_ids(tokenizer)
+    all_ids = tokenizer(list(texts), add_special_tokens=False).input_ids
+    return [ids if bos and ids[:1] == bos else bos + ids for ids in all_ids]
+
+
+def decode(tokenizer, prompt_tokens, response_tokens):
+    """The texts of prompts and responses, from lists of token ids. -> prompts, responses (lists of str)
+
+    Some tokenizers drop the first space of what they decode. So prompt and response are decoded together, and
+    the text of the prompt is cut off. Prompts keep special tokens (those of a chat template, for example) but
+    not BOS, which the reward's own tokenizer adds. Responses have none.
+    """
+    bos = bos_ids(tokenizer)
+    prompt_tokens = [ids[1:] if bos and ids[:1] == bos else ids for ids in prompt_tokens]
+    full_tokens = [prompt + response for prompt, response in zip(prompt_tokens, response_tokens)]
+    prompts = tokenizer.batch_decode(prompt_tokens)
+    plain_prompts = tokenizer.batch_decode(prompt_tokens, skip_special_tokens=True)
+    full_texts = tokenizer.batch_decode(full_tokens, skip_special_tokens=True)
+    responses = [text[len(prompt) :] for prompt, text in zip(plain_prompts, full_texts)]
+    return prompts, responses
+
+
 def report_skipped(total, kept, reason):
     """Tell the user how many rows of the data are not used, and why."""
     if kept < total and accelerate.PartialState().is_main_process:
@@ -1238,15 +1383,11 @@ def load_prompts(rows, tokenizer, args):
         columns = ", ".join(rows.column_names)
         raise UserError(f"data set {args.dataset_name!r} needs the column text; it has {columns}")
     texts = [text for text in rows["text"] if isinstance(text, str) and len(text) > args.min_text_length]
-    prompts = []
-    if texts:
-        cut = dict(truncation=True, max_length=args.query_max_length, add_special_tokens=False)
-        prompts = tokenizer(texts, **cut).input_ids
+    prompts = [ids[: args.query_max_length] for ids in tokenize(tokenizer, texts)]
     prompts = [ids for ids in prompts if len(ids) >= args.query_min_length]
-    reason = (
-        f"no text of more than --min-text-length {args.min_text_length} characters "
-        f"and at least --query-min-length {args.query_min_length} tokens"
-    )
+    reason = f"no text of at least --query-min-length {args.query_min_length} tokens"
+    if args.min_text_length > 0:
+        reason += f" and more than --min-text-length {args.min_text_length} characters"
     report_skipped(len(rows), len(prompts), f"rows: {reason}")
     if not prompts:
         raise UserError(f"data set {args.dataset_name!r}: {reason}")
@@ -1320,7 +1461,11 @@ def start_accelerator(args):
     accelerator = accelerate.Accelerator(
         cpu=not has_gpu and not uses_fsdp and not uses_deepspeed,
         mixed_precision="no",  # autocast is explicit in train
-        kwargs_handlers=[accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)],
+        kwargs_handlers=[
+            accelerate.DistributedDataParallelKwargs(broadcast_buffers=False),
+            # The other processes wait while the main one evaluates, and a judge may take long.
+            accelerate.InitProcessGroupKwargs(timeout=timedelta(hours=12)),
+        ],
     )
     if accelerator.state.deepspeed_plugin is not None:
         configure_deepspeed(args, accelerator)
@@ -1475,7 +1620,7 @@ class Run:
         self.signal_number = 0  # of a signal that asked us to stop
         self.skipped_steps = 0  # in a row
         self.last_skip = 0  # the update of the last one
-        self.warnings_shown = set()
+        self.warnings_shown = set()  # names of metrics
         self.last_line_time = 0.0
 
         is_main = accelerator.is_main_process
@@ -1499,7 +1644,8 @@ class Run:
         if args.log_with != "none":
             accelerator.log_with = [args.log_with]
             accelerator.project_configuration.logging_dir = str(self.folder)
-            accelerator.init_trackers(SCRIPT, {name: str(value) for name, value in asdict(args).items()})
+            config = {name: str(value) for name, value in asdict(args).items()}
+            accelerator.init_trackers(SCRIPT, config, init_kwargs={"wandb": {"name": self.folder.name}})
 
     def choose_folder(self):
         """The same folder on all processes. A new run must not write into the folder of another one."""
@@ -1517,12 +1663,11 @@ class Run:
 
     def describe(self):
         """What args.json holds."""
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True)
         return {
             "args": asdict(self.args),
             "command": sys.argv,
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
-            "commit": git.stdout.strip(),
+            "commit": git_commit(),
             "world_size": self.accelerator.num_processes,
         }
 
@@ -1540,9 +1685,15 @@ class Run:
         dtype = "bfloat16" if wants_bf16(self.args, device) else "float32"
         trained = sum(p.numel() for p in trainable(model).values())
         total = sum(p.numel() for p in model.parameters())
-        if self.args.recipe == "custom":
-            self.print("no recipe: flags that are not given have the defaults of Args, the published ones")
         self.print(f"recipe {self.args.recipe}: {job}, {device}, {dtype}; run folder {self.folder}")
+        if self.args.recipe == "custom":
+            self.print(
+                "custom: a model was named, so all other flags begin with the published defaults of Args"
+            )
+            self.print(f"flags that differ from recipe tiny: {flags_that_differ(self.args, RECIPES['tiny'])}")
+        else:
+            differ = flags_that_differ(self.args, RECIPES[self.args.recipe])
+            self.print(f"flags that differ from the recipe: {differ or 'none'}")
         self.print(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
 
     # -- Files and tables --
@@ -1558,10 +1709,10 @@ class Run:
                 for row in rows:
                     file.write(json.dumps(row) + "\n")
 
-    def log(self, metrics, warnings=()):
+    def log(self, metrics, warnings=None):
         """Log one update: to metrics.jsonl, to the tracker (under train/, as TRL does) and to the screen.
 
-        Each warning is printed only once in a run.
+        warnings: dict of metric -> text. Each metric is warned about only once in a run.
         """
         update = metrics["update"]
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
@@ -1580,9 +1731,9 @@ class Run:
         if self.bar.disable and is_due:  # not a terminal: print a line now and then
             self.last_line_time = time.time()
             self.print(f"update {update}/{self.updates}  {shown}")
-        for warning in warnings:
-            if warning not in self.warnings_shown:
-                self.warnings_shown.add(warning)
+        for name, warning in (warnings or {}).items():
+            if name not in self.warnings_shown:
+                self.warnings_shown.add(name)
                 self.print(f"update {update}: {warning}", style="yellow")
 
     def table(self, title, rows, file=None, **extra):
@@ -1595,10 +1746,33 @@ class Run:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table, soft_wrap=False)
         if file is not None:
-            self.append(file, [extra | row for row in rows])
-            if self.args.log_with == "wandb":
-                data = [list(row.values()) for row in rows]
-                self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=data)
+            rows = [extra | row for row in rows]
+            self.append(file, rows)
+            self.track_table(Path(file).stem, rows, extra["update"])
+
+    def track_table(self, name, rows, step):
+        """Send a table of samples to the tracker: a table for wandb, text for tensorboard."""
+        columns = list(rows[0])
+        data = [list(row.values()) for row in rows]
+        if self.args.log_with == "wandb":
+            self.accelerator.get_tracker("wandb").log_table(name, columns=columns, data=data, step=step)
+        elif self.args.log_with == "tensorboard":
+            lines = [columns, ["---"] * len(columns), *data]
+            cells = [[" ".join(str(cell).split()).replace("|", "&#124;") for cell in line] for line in lines]
+            text = "\n".join(" | ".join(line) for line in cells)
+            self.accelerator.get_tracker("tensorboard").tracker.add_text(name, text, step)
+
+    def write_evaluation(self, about):
+        """evaluation.json. Its numbers also go to the tracker, under eval/."""
+        self.write("evaluation.json", json.dumps(about, indent=2))
+        numbers = {}
+        for part, values in about.items():
+            if isinstance(values, dict):
+                numbers |= {f"eval/{part}/{name}": x for name, x in values.items()}
+            else:
+                numbers[f"eval/{part}"] = values
+        numbers = {name: x for name, x in numbers.items() if isinstance(x, (int, float))}
+        self.accelerator.log(numbers, step=self.updates)
 
     def plot(self, *names):
         """curves.png: the named metrics over the updates."""
@@ -1632,6 +1806,9 @@ class Run:
     def finish(self):
         """Wait until the main process has saved everything, because torchrun would stop it."""
         self.bar.stop()
+        if self.accelerator.is_main_process:  # the last checkpoint is enough now
+            for old in sorted((self.folder / "checkpoints").glob("[0-9]*"))[:-1]:
+                shutil.rmtree(old)
         self.print(f"saved {self.folder / 'model'}")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
@@ -1771,12 +1948,31 @@ class Run:
                 self.write(name, "".join(kept))
 
 
+def git_commit():
+    """The commit of the repository that holds this script; "" if there is none, or no git."""
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        return subprocess.run(command, cwd=HERE, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:  # git is not installed
+        return ""
+
+
 def shard_like(value, p):
     """The shard of a tensor that belongs to the parameter p if p is sharded (FSDP2); else the tensor."""
     if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
         return value
     value = value.to(p.device)
     return torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+
+
+def flags_that_differ(args, recipe):
+    """The flags of a run that differ from those of a recipe, with its values. -> str"""
+    differ = []
+    for name, value in asdict(args).items():
+        usual = getattr(recipe, name)
+        if value != usual and name not in ("recipe", "resume", "output_dir"):
+            differ.append(f"--{name.replace('_', '-')} {value} ({usual})")
+    return ", ".join(differ)
 
 
 def to_numbers(metrics):
@@ -1790,22 +1986,64 @@ def is_sample_update(update, updates, args):
     return count > 0 and update % max(1, updates // count) == 0
 
 
-def health_warnings(metrics, args):
-    """What looks unhealthy in the metrics of an update, with the likely cause. -> list of str"""
-    warnings = []
+def health_warnings(metrics, args, new_word):
+    """What looks unhealthy in the metrics of an update, with the likely cause. -> dict: metric -> warning
+
+    new_word: from commonest_new_word. A batch is small, so only a clear case counts: a word in every fourth
+    response, in at least 10 of them, and five times as common as before training.
+    """
+    warnings = {}
     if metrics["objective/kl"] < -1:
-        warnings.append("the KL is negative: are tokens sampled from the distribution that is scored?")
+        warnings["objective/kl"] = (
+            "the KL is negative: are tokens sampled from the distribution that is scored?"
+        )
     if not 0.5 < metrics["val/ratio"] < 2:
-        warnings.append("the ratio is far from 1: lower --learning-rate or --num-ppo-epochs")
+        warnings["val/ratio"] = "the ratio is far from 1: lower --learning-rate or --num-ppo-epochs"
     if metrics["policy/entropy_avg"] < 0.1:
-        warnings.append("the entropy is almost 0: the policy always says the same; raise --kl-coef")
+        warnings["policy/entropy_avg"] = (
+            "the entropy is almost 0: the policy always says the same; raise --kl-coef"
+        )
     if metrics["env/reward_std"] == 0:
-        warnings.append("all rewards are equal: there is nothing to learn from")
+        warnings["env/reward_std"] = "all rewards are equal: there is nothing to learn from"
     if metrics.get("frac_reward_zero_std", 0) > 0.5:
-        warnings.append("most prompts get equal rewards for all responses: raise --temperature or --rloo-k")
+        warnings["frac_reward_zero_std"] = (
+            "most prompts get equal rewards for all responses: raise --temperature or --rloo-k"
+        )
     if args.missing_eos_penalty is not None and metrics["val/num_eos_tokens"] == 0:
-        warnings.append("no response ended by itself: raise --response-length, or teach the policy EOS first")
+        warnings["val/num_eos_tokens"] = (
+            "no response ended by itself: raise --response-length, or teach the policy EOS first"
+        )
+    word, share_before, share = new_word
+    batch_size = metrics["episode"] / metrics["update"]
+    if share >= 0.25 and share * batch_size >= 10 and share >= 5 * share_before:
+        warnings["completions/new_word_share"] = (
+            f'"{word}" is in {share:.0%} of the responses, before training in {share_before:.0%}: is the '
+            "policy exploiting the reward? Read the samples. A higher --kl-coef keeps it near the reference"
+        )
     return warnings
+
+
+def new_word_row(texts_before, texts_after):
+    """The commonest new word and its share, as a row of the final table. -> dict(metric, before, after)"""
+    word, share_before, share_after = commonest_new_word(texts_before, texts_after)
+    return {"metric": f'commonest new word: "{word}"', "before": share_before, "after": share_after}
+
+
+def report_collapse(run, new_word, distinct_before, distinct_after):
+    """Warn if a word took over, or if the responses became more alike. new_word: from new_word_row"""
+    if new_word["after"] > MAX_NEW_WORD_SHARE:
+        run.print(
+            f"{new_word['metric']} is in {new_word['after']:.0%} of the responses, before in "
+            f"{new_word['before']:.0%}. The policy may exploit the reward, so the score alone proves "
+            "nothing: read evaluation_samples.jsonl",
+            style="yellow",
+        )
+    variety = distinct_after / max(distinct_before, 1e-9)
+    if variety < MIN_VARIETY:
+        run.print(
+            f"the responses repeat each other: distinct bigrams are at {variety:.0%} of their first value",
+            style="yellow",
+        )
 
 
 def report_evaluation(run, before, after):
@@ -1826,17 +2064,20 @@ def report_evaluation(run, before, after):
     comparison = []
     for name, value in metrics_before.items():
         comparison.append({"metric": name, "before": value, "after": metrics_after[name]})
-    run.table(f"{len(rows)} held-out prompts", comparison)
+    new_word = new_word_row([row["before"] for row in rows], [row["after"] for row in rows])
+    run.table(f"{len(rows)} held-out prompts", [*comparison, new_word])
+    report_collapse(run, new_word, metrics_before["distinct bigrams"], metrics_after["distinct bigrams"])
     limits = f"{args.response_min_length} to {args.response_length} tokens"
     decoding = f"sampling, temperature {args.temperature}, at most {limits}"
     about = {
         "before": metrics_before,
         "after": metrics_after,
+        "commonest new word": new_word,
         "n": len(rows),
         "judge": args.judge_model_path or args.reward_fn or args.reward_model_path,
         "decoding": decoding,
     }
-    run.write("evaluation.json", json.dumps(about, indent=2))
+    run.write_evaluation(about)
     run.write("evaluation_samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     run.plot("objective/scores", "objective/kl", "policy/entropy_avg", "loss/value_avg")
 
@@ -1910,7 +2151,11 @@ def resumed_args(resume, recipe, flags):
     """The flags of the run to continue. Flags that would change its result are refused."""
     folder = Path(resume)
     if resume == "latest":
-        folder = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime, default=folder).parent
+        runs = Path("runs", SCRIPT)  # runs with an --output-dir elsewhere are not found
+        newest = max(runs.glob("*/args.json"), key=os.path.getmtime, default=None)
+        if newest is None:
+            raise UserError(f"--resume latest: there is no run in {runs}; name the --output-dir of your run")
+        folder = newest.parent
     if not folder.exists():
         raise UserError(f"--resume {resume}: there is no such run or checkpoint")
     if folder.parent.name == "checkpoints":

@@ -58,6 +58,7 @@ import time
 import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from pydoc import locate
 from typing import Literal
@@ -88,9 +89,9 @@ class Args:
     recipe: tyro.conf.Suppress[str] = "custom"  # set from the first word of the command line
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue a run: its folder, one of its checkpoints, or `latest`
+    resume: str | None = None  # continue a run: its folder, a checkpoint, or `latest` in runs/<script>
     save_every: int = 100  # updates between checkpoints (0: only at the end, or after a signal)
-    keep_checkpoints: int = 2  # number of checkpoints to keep; older ones are deleted
+    keep_checkpoints: int = 2  # number of checkpoints to keep during a run; the last one stays after it
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
 
     # Models
@@ -133,8 +134,9 @@ RECIPES = {
         dataset_name="data/reviews",
         label_names="negative,positive",
         max_length=128,
+        min_prefix_length=3,  # PPO scores texts of a few words, and so must the classifier be right on them
         dtype="float32",
-        num_train_epochs=6.0,
+        num_train_epochs=10.0,
         per_device_train_batch_size=32,
         learning_rate=1e-3,
         lr_scheduler_type="cosine",
@@ -370,7 +372,7 @@ def preference_ids(tokenizer, prompts, responses, max_length):
         tokenizer.truncation_side = "left"
         texts = [prompt + response for prompt, response in zip(prompts, responses)]
         return tokenizer(texts, truncation=True, max_length=max_length).input_ids
-    prompt_ids = tokenizer(list(prompts), add_special_tokens=False).input_ids
+    prompt_ids = tokenize(tokenizer, prompts)  # with BOS in front, if the tokenizer puts it there
     response_ids = tokenizer(list(responses), add_special_tokens=False).input_ids
     texts = []
     for prompt, response in zip(prompt_ids, response_ids):
@@ -549,7 +551,7 @@ def train(args):
             run.print(
                 f"mean score of {len(data['references'])} references, saved as reward_offset: {offset:.3f}"
             )
-        run.write("evaluation.json", json.dumps(evaluation, indent=2))
+        run.write_evaluation(evaluation)
         save_reward_model(model.model, tokenizer, args, run.folder / "model")
         run.plot("loss", "accuracy", "lr")
     run.finish()
@@ -659,13 +661,18 @@ def load(what, function, name, **kwargs):
         first_line = reason.splitlines()[0]
         if Path(name).is_absolute() and not Path(name).exists():
             first_line = "no such folder"
+        if Path(name).parts[:1] in (("checkpoints",), ("data",)) and not Path(resolve_path(name)).exists():
+            first_line = (
+                "the recipes named tiny need checkpoints/ and data/ of the repository beside the script"
+            )
         raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
 
 
 def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
-    Only safetensors are read: loading never runs code from the files. `settings` replaces config fields.
+    `settings` replaces config fields. Loading never runs code from the files: without safetensors,
+    pytorch_model.bin is read with weights_only.
     """
     name = resolve_path(name)
     if (Path(name) / "adapter_config.json").exists():
@@ -677,7 +684,7 @@ def load_model(auto_class, name, settings=None, **kwargs):
         if value == "gelu_new":
             setattr(config, key, "gelu_pytorch_tanh")  # the same function in one kernel instead of eight
     config.update(settings or {})
-    kwargs |= dict(config=config, dtype=torch.float32, use_safetensors=True)
+    kwargs |= dict(config=config, dtype=torch.float32, weights_only=True)
     return load("model", auto_class.from_pretrained, name, **kwargs)
 
 
@@ -849,6 +856,24 @@ def load_splits(name):
             return rows, splits[held_out]
     cut = len(rows) - max(1, len(rows) // 10)
     return rows.select(range(cut)), rows.select(range(cut, len(rows)))
+
+
+def bos_ids(tokenizer):
+    """[BOS] if the tokenizer begins each text with it, as those of Llama and Gemma do; else []."""
+    first = tokenizer("a").input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def tokenize(tokenizer, texts):
+    """Token ids of each text, after BOS if the tokenizer puts it there. -> list of lists
+
+    BOS comes only once, also if a text brings its own. Nothing is added at the end, because a prompt goes on.
+    """
+    if not texts:
+        return []  # tokenizers raise for an empty list
+    bos = bos_ids(tokenizer)
+    all_ids = tokenizer(list(texts), add_special_tokens=False).input_ids
+    return [ids if bos and ids[:1] == bos else bos + ids for ids in all_ids]
 
 
 def report_skipped(total, kept, reason):
@@ -1133,7 +1158,11 @@ def start_accelerator(args):
     accelerator = accelerate.Accelerator(
         cpu=not has_gpu and not uses_fsdp and not uses_deepspeed,
         mixed_precision="no",  # autocast is explicit in train
-        kwargs_handlers=[accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)],
+        kwargs_handlers=[
+            accelerate.DistributedDataParallelKwargs(broadcast_buffers=False),
+            # The other processes wait while the main one evaluates, and a judge may take long.
+            accelerate.InitProcessGroupKwargs(timeout=timedelta(hours=12)),
+        ],
     )
     if accelerator.state.deepspeed_plugin is not None:
         configure_deepspeed(args, accelerator)
@@ -1253,7 +1282,7 @@ class Run:
         self.signal_number = 0  # of a signal that asked us to stop
         self.skipped_steps = 0  # in a row
         self.last_skip = 0  # the update of the last one
-        self.warnings_shown = set()
+        self.warnings_shown = set()  # names of metrics
         self.last_line_time = 0.0
 
         is_main = accelerator.is_main_process
@@ -1277,7 +1306,8 @@ class Run:
         if args.log_with != "none":
             accelerator.log_with = [args.log_with]
             accelerator.project_configuration.logging_dir = str(self.folder)
-            accelerator.init_trackers(SCRIPT, {name: str(value) for name, value in asdict(args).items()})
+            config = {name: str(value) for name, value in asdict(args).items()}
+            accelerator.init_trackers(SCRIPT, config, init_kwargs={"wandb": {"name": self.folder.name}})
 
     def choose_folder(self):
         """The same folder on all processes. A new run must not write into the folder of another one."""
@@ -1295,12 +1325,11 @@ class Run:
 
     def describe(self):
         """What args.json holds."""
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True)
         return {
             "args": asdict(self.args),
             "command": sys.argv,
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
-            "commit": git.stdout.strip(),
+            "commit": git_commit(),
             "world_size": self.accelerator.num_processes,
         }
 
@@ -1318,9 +1347,15 @@ class Run:
         dtype = "bfloat16" if wants_bf16(self.args, device) else "float32"
         trained = sum(p.numel() for p in trainable(model).values())
         total = sum(p.numel() for p in model.parameters())
-        if self.args.recipe == "custom":
-            self.print("no recipe: flags that are not given have the defaults of Args, the published ones")
         self.print(f"recipe {self.args.recipe}: {job}, {device}, {dtype}; run folder {self.folder}")
+        if self.args.recipe == "custom":
+            self.print(
+                "custom: a model was named, so all other flags begin with the published defaults of Args"
+            )
+            self.print(f"flags that differ from recipe tiny: {flags_that_differ(self.args, RECIPES['tiny'])}")
+        else:
+            differ = flags_that_differ(self.args, RECIPES[self.args.recipe])
+            self.print(f"flags that differ from the recipe: {differ or 'none'}")
         self.print(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
 
     # -- Files and tables --
@@ -1336,10 +1371,10 @@ class Run:
                 for row in rows:
                     file.write(json.dumps(row) + "\n")
 
-    def log(self, metrics, warnings=()):
+    def log(self, metrics, warnings=None):
         """Log one update: to metrics.jsonl, to the tracker (under train/, as TRL does) and to the screen.
 
-        Each warning is printed only once in a run.
+        warnings: dict of metric -> text. Each metric is warned about only once in a run.
         """
         update = metrics["update"]
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
@@ -1358,9 +1393,9 @@ class Run:
         if self.bar.disable and is_due:  # not a terminal: print a line now and then
             self.last_line_time = time.time()
             self.print(f"update {update}/{self.updates}  {shown}")
-        for warning in warnings:
-            if warning not in self.warnings_shown:
-                self.warnings_shown.add(warning)
+        for name, warning in (warnings or {}).items():
+            if name not in self.warnings_shown:
+                self.warnings_shown.add(name)
                 self.print(f"update {update}: {warning}", style="yellow")
 
     def table(self, title, rows, file=None, **extra):
@@ -1373,10 +1408,33 @@ class Run:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table, soft_wrap=False)
         if file is not None:
-            self.append(file, [extra | row for row in rows])
-            if self.args.log_with == "wandb":
-                data = [list(row.values()) for row in rows]
-                self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=data)
+            rows = [extra | row for row in rows]
+            self.append(file, rows)
+            self.track_table(Path(file).stem, rows, extra["update"])
+
+    def track_table(self, name, rows, step):
+        """Send a table of samples to the tracker: a table for wandb, text for tensorboard."""
+        columns = list(rows[0])
+        data = [list(row.values()) for row in rows]
+        if self.args.log_with == "wandb":
+            self.accelerator.get_tracker("wandb").log_table(name, columns=columns, data=data, step=step)
+        elif self.args.log_with == "tensorboard":
+            lines = [columns, ["---"] * len(columns), *data]
+            cells = [[" ".join(str(cell).split()).replace("|", "&#124;") for cell in line] for line in lines]
+            text = "\n".join(" | ".join(line) for line in cells)
+            self.accelerator.get_tracker("tensorboard").tracker.add_text(name, text, step)
+
+    def write_evaluation(self, about):
+        """evaluation.json. Its numbers also go to the tracker, under eval/."""
+        self.write("evaluation.json", json.dumps(about, indent=2))
+        numbers = {}
+        for part, values in about.items():
+            if isinstance(values, dict):
+                numbers |= {f"eval/{part}/{name}": x for name, x in values.items()}
+            else:
+                numbers[f"eval/{part}"] = values
+        numbers = {name: x for name, x in numbers.items() if isinstance(x, (int, float))}
+        self.accelerator.log(numbers, step=self.updates)
 
     def plot(self, *names):
         """curves.png: the named metrics over the updates."""
@@ -1410,6 +1468,9 @@ class Run:
     def finish(self):
         """Wait until the main process has saved everything, because torchrun would stop it."""
         self.bar.stop()
+        if self.accelerator.is_main_process:  # the last checkpoint is enough now
+            for old in sorted((self.folder / "checkpoints").glob("[0-9]*"))[:-1]:
+                shutil.rmtree(old)
         self.print(f"saved {self.folder / 'model'}")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
@@ -1549,12 +1610,31 @@ class Run:
                 self.write(name, "".join(kept))
 
 
+def git_commit():
+    """The commit of the repository that holds this script; "" if there is none, or no git."""
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        return subprocess.run(command, cwd=HERE, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:  # git is not installed
+        return ""
+
+
 def shard_like(value, p):
     """The shard of a tensor that belongs to the parameter p if p is sharded (FSDP2); else the tensor."""
     if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
         return value
     value = value.to(p.device)
     return torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+
+
+def flags_that_differ(args, recipe):
+    """The flags of a run that differ from those of a recipe, with its values. -> str"""
+    differ = []
+    for name, value in asdict(args).items():
+        usual = getattr(recipe, name)
+        if value != usual and name not in ("recipe", "resume", "output_dir"):
+            differ.append(f"--{name.replace('_', '-')} {value} ({usual})")
+    return ", ".join(differ)
 
 
 def to_numbers(metrics):
@@ -1606,7 +1686,11 @@ def resumed_args(resume, recipe, flags):
     """The flags of the run to continue. Flags that would change its result are refused."""
     folder = Path(resume)
     if resume == "latest":
-        folder = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime, default=folder).parent
+        runs = Path("runs", SCRIPT)  # runs with an --output-dir elsewhere are not found
+        newest = max(runs.glob("*/args.json"), key=os.path.getmtime, default=None)
+        if newest is None:
+            raise UserError(f"--resume latest: there is no run in {runs}; name the --output-dir of your run")
+        folder = newest.parent
     if not folder.exists():
         raise UserError(f"--resume {resume}: there is no such run or checkpoint")
     if folder.parent.name == "checkpoints":

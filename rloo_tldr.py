@@ -45,10 +45,11 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from numbers import Real
+from datetime import timedelta
 from pathlib import Path
 from pydoc import locate
 from typing import Literal
@@ -79,9 +80,9 @@ class Args:
     recipe: tyro.conf.Suppress[str] = "custom"  # set from the first word of the command line
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue a run: its folder, one of its checkpoints, or `latest`
+    resume: str | None = None  # continue a run: its folder, a checkpoint, or `latest` in runs/<script>
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
-    keep_checkpoints: int = 2  # number of checkpoints to keep; older ones are deleted
+    keep_checkpoints: int = 2  # number of checkpoints to keep during a run; the last one stays after it
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
     num_sample_generations: int = 10  # how many times samples are printed during the run
 
@@ -119,9 +120,9 @@ class Args:
     rloo_k: int = 2  # responses per prompt; 2 or more
     kl_coef: float = 0.05  # KL penalty coefficient
 
-    # In the reward, only k1 leads to the gradient of KL(policy || reference). As a loss, k1 has the
-    # gradient 0 on average, k2 that of KL(policy || reference), and k3 (as in GRPO) that of KL(reference ||
-    # policy).
+    # In the reward, k1 leads to the gradient of KL(policy || reference) of whole responses. In the loss, each
+    # token counts alone, given its prefix. There k2 has the gradient of KL(policy || reference), k3 (as in
+    # GRPO) that of KL(reference || policy), and k1 none. All on average, for samples of the current policy.
     kl_in_loss: bool = False  # the KL is a term of the loss, not of the reward; needs k2 or k3
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1 in the reward; k2 or k3 (as in GRPO) in the loss
     missing_eos_penalty: float | None = None  # subtracted from the score of a response without a stop token
@@ -133,7 +134,7 @@ class Args:
     num_examples: int = 256  # number of held-out posts whose summaries are judged, before and after
     judge_fn: str | None = None  # FILE.py:function: (prompts, responses) -> floats; the higher score wins
     judge_model: str | None = None  # reward model (folder) or chat model; None: judge_fn, else reward
-    judge_url: str | None = None  # OpenAI-compatible server of the chat model; None: Hugging Face's service
+    judge_url: str | None = None  # server of the chat model; None: OpenAI with its key, else Hugging Face
 
     # Optimizer
     learning_rate: float = 3e-6  # initial (or constant) learning rate
@@ -177,9 +178,9 @@ RECIPES = {
         num_mini_batches=2,
         per_device_train_batch_size=8,
         gradient_accumulation_steps=8,
-        local_rollout_forward_batch_size=16,
         missing_eos_penalty=1.0,
         kl_coef=0.03,
+        save_every=100,  # a checkpoint has 12 GB
         adam_eps=1e-5,
     ),
 }
@@ -216,13 +217,14 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
     hidden [..., H], weight [V, H], tokens [...], bias [V] or None -> logprobs, entropies, fp32 [...], in
-    nats. Only the log-probabilities have a gradient. The logits are computed in chunks (`ChunkedLogprobs`).
+    nats. Only the log-probabilities have a gradient. ChunkedLogprobs (Part II) computes them in chunks of
+    rows, because all logits [N, V] would need too much memory.
     """
     if bias is not None:
         bias = bias.clamp(min=-1e4)  # models may forbid a token by -inf, but p log p would be 0 * -inf = nan
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])  # [N, H]
     flat_tokens = tokens.reshape(-1)  # [N]
-    # Inside forward, gradients are always off. So tell it here whether there will be a backward pass.
+    # ChunkedLogprobs is an autograd.Function. In its forward, gradients are always off, so ask here.
     logprobs, entropies = ChunkedLogprobs.apply(
         flat_hidden, weight, flat_tokens, temperature, bias, torch.is_grad_enabled()
     )
@@ -338,9 +340,9 @@ def hidden_states(body, ids, mask, cache=None):
     inputs = {"input_ids": ids, "attention_mask": mask.long()}
     if cache is not None:
         inputs["past_key_values"] = cache
-    if (
-        "position_ids" in inspect.signature(body.forward).parameters
-    ):  # BLOOM has no such argument, and needs none
+    # With left padding, the first real token is not in column 0, so pass the positions. BLOOM takes no
+    # position_ids: it computes them from the mask.
+    if "position_ids" in inspect.signature(body.forward).parameters:
         positions = mask.long().cumsum(1) - 1
         inputs["position_ids"] = positions.clamp(min=0)[:, -L:]
     return body(**inputs, use_cache=cache is not None).last_hidden_state
@@ -411,7 +413,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_token_id, temperature):
     rows = torch.arange(P * k, device=ids.device)  # the rows that are still being written
 
     for t in range(T):
-        logits = F.linear(hidden, head.weight, head.bias).float()  # [rows, V]
+        logits = fp32_logits(hidden, head.weight, head.bias)  # [rows, V]
         probs = logits.div_(temperature).softmax(-1)
         token = sample_tokens(probs, uniforms[rows, t])  # [rows]
         tokens[rows, t] = token
@@ -456,17 +458,11 @@ def sample_responses(policy, tokenizer, prompt_batch, stop_token_id, args):
     last_tokens = tokens.gather(1, lengths[:, None] - 1).squeeze(1)
     stopped = last_tokens == stop_token_id  # [k * P]
 
-    # 2. Decode, without the stop token: the reward model will add its own EOS. Some tokenizers drop the first
-    #    space of what they decode. So decode prompt and response together, and cut off the text of the
-    #    prompt. Rewards and judges get `prompts`, which keep special tokens.
+    # 2. Decode, without the stop token: the reward model will add its own EOS.
     has_text = length_mask(lengths - stopped.long(), T)  # [k * P, T]
     prompt_tokens = [row[m].tolist() for row, m in zip(prompt_ids, prompt_mask)]
     response_tokens = [row[m].tolist() for row, m in zip(tokens, has_text)]
-    full_tokens = [prompt + response for prompt, response in zip(prompt_tokens, response_tokens)]
-    prompts = tokenizer.batch_decode(prompt_tokens)
-    plain_prompts = tokenizer.batch_decode(prompt_tokens, skip_special_tokens=True)
-    full_texts = tokenizer.batch_decode(full_tokens, skip_special_tokens=True)
-    responses = [text[len(prompt) :] for prompt, text in zip(plain_prompts, full_texts)]
+    prompts, responses = decode(tokenizer, prompt_tokens, response_tokens)  # lists of k * P str
 
     b = {
         "ids": torch.cat([prompt_ids, tokens], 1),  # [k * P, C + T]
@@ -569,6 +565,8 @@ def train(args):
         before = evaluate_summaries(
             model, tokenizer, reward, judge, held_out, references, stop_token_id, args
         )
+
+    responses_before = [record["response"] for record in before[1]]
 
     # `model` generates, `learner` is trained. On one process and with DDP they are the same module, and
     # copy_weights does nothing. FSDP2 and ZeRO-3 cannot generate from shards: there the learner is a
@@ -695,15 +693,20 @@ def train(args):
         update_metrics |= {name: x / tokens_trained for name, x in token_sums.items()}
         # var r = E[(r - 1)^2] - E[r - 1]^2
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
-        # Generation computes one token at a time, with a cache: how much do its log-probabilities differ?
+        # Generation computes one token at a time, with a cache. How far its log-probabilities are from those
+        # of the full forward pass:
         sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
         score_std_of_groups = b["scores"].view(k, P).std(0, correction=0)  # [P]
         lengths = b["lengths"].float()
+        # A policy that exploits its reward repeats the words that score best. So log the share of the word
+        # in most responses, of those words that at least doubled since the start.
+        all_responses = accelerate.utils.gather_object(responses)  # of all processes
+        new_word = commonest_new_word(responses_before, all_responses)  # the word, its share before, now
         metrics = {
             "update": update,
             "episode": update * B,
             "lr": optimizer.param_groups[0]["lr"],
-            "eps": B / (time.time() - start_time),
+            "eps": B / (time.time() - start_time),  # episodes per second
             "objective/kl": kl.mean(),
             "objective/kl_coef": args.kl_coef,
             "objective/entropy": -torch.where(valid, b["logprobs"], 0.0).sum(1).mean(),  # per response
@@ -711,16 +714,18 @@ def train(args):
             "objective/rlhf_reward": scores.mean() - args.kl_coef * kl.mean(),
             "objective/scores": scores.mean(),
             **update_metrics,
+            "val/clipfrac_avg": 0.0,  # there is no value function to clip; TRL logs this 0 too
             "val/num_eos_tokens": b["stopped"].sum(),
             "env/reward_mean": b["scores"].mean(),
             "env/reward_std": b["scores"].std(correction=0),
-            "frac_reward_zero_std": (score_std_of_groups < 1e-6)
-            .float()
-            .mean(),  # equal raw scores in a group
+            # The fraction of groups with equal raw scores. Only the KL and the EOS penalty differ in them.
+            "frac_reward_zero_std": (score_std_of_groups < 1e-6).float().mean(),
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
             "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # did not stop on their own
+            "completions/distinct_2": distinct_bigrams(all_responses),
+            "completions/new_word_share": new_word[2],
             "sampling/logprob_gap_mean": sampling_gap.mean(),
             "sampling/logprob_gap_max": sampling_gap.max(),
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
@@ -728,10 +733,15 @@ def train(args):
         if judge_score is not None:
             metrics["judge/scores"] = b["judge_scores"].mean()
         metrics = to_numbers(metrics)
-        run.log(metrics, health_warnings(metrics, args))
+        run.log(metrics, health_warnings(metrics, args, new_word))
         if is_sample_update(update, updates, args):
-            records = summary_records(prompts[:3], responses[:3], local)
-            run.table(f"samples of update {update}", records, "samples.jsonl", update=update)
+            # The same prompts each time, with the same random numbers: watch the responses change.
+            first_posts = {name: x[:3] for name, x in held_out.items()}
+            with autocast:
+                _, records = evaluate_summaries(
+                    model, tokenizer, reward, None, first_posts, references[:3], stop_token_id, args
+                )
+            run.table(f"samples after update {update}", records, "samples.jsonl", update=update)
 
         # 7. Save.
         run.checkpoint(update, parameters, optimizer, B)
@@ -775,6 +785,7 @@ def evaluate_summaries(model, tokenizer, reward, judge, prompt_batch, references
         "tokens per response": b["lengths"].float().mean(),
         "perplexity under the reference": torch.exp(-masked_mean(b["ref_logprobs"], valid)),
         "distinct responses": len(set(responses)) / len(responses),
+        "distinct bigrams": distinct_bigrams(responses),
     }
     metrics = {name: float(x) for name, x in metrics.items()}
     return metrics, summary_records(prompts, responses, b)
@@ -809,6 +820,53 @@ def summary_records(prompts, responses, b):
     return records
 
 
+def distinct_bigrams(texts):
+    """Different pairs of neighboring words / all pairs, in all texts (distinct-2, Li et al. 2016). -> float
+
+    It falls if a policy repeats itself, even if no two responses are equal. More texts have a lower value.
+    """
+    pairs = []
+    for text in texts:
+        words = text.lower().split()
+        pairs.extend(zip(words, words[1:]))
+    return len(set(pairs)) / max(len(pairs), 1)
+
+
+# Not counted as new words: English words that say little about the content.
+FUNCTION_WORDS = set(
+    """
+    about after again also always another anything because been before being both could does doing down
+    during each either even ever every everybody everyone everything from have having here however into
+    itself just many might more most much must neither never nobody none nothing once only other over
+    perhaps quite rather same should since some somebody someone something such than that their them
+    then there these they this those though through under until upon very well were what when where
+    whether which while whole whom whose will with within without would your yours
+    """.split()
+)
+
+
+def word_shares(texts):
+    """The fraction of texts that contain each content word of 4 letters or more. -> dict: word -> fraction"""
+    counts = Counter()
+    for text in texts:
+        words = re.findall(r"[^\W\d_]{4,}", text.lower())  # [^\W\d_] is any letter
+        counts.update(set(words) - FUNCTION_WORDS)
+    return {word: count / len(texts) for word, count in counts.items()}
+
+
+def commonest_new_word(texts_before, texts_after):
+    """The content word in most texts after training, among those that at least doubled.
+
+    -> the word, its share of the texts before, its share after; "", 0, 0 if there is no such word
+    """
+    before, after = word_shares(texts_before), word_shares(texts_after)
+    new_words = [word for word, share in after.items() if share >= 2 * before.get(word, 0.0)]
+    if not new_words:
+        return "", 0.0, 0.0
+    word = max(sorted(new_words), key=after.get)  # sorted, so that a tie is always decided alike
+    return word, before.get(word, 0.0), after[word]
+
+
 # ============================================================================================================
 # Part II: infrastructure. Nothing below is about RLOO.
 # ============================================================================================================
@@ -816,12 +874,36 @@ def summary_records(prompts, responses, b):
 SCRIPT = Path(__file__).stem
 HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 
+# Limits of a healthy policy. Beyond them, its samples look like those of an exploited reward.
+MAX_NEW_WORD_SHARE = 0.15  # of responses with the commonest new word
+MIN_VARIETY = 0.8  # distinct bigrams after training / before
+
 
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2."""
 
 
 # ---- Log-probabilities in chunks ---------------------------------------------------------------------------
+
+
+def fp32_logits(hidden, weight, bias=None):
+    """The output layer, with its result in fp32 under autocast too. [N, H], [V, H], [V] or None -> [N, V]
+
+    Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart. So products of
+    bf16 numbers are added up in fp32, and their sum is never rounded to bf16.
+    """
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    with torch.autocast(device_type, enabled=False):
+        if device_type == "cuda" and hidden.dtype != torch.float32:
+            logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+        else:
+            logits = hidden.float() @ weight.float().T
+    if bias is not None:
+        logits.add_(bias)
+    return logits
 
 
 class ChunkedLogprobs(torch.autograd.Function):
@@ -840,7 +922,6 @@ class ChunkedLogprobs(torch.autograd.Function):
         if torch.is_autocast_enabled(device_type):  # cast here, because autocast does not reach into backward
             dtype = torch.get_autocast_dtype(device_type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
         logprobs, entropies = torch.zeros(2, len(hidden), device=hidden.device)
         kept = []
         for rows in ChunkedLogprobs.chunks(hidden):
@@ -886,8 +967,8 @@ class ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def log_softmax(hidden, weight, bias, temperature):
-        """[rows, H] -> fp32 [rows, V]. Logits become fp32 before they are scaled, to be rounded only once."""
-        logits = F.linear(hidden, weight, bias).float().div_(temperature)
+        """[rows, H] -> fp32 [rows, V]"""
+        logits = fp32_logits(hidden, weight, bias).div_(temperature)
         return torch.log_softmax(logits, 1, out=logits)  # in place
 
 
@@ -914,13 +995,18 @@ def load(what, function, name, **kwargs):
         first_line = reason.splitlines()[0]
         if Path(name).is_absolute() and not Path(name).exists():
             first_line = "no such folder"
+        if Path(name).parts[:1] in (("checkpoints",), ("data",)) and not Path(resolve_path(name)).exists():
+            first_line = (
+                "the recipes named tiny need checkpoints/ and data/ of the repository beside the script"
+            )
         raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
 
 
 def load_model(auto_class, name, settings=None, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
-    Only safetensors are read: loading never runs code from the files. `settings` replaces config fields.
+    `settings` replaces config fields. Loading never runs code from the files: without safetensors,
+    pytorch_model.bin is read with weights_only.
     """
     name = resolve_path(name)
     if (Path(name) / "adapter_config.json").exists():
@@ -932,7 +1018,7 @@ def load_model(auto_class, name, settings=None, **kwargs):
         if value == "gelu_new":
             setattr(config, key, "gelu_pytorch_tanh")  # the same function in one kernel instead of eight
     config.update(settings or {})
-    kwargs |= dict(config=config, dtype=torch.float32, use_safetensors=True)
+    kwargs |= dict(config=config, dtype=torch.float32, weights_only=True)
     return load("model", auto_class.from_pretrained, name, **kwargs)
 
 
@@ -1119,7 +1205,7 @@ def preference_ids(tokenizer, prompts, responses, max_length):
         tokenizer.truncation_side = "left"
         texts = [prompt + response for prompt, response in zip(prompts, responses)]
         return tokenizer(texts, truncation=True, max_length=max_length).input_ids
-    prompt_ids = tokenizer(list(prompts), add_special_tokens=False).input_ids
+    prompt_ids = tokenize(tokenizer, prompts)  # with BOS in front, if the tokenizer puts it there
     response_ids = tokenizer(list(responses), add_special_tokens=False).input_ids
     texts = []
     for prompt, response in zip(prompt_ids, response_ids):
@@ -1198,14 +1284,28 @@ def load_function(flag, name):
 
 
 def check_scores(scores, prompts, responses):
-    """Check what a reward function returned: a list of finite numbers, one per response. -> fp32 [B]"""
-    if not isinstance(scores, list) or len(scores) != len(prompts):
-        returned = str(scores)[:100]
-        raise UserError(f"a reward function must return a list of {len(prompts)} numbers, not {returned}")
+    """Check what a reward function returned: a finite number for each response. -> fp32 [B]
+
+    It may be a list, an array or a tensor, of anything that float() accepts.
+    """
+    try:
+        scores = list(scores)
+    except TypeError as error:
+        raise UserError(f"a reward function must return a list, not {type(scores).__name__}") from error
+    if len(scores) != len(prompts):
+        raise UserError(f"a reward function must return {len(prompts)} numbers; it returned {len(scores)}")
+    numbers = []
     for score, prompt, response in zip(scores, prompts, responses):
-        if not isinstance(score, Real) or not abs(score) < 3e38:  # nan, or infinite in fp32
-            raise UserError(f"the reward is {score!r} for prompt {prompt!r} and response {response!r}")
-    return torch.tensor([float(score) for score in scores], dtype=torch.float32)
+        where = f"for prompt {prompt!r} and response {response!r}"
+        try:
+            number = float(score)
+        except (TypeError, ValueError, OverflowError) as error:
+            kind = type(score).__name__
+            raise UserError(f"the reward is {score!r}, of type {kind}, not a number, {where}") from error
+        if not abs(number) < 3e38:  # nan, or infinite in fp32
+            raise UserError(f"the reward is {number!r} {where}")
+        numbers.append(number)
+    return torch.tensor(numbers, dtype=torch.float32)
 
 
 def checked(score, device):
@@ -1254,16 +1354,42 @@ def load_summary_judge(args, reward, judge_score, device):
     """
     if args.judge_model is None:
         return score_judge(judge_score or reward)
-    is_folder = Path(resolve_path(args.judge_model)).is_dir()
-    if args.judge_url is not None or not is_folder:
+    if is_chat_judge(args):
         return chat_judge(args)
     score = load_reward_model(args.judge_model, args.local_rollout_forward_batch_size, device)
     return score_judge(checked(score, device))
 
 
 def judge_name(args):
-    """Who the judge of load_summary_judge is."""
-    return args.judge_model or args.judge_fn or args.reward_fn or args.reward_model_path
+    """Who the judge of load_summary_judge is, and on which server."""
+    if args.judge_model is None:
+        return args.judge_fn or args.reward_fn or args.reward_model_path
+    if not is_chat_judge(args):
+        return args.judge_model
+    return f"{args.judge_model} at {judge_address(args) or 'Hugging Face'}"
+
+
+def is_chat_judge(args):
+    """True if --judge-model is a chat model on a server, not the folder of a reward model."""
+    return args.judge_url is not None or not Path(resolve_path(args.judge_model)).is_dir()
+
+
+def judge_address(args):
+    """The server of the chat model: --judge-url, else OpenAI's for its models, else None: Hugging Face's.
+
+    OpenAI's models have no "/" in their names, those of Hugging Face have one.
+    """
+    if args.judge_url is None and "OPENAI_API_KEY" in os.environ and "/" not in args.judge_model:
+        return "https://api.openai.com/v1"
+    return args.judge_url
+
+
+def without_foreign_judge(args):
+    """Args without the judge of the recipe tiny if the data is not that of tiny, which is all it knows."""
+    tiny = RECIPES["tiny"]
+    if args.judge_fn == tiny.judge_fn and args.dataset_name != tiny.dataset_name:
+        return replace(args, judge_fn=None)
+    return args
 
 
 def score_judge(score):
@@ -1304,11 +1430,13 @@ def chat_judge(args):
 
 
 def chat_client(args):
-    """A client for the server of --judge-url (its key: OPENAI_API_KEY), or for Hugging Face's service."""
+    """A client for the server that judge_address names. The key of a server other than Hugging Face's is in
+    OPENAI_API_KEY."""
     import httpx2  # comes with huggingface_hub
     import huggingface_hub
 
-    if args.judge_url is None:
+    url = judge_address(args)
+    if url is None:
         return huggingface_hub.InferenceClient()
 
     def plain_client():
@@ -1317,7 +1445,7 @@ def chat_client(args):
     # With HF_HUB_OFFLINE, huggingface_hub's own client refuses every server, even one on this machine.
     huggingface_hub.set_client_factory(plain_client)
     key = os.environ.get("OPENAI_API_KEY", "none")
-    return huggingface_hub.InferenceClient(base_url=args.judge_url, api_key=key)
+    return huggingface_hub.InferenceClient(base_url=url, api_key=key)
 
 
 def ask_chat_model(client, model, question):
@@ -1398,6 +1526,41 @@ def load_splits(name):
     return rows.select(range(cut)), rows.select(range(cut, len(rows)))
 
 
+def bos_ids(tokenizer):
+    """[BOS] if the tokenizer begins each text with it, as those of Llama and Gemma do; else []."""
+    first = tokenizer("a").input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def tokenize(tokenizer, texts):
+    """Token ids of each text, after BOS if the tokenizer puts it there. -> list of lists
+
+    BOS comes only once, also if a text brings its own. Nothing is added at the end, because a prompt goes on.
+    """
+    if not texts:
+        return []  # tokenizers raise for an empty list
+    bos = bos_ids(tokenizer)
+    all_ids = tokenizer(list(texts), add_special_tokens=False).input_ids
+    return [ids if bos and ids[:1] == bos else bos + ids for ids in all_ids]
+
+
+def decode(tokenizer, prompt_tokens, response_tokens):
+    """The texts of prompts and responses, from lists of token ids. -> prompts, responses (lists of str)
+
+    Some tokenizers drop the first space of what they decode. So prompt and response are decoded together, and
+    the text of the prompt is cut off. Prompts keep special tokens (those of a chat template, for example) but
+    not BOS, which the reward's own tokenizer adds. Responses have none.
+    """
+    bos = bos_ids(tokenizer)
+    prompt_tokens = [ids[1:] if bos and ids[:1] == bos else ids for ids in prompt_tokens]
+    full_tokens = [prompt + response for prompt, response in zip(prompt_tokens, response_tokens)]
+    prompts = tokenizer.batch_decode(prompt_tokens)
+    plain_prompts = tokenizer.batch_decode(prompt_tokens, skip_special_tokens=True)
+    full_texts = tokenizer.batch_decode(full_tokens, skip_special_tokens=True)
+    responses = [text[len(prompt) :] for prompt, text in zip(plain_prompts, full_texts)]
+    return prompts, responses
+
+
 def report_skipped(total, kept, reason):
     """Tell the user how many rows of the data are not used, and why."""
     if kept < total and accelerate.PartialState().is_main_process:
@@ -1417,7 +1580,7 @@ def load_posts(rows, tokenizer, args):
             candidates.append((prompt, reference if isinstance(reference, str) else ""))
     posts = []
     if candidates:
-        all_ids = tokenizer([prompt for prompt, _ in candidates], add_special_tokens=False).input_ids
+        all_ids = tokenize(tokenizer, [prompt for prompt, _ in candidates])
         for ids, (_, reference) in zip(all_ids, candidates):
             if len(ids) <= args.max_prompt_length:
                 posts.append({"ids": ids, "reference": reference})
@@ -1501,7 +1664,11 @@ def start_accelerator(args):
     accelerator = accelerate.Accelerator(
         cpu=not has_gpu and not uses_fsdp and not uses_deepspeed,
         mixed_precision="no",  # autocast is explicit in train
-        kwargs_handlers=[accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)],
+        kwargs_handlers=[
+            accelerate.DistributedDataParallelKwargs(broadcast_buffers=False),
+            # The other processes wait while the main one evaluates, and a judge may take long.
+            accelerate.InitProcessGroupKwargs(timeout=timedelta(hours=12)),
+        ],
     )
     if accelerator.state.deepspeed_plugin is not None:
         configure_deepspeed(args, accelerator)
@@ -1656,7 +1823,7 @@ class Run:
         self.signal_number = 0  # of a signal that asked us to stop
         self.skipped_steps = 0  # in a row
         self.last_skip = 0  # the update of the last one
-        self.warnings_shown = set()
+        self.warnings_shown = set()  # names of metrics
         self.last_line_time = 0.0
 
         is_main = accelerator.is_main_process
@@ -1680,7 +1847,8 @@ class Run:
         if args.log_with != "none":
             accelerator.log_with = [args.log_with]
             accelerator.project_configuration.logging_dir = str(self.folder)
-            accelerator.init_trackers(SCRIPT, {name: str(value) for name, value in asdict(args).items()})
+            config = {name: str(value) for name, value in asdict(args).items()}
+            accelerator.init_trackers(SCRIPT, config, init_kwargs={"wandb": {"name": self.folder.name}})
 
     def choose_folder(self):
         """The same folder on all processes. A new run must not write into the folder of another one."""
@@ -1698,12 +1866,11 @@ class Run:
 
     def describe(self):
         """What args.json holds."""
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True)
         return {
             "args": asdict(self.args),
             "command": sys.argv,
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
-            "commit": git.stdout.strip(),
+            "commit": git_commit(),
             "world_size": self.accelerator.num_processes,
         }
 
@@ -1721,9 +1888,15 @@ class Run:
         dtype = "bfloat16" if wants_bf16(self.args, device) else "float32"
         trained = sum(p.numel() for p in trainable(model).values())
         total = sum(p.numel() for p in model.parameters())
-        if self.args.recipe == "custom":
-            self.print("no recipe: flags that are not given have the defaults of Args, the published ones")
         self.print(f"recipe {self.args.recipe}: {job}, {device}, {dtype}; run folder {self.folder}")
+        if self.args.recipe == "custom":
+            self.print(
+                "custom: a model was named, so all other flags begin with the published defaults of Args"
+            )
+            self.print(f"flags that differ from recipe tiny: {flags_that_differ(self.args, RECIPES['tiny'])}")
+        else:
+            differ = flags_that_differ(self.args, RECIPES[self.args.recipe])
+            self.print(f"flags that differ from the recipe: {differ or 'none'}")
         self.print(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
 
     # -- Files and tables --
@@ -1739,10 +1912,10 @@ class Run:
                 for row in rows:
                     file.write(json.dumps(row) + "\n")
 
-    def log(self, metrics, warnings=()):
+    def log(self, metrics, warnings=None):
         """Log one update: to metrics.jsonl, to the tracker (under train/, as TRL does) and to the screen.
 
-        Each warning is printed only once in a run.
+        warnings: dict of metric -> text. Each metric is warned about only once in a run.
         """
         update = metrics["update"]
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
@@ -1761,9 +1934,9 @@ class Run:
         if self.bar.disable and is_due:  # not a terminal: print a line now and then
             self.last_line_time = time.time()
             self.print(f"update {update}/{self.updates}  {shown}")
-        for warning in warnings:
-            if warning not in self.warnings_shown:
-                self.warnings_shown.add(warning)
+        for name, warning in (warnings or {}).items():
+            if name not in self.warnings_shown:
+                self.warnings_shown.add(name)
                 self.print(f"update {update}: {warning}", style="yellow")
 
     def table(self, title, rows, file=None, **extra):
@@ -1776,10 +1949,33 @@ class Run:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table, soft_wrap=False)
         if file is not None:
-            self.append(file, [extra | row for row in rows])
-            if self.args.log_with == "wandb":
-                data = [list(row.values()) for row in rows]
-                self.accelerator.get_tracker("wandb").log_table(title, columns=list(rows[0]), data=data)
+            rows = [extra | row for row in rows]
+            self.append(file, rows)
+            self.track_table(Path(file).stem, rows, extra["update"])
+
+    def track_table(self, name, rows, step):
+        """Send a table of samples to the tracker: a table for wandb, text for tensorboard."""
+        columns = list(rows[0])
+        data = [list(row.values()) for row in rows]
+        if self.args.log_with == "wandb":
+            self.accelerator.get_tracker("wandb").log_table(name, columns=columns, data=data, step=step)
+        elif self.args.log_with == "tensorboard":
+            lines = [columns, ["---"] * len(columns), *data]
+            cells = [[" ".join(str(cell).split()).replace("|", "&#124;") for cell in line] for line in lines]
+            text = "\n".join(" | ".join(line) for line in cells)
+            self.accelerator.get_tracker("tensorboard").tracker.add_text(name, text, step)
+
+    def write_evaluation(self, about):
+        """evaluation.json. Its numbers also go to the tracker, under eval/."""
+        self.write("evaluation.json", json.dumps(about, indent=2))
+        numbers = {}
+        for part, values in about.items():
+            if isinstance(values, dict):
+                numbers |= {f"eval/{part}/{name}": x for name, x in values.items()}
+            else:
+                numbers[f"eval/{part}"] = values
+        numbers = {name: x for name, x in numbers.items() if isinstance(x, (int, float))}
+        self.accelerator.log(numbers, step=self.updates)
 
     def plot(self, *names):
         """curves.png: the named metrics over the updates."""
@@ -1813,6 +2009,9 @@ class Run:
     def finish(self):
         """Wait until the main process has saved everything, because torchrun would stop it."""
         self.bar.stop()
+        if self.accelerator.is_main_process:  # the last checkpoint is enough now
+            for old in sorted((self.folder / "checkpoints").glob("[0-9]*"))[:-1]:
+                shutil.rmtree(old)
         self.print(f"saved {self.folder / 'model'}")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
@@ -1952,12 +2151,31 @@ class Run:
                 self.write(name, "".join(kept))
 
 
+def git_commit():
+    """The commit of the repository that holds this script; "" if there is none, or no git."""
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        return subprocess.run(command, cwd=HERE, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:  # git is not installed
+        return ""
+
+
 def shard_like(value, p):
     """The shard of a tensor that belongs to the parameter p if p is sharded (FSDP2); else the tensor."""
     if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
         return value
     value = value.to(p.device)
     return torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+
+
+def flags_that_differ(args, recipe):
+    """The flags of a run that differ from those of a recipe, with its values. -> str"""
+    differ = []
+    for name, value in asdict(args).items():
+        usual = getattr(recipe, name)
+        if value != usual and name not in ("recipe", "resume", "output_dir"):
+            differ.append(f"--{name.replace('_', '-')} {value} ({usual})")
+    return ", ".join(differ)
 
 
 def to_numbers(metrics):
@@ -1971,22 +2189,64 @@ def is_sample_update(update, updates, args):
     return count > 0 and update % max(1, updates // count) == 0
 
 
-def health_warnings(metrics, args):
-    """What looks unhealthy in the metrics of an update, with the likely cause. -> list of str"""
-    warnings = []
+def health_warnings(metrics, args, new_word):
+    """What looks unhealthy in the metrics of an update, with the likely cause. -> dict: metric -> warning
+
+    new_word: from commonest_new_word. A batch is small, so only a clear case counts: a word in every fourth
+    response, in at least 10 of them, and five times as common as before training.
+    """
+    warnings = {}
     if metrics["objective/kl"] < -1:
-        warnings.append("the KL is negative: are tokens sampled from the distribution that is scored?")
+        warnings["objective/kl"] = (
+            "the KL is negative: are tokens sampled from the distribution that is scored?"
+        )
     if not 0.5 < metrics["val/ratio"] < 2:
-        warnings.append("the ratio is far from 1: lower --learning-rate or --num-ppo-epochs")
+        warnings["val/ratio"] = "the ratio is far from 1: lower --learning-rate or --num-ppo-epochs"
     if metrics["policy/entropy_avg"] < 0.1:
-        warnings.append("the entropy is almost 0: the policy always says the same; raise --kl-coef")
+        warnings["policy/entropy_avg"] = (
+            "the entropy is almost 0: the policy always says the same; raise --kl-coef"
+        )
     if metrics["env/reward_std"] == 0:
-        warnings.append("all rewards are equal: there is nothing to learn from")
+        warnings["env/reward_std"] = "all rewards are equal: there is nothing to learn from"
     if metrics.get("frac_reward_zero_std", 0) > 0.5:
-        warnings.append("most prompts get equal rewards for all responses: raise --temperature or --rloo-k")
+        warnings["frac_reward_zero_std"] = (
+            "most prompts get equal rewards for all responses: raise --temperature or --rloo-k"
+        )
     if args.missing_eos_penalty is not None and metrics["val/num_eos_tokens"] == 0:
-        warnings.append("no response ended by itself: raise --response-length, or teach the policy EOS first")
+        warnings["val/num_eos_tokens"] = (
+            "no response ended by itself: raise --response-length, or teach the policy EOS first"
+        )
+    word, share_before, share = new_word
+    batch_size = metrics["episode"] / metrics["update"]
+    if share >= 0.25 and share * batch_size >= 10 and share >= 5 * share_before:
+        warnings["completions/new_word_share"] = (
+            f'"{word}" is in {share:.0%} of the responses, before training in {share_before:.0%}: is the '
+            "policy exploiting the reward? Read the samples. A higher --kl-coef keeps it near the reference"
+        )
     return warnings
+
+
+def new_word_row(texts_before, texts_after):
+    """The commonest new word and its share, as a row of the final table. -> dict(metric, before, after)"""
+    word, share_before, share_after = commonest_new_word(texts_before, texts_after)
+    return {"metric": f'commonest new word: "{word}"', "before": share_before, "after": share_after}
+
+
+def report_collapse(run, new_word, distinct_before, distinct_after):
+    """Warn if a word took over, or if the responses became more alike. new_word: from new_word_row"""
+    if new_word["after"] > MAX_NEW_WORD_SHARE:
+        run.print(
+            f"{new_word['metric']} is in {new_word['after']:.0%} of the responses, before in "
+            f"{new_word['before']:.0%}. The policy may exploit the reward, so the score alone proves "
+            "nothing: read evaluation_samples.jsonl",
+            style="yellow",
+        )
+    variety = distinct_after / max(distinct_before, 1e-9)
+    if variety < MIN_VARIETY:
+        run.print(
+            f"the responses repeat each other: distinct bigrams are at {variety:.0%} of their first value",
+            style="yellow",
+        )
 
 
 def report_summaries(run, references, before, after):
@@ -2015,16 +2275,19 @@ def report_summaries(run, references, before, after):
     for name, value in metrics_before.items():
         comparison.append({"metric": name, "before": value, "after": metrics_after[name]})
     decoding = describe_decoding(args)
-    run.table(f"{len(rows)} held-out posts", comparison)
+    new_word = new_word_row([row["before"] for row in rows], [row["after"] for row in rows])
+    run.table(f"{len(rows)} held-out posts", [*comparison, new_word])
     run.print(f"judge: {judge_name(args)}; {decoding}")
+    report_collapse(run, new_word, metrics_before["distinct bigrams"], metrics_after["distinct bigrams"])
     about = {
         "before": metrics_before,
         "after": metrics_after,
+        "commonest new word": new_word,
         "n": len(rows),
         "judge": judge_name(args),
         "decoding": decoding,
     }
-    run.write("evaluation.json", json.dumps(about, indent=2))
+    run.write_evaluation(about)
     run.write("evaluation_samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     run.plot("objective/scores", "objective/kl", "val/num_eos_tokens", "completions/mean_length")
 
@@ -2112,7 +2375,11 @@ def resumed_args(resume, recipe, flags):
     """The flags of the run to continue. Flags that would change its result are refused."""
     folder = Path(resume)
     if resume == "latest":
-        folder = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime, default=folder).parent
+        runs = Path("runs", SCRIPT)  # runs with an --output-dir elsewhere are not found
+        newest = max(runs.glob("*/args.json"), key=os.path.getmtime, default=None)
+        if newest is None:
+            raise UserError(f"--resume latest: there is no run in {runs}; name the --output-dir of your run")
+        folder = newest.parent
     if not folder.exists():
         raise UserError(f"--resume {resume}: there is no such run or checkpoint")
     if folder.parent.name == "checkpoints":
@@ -2172,9 +2439,9 @@ def run_command_line(function, *inputs):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["judge"]:
-        run_command_line(lambda: judge_policy(parse_args(argv[1:])))
+        run_command_line(lambda: judge_policy(without_foreign_judge(parse_args(argv[1:]))))
     else:
-        run_command_line(lambda: train(parse_args(argv)))
+        run_command_line(lambda: train(without_foreign_judge(parse_args(argv))))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ for each review. All chance comes from random.Random(seed).random(), so every ma
 
     python data/make_reviews.py                  # writes data/reviews/, beside this script
     python data/make_reviews.py --folder OUT     # writes the same two files somewhere else
+    python data/make_reviews.py --seed 8 --train-rows 7200 --folder OUT    # other reviews, for a judge
 """
 
 import argparse
@@ -450,4 +451,7 @@ def write(folder: Path, split_sizes: dict[str, int] = SPLIT_SIZES, seed: int = S
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write the invented film reviews.")
     parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent / "reviews")
-    write(parser.parse_args().folder)
+    parser.add_argument("--seed", type=int, default=SEED, help="another seed writes other reviews")
+    parser.add_argument("--train-rows", type=int, default=SPLIT_SIZES["train"])
+    flags = parser.parse_args()
+    write(flags.folder, SPLIT_SIZES | {"train": flags.train_rows}, flags.seed)

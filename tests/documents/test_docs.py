@@ -164,7 +164,6 @@ def test_every_metric_of_reward_model_is_explained(reward, tiny_lm, tiny_pairs):
 # ---- Numbers -----------------------------------------------------------------------------------------------
 
 THREE_SEEDS = [
-    ("ppo_sentiment", "ppo-sentiment-tiny"),
     ("ppo_dialog", "ppo-dialog-tiny"),
     ("rloo_tldr", "rloo-tiny"),
 ]
@@ -188,6 +187,33 @@ def test_the_results_of_three_seeds_are_those_of_the_files(name, folder):
             assert cells_of(page, metric)[columns] == [f"{before:.3f}", f"{after:.3f}"]
 
 
+FIVE_SEEDS = [f"ppo-sentiment-tiny/seed{seed}" for seed in range(1, 6)]
+HEALTH_TABLES = [
+    FIVE_SEEDS,
+    ["ppo-sentiment-1.41e-5"],
+    ["ppo-sentiment-tiny/seed1", "ppo-sentiment-hacked"],
+]
+
+
+@pytest.mark.parametrize("folders", HEALTH_TABLES)
+def test_a_table_of_health_is_that_of_the_program(folders):
+    """benchmarks/health.py prints these lines for the committed runs."""
+    health = load_program("benchmarks/health.py")
+    lines = health.table([ROOT / "results" / folder for folder in folders]).splitlines()
+    page = DOCS["ppo_sentiment"].split("\n## Results")[1]
+    assert set(lines) <= set(page.splitlines())
+
+
+def test_the_default_is_healthy():
+    """The committed runs of all five seeds keep the limits that the page promises."""
+    for folder in FIVE_SEEDS:
+        evaluation = result(f"{folder}/evaluation.json")
+        before, after = evaluation["before"], evaluation["after"]
+        assert evaluation["commonest new word"]["after"] <= 0.15
+        assert after["distinct bigrams"] >= 0.8 * before["distinct bigrams"]
+        assert after["score mean"] >= before["score mean"] + 1.5
+
+
 @pytest.mark.parametrize("name, heading, folder", BEFORE_AND_AFTER)
 def test_a_table_before_and_after_is_that_of_the_file(name, heading, folder):
     page = DOCS[name].split(f"\n{heading}")[1]
@@ -203,6 +229,9 @@ def test_the_table_of_the_readme_is_that_of_the_file():
     for metric, after in evaluation["after"].items():
         before = evaluation["before"][metric]
         assert cells_of(README, metric) == [f"{before:.3f}", f"{after:.3f}"]
+    new_word = evaluation["commonest new word"]
+    shares = [f"{new_word['before']:.3f}", f"{new_word['after']:.3f}"]
+    assert cells_of(README, new_word["metric"]) == shares
 
 
 @pytest.mark.parametrize("heading, folder", CALIBRATION)

@@ -186,7 +186,7 @@ TOKENS = [
     Fault(
         name="the first space of a response is lost",
         script="ppo_sentiment",
-        function="rollout",
+        function="decode",
         old="text[len(prompt) :]",
         new="text[len(prompt) :].lstrip()",
         test="runs/test_ppo_sentiment.py::test_responses_keep_their_first_space",
@@ -577,12 +577,12 @@ OUTPUT = [
         test="math/test_output_layer.py::test_chunks_that_are_kept_change_no_gradient[1]",
     ),
     Fault(
-        name="logits are scaled in bf16",
+        name="logits are rounded to bf16",
         script="ppo_sentiment",
-        function="ChunkedLogprobs.log_softmax",
-        old=".float().div_(temperature)",
-        new=".div(temperature).float()",
-        test="math/test_output_layer.py::test_logits_become_fp32_before_they_are_scaled",
+        function="fp32_logits",
+        old="hidden.float() @ weight.float().T",
+        new="(hidden @ weight.T).float()",
+        test="math/test_output_layer.py::test_logits_are_never_rounded_to_bf16[False]",
     ),
     Fault(
         name="an entropy with the wrong sign",
@@ -827,8 +827,8 @@ REWARDS = [
         name="a reward that is not finite is accepted",
         script="ppo_sentiment",
         function="check_scores",
-        old="not isinstance(score, Real) or not abs(score) < 3e38",
-        new="not isinstance(score, Real)",
+        old="not abs(number) < 3e38",
+        new="False",
         test="faults/test_bad_input.py::test_wrong_rewards",
     ),
     Fault(
@@ -1550,4 +1550,104 @@ RUNS = [
     ),
 ]
 
-FAULTS = [*MASKS, *TOKENS, *SAMPLING, *OUTPUT, *REWARDS, *ADVANTAGES, *LOSSES, *STEPS, *FLAGS, *SFT, *RUNS]
+# ---- Variety, tokenizers, first steps ----------------------------------------------------------------------
+
+VARIETY = [
+    Fault(
+        name="a word that is as common as before counts as new",
+        script="ppo_sentiment",
+        function="commonest_new_word",
+        old="share >= 2 * before.get(word, 0.0)",
+        new="share >= before.get(word, 0.0)",
+        test="math/test_variety.py::test_the_commonest_new_word_at_least_doubled",
+    ),
+    Fault(
+        name="a word counts as often as it is in a text",
+        script="ppo_sentiment",
+        function="word_shares",
+        old="set(words) - FUNCTION_WORDS",
+        new="[word for word in words if word not in FUNCTION_WORDS]",
+        test="math/test_variety.py::test_word_shares_count_texts",
+    ),
+    Fault(
+        name="pairs of words span texts",
+        script="ppo_sentiment",
+        function="distinct_bigrams",
+        old="    for text in texts:\n",
+        new='    for text in [" ".join(texts)]:\n',
+        test="math/test_variety.py::test_distinct_bigrams_do_not_span_texts",
+    ),
+    Fault(
+        name="the new word is that of one process",
+        script="ppo_sentiment",
+        function="train",
+        old="accelerate.utils.gather_object(responses)",
+        new="responses",
+        test="runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]",
+    ),
+    Fault(
+        name="samples come from the batch",
+        script="ppo_sentiment",
+        function="train",
+        old="{name: x[:4] for name, x in held_out.items()}",
+        new="{name: x[:4] for name, x in prompt_batch.items()}",
+        test="runs/test_first_steps.py::test_samples_repeat_their_prompts[ppo_sentiment-prompt]",
+    ),
+    Fault(
+        name="BOS is dropped",
+        script="sft",
+        function="tokenize",
+        old="bos + ids for ids",
+        new="ids for ids",
+        test="runs/test_first_steps.py::test_bos_comes_first_and_once[sft]",
+    ),
+    Fault(
+        name="the reward reads BOS",
+        script="ppo_sentiment",
+        function="decode",
+        old="ids[1:] if bos and ids[:1] == bos else ids",
+        new="ids",
+        test="runs/test_first_steps.py::test_bos_in_ppo_sentiment",
+        raises="UserError",
+    ),
+    Fault(
+        name="a run without git ends in an error",
+        script="ppo_dialog",
+        function="git_commit",
+        old="FileNotFoundError",
+        new="ValueError",
+        test="runs/test_first_steps.py::test_without_git[ppo_dialog]",
+        raises="FileNotFoundError",
+    ),
+    Fault(
+        name="the gold judge judges other posts",
+        script="rloo_tldr",
+        function="without_foreign_judge",
+        old="args.dataset_name != tiny.dataset_name",
+        new="False",
+        test="runs/test_first_steps.py::test_the_gold_judge_is_for_its_own_posts",
+    ),
+    Fault(
+        name="the key of OpenAI goes to Hugging Face's models",
+        script="rloo_tldr",
+        function="judge_address",
+        old=' and "/" not in args.judge_model',
+        new="",
+        test="runs/test_rloo_tldr.py::test_keys_go_to_their_own_server",
+    ),
+]
+
+FAULTS = [
+    *MASKS,
+    *TOKENS,
+    *SAMPLING,
+    *OUTPUT,
+    *REWARDS,
+    *ADVANTAGES,
+    *LOSSES,
+    *STEPS,
+    *FLAGS,
+    *SFT,
+    *RUNS,
+    *VARIETY,
+]

@@ -357,12 +357,12 @@ def test_an_output_folder_that_is_a_file(script, small, capsys, tmp_path):
 @pytest.mark.parametrize(
     "body, word",
     [
-        ("return None", "list of 4 numbers"),
-        ("return 'good'", "list of 4 numbers"),
-        ("return [1.0]", "list of 4 numbers"),
-        ("return [[1.0]] * len(prompts)", "the reward is [1.0] for prompt "),
-        ("return ['1.0'] * len(prompts)", "the reward is '1.0' for prompt "),
-        ("return [None] * len(prompts)", "the reward is None for prompt "),
+        ("return None", "must return a list, not NoneType"),
+        ("return 0.5", "must return a list, not float"),
+        ("return 'good'", "the reward is 'g', of type str, not a number, for prompt "),
+        ("return [1.0]", "must return 4 numbers; it returned 1"),
+        ("return [[1.0]] * len(prompts)", "the reward is [1.0], of type list, not a number, for prompt "),
+        ("return [None] * len(prompts)", "the reward is None, of type NoneType, not a number, for prompt "),
         ("return [float('inf')] * len(prompts)", "the reward is inf for prompt "),
         ("return [float('nan')] * len(prompts)", "the reward is nan for prompt "),
         ("return [1e39] * len(prompts)", "the reward is 1e+39 for prompt "),
@@ -376,11 +376,20 @@ def test_wrong_rewards(script, small, capsys, tmp_path, body, word):
     assert not (tmp_path / "run/model").exists()
 
 
-def test_other_kinds_of_numbers(script, small, tmp_path):
-    """Integers, bools and NumPy's numbers are numbers."""
-    body = """import numpy
-numbers = [1, True, numpy.float32(2.5), numpy.int64(3)]
-return numbers * (len(prompts) // 4)"""
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        "[1, True, numpy.float32(2.5), numpy.int64(3)]",
+        "numpy.array([1, 1, 2.5, 3])",
+        "torch.tensor([1, 1, 2.5, 3])",
+        "tuple(torch.tensor([[1], [1], [2.5], [3]]))",
+    ],
+)
+def test_other_kinds_of_numbers(script, small, tmp_path, numbers):
+    """What float() accepts is a number, in any sequence: a list, an array, a tensor."""
+    body = f"""import numpy, torch
+numbers = {numbers}
+return [numbers[i % 4] for i in range(len(prompts))] if len(prompts) > 4 else numbers"""
     _, folder = script.train(small("ppo_sentiment", reward_fn=reward_file(tmp_path, body)))
     assert rows_of(folder)[0]["env/reward_mean"] == pytest.approx(7.5 / 4)
 

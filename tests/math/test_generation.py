@@ -107,14 +107,15 @@ def test_generate_groups_is_generate_for_each_response(language_model):
 def test_generate_of_a_bf16_model_sums_in_fp32(language_model):
     """A token's interval of the float64 cumulative distribution has its uniform number, give or take 1e-5.
 
-    Probabilities in bf16 would be off by 4e-3.
+    Logits or probabilities in bf16 would be off by 4e-3.
     """
     model, n = language_model("gpt2").bfloat16(), 4096
     ids = torch.zeros(n, 1, dtype=torch.long)
     uniforms = (torch.arange(n)[:, None] + 0.5) / n
     tokens, _ = ppo.generate(model, ids, ids == 0, torch.ones(n).long(), uniforms, NO_STOP_TOKEN, 1.0)
     with torch.no_grad():
-        ends = model(ids[:1]).logits[0, -1].double().softmax(-1).cumsum(-1)
+        hidden = model.transformer(ids[:1]).last_hidden_state[0, -1].double()
+        ends = (model.lm_head.weight.double() @ hidden).softmax(-1).cumsum(-1)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     assert (starts[tokens] - 1e-5 < uniforms).all()
     assert (uniforms < ends[tokens] + 1e-5).all()

@@ -288,14 +288,31 @@ def test_token_logprobs_under_autocast_sum_in_fp32():
     close(entropies, [math.log(4096)])
 
 
-def test_logits_become_fp32_before_they_are_scaled():
-    """Under autocast, the logits are rounded to bf16 once. Divided in bf16, they would be rounded again."""
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_logits_are_never_rounded_to_bf16(with_bias):
+    """Logits near -110, as GPT-2's are: with operands in bf16, logits and log-probabilities are fp32."""
     hidden, weight, tokens, _ = head_case(1, 20, 16, 300)
     hidden, weight = rounded(hidden, weight)
-    logits = F.linear(hidden.bfloat16(), weight.bfloat16()).double()  # [1, 20, V]
+    hidden[..., 0], weight[:, 0] = 11.0, -10.0  # adds -110 to each logit
+    bias = normal(300, seed=9) if with_bias else None
+    logits = hidden.double() @ weight.double().T  # [1, 20, V]
+    if with_bias:
+        logits = logits + bias.double()
     expected = (logits / 0.7).log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    rounded_logits = (logits.bfloat16().double() / 0.7).log_softmax(-1)
+    wrong = rounded_logits.gather(-1, tokens[..., None]).squeeze(-1)
     with torch.autocast("cpu", torch.bfloat16):
-        close(ppo.token_logprobs(hidden, weight, tokens, 0.7)[0], expected)
+        close(ppo.fp32_logits(hidden[0], weight, bias), logits[0], rtol=0, atol=1e-4)
+        logprobs, _ = ppo.token_logprobs(hidden, weight, tokens, 0.7, bias)
+        losses, _ = sft.next_token_losses(hidden, weight, F.pad(tokens[:, :-1], (1, 0)), bias)
+    close(logprobs, expected, rtol=0, atol=1e-4)
+    close(
+        losses,
+        -logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, :-1, None]).squeeze(-1),
+        rtol=0,
+        atol=1e-4,
+    )
+    assert (wrong - expected).abs().max() > 0.05  # what rounding would do
 
 
 # ---- Losses of fine-tuning ---------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def test_flags_of_a_chat(chat, dialog, script, monkeypatch, talker):
         assert temperature == 0.6
     chat(["checkpoints/dialogs-lm"])
     assert last_args().utterance_end == "eos"
-    assert last_args().num_context_utterances == 2
+    assert last_args().num_context_utterances == 8
     chat([talker.model])
     assert last_args() == script.Args()
 

@@ -155,6 +155,9 @@ def test_a_long_utterance_loses_its_beginning(script):
     """If the last utterance alone is too long, its end is the prompt."""
     args = script.Args(num_context_utterances=3, max_prompt_length=4)
     assert script.context_ids([[8, 9], [1, 2, 3, 4, 5, 6]], args) == [3, 4, 5, 6]
+    assert script.context_ids([[8, 9], [1, 2, 3, 4, 5, 6]], args, bos=[0]) == [0, 4, 5, 6]  # BOS takes room
+    assert script.context_ids([[8, 9], [1, 2]], args, bos=[0]) == [0, 1, 2]
+    assert script.context_ids([[9], [1, 2]], args, bos=[0]) == [0, 9, 1, 2]
 
 
 @pytest.mark.parametrize("end", ["eos", " <EOU>"])
@@ -175,14 +178,15 @@ def test_a_prompt_is_the_beginning_of_its_document(
             turn = next(turns)
             assert turn.context == utterances[:t]
             assert turn.reference == utterances[t]
-            start = script.context_ids(turn.context_tokens, script.Args(**flags)) + turn.reference_tokens
+            start = turn.prompt_tokens + turn.reference_tokens
             assert ids[: len(start)] == start
     assert next(turns, None) is None
 
 
-def test_prompts_of_a_run(dialog, rollouts):
+def test_prompts_of_a_run(dialog, script, rollouts, tiny_lm):
     """Each row has the tokens of the last two utterances, left-padded. Every update has its own turns."""
-    dialog(total_episodes=16)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    dialog(total_episodes=16, num_sample_generations=0)
     updates = [(turns, prompt_batch) for (_, _, _, turns, prompt_batch, _, _), _ in rollouts[1:3]]
     for turns, prompt_batch in updates:
         ids, mask = prompt_batch["ids"], prompt_batch["mask"]
@@ -190,7 +194,8 @@ def test_prompts_of_a_run(dialog, rollouts):
         assert prompt_batch["uniforms"].shape == (8, 6)
         assert mask.sum(1).max() == mask.shape[1]
         for turn, row, m in zip(turns, ids, mask):
-            assert row[m].tolist() == sum(turn.context_tokens[-2:], [])
+            tokens = script.utterance_ids(tokenizer, turn.context, "eos")
+            assert row[m].tolist() == sum(tokens[-2:], []) == turn.prompt_tokens
             assert m.tolist() == sorted(m.tolist())
     (first_turns, first), (second_turns, second) = updates
     assert not torch.equal(first["uniforms"], second["uniforms"])
@@ -310,14 +315,16 @@ return [float(i) for i in range(len(prompts))]"""
 
 def test_without_an_intent(dialog, tmp_path, tiny_dialogs):
     """With --reward-model-path None the data need no acts, and no intent is logged or shown."""
-    rows = [dict(dialog=row["dialog"]) for row in rows_of(tiny_dialogs, "train.jsonl")]
-    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    splits = {}
+    for split in ("train", "test"):
+        splits[split] = [dict(dialog=row["dialog"]) for row in rows_of(tiny_dialogs, f"{split}.jsonl")]
+    data = write_rows(tmp_path / "data", **splits)
     _, folder, metrics = dialog(reward_model_path=None, dataset_name=data)
     assert "intent" not in metrics[0]
     assert metrics[0]["meteor"] == metrics[0]["objective/scores"]
     assert list(table_of(folder)["before"]) == [name for name in TABLE if name != "intent"]
     sample = rows_of(folder, "samples.jsonl")[0]
-    assert list(sample) == ["update", "last", "reference", "answer", "meteor", "kl"]
+    assert list(sample) == ["update", "last", "reference", "answer", "scores", "meteor"]
 
 
 # ---- METEOR ------------------------------------------------------------------------------------------------
@@ -481,18 +488,19 @@ def test_answers_are_what_was_generated(talk, rollouts):
     assert rows[0]["meteor"] > 0.99
 
 
-def test_samples(talk):
-    """The last utterance, the reference, the answer, the parts of its score, and its KL."""
+def test_samples(talk, script):
+    """The last utterance, the reference, the answer, its score and parts; the same turns each time."""
     _, folder, _ = talk(num_sample_generations=2, total_episodes=16)
     samples = rows_of(folder, "samples.jsonl")
     assert [row["update"] for row in samples] == [1] * 4 + [2] * 4
-    assert list(samples[0]) == ["update", "last", "reference", "answer", "intent", "meteor", "kl"]
-    assert all(row["kl"] == 0 for row in samples[:4])
-    assert any(row["kl"] != 0 for row in samples[4:])
+    assert list(samples[0]) == ["update", "last", "reference", "answer", "scores", "intent", "meteor"]
+    assert [row["reference"] for row in samples[:4]] == [row["reference"] for row in samples[4:]]
+    held_out = rows_of(folder, "evaluation_samples.jsonl")
+    assert [row["reference"] for row in samples[:4]] == [row["reference"] for row in held_out[:4]]
+    assert all(row["scores"] == pytest.approx(row["intent"] + row["meteor"]) for row in samples)
     assert all(0 < row["intent"] < 1 for row in samples)
-    exact = [row for row in samples if row["answer"] == row["reference"]]
-    assert exact
-    assert all(row["meteor"] > 0.8 for row in exact)
+    meteor = script.load_meteor()
+    assert all(row["meteor"] == pytest.approx(meteor(row["reference"], row["answer"])) for row in samples)
 
 
 # ---- The final table ---------------------------------------------------------------------------------------
@@ -535,7 +543,9 @@ def test_table(talk, script, monkeypatch):
     calls = spy(monkeypatch, script, "evaluate_dialogs")
     _, folder, _ = talk(learning_rate=0.0)
     table = table_of(folder)
-    assert set(table) == {"before", "after", "references", "n", "judge", "meteor", "decoding"}
+    assert set(table) == {
+        "before", "after", "references", "commonest new word", "n", "judge", "meteor", "decoding"
+    }  # fmt: skip
     assert list(table["before"]) == TABLE
     assert table["before"] == table["after"]
     assert table["n"] == 4
@@ -608,8 +618,9 @@ def test_a_reference_longer_than_the_context(dialog, tmp_path, tiny_lm):
     """It is cut. A critic with a shorter context than the policy reads no references."""
     config = transformers.AutoConfig.from_pretrained(tiny_lm(), n_positions=60)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "critic")
-    rows = [dict(dialog=["Hello.", "word " * 300, "Fine."], act=[1, 2, 1])] * 12
-    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    train = [dict(dialog=["Hi there.", "text " * 200, "Good."], act=[1, 2, 1])] * 7
+    test = [dict(dialog=["Hello.", "word " * 300, "Fine."], act=[1, 2, 1])] * 5
+    data = write_rows(tmp_path / "data", train=train, test=test)
     _, folder, _ = dialog(dataset_name=data, value_model_path=str(tmp_path / "critic"))
     assert math.isfinite(table_of(folder)["after"]["perplexity of the references"])
 

@@ -71,6 +71,18 @@ JOBS = {  # name -> script, flags, flags of one process, flags of two; at least 
         ONE | dict(gradient_accumulation_steps=2),
         ONE,
     ),
+    "preferences": (
+        "reward_model",
+        dict(
+            model_name_or_path="LM",
+            dataset_name="PAIRS",
+            max_length=200,
+            num_train_epochs=0.4,
+            num_eval_rows=9,
+        ),
+        ONE | dict(gradient_accumulation_steps=2),
+        ONE,
+    ),
     "shared layers": (
         "ppo_sentiment",
         dict(
@@ -140,9 +152,10 @@ for kind_name in ZERO_STAGE:
 
 
 @pytest.fixture(scope="module")
-def make_job(scripts, world, tiny_lm, talker):
+def make_job(scripts, world, tiny_lm, tiny_pairs, talker):
     """make_job(root, name, processes) -> Args of a run of JOBS, whose folder is in root."""
     folders = {"TALKER": talker.model, "TALKER DATA": talker.data, "LLAMA": tiny_lm("llama")}
+    folders |= {"LM": tiny_lm(), "PAIRS": tiny_pairs}
 
     def make(root, name, processes):
         script, flags, of_one, of_two = JOBS[name]

@@ -152,11 +152,16 @@ def test_kill_while_a_checkpoint_is_written(script, small, monkeypatch):
 # ---- Which checkpoint, which flags -------------------------------------------------------------------------
 
 
-def test_resume_from_an_older_checkpoint(script, small):
+def test_resume_from_an_older_checkpoint(script, small, monkeypatch):
     """--resume RUN/checkpoints/NUMBER continues from there, with the same end."""
     flags = dict(total_episodes=32, save_every=1, keep_checkpoints=4)
     _, whole = script.train(small("ppo_sentiment", "whole", **flags))
-    _, folder = script.train(small("ppo_sentiment", "again", **flags))
+    stop_after(monkeypatch, script, 3)
+    with pytest.raises(SystemExit):
+        script.train(small("ppo_sentiment", "again", **flags))
+    monkeypatch.undo()
+    folder = whole.parent / "again"
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir())[-1] == "000003"
     resume(script, folder / "checkpoints/000002")
     assert [row["update"] for row in rows_of(folder)] == [1, 2, 3, 4]
     assert_same_run(whole, folder)

@@ -137,9 +137,11 @@ def test_groups_without_a_signal_are_counted(rloo, tmp_path, capsys):
     _, _, rows = rloo("equal", reward_fn=equal)
     assert rows[0]["frac_reward_zero_std"] == 1
     assert "most prompts get equal rewards" in capsys.readouterr().out
-    one = reward_file(tmp_path, "return [float(i == 0) for i in range(len(prompts))]", "one")
+    one = reward_file(tmp_path, "return [float(i in (1, 3, 5)) for i in range(len(prompts))]", "one")
     _, _, rows = rloo("one", reward_fn=one)
-    assert rows[0]["frac_reward_zero_std"] == 0.75  # in one of 4 groups a response differs
+    # Rows 1 and 5 are one group, and so are 3 and 7: only there a response differs. Of the pairs of
+    # neighboring rows, three differ.
+    assert rows[0]["frac_reward_zero_std"] == 0.75
 
 
 # ---- Rewards -----------------------------------------------------------------------------------------------
@@ -495,7 +497,7 @@ def test_metrics_and_samples(rloo):
     assert list(samples[0]) == ["update", "prompt", "response", "ended", "score"]
     assert samples[0]["prompt"].endswith("TL;DR:")
     table = table_of(folder)
-    assert set(table) == {"before", "after", "n", "judge", "decoding"}
+    assert set(table) == {"before", "after", "commonest new word", "n", "judge", "decoding"}
     assert table["n"] == 4
     rows = rows_of(folder, "evaluation_samples.jsonl")
     assert list(rows[0]) == ["prompt", "reference", "before", "score", "after", "score after"]
@@ -543,7 +545,7 @@ def test_a_named_judge_is_the_judge(script, tiny_preference_model):
     """--judge-model comes before the gold score of recipe tiny: a chat model, or a folder."""
     tiny = script.parse_args(["--judge-model", "m", "--judge-url", "http://here/v1"])
     assert tiny.judge_fn
-    assert script.judge_name(tiny) == "m"
+    assert script.judge_name(tiny) == "m at http://here/v1"
     chat = script.load_summary_judge(tiny, None, None, CPU)
     assert chat.__qualname__.startswith("chat_judge")
     args = replace(tiny, judge_model=tiny_preference_model(), judge_url=None)
@@ -553,19 +555,26 @@ def test_a_named_judge_is_the_judge(script, tiny_preference_model):
 
 def test_only_posts_with_references_are_judged(rloo, tmp_path):
     """If some rows have no reference, the evaluation is of the others, and n says how many."""
-    rows = []
+    train = [dict(prompt=f"Old post {i}.\n\nTL;DR:", completion=f" Old {i}.") for i in range(14)]
+    test = []
     for i in range(12):
-        completion = " A summary." if i % 2 else None
-        rows.append(dict(prompt=f"Post {i}.\n\nTL;DR:", completion=completion))
-    data = write_rows(tmp_path / "data", train=rows, test=rows)
+        completion = f" Summary {i}." if i % 3 == 1 else None
+        test.append(dict(prompt=f"Post {i}.\n\nTL;DR:", completion=completion))
+    data = write_rows(tmp_path / "data", train=train, test=test)
     _, folder, _ = rloo(dataset_name=data, num_examples=10)
-    assert table_of(folder)["n"] == 6
+    assert table_of(folder)["n"] == 4
+    rows = rows_of(folder, "evaluation_samples.jsonl")
+    expected = {(f"Post {i}.\n\nTL;DR:", f" Summary {i}.") for i in (1, 4, 7, 10)}
+    assert {(row["prompt"], row["reference"]) for row in rows} == expected
 
 
 def test_without_references(rloo, tmp_path):
     """Data without summaries: the same table, without a win rate."""
-    rows = [dict(prompt=f"Post {i}.\n\nTL;DR:") for i in range(12)]
-    _, folder, _ = rloo(dataset_name=write_rows(tmp_path / "data", train=rows, test=rows))
+    train = [dict(prompt=f"Old post {i}.\n\nTL;DR:") for i in range(12)]
+    test = [dict(prompt=f"Post {i}.\n\nTL;DR:") for i in range(7)]
+    _, folder, _ = rloo(dataset_name=write_rows(tmp_path / "data", train=train, test=test))
+    rows = rows_of(folder, "evaluation_samples.jsonl")
+    assert all(row["prompt"].startswith("Post ") and row["reference"] == "" for row in rows)
     table = table_of(folder)
     assert "win rate" not in table["after"]
     assert "score mean" in table["after"] and table["n"] == 4
@@ -632,14 +641,22 @@ def ask(script, monkeypatch):
 
 
 def test_keys_go_to_their_own_server(script, monkeypatch):
-    """OPENAI_API_KEY is for --judge-url only. Hugging Face's service gets the token that its client knows."""
+    """OPENAI_API_KEY is for OpenAI and --judge-url. Hugging Face's service gets the token of its client."""
     chat = Chat(None)
     monkeypatch.setattr(huggingface_hub, "InferenceClient", chat)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    script.chat_judge(script.Args(judge_model="m"))
-    assert "secret" not in chat.kwargs.values()
+    hub_model = script.Args(judge_model="somebody/model")
+    script.chat_judge(hub_model)
+    assert chat.kwargs == {}
+    assert script.judge_name(hub_model) == "somebody/model at Hugging Face"
     script.chat_judge(script.Args(judge_model="m", judge_url="http://here/v1"))
     assert chat.kwargs == dict(base_url="http://here/v1", api_key="secret")
+    openai_model = script.Args(judge_model="gpt-4o-mini")
+    script.chat_judge(openai_model)
+    assert chat.kwargs == dict(base_url="https://api.openai.com/v1", api_key="secret")
+    assert script.judge_name(openai_model) == "gpt-4o-mini at https://api.openai.com/v1"
+    monkeypatch.delenv("OPENAI_API_KEY")
+    assert script.judge_address(openai_model) is None
 
 
 def ours_is_a(question):

@@ -1,0 +1,61 @@
+"""Did a run learn, or learn to cheat? One line for each run folder of an RL script, as a markdown table.
+
+    python benchmarks/health.py results/ppo-sentiment-tiny/seed1 results/ppo-sentiment-tiny/seed2
+
+The columns: score before and after; KL, the mean over the last half of the updates, and its target; distinct
+bigrams after / before; the commonest new word with its share of the responses before and after; if there is a
+judge, its P(label) before and after, and how much of the gap to 1 it closes. Other columns: --metrics NAME ...
+"""
+
+import argparse
+import gzip
+import json
+from pathlib import Path
+
+
+def read(folder, name):
+    """The text of a file of a run folder, also if it is compressed."""
+    path = Path(folder) / name
+    if path.exists():
+        return path.read_text()
+    return gzip.decompress(Path(f"{path}.gz").read_bytes()).decode()
+
+
+def row(folder, metrics=("score mean",)):
+    """The numbers of one run. -> dict: column -> text"""
+    evaluation = json.loads(read(folder, "evaluation.json"))
+    before, after = evaluation["before"], evaluation["after"]
+    updates = [json.loads(line) for line in read(folder, "metrics.jsonl").splitlines()]
+    target = json.loads(read(folder, "args.json"))["args"].get("kl_target")
+    last_half = [update["objective/kl"] for update in updates[len(updates) // 2 :]]
+    kl = sum(last_half) / len(last_half)
+    columns = {"run": Path(folder).name}
+    for name in metrics:
+        columns[name] = f"{before[name]:.2f} -> {after[name]:.2f}"
+    columns["KL, last half (target)"] = f"{kl:.2f} ({'none' if target is None else f'{target:g}'})"
+    bigrams = "distinct bigrams" if "distinct bigrams" in before else "distinct2"
+    columns["distinct bigrams, after / before"] = f"{after[bigrams] / before[bigrams]:.2f}"
+    word = evaluation["commonest new word"]
+    name = word["metric"].split('"')[1]
+    columns["commonest new word"] = f"{name}: {word['before']:.1%} -> {word['after']:.1%}"
+    for name in before:
+        if name.startswith("judge"):
+            closed = (after[name] - before[name]) / (1 - before[name])
+            columns[name] = f"{before[name]:.2f} -> {after[name]:.2f}"
+            columns["of the gap to 1"] = f"{closed:.0%}"
+    return columns
+
+
+def table(folders, metrics=("score mean",)):
+    """A markdown table with one line for each run."""
+    rows = [row(folder, metrics) for folder in folders]
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *[list(row.values()) for row in rows]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="One line for each run: did it learn, or learn to cheat?")
+    parser.add_argument("folders", nargs="+")
+    parser.add_argument("--metrics", nargs="+", default=["score mean"], help="names in evaluation.json")
+    flags = parser.parse_args()
+    print(table(flags.folders, flags.metrics))

@@ -1,0 +1,88 @@
+"""First-try kill rate: faults by an author who has not read the tests, each against all tests of its script.
+
+    python tests/faults/blind.py results/blind-faults/list1.jsonl
+
+Each line of a list is a fault: name, script, function, old, new, effect. The outcome of each fault goes to
+LIST.outcomes.jsonl: the test that noticed it, or null. Not counted: tests/documents, which
+only see that a text differs from its copies, and tests/faults/test_mutants.py, which looks up texts of known
+faults. Two faults run at a time; a list of 30 takes about half an hour on 2 cores.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from types import SimpleNamespace
+
+from mutate import ROOT, ignore, with_fault
+
+TIME_LIMIT = 3600  # seconds for one fault
+
+
+def test_files(script):
+    """The files with tests of a script, the likeliest to notice first. -> paths relative to the project"""
+    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/test_*.py"))
+    files = [file for file in files if "/documents/" not in file and "test_mutants" not in file]
+    other = {"ppo_sentiment", "ppo_dialog", "rloo_tldr", "sft_and_reward_model"}
+    own = {name for name in other if script in name or (script == "ppo_sentiment" and name == "ppo")}
+    foreign = other - own
+    files = [file for file in files if not any(file.endswith(f"test_{name}.py") for name in foreign)]
+    return sorted(files, key=lambda file: ("evaluation" not in file, not any(name in file for name in own)))
+
+
+def try_fault(fault):
+    """Put one fault into a copy of the project and run the tests. -> the outcome, a dict"""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "project"
+        shutil.copytree(ROOT, copy, ignore=ignore)
+        path = copy / f"{fault['script']}.py"
+        path.write_text(with_fault(path.read_text(), SimpleNamespace(**fault)))
+        words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
+        words += [f"--basetemp={folder}/tmp", *test_files(fault["script"])]
+        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            end = subprocess.run(
+                ["env", *[f"{name}={value}" for name, value in environment.items()], *words],
+                cwd=copy,
+                capture_output=True,
+                text=True,
+                timeout=TIME_LIMIT,
+            )
+        except subprocess.TimeoutExpired:
+            return {"fault": fault["name"], "script": fault["script"], "killed_by": "time limit"}
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", end.stdout, re.M)
+    if end.returncode and not failed:
+        raise RuntimeError(end.stdout[-2000:] + end.stderr[-2000:])
+    return {
+        "fault": fault["name"],
+        "script": fault["script"],
+        "killed_by": failed[0].removeprefix("tests/") if failed else None,
+    }
+
+
+def main():
+    path = Path(sys.argv[1])
+    faults = [json.loads(line) for line in path.read_text().splitlines()]
+    out = path.with_suffix(".outcomes.jsonl")
+    out.touch()
+    tried = {json.loads(line)["fault"] for line in out.read_text().splitlines()}  # go on where it stopped
+    new = [fault for fault in faults if fault["name"] not in tried]
+    with ThreadPoolExecutor(2) as pool:
+        for future in as_completed([pool.submit(try_fault, fault) for fault in new]):
+            outcome = future.result()
+            with open(out, "a") as file:
+                file.write(json.dumps(outcome) + "\n")
+            print(
+                outcome["killed_by"] or "SURVIVED", "|", outcome["script"], "|", outcome["fault"], flush=True
+            )
+    outcomes = [json.loads(line) for line in out.read_text().splitlines()]
+    killed = sum(outcome["killed_by"] is not None for outcome in outcomes)
+    print(f"{killed} of {len(faults)} killed on the first try")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1085 @@
+"""rloo_tldr.py: every number of metrics.jsonl and of the final table, recomputed by hand from a small run.
+
+The data are asymmetric: training, validation and test rows begin with other words, prompts and summaries have
+different lengths, some rows cannot be used, and some responses stop but not all.
+"""
+
+import json
+import math
+import re
+import statistics
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import tokenizers
+import torch
+import transformers
+from conftest import EOS, byte_level_tokenizer
+from huggingface_hub.utils._http import default_client_factory
+from run_fixtures import check_names, handlers_kept
+from run_tools import distance, eos_prone, maker, reward_file, rows_of, same, spy, weights, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rloo_tldr import FUNCTION_WORDS
+
+pytest_plugins = ["run_fixtures"]
+T, K, P, EPOCHS = 9, 3, 4, 3  # tokens per response, responses per prompt, prompts per update, epochs
+FLAGS = dict(  # of the run that most tests look at; 20 episodes are rounded up to 2 updates of 12
+    total_episodes=20,
+    per_device_train_batch_size=3,
+    gradient_accumulation_steps=4,
+    num_mini_batches=1,
+    num_ppo_epochs=EPOCHS,
+    rloo_k=K,
+    response_length=T,
+    max_prompt_length=40,
+    temperature=0.8,
+    score_clip=2.0,
+    missing_eos_penalty=1.5,
+    kl_coef=0.3,
+    cliprange=0.1,
+    learning_rate=0.008,
+    lr_scheduler_type="linear",
+    optimizer="torch.optim.SGD",
+    max_grad_norm=None,
+    num_examples=6,
+    num_sample_generations=2,
+    seed=19,
+)
+CALLS = """import json
+{score}
+scores = [score(p, r) for p, r in zip(prompts, responses)]
+with open(__file__ + ".calls", "a") as file:
+    file.write(json.dumps([prompts, responses, scores]) + "\\n")
+return scores"""
+REWARD = """
+def score(prompt, response):
+    number = int(prompt.split()[1])
+    if number % 3 == 0:
+        return 0.5 * number - 1
+    if number % 3 == 1:
+        return 3 + len(response) / 10
+    return 0.5 * (len(response) % 8) - 1.7"""
+JUDGE = """
+def score(prompt, response):
+    return -(len(response) // 8) + len(prompt) / 100"""
+
+
+def post(word, number, completion=True):
+    """A row of the data. Its prompt and its summary begin with this word and this number."""
+    prompt = f"{word} {number} a film" + " that I saw" * (number % 4) + "\n\nTL;DR:"
+    row = dict(prompt=prompt)
+    if completion:
+        row["completion"] = f" {word} {number} is" + " good" * (number % 5)
+    return row
+
+
+def asymmetric_data(folder):
+    """Splits train, validation and test. One row of each is too long; test has one without a summary."""
+    too_long = dict(prompt="Long 99 " + "very " * 60 + "\n\nTL;DR:", completion=" Long 99")
+    train = [post("Train", i) for i in range(8)]
+    train.insert(3, too_long)
+    train.insert(6, dict(prompt=" \n", completion=" blank"))
+    validation = [post("Valid", i) for i in range(5)] + [too_long]
+    test = [post("Exam", i) for i in range(20, 29)]
+    test[4]["completion"] = None
+    test.insert(2, too_long)
+    return write_rows(folder, train=train, validation=validation, test=test)
+
+
+def wordy(folder):
+    """Bias a model towards three words, so that its responses repeat some, and that few end. -> its folder"""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for word, bias in ((" this", 3), (" movie", 3), (" with", 3), (EOS, -2)):
+        [token] = tokenizer(word).input_ids
+        model.transformer.ln_f.bias.data += bias * model.lm_head.weight[token].detach()
+    model.save_pretrained(folder)
+    return folder
+
+
+def calls_of(path):
+    """The recorded calls of a reward or judge function. -> list of lists of (prompt, response, score)"""
+    if not path.exists():
+        return []
+    return [list(zip(*call)) for call in rows_of(path.parent, path.name)]
+
+
+@pytest.fixture
+def script(scripts):
+    """rloo_tldr.py as a module."""
+    return scripts["rloo_tldr"]
+
+
+@pytest.fixture(autouse=True)
+def hub_client():
+    """A chat model as judge replaces huggingface_hub's client. Restore the one that HF_HUB_OFFLINE stops."""
+    yield
+    huggingface_hub.set_client_factory(default_client_factory)
+
+
+@pytest.fixture(scope="module")
+def trained(scripts, world, tiny_lm, tmp_path_factory):
+    """trained(**changes) -> all about a run on asymmetric data, recorded; the same flags run only once."""
+    done = {}
+
+    def run(**changes):
+        key = repr(sorted(changes.items()))
+        if key not in done:
+            done[key] = recorded_run(scripts["rloo_tldr"], tmp_path_factory.mktemp("run"), changes)
+        return done[key]
+
+    root = tmp_path_factory.mktemp("trained")
+    run.data = asymmetric_data(root / "data")
+    run.lm = wordy(eos_prone(tiny_lm, root / "lm"))
+
+    def recorded_run(script, folder, changes):
+        places = dict(
+            dataset_name=run.data,
+            model_name_or_path=run.lm,
+            reward_fn=reward_file(folder, CALLS.format(score=REWARD.strip())),
+            judge_fn=reward_file(folder, CALLS.format(score=JUDGE.strip()), "judge"),
+        )
+        args = maker(scripts, world, folder)("rloo_tldr", **(places | FLAGS | changes))
+        with pytest.MonkeyPatch.context() as patch, handlers_kept():
+            patch.setattr(script.Run, "plot", check_names)
+            rollouts = spy(patch, script, "rollout_groups")
+            losses = spy(patch, script, "clipped_policy_loss")
+            model, run_folder = script.train(args)
+        # Evaluation, then rollout and samples of both updates, then evaluation.
+        names = ("before", "update 1", "samples 1", "update 2", "samples 2", "after")
+        tokenizer = AutoTokenizer.from_pretrained(run.lm)
+        parts = {}
+        for name, (_, (b, prompts, responses)) in zip(names, rollouts, strict=True):
+            parts[name] = rows_by_hand(tokenizer, b, prompts, responses)
+        return SimpleNamespace(
+            args=args,
+            model=model,
+            folder=run_folder,
+            metrics=rows_of(run_folder),
+            table=json.loads((run_folder / "evaluation.json").read_text()),
+            samples=rows_of(run_folder, "evaluation_samples.jsonl"),
+            parts=parts,
+            losses=[inputs for inputs, _ in losses],
+            reward_calls=calls_of(folder / "reward.py.calls"),
+            judge_calls=calls_of(folder / "judge.py.calls"),
+        )
+
+    return run
+
+
+def rows_by_hand(tokenizer, b, prompts, responses):
+    """What was sampled, row by row, in plain lists. Only the token ids and the texts are the script's."""
+    rows = []
+    for ids, sampled, prompt, response in zip(b["ids"], b["sampling_logprobs"], prompts, responses):
+        tokens = ids[-T:].tolist()
+        ended = tokenizer.eos_token_id in tokens
+        if ended:
+            tokens = tokens[: tokens.index(tokenizer.eos_token_id) + 1]
+        text = tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=True)
+        assert response == text
+        rows.append(
+            SimpleNamespace(
+                prompt=prompt,
+                response=response,
+                ids=tokenizer(prompt).input_ids,
+                tokens=tokens,
+                ended=ended,
+                sampled=sampled[: len(tokens)],
+            )
+        )
+    return rows
+
+
+def plain_logprobs(model, row, temperature):
+    """Log-probabilities of a response and entropies, by plain transformers, without padding. -> [T] each"""
+    logits = model(torch.tensor([row.ids + row.tokens])).logits[0, len(row.ids) - 1 : -1]
+    log_p = (logits / temperature).log_softmax(-1)
+    entropies = -(log_p.exp() * log_p).sum(-1)
+    return log_p[range(len(row.tokens)), row.tokens], entropies
+
+
+def mean(numbers):
+    """Of a list of numbers."""
+    return sum(numbers) / len(numbers)
+
+
+def bigram_share(texts):
+    """Different pairs of neighboring words / all pairs."""
+    pairs = []
+    for text in texts:
+        words = text.lower().split()
+        pairs += [(words[i], words[i + 1]) for i in range(len(words) - 1)]
+    return len(set(pairs)) / len(pairs)
+
+
+def new_word(before, after):
+    """The commonest word of at least 4 letters whose share at least doubled. -> word, its two shares"""
+
+    def share(word, texts):
+        return mean([word in re.split(r"[\W\d_]+", text.lower()) for text in texts])
+
+    words = sorted({word for text in after for word in re.split(r"[\W\d_]+", text.lower())})
+    words = [word for word in words if len(word) >= 4 and word not in FUNCTION_WORDS]
+    words = [word for word in words if share(word, after) >= 2 * share(word, before)]
+    best = max(words, key=lambda word: share(word, after))
+    return best, share(best, before), share(best, after)
+
+
+def grouped(rows, values):
+    """The values of each prompt. -> list of lists of K"""
+    groups = {}
+    for row, value in zip(rows, values):
+        groups.setdefault(row.prompt, []).append(value)
+    assert all(len(group) == K for group in groups.values())
+    return list(groups.values())
+
+
+def rewards_by_hand(args, rows, raw_scores, kl):
+    """-> scores after clipping and penalty, rewards"""
+    scores = [min(max(score, -args.score_clip), args.score_clip) for score in raw_scores]
+    scores = [score if row.ended else score - args.missing_eos_penalty for row, score in zip(rows, scores)]
+    rewards = scores
+    if not args.kl_in_loss:
+        rewards = [score - args.kl_coef * x for score, x in zip(scores, kl)]
+    if args.whiten_rewards:
+        spread = statistics.pstdev(rewards)
+        rewards = [reward / spread for reward in rewards]
+    return scores, rewards
+
+
+def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
+    """Train with plain transformers on the rollouts of an update. -> its metrics, except for clocks"""
+    args = run.args
+    raw_scores = [score for _, _, score in run.reward_calls[2 * number - 1]]
+    old, ref, gaps = [], [], []
+    for row in rows:
+        with torch.no_grad():
+            old.append(plain_logprobs(policy, row, args.temperature)[0])
+            ref.append(plain_logprobs(reference, row, args.temperature)[0])
+        gaps += (row.sampled - old[-1]).abs().tolist()
+    kl = [(x - y).sum().item() for x, y in zip(old, ref)]
+    scores, rewards = rewards_by_hand(args, rows, raw_scores, kl)
+    total = {row.prompt: 0.0 for row in rows}
+    for row, reward in zip(rows, rewards):
+        total[row.prompt] += reward
+    advantages = [x - (total[row.prompt] - x) / (K - 1) for row, x in zip(rows, rewards)]
+
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    losses, log_ratios, clipped, entropies = [], [], [], []
+    for _ in range(EPOCHS):
+        optimizer.zero_grad()
+        for i, row in enumerate(rows):
+            logprobs, row_entropies = plain_logprobs(policy, row, args.temperature)
+            log_ratio = logprobs.sum() - old[i].sum()
+            ratio = log_ratio.exp()
+            bounded = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
+            loss = -torch.min(ratio * advantages[i], bounded * advantages[i])
+            clipped.append(float(bounded * advantages[i] < ratio * advantages[i]))
+            losses.append(loss.item())
+            log_ratios.append(log_ratio.item())
+            entropies += row_entropies.tolist()
+            if args.kl_in_loss:
+                x = logprobs - ref[i]
+                kl_loss = 0.5 * x**2 if args.kl_estimator == "k2" else torch.exp(-x) - 1 + x
+                loss = loss + args.kl_coef * kl_loss.sum()
+            (loss / len(rows)).backward()
+        if args.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+        optimizer.step()
+
+    ratios = [math.exp(x) for x in log_ratios]
+    lengths = [len(row.tokens) for row in rows]
+    ended = [row.ended for row in rows]
+    responses = [row.response for row in rows]
+    return {
+        "update": number,
+        "episode": 12 * number,
+        "lr": lr,
+        "objective/kl": mean(kl),
+        "objective/kl_coef": 0.3,
+        "objective/entropy": mean([-x.sum().item() for x in old]),
+        "objective/non_score_reward": -0.3 * mean(kl),
+        "objective/rlhf_reward": mean(scores) - 0.3 * mean(kl),
+        "objective/scores": mean(scores),
+        "loss/policy_avg": mean(losses),
+        "policy/approxkl_avg": mean([0.5 * x**2 for x in log_ratios]),
+        "policy/clipfrac_avg": mean(clipped),
+        "policy/entropy_avg": mean(entropies),
+        "val/ratio": mean(ratios),
+        "val/ratio_var": statistics.pvariance(ratios),
+        "val/clipfrac_avg": 0.0,
+        "val/num_eos_tokens": sum(ended),
+        "env/reward_mean": mean(raw_scores),
+        "env/reward_std": statistics.pstdev(raw_scores),
+        "frac_reward_zero_std": mean([len(set(group)) == 1 for group in grouped(rows, raw_scores)]),
+        "completions/mean_length": mean(lengths),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": 1 - mean(ended),
+        "completions/distinct_2": bigram_share(responses),
+        "completions/new_word_share": new_word([row.response for row in run.parts["before"]], responses)[2],
+        "sampling/logprob_gap_mean": mean(gaps),
+        "sampling/logprob_gap_max": max(gaps),
+        "judge/scores": mean([score for _, _, score in judged_rollouts(run)[number - 1]]),
+    }
+
+
+def judged_rollouts(run):
+    """The judge sees responses and references before, both rollouts, responses and references after."""
+    assert len(run.judge_calls) == 6
+    return run.judge_calls[2:4]
+
+
+# ---- Training, by hand -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(kl_in_loss=True, kl_estimator="k2"),
+        dict(kl_in_loss=True, kl_estimator="k3", max_grad_norm=0.5),
+        dict(whiten_rewards=True, optimizer="torch.optim.AdamW", adam_eps=1e-2),
+    ],
+    ids=["plain", "k2 in the loss", "k3 in the loss, clipped gradient", "whitened, AdamW"],
+)
+def test_two_updates_by_hand(trained, changes):
+    """Every metric of both updates, and the weights in model/, are those of a run in plain transformers."""
+    run = trained(**changes)
+    policy = AutoModelForCausalLM.from_pretrained(trained.lm).eval()
+    reference = AutoModelForCausalLM.from_pretrained(trained.lm).eval()
+    if "optimizer" in changes:
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0, eps=1e-2)
+    else:
+        optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    assert len(run.metrics) == 2
+    for number, lr in ((1, 0.008), (2, 0.004)):
+        expected = update_by_hand(
+            run, number, run.parts[f"update {number}"], policy, reference, optimizer, lr
+        )
+        row = run.metrics[number - 1]
+        clocks = {name for name in row if name == "eps" or name.startswith("perf/")}
+        assert set(expected) == set(row) - clocks
+        for name, x in expected.items():
+            if name == "policy/clipfrac_avg" and "whiten_rewards" in changes:
+                continue  # an advantage that should be 0 may be 1e-8, and then its response may be clipped
+            assert row[name] == pytest.approx(x, rel=2e-3, abs=2e-5), (number, name)
+    ours = AutoModelForCausalLM.from_pretrained(run.folder / "model").state_dict()
+    assert distance(ours, policy.state_dict()) < 2e-4
+    assert distance(ours, reference.state_dict()) > 1e-3
+
+
+def test_the_fixture_is_asymmetric(trained):
+    """Numbers that could be equal by chance are not: otherwise the test above would see less."""
+    run = trained()
+    for number in (1, 2):
+        row, rows = run.metrics[number - 1], run.parts[f"update {number}"]
+        assert 0 < sum(r.ended for r in rows) < 12
+        assert row["policy/clipfrac_avg"] > 0
+        assert row["env/reward_mean"] != pytest.approx(row["objective/scores"], abs=0.1)
+    rows = run.parts["update 1"] + run.parts["update 2"]
+    assert any(row.ended and len(row.tokens) == T for row in rows)  # EOS on the last allowed token
+    assert abs(run.metrics[1]["objective/kl"]) > 0.01
+    equal_groups = []  # of both updates: raw, after clipping, after the penalty; of other groups of 3
+    for number in (1, 2):
+        rows = run.parts[f"update {number}"]
+        raw = [score for _, _, score in run.reward_calls[2 * number - 1]]
+        clipped = [min(max(score, -2.0), 2.0) for score in raw]
+        penalized, _ = rewards_by_hand(run.args, rows, raw, [0.0] * 12)
+        equal = []
+        for scores in (raw, clipped, penalized):
+            equal.append(sum(len(set(group)) == 1 for group in grouped(rows, scores)))
+        equal.append(sum(len(set(raw[i : i + 3])) == 1 for i in range(0, 12, 3)))
+        equal_groups.append(equal)
+    assert any(0 < equal[0] < equal[1] < P for equal in equal_groups)
+    assert any(equal[2] < equal[0] for equal in equal_groups)
+    assert any(equal[3] != equal[0] for equal in equal_groups)
+    assert run.table["before"]["distinct bigrams"] < 1
+    assert run.table["after"]["distinct bigrams"] != run.table["before"]["distinct bigrams"]
+
+
+def test_every_training_post_is_used_once_per_epoch(trained):
+    """8 usable training posts, 4 prompts per update: in 2 updates each comes once, and in another order."""
+    run = trained()
+    usable = [post("Train", i)["prompt"] for i in range(8)]
+    seen = []
+    for number in (1, 2):
+        prompts = [row.prompt for row in run.parts[f"update {number}"]]
+        assert prompts == prompts[:P] * K
+        assert [prompt for prompt, _, _ in run.reward_calls[2 * number - 1]] == prompts
+        seen += prompts[:P]
+    assert sorted(seen) == usable
+    assert seen != usable
+
+
+def test_each_response_has_its_own_random_numbers(trained):
+    """The responses of a group differ, and so do those to one prompt in two updates."""
+    for number in (1, 2):
+        rows = trained().parts[f"update {number}"]
+        assert all(len(set(group)) > 1 for group in grouped(rows, [tuple(row.tokens) for row in rows]))
+
+
+def test_minibatches(trained):
+    """Each epoch trains on every response once, in another order; metrics are means over all of them."""
+    run = trained(gradient_accumulation_steps=2, num_mini_batches=2)
+    assert len(run.losses) == 2 * EPOCHS * 4  # updates, epochs, micro-batches of 3
+    orders = []
+    for start in range(0, len(run.losses), 4):
+        old = torch.cat([old for _, old, _, _ in run.losses[start : start + 4]])
+        number = start // (4 * EPOCHS) + 1
+        sums = torch.stack([row.sampled.sum() for row in run.parts[f"update {number}"]])
+        assert torch.allclose(old.sort().values, sums.sort().values, atol=1e-4)
+        orders.append(tuple((old[:, None] - sums).abs().argmin(1).tolist()))
+    assert len(set(orders)) == 2 * EPOCHS
+    for number, row in enumerate(run.metrics):
+        calls = run.losses[number * 12 : number * 12 + 12]
+        ratios = torch.cat([new - old for new, old, _, _ in calls]).exp().tolist()
+        advantages = torch.cat([x for _, _, x, _ in calls]).tolist()
+        assert row["val/ratio"] == pytest.approx(mean(ratios), rel=1e-4)
+        assert row["val/ratio_var"] == pytest.approx(statistics.pvariance(ratios), rel=1e-2, abs=1e-6)
+        losses = [max(-x * r, -x * min(max(r, 0.9), 1.1)) for r, x in zip(ratios, advantages)]
+        assert row["loss/policy_avg"] == pytest.approx(mean(losses), rel=1e-3, abs=1e-5)
+
+
+def test_clocks(trained):
+    """Seconds of rollout and training add up, and speeds are what they say."""
+    run = trained()
+    for number in (1, 2):
+        row = run.metrics[number - 1]
+        parts = row["perf/rollout_seconds"] + row["perf/train_seconds"]
+        assert row["perf/seconds"] == pytest.approx(parts)
+        tokens = sum(len(r.tokens) for r in run.parts[f"update {number}"])
+        assert row["perf/tokens_per_second"] * row["perf/seconds"] == pytest.approx(tokens)
+        assert row["eps"] * row["perf/seconds"] == pytest.approx(12, rel=0.2)
+        assert min(row["perf/rollout_seconds"], row["perf/train_seconds"], row["perf/peak_memory_mb"]) > 0
+
+
+def test_the_gap_between_sampling_and_training_is_measured(rloo, script, monkeypatch):
+    """Mean and maximum of the differences of log-probabilities, over the tokens of the responses only."""
+    sample_responses = script.sample_responses
+    tokens = []
+
+    def with_a_gap(*inputs):
+        b, prompts, responses = sample_responses(*inputs)
+        b["sampling_logprobs"][1, 0] -= 3
+        b["sampling_logprobs"][2] += 1
+        b["sampling_logprobs"][~script.length_mask(b["lengths"], 6)] = 1000.0
+        tokens.append(b["lengths"].tolist())
+        return b, prompts, responses
+
+    monkeypatch.setattr(script, "sample_responses", with_a_gap)
+    _, _, [row] = rloo(learning_rate=0.0, total_episodes=8, missing_eos_penalty=None)
+    lengths = tokens[1]  # of the rollout, after those of the evaluation
+    assert row["sampling/logprob_gap_max"] == pytest.approx(3, abs=1e-3)
+    assert row["sampling/logprob_gap_mean"] == pytest.approx((3 + lengths[2]) / sum(lengths), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "kind, factors",
+    [
+        ("constant", [1, 1, 1]),
+        ("linear", [1, 2 / 3, 1 / 3]),
+        ("cosine", [1, 0.75, 0.25]),
+        ("exponential", [1, 0.01 ** (1 / 3), 0.01 ** (2 / 3)]),
+    ],
+)
+def test_the_learning_rate_of_each_update(rloo, monkeypatch, kind, factors):
+    """2 updates of warm-up from 0, then the schedule. The metric lr is that of the update's own steps."""
+    used = []
+    step = torch.optim.SGD.step
+
+    def recorded(self, *rest):
+        used.append(self.param_groups[0]["lr"])
+        return step(self, *rest)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", recorded)
+    _, _, rows = rloo(
+        total_episodes=40,
+        num_ppo_epochs=1,
+        num_mini_batches=2,
+        learning_rate=1e-4,
+        lr_scheduler_type=kind,
+        warmup_ratio=0.4,
+        optimizer="torch.optim.SGD",
+        response_length=1,
+        num_sample_generations=0,
+    )
+    expected = [0.0, 0.5e-4, *[1e-4 * factor for factor in factors]]
+    assert [row["lr"] for row in rows] == pytest.approx(expected)
+    assert used == pytest.approx([x for x in expected for _ in range(2)])
+    assert [row["update"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["episode"] for row in rows] == [8, 16, 24, 32, 40]
+
+
+def test_a_skipped_step_leaves_no_gradient(rloo, script, monkeypatch, tiny_lm, capsys):
+    """A gradient that is not finite changes no weight, and the next step does not contain it."""
+    clip_gradients = script.clip_gradients
+    calls = []
+
+    def broken_once(accelerator, parameters, max_norm):
+        calls.append(1)
+        if len(calls) == 1:
+            for p in parameters.values():
+                p.grad.fill_(math.nan)
+        return clip_gradients(accelerator, parameters, max_norm)
+
+    monkeypatch.setattr(script, "clip_gradients", broken_once)
+    flags = dict(num_mini_batches=1, num_ppo_epochs=1, per_device_train_batch_size=8)
+    _, folder, _ = rloo("one", **flags, total_episodes=8)
+    assert same(weights(folder / "model"), weights(tiny_lm()))
+    calls.clear()
+    _, folder, _ = rloo("two", **flags, total_episodes=16)
+    assert len(calls) == 2
+    assert distance(weights(folder / "model"), weights(tiny_lm())) > 1e-4
+    assert capsys.readouterr().out.count("gradient not finite, step skipped (1 in a row)") == 2
+
+
+def test_a_custom_stop_token(rloo, script, monkeypatch, tiny_lm, tmp_path):
+    """Its text does not reach the reward, but it counts as a token and as an end. EOS does not end then."""
+    lm = eos_prone(tiny_lm, tmp_path / "lm")
+    tokenizer = AutoTokenizer.from_pretrained(lm)
+    rollouts = spy(monkeypatch, script, "rollout_groups")
+    rloo("first", model_name_or_path=lm, temperature=1.0, learning_rate=0.0, total_episodes=8)
+    tokens = rollouts[1][1][0]["ids"][:, -6:]
+    stop = next(x for x in tokens[:, 1].tolist() if x not in (0, tokenizer.eos_token_id))
+    rollouts.clear()
+    body = CALLS.format(score="def score(prompt, response):\n    return float(len(response))")
+    _, folder, [row] = rloo(
+        "second",
+        model_name_or_path=lm,
+        stop_token_id=stop,
+        temperature=1.0,
+        learning_rate=0.0,
+        total_episodes=8,
+        reward_fn=reward_file(tmp_path, body),
+    )
+    b, _, _ = rollouts[1][1]
+    lengths, ends, texts = [], [], []
+    for ids in b["ids"][:, -6:].tolist():
+        ends.append(stop in ids)
+        lengths.append(ids.index(stop) + 1 if stop in ids else 6)
+        text = ids[: ids.index(stop)] if stop in ids else ids
+        texts.append(tokenizer.decode(text, skip_special_tokens=True))
+    assert 0 < sum(ends) < 8
+    calls = calls_of(tmp_path / "reward.py.calls")
+    # Call 0 is the evaluation, 1 and 2 are its judge, which is the reward itself.
+    assert [response for _, response, _ in calls[3]] == texts
+    assert row["val/num_eos_tokens"] == sum(ends)
+    assert row["completions/mean_length"] == mean(lengths)
+    scores = [len(text) - (0.0 if ended else 1.0) for text, ended in zip(texts, ends)]
+    assert row["objective/scores"] == pytest.approx(mean(scores))
+
+
+# ---- The evaluation, by hand -------------------------------------------------------------------------------
+
+
+def judged(run, call, texts):
+    """The scores of a call of the judge, whose inputs must be the evaluated posts and these texts."""
+    prompts, seen, scores = zip(*run.judge_calls[call])
+    assert list(prompts) == [row["prompt"] for row in run.samples]
+    assert list(seen) == texts
+    return scores
+
+
+@pytest.mark.parametrize("part", ["before", "after"])
+def test_the_final_table_by_hand(trained, part):
+    """Every number of evaluation.json, from the texts and from plain transformers."""
+    run = trained()
+    rows = run.parts[part]
+    reference = AutoModelForCausalLM.from_pretrained(trained.lm).eval()
+    policy = reference
+    if part == "after":
+        policy = AutoModelForCausalLM.from_pretrained(run.folder / "model").eval()
+    kl, ref_logprobs = [], []
+    for row in rows:
+        with torch.no_grad():
+            ours, _ = plain_logprobs(policy, row, 0.8)
+            theirs, _ = plain_logprobs(reference, row, 0.8)
+        assert torch.allclose(ours, row.sampled, atol=1e-4)  # this policy wrote it, at this temperature
+        kl.append((ours - theirs).sum().item())
+        ref_logprobs += theirs.tolist()
+    score, responses = {"before": "score", "after": "score after"}[part], [row.response for row in rows]
+    raw_scores = [row[score] for row in run.samples]
+    call = {"before": 0, "after": 4}[part]
+    ours = judged(run, call, responses)
+    theirs = judged(run, call + 1, [row["reference"] for row in run.samples])
+    verdicts = [1.0 if x > y else 0.5 if x == y else 0.0 for x, y in zip(ours, theirs)]
+    expected = {
+        "win rate": mean(verdicts),
+        "+- (95 % interval)": 1.96 * statistics.pstdev(verdicts) / math.sqrt(6),
+        "ties": mean([x == 0.5 for x in verdicts]),
+        "no verdict": 0.0,
+        "score mean": mean(raw_scores),
+        "score median": statistics.median(raw_scores),
+        "KL, nats per response": mean(kl),
+        "ended by itself": mean([row.ended for row in rows]),
+        "tokens per response": mean([len(row.tokens) for row in rows]),
+        "perplexity under the reference": math.exp(-mean(ref_logprobs)),
+        "distinct responses": len(set(responses)) / 6,
+        "distinct bigrams": bigram_share(responses),
+    }
+    assert set(run.table[part]) == set(expected)
+    for name, x in expected.items():
+        assert run.table[part][name] == pytest.approx(x, rel=1e-3, abs=1e-5), name
+    assert 0 < expected["ended by itself"] < 1 and 0 < expected["win rate"] < 1
+    assert expected["score mean"] != pytest.approx(expected["score median"], abs=0.01)
+
+
+def test_the_rest_of_the_final_table(trained):
+    """The new word, the number of posts, the judge and how was decoded."""
+    run = trained()
+    before, after = [row["before"] for row in run.samples], [row["after"] for row in run.samples]
+    word, share_before, share_after = new_word(before, after)
+    about = run.table["commonest new word"]
+    assert about == {
+        "metric": f'commonest new word: "{word}"',
+        "before": pytest.approx(share_before),
+        "after": pytest.approx(share_after),
+    }
+    assert run.table["n"] == 6
+    assert run.table["judge"] == run.args.judge_fn
+    assert run.table["decoding"] == "sampling, temperature 0.8, at most 9 tokens"
+    assert set(run.table) == {"before", "after", "commonest new word", "n", "judge", "decoding"}
+    for name in ("KL, nats per response", "perplexity under the reference", "score mean"):
+        assert abs(run.table["before"][name] - run.table["after"][name]) > 1e-3, name
+
+
+def test_the_posts_of_the_evaluation(trained):
+    """6 of the 8 usable test posts, each once, with its own summary; no training or validation row."""
+    run = trained()
+    references = {}
+    for i in range(20, 29):
+        row = post("Exam", i)
+        references[row["prompt"]] = row["completion"]
+    without_summary = post("Exam", 24)["prompt"]
+    prompts = [row["prompt"] for row in run.samples]
+    assert len(set(prompts)) == len(prompts) == 6
+    assert set(prompts) <= set(references) - {without_summary}
+    assert prompts != sorted(prompts)  # random order
+    for row in run.samples:
+        assert row["reference"] == references[row["prompt"]]
+    for call in (0, -1):  # what the reward saw before and after
+        assert [prompt for prompt, _, _ in run.reward_calls[call]] == prompts
+
+
+def test_evaluation_samples(trained):
+    """Both responses of each post and their raw scores: before from the first model, after from the last."""
+    run = trained()
+    for name, score, part, call in (
+        ("before", "score", "before", 0),
+        ("after", "score after", "after", -1),
+    ):
+        assert [row[name] for row in run.samples] == [row.response for row in run.parts[part]]
+        seen = [(row["prompt"], row[name], pytest.approx(row[score])) for row in run.samples]
+        assert run.reward_calls[call] == seen
+    assert [row["before"] for row in run.samples] != [row["after"] for row in run.samples]
+
+
+def test_samples_during_the_run(trained):
+    """After updates 1 and 2: the first 3 posts of the evaluation, with its random numbers."""
+    run = trained()
+    samples = rows_of(run.folder, "samples.jsonl")
+    assert [row["update"] for row in samples] == [1, 1, 1, 2, 2, 2]
+    assert [row["prompt"] for row in samples] == [row["prompt"] for row in run.samples[:3]] * 2
+    scored = run.reward_calls[2] + run.reward_calls[4]
+    rows = run.parts["samples 1"] + run.parts["samples 2"]
+    for sample, (_, _, score), row in zip(samples, scored, rows, strict=True):
+        assert sample["response"] == row.response
+        assert sample["ended"] is row.ended
+        assert sample["score"] == pytest.approx(score)
+    assert {row.ended for row in rows} == {True, False}
+    # After the last update, the model and the random numbers are those of the evaluation.
+    assert [row["response"] for row in samples[3:]] == [row["after"] for row in run.samples[:3]]
+    policy = AutoModelForCausalLM.from_pretrained(run.folder / "model").eval()
+    with torch.no_grad():
+        gaps = [(plain_logprobs(policy, row, 0.8)[0] - row.sampled).abs().max().item() for row in rows]
+    assert max(gaps[:3]) > 1e-3  # another model wrote the samples after update 1
+    assert max(gaps[3:]) < 1e-4
+
+
+def test_the_same_random_numbers_before_and_after(trained):
+    """A policy that did not learn writes the same again. Another seed takes other posts in another order."""
+    frozen = trained(learning_rate=0.0)
+    assert frozen.table["before"] == frozen.table["after"]
+    assert [row["before"] for row in frozen.samples] == [row["after"] for row in frozen.samples]
+    assert [row["before"] for row in frozen.samples] == [row["before"] for row in trained().samples]
+    other = trained(learning_rate=0.0, seed=4)
+    assert [row["prompt"] for row in frozen.samples] != [row["prompt"] for row in other.samples]
+    both = {row["prompt"]: row["before"] for row in frozen.samples}
+    assert any(both.get(row["prompt"], row["before"]) != row["before"] for row in other.samples)
+
+
+def test_the_reward_is_the_judge_if_nobody_else_is(trained):
+    """Without --judge-fn and --judge-model, the win rate compares raw rewards; evaluation.json says so."""
+    run = trained(judge_fn=None)
+    assert run.table["judge"] == run.args.reward_fn
+    assert "judge/scores" not in run.metrics[0]
+    score_of = {(prompt, text): x for call in run.reward_calls for prompt, text, x in call}
+    verdicts = []
+    for row in run.samples:
+        ours, theirs = score_of[row["prompt"], row["after"]], score_of[row["prompt"], row["reference"]]
+        verdicts.append(1.0 if ours > theirs else 0.5 if ours == theirs else 0.0)
+    assert run.table["after"]["win rate"] == pytest.approx(mean(verdicts))
+    assert run.table["after"]["ties"] == pytest.approx(mean([x == 0.5 for x in verdicts]))
+
+
+def test_the_live_adapter_is_what_is_saved(rloo, script, monkeypatch):
+    """LoRA: the last evaluation and model/, in plain transformers, give the same log-probabilities."""
+    rollouts = spy(monkeypatch, script, "rollout_groups")
+    _, folder, _ = rloo(lora_r=4, learning_rate=0.05)
+    merged = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    gaps = []
+    for b, prompts, _ in (rollouts[0][1], rollouts[-1][1]):
+        for i, prompt in enumerate(prompts):
+            n = b["lengths"][i]
+            row = SimpleNamespace(ids=tokenizer(prompt).input_ids, tokens=b["ids"][i, -6:][:n].tolist())
+            with torch.no_grad():
+                gaps.append((plain_logprobs(merged, row, 0.7)[0] - b["logprobs"][i, :n]).abs().max().item())
+    assert max(gaps[4:]) < 1e-3 < 1e-2 < max(gaps[:4])
+
+
+# ---- The data ----------------------------------------------------------------------------------------------
+
+
+def numbers_of(rows):
+    """The second words of the prompts."""
+    return [int(prompt.split()[1]) for prompt in rows["prompt"]]
+
+
+def test_held_out_rows(script, tmp_path):
+    """The split test, or else validation, or else the last tenth of train; training rows never come back."""
+    posts = [post("Train", i) for i in range(25)]
+    others, third = [post("Valid", i) for i in range(50, 53)], [post("Exam", i) for i in range(70, 72)]
+    three = write_rows(tmp_path / "three", train=posts, validation=others, test=third)
+    two = write_rows(tmp_path / "two", train=posts, validation=others)
+    one = write_rows(tmp_path / "one", train=posts)
+    few = write_rows(tmp_path / "few", train=posts[:3])
+    for data, train, held_out in (
+        (three, range(25), (70, 71)),
+        (two, range(25), (50, 51, 52)),
+        (one, range(23), (23, 24)),
+        (few, range(2), (2,)),
+    ):
+        splits = script.load_splits(data)
+        assert [numbers_of(rows) for rows in splits] == [list(train), list(held_out)]
+
+
+def test_posts_that_can_be_used(script, tiny_lm, tmp_path, capsys):
+    """Text of at most max_prompt_length tokens, in the order of the data, each with its own reference."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    rows = [post("Train", i) for i in range(6)]
+    lengths = [len(tokenizer(row["prompt"]).input_ids) for row in rows]
+    limit = lengths[2]  # rows 3 is longer; rows 0, 1, 4 and 5 are shorter
+    assert lengths[3] > limit > max(lengths[1], lengths[4], lengths[5])
+    rows[1]["completion"] = None
+    rows.insert(3, dict(prompt=None, completion=" none"))
+    rows.insert(1, dict(prompt=" \n ", completion=" blank"))
+    data = write_rows(tmp_path / "data", train=rows)
+    loaded = script.datasets.load_dataset(data)["train"]
+    posts = script.load_posts(loaded, tokenizer, script.Args(max_prompt_length=limit))
+    texts = [tokenizer.decode(x["ids"]) for x in posts]
+    assert texts == [post("Train", i)["prompt"] for i in (0, 1, 2, 4, 5)]
+    references = [post("Train", i)["completion"] for i in (0, 1, 2, 4, 5)]
+    assert [x["reference"] for x in posts] == [references[0], "", *references[2:]]
+    assert "skipped 3 of 8 rows: no prompt of at most --max-prompt-length" in capsys.readouterr().out
+
+
+def test_the_chosen_posts(script):
+    """num_examples different posts with a reference, for every seed others; all of them if there are few."""
+    posts = [dict(ids=[i], reference=f" {i}" if i % 3 else "") for i in range(30)]
+    chosen = {}
+    for seed in (1, 2):
+        result = script.choose_held_out(posts, script.Args(num_examples=7, seed=seed))
+        chosen[seed] = [x["ids"][0] for x in result]
+        assert all(x["reference"] == f" {x['ids'][0]}" for x in result)
+        assert len(set(chosen[seed])) == 7
+        assert chosen[seed] != sorted(chosen[seed])
+    assert set(chosen[1]) != set(chosen[2])
+    assert len(script.choose_held_out(posts, script.Args(num_examples=99))) == 20
+    no_references = [dict(ids=[i], reference="") for i in range(5)]
+    assert len(script.choose_held_out(no_references, script.Args(num_examples=4))) == 4
+
+
+def test_drawn_posts(script):
+    """Padding is on the left. Random numbers depend on seed and purpose, and differ in every place."""
+    posts = [dict(ids=[5]), dict(ids=[7, 8, 9]), dict(ids=[3, 4])]
+    args = script.Args(response_length=4, seed=1)
+    drawn = script.draw_posts(posts, torch.tensor([2, 1, 0, 2]), 3, args, 5)
+    assert drawn["ids"].tolist() == [[0, 3, 4], [7, 8, 9], [0, 0, 5], [0, 3, 4]]
+    mask = [[False, True, True], [True, True, True], [False, False, True], [False, True, True]]
+    assert drawn["mask"].tolist() == mask
+    assert drawn["uniforms"].shape == (4, 3, 4)
+    assert len(set(drawn["uniforms"].flatten().tolist())) == 4 * 3 * 4
+    assert torch.equal(
+        drawn["uniforms"], script.draw_posts(posts, torch.tensor([0, 0, 0, 0]), 3, args, 5)["uniforms"]
+    )
+    for other, purpose in ((args, 6), (args, "held-out"), (replace(args, seed=2), 5)):
+        again = script.draw_posts(posts, torch.tensor([2, 1, 0, 2]), 3, other, purpose)
+        assert not set(again["uniforms"].flatten().tolist()) & set(drawn["uniforms"].flatten().tolist())
+
+
+def test_decode_with_special_tokens(script):
+    """Prompts keep special tokens but lose BOS, and responses have none, wherever they are."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<bos>", "additional_special_tokens": ["<user>"]})
+    bos, user, eos = tokenizer.convert_tokens_to_ids(["<bos>", "<user>", EOS])
+    in_front = tokenizers.processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", bos)])
+    tokenizer.backend_tokenizer.post_processor = in_front
+    text, good, bad = tokenizer(["the film", " good", " bad"], add_special_tokens=False).input_ids
+    prompts = [[bos, user, *text], [*text, user]]
+    responses = [[*good, eos, *bad], [user, *bad]]
+    texts, answers = script.decode(tokenizer, prompts, responses)
+    assert texts == ["<user>the film", "the film<user>"]
+    assert answers == [" good bad", " bad"]
+    assert script.bos_ids(tokenizer) == [bos]
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (dict(), 2),
+        (dict(stop_token=None), -1),
+        (dict(stop_token_id=7), 7),
+        (dict(stop_token=None, stop_token_id=0), 0),
+    ],
+)
+def test_the_stop_token(script, flags, expected):
+    """--stop-token-id comes first, then --stop-token: EOS or none."""
+    tokenizer = SimpleNamespace(eos_token_id=2)
+    assert script.find_stop_token(script.Args(**flags), tokenizer) == expected
+
+
+# ---- Judges ------------------------------------------------------------------------------------------------
+
+
+def test_the_win_rate_by_hand(script):
+    """Missing verdicts are no losses: rate, interval and ties are of the posts with a verdict."""
+    texts = ["p", "q"], [" a", " b"], [" c", " d"]
+    seen = []
+
+    def judge(*inputs):
+        seen.append(inputs)
+        return [None, 1.0, 0.5, 1.0, None, 0.0, 1.0, None, 1.0, 0.5]
+
+    result = {name: float(x) for name, x in script.win_rate(judge, *texts).items()}
+    given = [1.0, 0.5, 1.0, 0.0, 1.0, 1.0, 0.5]
+    assert seen == [texts]
+    assert result == {
+        "win rate": pytest.approx(5 / 7),
+        "+- (95 % interval)": pytest.approx(1.96 * statistics.pstdev(given) / math.sqrt(7)),
+        "ties": pytest.approx(2 / 7),
+        "no verdict": pytest.approx(0.3),
+    }
+
+
+def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script):
+    """The response wins with the higher score, post by post, and equal scores are a tie."""
+
+    def score(prompts, texts):
+        return torch.tensor([float(prompt.count(text.strip())) for prompt, text in zip(prompts, texts)])
+
+    prompts = ["x x y", "y y x", "x y", "z y y", "x"]
+    assert script.score_judge(score)(prompts, [" x"] * 5, [" y"] * 5) == [1.0, 0.0, 0.5, 0.0, 1.0]
+
+
+def chat_with(monkeypatch, answer):
+    """Instead of a server: answer(question) -> str. -> a list that fills with (question, options)"""
+    asked = []
+
+    def chat_completion(messages, **options):
+        [message] = messages
+        assert message["role"] == "user"
+        asked.append((message["content"], options))
+        content = transformers.utils.ModelOutput(content=answer(message["content"]))
+        choice = transformers.utils.ModelOutput(message=content)
+        return transformers.utils.ModelOutput(choices=[choice])
+
+    client = SimpleNamespace(chat_completion=chat_completion)
+    monkeypatch.setattr(huggingface_hub, "InferenceClient", lambda **kwargs: client)
+    return asked
+
+
+def test_verdicts_of_a_chat_judge_stay_with_their_posts(script, monkeypatch):
+    """Three kinds of posts: ours is better, theirs is better, no verdict; slow answers change nothing."""
+
+    def answer(question):
+        number = int(question.split("post number ")[1].split()[0])
+        time.sleep(0.02 if number == 0 else 0)
+        first_is_ours = f"Summary A: ours {number}\n" in question
+        assert f"Summary {'B' if first_is_ours else 'A'}: theirs {number}\n" in question
+        return {0: "A" if first_is_ours else "B", 1: "B" if first_is_ours else "A", 2: "?"}[number % 3]
+
+    asked = chat_with(monkeypatch, answer)
+    numbers = range(20)
+    texts = [[f"{text} {i}" for i in numbers] for text in ("post number", " ours", " theirs")]
+    args = script.Args(judge_url="http://here/v1", judge_model="m")
+    verdicts = script.chat_judge(args)(*texts)
+    assert verdicts == [{0: 1.0, 1: 0.0, 2: None}[i % 3] for i in numbers]
+    assert len(asked) == 20
+    assert all(options == dict(model="m", max_tokens=8, temperature=0.0) for _, options in asked)
+    questions = sorted(question for question, _ in asked)
+    asked.clear()
+    script.chat_judge(args)(*texts)
+    assert sorted(question for question, _ in asked) == questions  # the order of the two is a function of
+    asked.clear()
+    script.chat_judge(replace(args, seed=2))(*texts)
+    assert sorted(question for question, _ in asked) != questions  # the seed
+
+
+def test_a_chat_judge_in_a_run(trained, monkeypatch):
+    """It is asked about each evaluated post twice, never about training posts; --judge-fn is still logged."""
+    asked = chat_with(monkeypatch, lambda question: "A" if "Exam 2" in question[:200] else "B")
+    run = trained(judge_model="m", judge_url="http://here/v1")
+    assert run.table["judge"] == "m at http://here/v1"
+    assert len(asked) == 12 and not any("Train" in question for question, _ in asked)
+    for part, name in ((asked[:6], "before"), (asked[6:], "after")):
+        for row in run.samples:
+            [question] = [text for text, _ in part if row["prompt"] in text]
+            pairs = [(row[name], row["reference"]), (row["reference"], row[name])]
+            assert any(f"Summary A:{a}\n\nSummary B:{b}\n" in question for a, b in pairs)
+    assert len(run.judge_calls) == 2  # one per rollout
+    for number in (1, 2):
+        scores = [score for _, _, score in run.judge_calls[number - 1]]
+        assert run.metrics[number - 1]["judge/scores"] == pytest.approx(mean(scores))
+
+
+@pytest.mark.parametrize(
+    "key, url, model, expected",
+    [
+        (True, None, "gpt", "https://api.openai.com/v1"),
+        (True, None, "some/gpt", None),
+        (False, None, "gpt", None),
+        (True, "http://here/v1", "gpt", "http://here/v1"),
+        (False, "http://here/v1", "some/gpt", "http://here/v1"),
+    ],
+)
+def test_the_server_of_a_chat_judge(script, monkeypatch, key, url, model, expected):
+    """--judge-url, else OpenAI's for a name without a slash if there is a key, else Hugging Face's."""
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    if key:
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    args = script.Args(judge_url=url, judge_model=model)
+    assert script.judge_address(args) == expected
+    assert script.judge_name(args) == f"{model} at {expected or 'Hugging Face'}"
+
+
+def test_the_judge_of_tiny_knows_only_the_data_of_tiny(script):
+    """With other data it is dropped. Other judges stay."""
+    tiny = script.RECIPES["tiny"]
+    assert script.without_foreign_judge(tiny) == tiny
+    other = replace(tiny, dataset_name="other/data")
+    assert script.without_foreign_judge(other) == replace(other, judge_fn=None)
+    own = replace(other, judge_fn="mine.py:score")
+    assert script.without_foreign_judge(own) == own
+
+
+def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, monkeypatch, capsys):
+    """Posts, random numbers and win rate of the table: before for the first model, after for model/."""
+    run = trained()
+    for part, policy in (("before", trained.lm), ("after", str(run.folder / "model"))):
+        (tmp_path / part).mkdir()
+        judge = reward_file(tmp_path / part, CALLS.format(score=JUDGE.strip()))
+        args = replace(run.args, judge_fn=judge, sft_model_path=policy, output_dir=None, reward_fn="no.py:f")
+        result = script.judge_policy(args)
+        assert set(result) == {"win rate", "+- (95 % interval)", "ties", "no verdict"}
+        assert result == {name: pytest.approx(run.table[part][name]) for name in result}
+        ours, theirs = calls_of(tmp_path / part / "reward.py.calls")
+        assert [text for _, text, _ in ours] == [row[part] for row in run.samples]
+        assert [text for _, text, _ in theirs] == [row["reference"] for row in run.samples]
+        line = f"Model win rate: {result['win rate']:.2%} +- {result['+- (95 % interval)']:.2%} ("
+        line += f"{result['ties']:.1%} ties, 0.0% without verdict), n = 6, judge {judge}, sampling, "
+        assert line + "temperature 0.8, at most 9 tokens" in capsys.readouterr().out
+
+
+# ---- Words and warnings ------------------------------------------------------------------------------------
+
+
+def test_bigrams_and_new_words_by_hand(script):
+    """Small examples of what the tables count."""
+    assert script.distinct_bigrams(["a b a b", "A b", "c"]) == 2 / 4  # (a b), (b a), (a b), (a b)
+    assert script.distinct_bigrams(["a", ""]) == 0
+    before = ["film film film", "story", "nice film", "story"]
+    after = ["Story film!", "film STORY", "story nice1", "film story", "nice the", "cat", "x", "y"]
+    # film and story: 1/2 before; film 3/8, story 4/8, nice 2/8 after: nice only kept its share.
+    assert script.commonest_new_word(before, after) == ("", 0.0, 0.0)
+    after = ["great nice", "nice great", "nice great", "story film the"]
+    assert script.commonest_new_word(before, after) == ("great", 0.0, 0.75)  # nice: from 1/4, a tie
+    assert script.new_word_row(before, after) == {
+        "metric": 'commonest new word: "great"',
+        "before": 0.0,
+        "after": 0.75,
+    }
+    assert script.commonest_new_word(before, ["nice", "nice", "story", "tea"]) == ("nice", 0.25, 0.5)
+
+
+HEALTHY = {
+    "update": 2,
+    "episode": 200,
+    "objective/kl": 0.5,
+    "val/ratio": 1.1,
+    "policy/entropy_avg": 0.2,
+    "env/reward_std": 0.1,
+    "frac_reward_zero_std": 0.5,
+    "val/num_eos_tokens": 1,
+}
+RARE = ("word", 0.0, 0.24)  # a new word in almost a quarter of the responses
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("objective/kl", -1.1),
+        ("val/ratio", 0.4),
+        ("val/ratio", 2.1),
+        ("policy/entropy_avg", 0.09),
+        ("env/reward_std", 0.0),
+        ("frac_reward_zero_std", 0.51),
+        ("val/num_eos_tokens", 0),
+    ],
+)
+def test_each_warning_has_its_own_metric(script, name, value):
+    """No warning at the limits; beyond one of them, exactly one."""
+    args = script.Args(missing_eos_penalty=1.0)
+    assert script.health_warnings(HEALTHY, args, RARE) == {}
+    assert list(script.health_warnings(HEALTHY | {name: value}, args, RARE)) == [name]
+
+
+def test_warnings_that_need_more(script):
+    """No EOS matters only with a penalty, a new word only in 10 responses or more of a batch."""
+    metrics = HEALTHY | {"val/num_eos_tokens": 0}
+    assert script.health_warnings(metrics, script.Args(), RARE) == {}
+    word = ("word", 0.06, 0.3)
+    small_batch = HEALTHY | {"update": 8, "episode": 200}  # 25 responses, 7.5 of them with the word
+    assert script.health_warnings(small_batch, script.Args(), word) == {}
+    batch = HEALTHY | {"update": 4, "episode": 200}
+    [warning] = script.health_warnings(batch, script.Args(), word).values()
+    assert warning.startswith('"word" is in 30% of the responses, before training in 6%')
+
+
+def test_a_collapse_is_reported(script):
+    """A word in more than 15 % of the responses, or less than 80 % of the distinct bigrams."""
+    lines = []
+    run = SimpleNamespace(print=lambda text, style=None: lines.append(text))
+    rare = {"metric": 'commonest new word: "x"', "before": 0.01, "after": 0.15}
+    script.report_collapse(run, rare, 0.5, 0.4)
+    assert lines == []
+    script.report_collapse(run, rare | {"after": 0.16}, 0.5, 0.6)
+    assert len(lines) == 1 and '"x" is in 16% of the responses, before in 1%' in lines.pop()
+    script.report_collapse(run, rare, 0.5, 0.35)
+    assert len(lines) == 1 and "at 70% of their first value" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "updates, count, expected",
+    [(6, 3, [2, 4, 6]), (7, 3, [2, 4, 6]), (3, 10, [1, 2, 3]), (5, 1, [5]), (5, 0, [])],
+)
+def test_updates_with_samples(script, updates, count, expected):
+    """About num_sample_generations of them, evenly spaced."""
+    args = script.Args(num_sample_generations=count)
+    assert [x for x in range(1, updates + 1) if script.is_sample_update(x, updates, args)] == expected

@@ -1,0 +1,394 @@
+"""What somebody meets who runs a script for the first time: a bare machine, a lone copy, models and data of
+their own."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from run_tools import ALL, ROOT, maker, one_line, reward_file, rows_of, spy, write_rows
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytest_plugins = ["run_fixtures"]
+
+
+# ---- The machine -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_without_git(scripts, small, monkeypatch, tmp_path, name):
+    """A run works on a machine without git. args.json then has no commit."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    _, folder = scripts[name].train(small(name))
+    assert json.loads((Path(folder) / "args.json").read_text())["commit"] == ""
+
+
+def test_the_commit_is_that_of_the_script(scripts):
+    """With git, and in a repository, it is what git says of the script's folder."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    for module in scripts.values():
+        assert module.git_commit() == git.stdout.strip()
+
+
+def test_a_script_alone(tmp_path):
+    """A copy without checkpoints/ and data/ beside it says in one line that they are missing."""
+    shutil.copy(ROOT / "ppo_sentiment.py", tmp_path)
+    command = [sys.executable, "ppo_sentiment.py"]
+    end = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert end.returncode == 2
+    lines = end.stderr.splitlines()
+    assert len(lines) == 1
+    assert "'checkpoints/reviews-lm'" in lines[0]
+    assert "need checkpoints/ and data/ of the repository beside the script" in lines[0]
+
+
+def test_resume_latest_without_runs(scripts, tmp_path, monkeypatch, capsys):
+    """`latest` looks in runs/<script> only, and says so."""
+    monkeypatch.chdir(tmp_path)
+    line = one_line(scripts["sft"], ["--resume", "latest"], capsys)
+    assert "there is no run in runs/sft; name the --output-dir of your run" in line
+
+
+# ---- What is printed ---------------------------------------------------------------------------------------
+
+
+def test_flags_that_differ_from_the_recipe(scripts):
+    """Each one, with the value of the recipe; not where the run is saved."""
+    script = scripts["ppo_sentiment"]
+    args = script.parse_args(["--seed", "7", "--learning-rate", "2e-5", "--output-dir", "here"])
+    usual = script.RECIPES["tiny"].learning_rate
+    assert (
+        script.flags_that_differ(args, script.RECIPES["tiny"])
+        == f"--seed 7 (1), --learning-rate 2e-05 ({usual})"
+    )
+    assert script.flags_that_differ(script.RECIPES["tiny"], script.RECIPES["tiny"]) == ""
+
+
+def test_a_named_model_changes_other_defaults_and_says_so(scripts, small, capsys):
+    """Without a recipe, the first lines name what differs from the recipe tiny."""
+    scripts["rloo_tldr"].train(small("rloo_tldr", temperature=0.7))
+    out = capsys.readouterr().out
+    assert "recipe custom" in out
+    assert "--rloo-k 2 (4)" in out
+    assert "--temperature 0.7 (1.0)" in out
+
+
+def test_a_recipe_without_changes_says_none(scripts, small, capsys):
+    """A run with a recipe prints the flags that were changed."""
+    script = scripts["sft"]
+    args = small("sft")
+    script.RECIPES["test"] = replace(args, recipe="custom", output_dir=None)
+    try:
+        script.train(replace(args, recipe="test"))
+    finally:
+        del script.RECIPES["test"]
+    assert "flags that differ from the recipe: none" in capsys.readouterr().out
+
+
+def test_a_warning_is_shown_once(ppo, capsys, tmp_path):
+    """All rewards are equal in both updates: one line."""
+    constant = reward_file(tmp_path, "return [1.0] * len(prompts)")
+    ppo(reward_fn=constant, total_episodes=16)
+    assert capsys.readouterr().out.count("all rewards are equal") == 1
+
+
+# ---- Models of others --------------------------------------------------------------------------------------
+
+
+def as_bin(folder, copy):
+    """A copy of a model folder whose weights are pytorch_model.bin. -> its path, a str"""
+    shutil.copytree(folder, copy)
+    torch.save(load_file(copy / "model.safetensors"), copy / "pytorch_model.bin")
+    (copy / "model.safetensors").unlink()
+    return str(copy)
+
+
+def test_weights_in_pytorch_model_bin(scripts, ppo, world, tmp_path):
+    """Folders without safetensors load as policy, reward and critic, with the same result."""
+    flags = dict(learning_rate=0.0, num_sample_generations=0)
+    _, _, expected = ppo("safetensors", value_model_path=world.lm(), **flags)
+    lm = as_bin(world.lm(), tmp_path / "lm")
+    classifier = as_bin(world.classifier(), tmp_path / "classifier")
+    changes = dict(model_name_or_path=lm, value_model_path=lm, reward_model_path=classifier)
+    _, _, rows = ppo("bin", **changes, **flags)
+    for name in ("objective/scores", "objective/entropy", "objective/kl"):
+        assert rows[0][name] == expected[0][name]
+
+
+def test_a_bin_file_runs_no_code(scripts, world, tmp_path, capsys):
+    """pytorch_model.bin is read with weights_only, so a pickled call is refused."""
+    lm = Path(as_bin(world.lm(), tmp_path / "lm"))
+
+    class Bad:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "was-here",)
+
+    torch.save({"transformer.wte.weight": Bad()}, lm / "pytorch_model.bin")
+    with pytest.raises(scripts["sft"].UserError, match="cannot load the model"):
+        scripts["sft"].load_model(AutoModelForCausalLM, str(lm))
+    assert not (tmp_path / "was-here").exists()
+
+
+# ---- BOS ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def bos_lm(tiny_lm, tmp_path_factory):
+    """tiny_lm with a tokenizer that puts BOS in front and EOS behind each text, as some tokenizers do."""
+    folder = tmp_path_factory.mktemp("bos")
+    shutil.copytree(tiny_lm(), folder, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token = "<s>"  # an id of its own, beyond the ids of the data
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    model.resize_token_embeddings(len(tokenizer))
+    bos, eos = (tokenizer.bos_token, tokenizer.bos_token_id), (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{bos[0]} $A {eos[0]}", special_tokens=[bos, eos]
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def bos_tokenizer(bos_lm):
+    tokenizer = AutoTokenizer.from_pretrained(bos_lm)
+    ids = tokenizer("The film").input_ids
+    assert ids[0] == tokenizer.bos_token_id and ids[-1] == tokenizer.eos_token_id  # the fixture works
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", ["sft", "reward_model", "ppo_sentiment", "rloo_tldr"])
+def test_bos_comes_first_and_once(scripts, bos_tokenizer, tiny_lm, name):
+    """As the tokenizer does it; not again if a text brings its own; nothing at the end."""
+    tokenize = scripts[name].tokenize
+    bos = bos_tokenizer.bos_token_id
+    plain = bos_tokenizer("The film", add_special_tokens=False).input_ids
+    assert tokenize(bos_tokenizer, ["The film", "<s>The film", ""]) == [[bos, *plain], [bos, *plain], [bos]]
+    assert tokenize(bos_tokenizer, []) == []
+    without = AutoTokenizer.from_pretrained(tiny_lm())  # its BOS is EOS, and no text begins with it
+    assert tokenize(without, ["The film"]) == [without("The film").input_ids]
+
+
+def first_real_tokens(prompt_batch):
+    """The first token of each left-padded prompt, and how many tokens it has."""
+    ids, mask = prompt_batch["ids"], prompt_batch["mask"]
+    return [row[m][0].item() for row, m in zip(ids, mask)], mask.sum(1).tolist()
+
+
+def test_bos_in_ppo_sentiment(scripts, ppo, bos_lm, bos_tokenizer, monkeypatch, tmp_path):
+    """Each prompt begins with BOS, and is no longer than the flag says. The reward reads no BOS."""
+    calls = spy(monkeypatch, scripts["ppo_sentiment"], "rollout")
+    body = """assert not any('<s>' in text for text in prompts + responses)
+return [float(len(prompt)) for prompt in prompts]"""
+    ppo(model_name_or_path=bos_lm, reward_fn=reward_file(tmp_path, body), query_max_length=5)
+    for (_, _, _, prompt_batch, _, _), (_, prompts, _) in calls:
+        first, lengths = first_real_tokens(prompt_batch)
+        assert set(first) == {bos_tokenizer.bos_token_id}
+        assert max(lengths) <= 5
+        assert all(prompts) and not any("<s>" in prompt for prompt in prompts)
+
+
+def test_bos_in_rloo_tldr(scripts, rloo, bos_lm, bos_tokenizer, monkeypatch):
+    """Each post begins with BOS. The reward model's own tokenizer puts its own BOS there."""
+    script = scripts["rloo_tldr"]
+    calls = spy(monkeypatch, script, "rollout_groups")
+    rloo(model_name_or_path=bos_lm)
+    for (_, _, _, prompt_batch, _, _), (_, prompts, _) in calls:
+        assert set(first_real_tokens(prompt_batch)[0]) == {bos_tokenizer.bos_token_id}
+        assert not any("<s>" in prompt for prompt in prompts)
+    bos, eos = bos_tokenizer.bos_token_id, bos_tokenizer.eos_token_id
+    ids = script.preference_ids(bos_tokenizer, ["The film"], [" was good"], 99)[0]
+    assert (ids[0], ids[-1]) == (bos, eos)
+    assert ids.count(bos) == ids.count(eos) == 1
+
+
+def test_bos_in_ppo_dialog(scripts, dialog, bos_lm, bos_tokenizer, monkeypatch):
+    """Each prompt begins with BOS and then whole utterances; with BOS it is not too long."""
+    calls = spy(monkeypatch, scripts["ppo_dialog"], "rollout_answers")
+    dialog(model_name_or_path=bos_lm, max_prompt_length=20)
+    for (_, _, _, turns, prompt_batch, _, _), _ in calls:
+        first, lengths = first_real_tokens(prompt_batch)
+        assert set(first) == {bos_tokenizer.bos_token_id}
+        assert max(lengths) <= 20
+        for turn in turns:
+            assert turn.prompt_tokens.count(bos_tokenizer.bos_token_id) == 1
+
+
+def test_bos_in_sft(scripts, bos_tokenizer, tmp_path):
+    """Texts, prompts with completions, and dialogs begin with BOS. A completion has none of its own."""
+    script, bos, eos = scripts["sft"], bos_tokenizer.bos_token_id, bos_tokenizer.eos_token_id
+    kinds = {
+        "texts": dict(text="The film"),
+        "completions": dict(prompt="The film", completion=" was good"),
+        "dialogs": dict(dialog=["Hello there.", "And you?"]),
+    }
+    for kind, row in kinds.items():
+        rows = script.load_splits(write_rows(tmp_path / kind, train=[row] * 2, test=[row]))[0]
+        documents = script.load_documents(rows, bos_tokenizer, script.Args(utterance_end=" <EOU>"))
+        ids, labels = documents[0]
+        assert ids.count(bos) == 1 and ids[0] == bos
+        assert ids.count(eos) == 1 and ids[-1] == eos
+        assert labels[-1] == eos
+
+
+# ---- Data of one's own -------------------------------------------------------------------------------------
+
+
+def test_short_texts_are_used(scripts, small, capsys, tmp_path):
+    """Texts of 40 characters are enough: the default of --min-text-length is 0."""
+    rows = [dict(text=f"A short review, number {i}, of a film.") for i in range(30)]
+    data = write_rows(tmp_path / "data", train=rows[:20], test=rows[20:])
+    args = replace(
+        small("ppo_sentiment", dataset_name=data),
+        min_text_length=scripts["ppo_sentiment"].Args().min_text_length,
+    )
+    scripts["ppo_sentiment"].train(args)
+    assert "skipped" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", ["gpt2-imdb", "gpt2-imdb-lora"])
+def test_the_published_recipes_still_skip_short_reviews(scripts, recipe):
+    """TRL's example uses reviews of more than 200 characters."""
+    assert scripts["ppo_sentiment"].RECIPES[recipe].min_text_length == 200
+
+
+def test_the_gold_judge_is_for_its_own_posts(scripts, monkeypatch):
+    """With other data, the gold function of the recipe tiny is no judge; any other judge stays."""
+    script = scripts["rloo_tldr"]
+    seen = []
+    monkeypatch.setattr(script, "train", seen.append)
+    script.main([])
+    script.main(["--dataset-name", "mine"])
+    script.main(["--dataset-name", "mine", "--judge-fn", "my.py:judge"])
+    script.main(["--reward-fn", "my.py:reward"])
+    gold = script.RECIPES["tiny"].judge_fn
+    assert [args.judge_fn for args in seen] == [gold, None, "my.py:judge", gold]
+
+
+def test_rloo_with_own_data_and_reward(scripts, rloo, tmp_path):
+    """Without references there is no win rate, and the reward function is named as the judge."""
+    rows = [dict(prompt=f"Post {i}.\n\nTL;DR:") for i in range(12)]
+    data = write_rows(tmp_path / "data", train=rows[:8], test=rows[8:])
+    function = reward_file(tmp_path, "return [float(len(r)) for r in responses]")
+    _, folder, _ = rloo(dataset_name=data, reward_fn=function, reward_model_path=None)
+    table = json.loads((folder / "evaluation.json").read_text())
+    assert "win rate" not in table["before"]
+    assert table["judge"] == function
+
+
+# ---- Trackers ----------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_has_samples_and_the_evaluation(ppo):
+    """Samples are text under one name; the final numbers are under eval/."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, folder, _ = ppo(log_with="tensorboard", total_episodes=16, num_sample_generations=2)
+    files = [EventAccumulator(str(path)).Reload() for path in folder.rglob("events.out.tfevents.*")]
+    texts = [event for file in files for tag in file.Tags()["tensors"] for event in file.Tensors(tag)]
+    shown = " ".join(text.decode() for event in texts for text in event.tensor_proto.string_val)
+    samples = rows_of(folder, "samples.jsonl")
+    assert "prompt | response | score" in shown
+    for row in samples:
+        assert " ".join(row["prompt"].split()).replace("|", "&#124;") in shown
+    tags = {tag for file in files for tag in file.Tags()["scalars"]}
+    assert {"eval/before/score mean", "eval/after/score mean", "eval/n"} <= tags
+
+
+def test_wandb_names_the_run_and_keeps_one_table(ppo, monkeypatch, tmp_path):
+    """WANDB_MODE=offline leaves a folder. A run has the name of its run folder, and its samples have one key.
+
+    The final numbers are logged, too.
+    """
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.chdir(tmp_path)
+    logged, names = {}, []
+    log, init = wandb.Run.log, wandb.init
+
+    def recorded_log(self, data, *args, **kwargs):
+        logged.update(data)
+        return log(self, data, *args, **kwargs)
+
+    def recorded_init(**kwargs):
+        names.append(kwargs["name"])
+        return init(**kwargs)
+
+    monkeypatch.setattr(wandb.Run, "log", recorded_log)
+    monkeypatch.setattr(wandb, "init", recorded_init)
+    ppo("a-name", log_with="wandb", total_episodes=16, num_sample_generations=2)
+    assert list(tmp_path.rglob("offline-run-*/*.wandb"))
+    assert names == ["a-name"]
+    assert [name for name, value in logged.items() if isinstance(value, wandb.Table)] == ["samples"]
+    assert {"eval/before/score mean", "eval/after/score mean"} <= set(logged)
+
+
+# ---- Samples -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, prompt", [("ppo_sentiment", "prompt"), ("rloo_tldr", "prompt"), ("ppo_dialog", "last")]
+)
+def test_samples_repeat_their_prompts(scripts, world, tmp_path, name, prompt):
+    """The same held-out prompts at each sample: those that evaluation_samples.jsonl begins with."""
+    args = maker(scripts, world, tmp_path)(name, num_sample_generations=2)
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
+    args = replace(args, total_episodes=2 * batch)
+    _, folder = scripts[name].train(args)
+    samples = rows_of(folder, "samples.jsonl")
+    first = [row[prompt] for row in samples if row["update"] == 1]
+    second = [row[prompt] for row in samples if row["update"] == 2]
+    held_out = [row[prompt] for row in rows_of(folder, "evaluation_samples.jsonl")]
+    assert first == second == held_out[: len(first)]
+    assert len(first) >= 3
+
+
+# ---- A gradient that is not finite -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_skipped_step_leaves_no_gradient(scripts, small, monkeypatch, name):
+    """The gradient of a skipped step is gone before the next backward pass."""
+    script = scripts[name]
+    clip_gradients = script.clip_gradients
+    gradients = []
+
+    def broken_once(accelerator, parameters, max_norm):
+        if not gradients:
+            for p in parameters.values():
+                p.grad.fill_(float("nan"))
+        gradients.append([p.grad.clone() for p in parameters.values() if p.grad is not None])
+        return clip_gradients(accelerator, parameters, max_norm)
+
+    monkeypatch.setattr(script, "clip_gradients", broken_once)
+    script.train(small(name))
+    assert len(gradients) >= 2
+    assert all(gradient.isfinite().all() for step in gradients[1:] for gradient in step)
+
+
+# ---- Long texts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ppo_sentiment", "ppo_dialog"])
+def test_a_long_text_loses_its_beginning(scripts, tiny_classifier, tmp_path, name):
+    """The classifier reads the end of a text that is too long: the response is there."""
+    folder = tmp_path / "classifier"
+    shutil.copytree(tiny_classifier(), folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.model_max_length = 5
+    tokenizer.save_pretrained(folder)
+    classify, _ = scripts[name].load_classifier(str(folder), 4, torch.device("cpu"))
+    end = " superb and clever and warm in every way"
+    same_end = classify(["The film is bad" + end, "What a day it was" + end])
+    assert torch.allclose(same_end[0], same_end[1], atol=1e-6)
+    other_end = classify(["The film is bad" + end, "The film is bad" + end + " but I was bored"])
+    assert not torch.allclose(other_end[0], other_end[1], atol=1e-4)
