@@ -90,7 +90,7 @@ class Args:
     # Models
     model_name_or_path: str = "rajkumarrrk/gpt2-fine-tuned-on-daily-dialog"  # also the reference model
     reward_model_path: str | None = "rajkumarrrk/roberta-daily-dialog-intent-classifier"  # None: no intent
-    reward_fn: str | None = None  # FILE.py:function, one more part of the reward: (contexts, answers) -> list
+    reward_fn: list[str] | None = None  # FILE.py:function ..., more parts of the reward; TRL's signature
     value_model_path: str | None = None  # a critic with its own weights; None: a head on the policy
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
     load_in_8bit: bool = False  # 8-bit frozen weights: with LoRA the base model, without it the reference
@@ -112,7 +112,7 @@ class Args:
     intent_weight: float = 1.0  # weight of the intent; 0: it is only logged
     intent_reward: Literal["probability", "match"] = "match"  # match: 1 if the act is likeliest
     meteor_weight: float = 1.0  # weight of METEOR against the reference
-    reward_fn_weight: float = 1.0  # weight of --reward-fn
+    reward_weights: list[float] | None = None  # weights of the functions of --reward-fn; None: 1 each
 
     # Batch. Episodes per update: per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches
     # x processes. Unlike in CleanRL, more minibatches make the batch larger, not the minibatches smaller.
@@ -186,11 +186,11 @@ RECIPES = {
 def response_lengths(tokens, stop_token_id):
     """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
 
-    A stop_token_id of -1 means that there is no stop token.
+    stop_token_id is one id or a tensor of several. -1, or an empty tensor: there is no stop token.
     """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(tokens == stop_token_id, position, T).amin(1)
+    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
 
 
 def stop_state(text, stop):
@@ -478,6 +478,8 @@ class PolicyAndValue(nn.Module):
 class Turn:
     """A place in a dialog where the policy answers: what the person said there, and everything before."""
 
+    columns: dict  # the whole row of the data set, for functions of --reward-fn
+    number: int  # of this utterance in row["dialog"], counted from 0
     context: list[str]  # all earlier utterances of the dialog
     reference: str  # what the person said there
     act: int | None  # dialog act of the reference, counted from 1; None: not in the data
@@ -506,28 +508,28 @@ def intent_texts(previous, answers):
     return texts
 
 
-def load_reward_parts(args, device):
-    """The parts of the reward as a function; and the number of acts that the classifier knows, or None.
+def load_reward_parts(args, device, trainer_state=None):
+    """The parts of the reward as a function; the number of acts that the classifier knows, or None; and the
+    functions of --reward-fn (RewardFunctions; there may be none).
 
-    reward_parts(turns, answers) -> dict of fp32 [B]:
+    reward_parts(turns, answers, answer_tokens) -> dict of fp32 [B]:
         meteor        METEOR of the answer against the reference, from 0 to 1
         intent        what --intent-reward selects: the probability of the reference's act, or intent_match
         intent_match  1 if the classifier finds the reference's act the likeliest, otherwise 0
-        reward_fn     what the user's function returns
+        rewards/NAME  what the user's function NAME returns; nan: it does not apply
     Without --reward-model-path or --reward-fn, their parts are missing.
     """
     meteor = load_meteor()
-    classify, num_acts, function = None, None, None
+    classify, num_acts = None, None
     if args.reward_model_path is not None:
         batch_size = args.local_rollout_forward_batch_size
         classify, config = load_classifier(args.reward_model_path, batch_size, device)
         num_acts = config.num_labels
-    if args.reward_fn is not None:
-        function = load_function("--reward-fn", args.reward_fn)
+    functions = load_reward_functions("--reward-fn", args.reward_fn or [], device, trainer_state)
 
-    def reward_parts(turns, answers):
-        contexts = ["\n".join(turn.context) for turn in turns]
-        parts = {"meteor": [meteor(turn.reference, answer) for turn, answer in zip(turns, answers)]}
+    def reward_parts(turns, answers, answer_tokens):
+        meteors = [meteor(turn.reference, answer) for turn, answer in zip(turns, answers)]
+        parts = {"meteor": torch.tensor(meteors, dtype=torch.float32, device=device)}
         if classify is not None:
             previous = [turn.context[-1] for turn in turns]
             probs = classify(intent_texts(previous, answers)).softmax(-1)  # [B, acts]
@@ -536,22 +538,24 @@ def load_reward_parts(args, device):
             probability = probs.gather(1, acts[:, None]).squeeze(1)  # [B]
             match = (probs.argmax(-1) == acts).float()  # [B]
             intent = match if args.intent_reward == "match" else probability
-            parts |= {"intent": intent.tolist(), "intent_match": match.tolist()}
-        if function is not None:
-            parts["reward_fn"] = function(contexts, answers)
-        return {name: check_scores(values, contexts, answers).to(device) for name, values in parts.items()}
+            parts |= {"intent": intent, "intent_match": match}
+        contexts = ["\n".join(turn.context) for turn in turns]
+        columns = [turn.columns | {"turn": turn.number} for turn in turns]
+        rewards = functions(contexts, answers, answer_tokens, columns)
+        return parts | {f"rewards/{name}": values for name, values in rewards.items()}
 
-    return reward_parts, num_acts
+    return reward_parts, num_acts, functions
 
 
 def weighted_score(parts, args):
-    """The score of each answer: the sum of the parts, each times its weight. dict of [B] -> [B]"""
-    weights = {
-        "intent": args.intent_weight,
-        "meteor": args.meteor_weight,
-        "reward_fn": args.reward_fn_weight,
-    }
-    return sum(weight * parts[name] for name, weight in weights.items() if name in parts)
+    """The score of each answer: the sum of the parts, each times its weight. dict of [B] -> [B]
+
+    A function of --reward-fn that does not apply to an answer (nan) adds nothing to its score.
+    """
+    functions = [name for name in parts if name.startswith("rewards/")]
+    weights = {"intent": args.intent_weight, "meteor": args.meteor_weight}
+    weights |= dict(zip(functions, args.reward_weights or [1.0] * len(functions)))
+    return sum(weight * parts[name].nan_to_num() for name, weight in weights.items() if name in parts)
 
 
 # ---- Rollout -----------------------------------------------------------------------------------------------
@@ -568,6 +572,7 @@ def generate_until(policy, ids, mask, uniforms, stop_table, temperature, on_toke
     """
     B, T = uniforms.shape
     body, head = body_and_head(policy)
+    weight = cast_like_autocast(head.weight)  # once, not for each token
     cache = transformers.DynamicCache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
     tokens = torch.zeros(B, T, dtype=torch.long, device=ids.device)
@@ -576,7 +581,7 @@ def generate_until(policy, ids, mask, uniforms, stop_table, temperature, on_toke
     state = torch.zeros_like(rows)  # of the automaton that looks for the stop sequence
 
     for t in range(T):
-        logits = fp32_logits(hidden, head.weight, head.bias)  # [rows, V]
+        logits = fp32_logits(hidden, weight, head.bias)  # [rows, V]
         probs = logits.div_(temperature).softmax(-1)
         token = sample_tokens(probs, uniforms[rows, t])  # [rows]
         tokens[rows, t] = token
@@ -629,18 +634,19 @@ def rollout_answers(model, tokenizer, reward_parts, turns, prompt_batch, stop_ta
             args.temperature,
         )
     seen = stop_sequence_seen(tokens, stop_table)  # [B, T]
-    lengths = response_lengths(seen, True)  # [B]; the first True is the stop "token"
+    lengths = response_lengths(seen.long(), 1)  # [B]; the first 1 is the stop "token"
     stopped = seen[:, -1]  # [B]
     valid = length_mask(lengths, T)  # [B, T]
 
     # 2. Decode.
     answers = [answer_text(tokenizer, row[m], args.utterance_end) for row, m in zip(tokens, valid)]
+    answer_tokens = [row[m].tolist() for row, m in zip(tokens, valid)]
 
     # 3. Score the texts, and compute log-probabilities and values of the tokens. The update will repeat
     #    exactly this forward pass: its micro-batches have the same shape, and dropout is 0. So the ratio is 1
     #    until the first optimizer step, up to rounding. The log-probabilities from generation differ more,
     #    so they are only logged.
-    parts = reward_parts(turns, answers)  # name -> [B]
+    parts = reward_parts(turns, answers, answer_tokens)  # name -> [B]
     scores = weighted_score(parts, args)  # [B]
     ids = torch.cat([prompt_ids, tokens], 1)  # [B, C + T]
     mask = torch.cat([prompt_mask, valid], 1)  # [B, C + T]
@@ -688,7 +694,8 @@ def train(args):
     # The table finds utterance_end without its spaces. For "eos" it has two states: the EOS token leads to
     # the second one, "found".
     stop_table = build_stop_table(args, tokenizer, model.policy).to(device)
-    reward_parts, num_acts = load_reward_parts(args, device)
+    progress = transformers.TrainerState(max_steps=updates)  # reward functions may read it
+    reward_parts, num_acts, reward_functions = load_reward_parts(args, device, progress)
     train_rows, held_out_rows = load_splits(args.dataset_name)
     train_turns = load_turns(train_rows, tokenizer, num_acts, args)
     held_out_turns = load_turns(held_out_rows, tokenizer, num_acts, args)
@@ -716,8 +723,8 @@ def train(args):
     held_out = {name: x.to(device) for name, x in held_out.items()}
     with autocast:
         before = evaluate_dialogs(model, tokenizer, reward_parts, held_out_turns, held_out, stop_table, args)
-
-    answers_before = [record["answer"] for record in before[1]]
+    _, records_before = before
+    answers_before = [record["answer"] for record in records_before]
 
     # `model` generates, `learner` is trained. On one process and with DDP they are the same module, and
     # copy_weights does nothing. FSDP2 and ZeRO-3 cannot generate from shards: there the learner is a
@@ -725,7 +732,8 @@ def train(args):
     learner = make_learner(model, accelerator)
     optimizer = make_optimizer(args, trainable(learner))
     learner, optimizer = accelerator.prepare(learner, optimizer)
-    parameters = trainable(accelerator.unwrap_model(learner))  # name -> parameter; sharding replaced them
+    # name -> parameter. Ask again after prepare: if it shards the learner, it replaces the parameters.
+    parameters = trainable(accelerator.unwrap_model(learner))
     state = run.restore(parameters, optimizer, B)  # {"update": 0} in a new run; raises if B has changed
     copy_weights(parameters, model)
     kl_coef = state.get("kl_coef", args.kl_coef)
@@ -741,6 +749,7 @@ def train(args):
         turns = [train_turns[row] for row in data_rows]
         prompt_batch = draw_prompts(turns, args, update)
         prompt_batch = {name: local_rows(x).to(device) for name, x in prompt_batch.items()}
+        progress.global_step = update - 1
         with autocast:
             b, answers = rollout_answers(
                 model, tokenizer, reward_parts, local_rows(turns), prompt_batch, stop_table, args
@@ -847,11 +856,12 @@ def train(args):
         # of the full forward pass:
         sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
         lengths = b["lengths"].float()
-        parts = {name: b[name] for name in ("intent", "meteor", "reward_fn") if name in b}  # [B] each
+        parts = {name: b[name] for name in ("intent", "meteor") if name in b}  # [B] each
         all_answers = accelerate.utils.gather_object(answers)  # of all processes, in the order of turns
         # A policy that exploits its reward repeats the words that score best. So log the share of the word
         # in most responses, of those words that at least doubled since the start.
-        new_word = commonest_new_word(answers_before, all_answers)  # the word, its share before, now
+        new_word = commonest_new_word(answers_before, all_answers)
+        _, _, new_word_share = new_word  # the word, its share before training, its share now
         metrics = {
             "update": update,
             "episode": update * B,
@@ -872,11 +882,12 @@ def train(args):
             "completions/max_length": lengths.max(),
             "completions/clipped_ratio": 1 - b["stopped"].float().mean(),
             "completions/distinct_2": distinct_ngrams(all_answers, 2),
-            "completions/new_word_share": new_word[2],
+            "completions/new_word_share": new_word_share,
             "sampling/logprob_gap_mean": sampling_gap.mean(),
             "sampling/logprob_gap_max": sampling_gap.max(),
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
             **{name: x.mean() for name, x in parts.items()},
+            **reward_metrics(b, reward_functions, accelerator),
             **custom_metrics(turns, all_answers),
         }
         metrics = to_numbers(metrics)
@@ -889,15 +900,19 @@ def train(args):
                 sample, answers = rollout_answers(
                     model, tokenizer, reward_parts, first_turns, first_prompts, stop_table, args
                 )
-            records = dialog_records(
-                first_turns, answers, {name: sample[name] for name in ["scores", *parts]}
-            )
+            columns = {name: sample[name].tolist() for name in ["scores", *parts]}
+            for name in reward_functions.functions:  # None: the function does not apply to this answer
+                values = sample[f"rewards/{name}"].tolist()
+                columns[f"rewards/{name}"] = [None if math.isnan(x) else x for x in values]
+            records = dialog_records(first_turns, answers, columns | reward_functions.extra)
             run.table(f"samples after update {update}", records, "samples.jsonl", update=update)
 
         # 7. Adapt the KL coefficient for the next update, and save.
         if args.kl_target is not None:
             kl_coef = adaptive_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, B)
         run.checkpoint(update, parameters, optimizer, B, kl_coef=kl_coef)
+
+    progress.global_step = updates
 
     # 8. Evaluate on the same held-out prompts again, and save the model.
     with autocast:
@@ -949,7 +964,7 @@ def evaluate_dialogs(model, tokenizer, reward_parts, turns, prompt_batch, stop_t
         **custom_metrics(turns, answers),
     }
     metrics = {name: float(x) for name, x in metrics.items()}
-    return metrics, dialog_records(turns, answers, {"score": b["scores"]})
+    return metrics, dialog_records(turns, answers, {"score": b["scores"].tolist()})
 
 
 def custom_metrics(turns, answers):
@@ -1011,11 +1026,10 @@ def reference_perplexity(policy, turns, prompt_batch, args):
 
 
 def dialog_records(turns, answers, columns):
-    """One dict per answer, for tables and files: last utterance, reference, answer, and columns of numbers.
+    """One dict per answer, for tables and files: last utterance, reference, answer, and more columns.
 
-    columns: name -> [B or more]
+    columns: dict: name -> list with one entry per answer
     """
-    columns = {name: x.tolist() for name, x in columns.items()}
     records = []
     for i, (turn, answer) in enumerate(zip(turns, answers)):
         record = {"last": turn.context[-1], "reference": turn.reference, "answer": answer}
@@ -1079,16 +1093,22 @@ class UserError(Exception):
 # ---- Log-probabilities in chunks ---------------------------------------------------------------------------
 
 
+def cast_like_autocast(tensor):
+    """To autocast's dtype if autocast is on, which does not reach into a backward pass written by hand."""
+    device_type = tensor.device.type
+    if torch.is_autocast_enabled(device_type):
+        tensor = tensor.to(torch.get_autocast_dtype(device_type))
+    return tensor
+
+
 def fp32_logits(hidden, weight, bias=None):
     """The output layer, with its result in fp32 under autocast too. [N, H], [V, H], [V] or None -> [N, V]
 
     Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart. So products of
     bf16 numbers are added up in fp32, and their sum is never rounded to bf16.
     """
+    hidden, weight = cast_like_autocast(hidden), cast_like_autocast(weight)
     device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(device_type, enabled=False):
         if device_type == "cuda" and hidden.dtype != torch.float32:
             logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
@@ -1111,10 +1131,7 @@ class ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, tokens, temperature, bias, has_backward):
         """[N, H], [V, H], [N], float, [V] or None, bool -> logprobs, entropies, both fp32 [N]"""
-        device_type = hidden.device.type
-        if torch.is_autocast_enabled(device_type):  # cast here, because autocast does not reach into backward
-            dtype = torch.get_autocast_dtype(device_type)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        hidden, weight = cast_like_autocast(hidden), cast_like_autocast(weight)
         logprobs, entropies = torch.zeros(2, len(hidden), device=hidden.device)
         kept = []
         for rows in ChunkedLogprobs.chunks(hidden):
@@ -1188,10 +1205,9 @@ def load(what, function, name, **kwargs):
         first_line = reason.splitlines()[0]
         if Path(name).is_absolute() and not Path(name).exists():
             first_line = "no such folder"
-        if Path(name).parts[:1] in (("checkpoints",), ("data",)) and not Path(resolve_path(name)).exists():
-            first_line = (
-                "the recipes named tiny need checkpoints/ and data/ of the repository beside the script"
-            )
+        top_folder = str(name).split("/")[0]
+        if top_folder in ("checkpoints", "data") and not Path(resolve_path(top_folder)).exists():
+            first_line = f"the recipes named tiny need {top_folder}/ of the repository beside the script"
         raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
 
 
@@ -1309,8 +1325,8 @@ def check_head(model, name):
         raise UserError(f"{name}: the head of this model is more than hidden @ weight (a soft cap, a scale)")
 
 
-def load_policy_and_reference(args, name):
-    """The policy to train, and the frozen reference (None: the policy without its LoRA adapter)."""
+def load_policy_and_reference(args, name, wants_reference=True):
+    """The policy to train, and the frozen reference (None: the policy without its LoRA adapter, or none)."""
     eight_bit = {}
     if args.load_in_8bit:
         eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
@@ -1320,8 +1336,10 @@ def load_policy_and_reference(args, name):
         policy, reference = add_lora(policy, args), None
     elif args.num_shared_layers:
         reference = share_layers(policy, args.num_shared_layers)
-    else:
+    elif wants_reference:
         reference = load_model(AutoModelForCausalLM, name, **eight_bit)
+    else:
+        reference = None
     if reference is not None:
         reference.requires_grad_(False)
     if args.gradient_checkpointing:
@@ -1409,10 +1427,8 @@ def load_classifier(name, batch_size, device):
     @torch.no_grad()
     def classify(texts):
         logits = torch.zeros(len(texts), model.config.num_labels, device=device)
-        by_length = torch.tensor(
-            [len(text) for text in texts]
-        ).argsort()  # similar lengths need little padding
-        for rows in by_length.split(batch_size):
+        text_lengths = torch.tensor([len(text) for text in texts])
+        for rows in text_lengths.argsort().split(batch_size):  # similar lengths need little padding
             batch = tokenizer(
                 [texts[i] for i in rows],
                 truncation=True,
@@ -1427,29 +1443,125 @@ def load_classifier(name, batch_size, device):
 
 
 def load_function(flag, name):
-    """The user's function FILE.py:function. If it raises, its traceback is printed."""
+    """The user's function FILE.py:function."""
     path, _, function_name = name.partition(":")
     path = resolve_path(path)
     if not Path(path).is_file():
         raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path!r}")
-
-    def call(function, *inputs):
-        try:
-            return function(*inputs)
-        except Exception as error:
-            traceback.print_exc()
-            raise UserError(f"{flag} {name} raised {type(error).__name__}: {error}") from error
-
-    function = call(runpy.run_path, path).get(function_name)
+    function = call_user_code(f"{flag} {name}", runpy.run_path, path).get(function_name)
     if not callable(function):
         raise UserError(f"{flag} {name}: {path} has no function {function_name!r}")
-    return lambda *inputs: call(function, *inputs)
+    return function
+
+
+def call_user_code(where, function, *inputs, **named_inputs):
+    """function(*inputs, **named_inputs). If it raises, its traceback is printed: its author needs it."""
+    try:
+        return function(*inputs, **named_inputs)
+    except UserError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
+
+
+class RewardFunctions:
+    """Functions that score responses, called as TRL's GRPOTrainer calls them: by keyword. For example:
+
+        def correct(prompts, completions, answer, **columns):
+            return [float(text.endswith(right)) for text, right in zip(completions, answer)]
+
+    A function gets what it has parameters for of: prompts, completions, completion_ids and all columns of the
+    data but prompt, as lists with one entry per response; trainer_state, with the number of updates so far
+    (global_step) and in all (max_steps); log_metric(name, value), for metrics.jsonl; log_extra(column,
+    values), for the tables of samples. It returns a list: for each response a number, or None if it does not
+    apply to it. If a prompt is a chat, its completion is [{"role": "assistant", "content": ...}].
+    """
+
+    def __init__(self, flag, functions, device, trainer_state=None):
+        """functions: dict of name -> function; flag: for error messages"""
+        self.flag = flag
+        self.functions = functions
+        self.device = device
+        self.trainer_state = trainer_state or transformers.TrainerState()
+        self.metrics = {}  # name -> values that functions logged in the last call
+        self.extra = {}  # column -> values, the same
+
+    def __call__(self, prompts, responses, response_tokens, rows):
+        """Call all functions. -> dict: name of the function -> fp32 [B], nan where it does not apply
+
+        prompts: B str or lists of messages; responses: B str; response_tokens: B lists of token ids; rows: B
+        dicts, the other columns of the data
+        """
+        self.metrics, self.extra = {}, {}
+        completions = []
+        for prompt, response in zip(prompts, responses):
+            if is_chat(prompt):
+                completions.append([{"role": "assistant", "content": response}])
+            else:
+                completions.append(response)
+        inputs = {name: [row[name] for row in rows] for name in rows[0]}
+        inputs |= {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": response_tokens,
+            "trainer_state": self.trainer_state,
+            "log_metric": self.log_metric,
+            "log_extra": self.log_extra,
+        }
+        rewards = {}
+        for name, function in self.functions.items():
+            where = f"{self.flag} {name}"
+            scores = call_user_code(where, function, **accepted_inputs(function, inputs, where))
+            rewards[name] = check_scores(scores, prompts, responses).to(self.device)
+        for column, values in self.extra.items():
+            if len(values) != len(prompts):
+                raise UserError(f"{self.flag}: log_extra({column!r}, ...) needs {len(prompts)} values")
+        return rewards
+
+    def log_metric(self, name, value):
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def log_extra(self, column, values):
+        self.extra[column] = list(values)
+
+
+def load_reward_functions(flag, names, device, trainer_state=None):
+    """The functions that a flag names, each FILE.py:function. -> RewardFunctions"""
+    functions = {}
+    for name in names:
+        function_name = name.rpartition(":")[2]
+        if function_name in functions:
+            raise UserError(f"{flag}: two functions have the name {function_name!r}; rename one of them")
+        functions[function_name] = load_function(flag, name)
+    return RewardFunctions(flag, functions, device, trainer_state)
+
+
+def accepted_inputs(function, inputs, where):
+    """Those inputs that a function has parameters for. Raises if it needs others."""
+    parameters = inspect.signature(function).parameters.values()
+    if not any(p.kind == p.VAR_KEYWORD for p in parameters):
+        inputs = {p.name: inputs[p.name] for p in parameters if p.name in inputs}
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    missing = [name for name in needed if name not in inputs]
+    old_names = {"responses": "completions", "answers": "completions", "contexts": "prompts"}
+    renamed = [f"{name} to {old_names[name]}" for name in missing if name in old_names]
+    if renamed:
+        raise UserError(f"{where}: parameters have TRL's names: rename {', '.join(renamed)}")
+    if missing:
+        columns = ", ".join(inputs)
+        raise UserError(
+            f"{where} has the parameter {missing[0]}, but there is no such column; there are {columns}"
+        )
+    return inputs
 
 
 def check_scores(scores, prompts, responses):
-    """Check what a reward function returned: a finite number for each response. -> fp32 [B]
+    """Check what a reward function returned: a finite number for each response, or None. -> fp32 [B]
 
-    It may be a list, an array or a tensor, of anything that float() accepts.
+    It may be a list, an array or a tensor, of anything that float() accepts. None becomes nan.
     """
     try:
         scores = list(scores)
@@ -1459,6 +1571,9 @@ def check_scores(scores, prompts, responses):
         raise UserError(f"a reward function must return {len(prompts)} numbers; it returned {len(scores)}")
     numbers = []
     for score, prompt, response in zip(scores, prompts, responses):
+        if score is None:
+            numbers.append(math.nan)
+            continue
         where = f"for prompt {prompt!r} and response {response!r}"
         try:
             number = float(score)
@@ -1469,6 +1584,22 @@ def check_scores(scores, prompts, responses):
             raise UserError(f"the reward is {number!r} {where}")
         numbers.append(number)
     return torch.tensor(numbers, dtype=torch.float32)
+
+
+def reward_metrics(b, reward, accelerator):
+    """rewards/NAME/mean of each reward over the rows to which it applies, and what log_metric got. -> dict
+
+    b: dict with rewards/NAME -> [B], of all processes; reward: RewardFunctions
+    """
+    metrics = {}
+    for name, values in b.items():
+        if name.startswith("rewards/"):
+            metrics[f"{name}/mean"] = values.nanmean().nan_to_num()
+    logged = {}
+    for metrics_of_process in accelerate.utils.gather_object([reward.metrics]):
+        for name, values in metrics_of_process.items():
+            logged.setdefault(name, []).extend(values)
+    return metrics | {name: sum(values) / len(values) for name, values in logged.items()}
 
 
 class NoWordNet:
@@ -1517,12 +1648,20 @@ def load_meteor():
 # ---- Data --------------------------------------------------------------------------------------------------
 
 
+def load_data_set(name):
+    """All splits of a Hub data set, NAME or NAME:CONFIG, or of a folder of jsonl files."""
+    if not Path(name).exists():
+        name, _, config = name.partition(":")
+        return datasets.load_dataset(name, config or None)
+    return datasets.load_dataset(name)
+
+
 def load_splits(name):
-    """The training and held-out rows of a Hub data set or a folder of jsonl files.
+    """The training and held-out rows of a data set.
 
     Held out: the split test, or else validation, or else the last 10 % of train.
     """
-    splits = load("data set", datasets.load_dataset, name)
+    splits = load("data set", load_data_set, name)
     if "train" not in splits or len(splits["train"]) < 2:
         names = ", ".join(splits)
         raise UserError(f"data set {name!r} needs a split train with at least 2 rows; it has {names}")
@@ -1532,6 +1671,13 @@ def load_splits(name):
             return rows, splits[held_out]
     cut = len(rows) - max(1, len(rows) // 10)
     return rows.select(range(cut)), rows.select(range(cut, len(rows)))
+
+
+def is_chat(value):
+    """True for a list of messages: dicts with role and content."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in value)
 
 
 def bos_ids(tokenizer):
@@ -1547,7 +1693,10 @@ def report_skipped(total, kept, reason):
 
 
 def load_dialogs(rows):
-    """The dialogs with two or more utterances, none of them blank. -> list of (utterances, acts or None)"""
+    """The dialogs with two or more utterances, none of them blank.
+
+    -> list of (row, its utterances, its acts or None)
+    """
     dialogs = []
     for row in rows:
         utterances, acts = row["dialog"], row.get("act")
@@ -1559,7 +1708,7 @@ def load_dialogs(rows):
             acts = None
         else:  # jsonl with a missing value has floats
             acts = [int(act) if isinstance(act, float) and act.is_integer() else act for act in acts]
-        dialogs.append((utterances, acts))
+        dialogs.append((row, utterances, acts))
     report_skipped(len(rows), len(dialogs), "dialogs: fewer than two utterances, or a blank one")
     return dialogs
 
@@ -1592,10 +1741,12 @@ def load_turns(rows, tokenizer, num_acts, args):
         )
     bos = bos_ids(tokenizer)
     turns = []
-    for utterances, acts in load_dialogs(rows):
+    for row, utterances, acts in load_dialogs(rows):
         tokens = utterance_ids(tokenizer, utterances, args.utterance_end)
         for t in range(1, len(utterances)):
             turn = Turn(
+                columns=row,
+                number=t,
                 context=utterances[:t],
                 reference=utterances[t][:10_000],  # METEOR and ROUGE are quadratic in its length
                 act=None if acts is None else acts[t],
@@ -2238,7 +2389,7 @@ def health_warnings(metrics, args, new_word):
     response, in at least 10 of them, and five times as common as before training.
     """
     warnings = {}
-    if metrics["objective/kl"] < -1:
+    if metrics.get("objective/kl", 0) < -1:
         warnings["objective/kl"] = (
             "the KL is negative: are tokens sampled from the distribution that is scored?"
         )
@@ -2254,7 +2405,8 @@ def health_warnings(metrics, args, new_word):
         warnings["frac_reward_zero_std"] = (
             "most prompts get equal rewards for all responses: raise --temperature or --rloo-k"
         )
-    if args.missing_eos_penalty is not None and metrics["val/num_eos_tokens"] == 0:
+    should_end = getattr(args, "missing_eos_penalty", 0.0) is not None  # grpo_math.py has no such flag
+    if should_end and metrics["val/num_eos_tokens"] == 0:
         warnings["val/num_eos_tokens"] = (
             "no response ended by itself: raise --response-length, or teach the policy EOS first"
         )
@@ -2410,7 +2562,7 @@ def stream_answer(model, tokenizer, history, uniforms, stop_table, args):
     ids = torch.tensor([context_ids(history, args, bos_ids(tokenizer))])  # [1, C]
     mask = torch.ones_like(ids, dtype=torch.bool)
     tokens, _ = generate_until(model, ids, mask, uniforms, stop_table, args.temperature, print_new_text)
-    lengths = response_lengths(stop_sequence_seen(tokens, stop_table), True)
+    lengths = response_lengths(stop_sequence_seen(tokens, stop_table).long(), 1)
     answer = answer_text(tokenizer, tokens[0, : lengths[0]], args.utterance_end)
     print(answer[num_printed:])
     return answer
@@ -2464,6 +2616,7 @@ def check_dialog_args(args, batch_size):
     check_positive(args, "num_eval_prompts", "response_length", "temperature")
     check_positive(args, "num_context_utterances", "max_prompt_length", "kl_target", "kl_horizon")
     check_model_args(args)
+    check_reward_args(args)
     check_kl_args(args, batch_size)
 
 
@@ -2471,6 +2624,17 @@ def check_kl_args(args, batch_size):
     """Raise if one update could move the adaptive KL coefficient to 0 or below."""
     if args.kl_target is not None and batch_size >= 5 * args.kl_horizon:
         raise UserError(f"--kl-horizon {args.kl_horizon:g} must be more than 1/5 of the batch, {batch_size}")
+
+
+def check_reward_args(args):
+    """Raise if there is not one weight for each reward function."""
+    if args.reward_fn == []:
+        raise UserError("--reward-fn: expected one FILE.py:function or more")
+    count = len(args.reward_fn or [])
+    if args.reward_weights is not None and len(args.reward_weights) != count:
+        raise UserError(
+            f"--reward-weights: {len(args.reward_weights)} weights for {count} functions of --reward-fn"
+        )
 
 
 def check_model_args(args):
@@ -2528,6 +2692,7 @@ def resumed_args(resume, recipe, flags):
         raise UserError(f"--resume {resume}: that run has the recipe {saved.recipe}, not {recipe}")
 
     args = tyro.cli(Args, default=saved, args=flags)
+    # Flags that may differ from those of the saved run. Run.restore makes sure that the batch stays the same.
     may_change = {
         "resume",
         "save_every",
@@ -2536,10 +2701,7 @@ def resumed_args(resume, recipe, flags):
         "total_episodes",
         "num_train_epochs",
     }
-    may_change |= {
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-    }  # if the batch stays the same
+    may_change |= {"per_device_train_batch_size", "gradient_accumulation_steps"}
     may_change |= {"judge_fn", "judge_model", "judge_url"}
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [name for name in changed if name not in may_change]

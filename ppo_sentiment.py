@@ -93,7 +93,8 @@ class Args:
     model_name_or_path: str = "lvwerra/gpt2-imdb"  # the policy before PPO; also the reference
     reward_model_path: str = "lvwerra/distilbert-imdb"  # a classifier; it may use another tokenizer
     reward_label: str = "positive"  # the label whose logit is the reward: its name or number
-    reward_fn: str | None = None  # FILE.py:function instead of the classifier: (prompts, responses) -> floats
+    reward_fn: list[str] | None = None  # FILE.py:function ... instead of the classifier; TRL's signature
+    reward_weights: list[float] | None = None  # of the functions of --reward-fn; None: 1 each
     judge_model_path: str | None = None  # a second classifier, not seen in training, for the final table
     value_model_path: str | None = None  # a critic with its own weights; None: a head on the policy
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
@@ -160,7 +161,7 @@ RECIPES = {
         total_episodes=25_600,
         per_device_train_batch_size=32,
         num_mini_batches=4,
-        score_clip=4.0,  # a logit of 4 is P > 0.98. Without the clip, words that raise it further take over
+        score_clip=4.0,  # a logit of 4 is P > 0.98: nothing is gained by raising it further
         learning_rate=5e-5,
         lr_scheduler_type="linear",
         kl_target=4.0,
@@ -187,11 +188,11 @@ RECIPES = {
 def response_lengths(tokens, stop_token_id):
     """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
 
-    A stop_token_id of -1 means that there is no stop token.
+    stop_token_id is one id or a tensor of several. -1, or an empty tensor: there is no stop token.
     """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(tokens == stop_token_id, position, T).amin(1)
+    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
 
 
 def length_mask(lengths, max_length):
@@ -223,6 +224,15 @@ def token_rewards(scores, kl, lengths, kl_coef):
     rewards = torch.where(mask, -kl_coef * kl, 0.0)
     last = lengths[:, None] - 1  # [B, 1]
     return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
+
+
+def weighted_sum(rewards, weights=None):
+    """The sum of weight * reward. dict: name -> [B], list of floats in the same order (None: 1 each) -> [B]
+
+    A nan means that a reward does not apply to a row (the function returned None), and counts as 0.
+    """
+    weights = weights or [1.0] * len(rewards)
+    return sum(weight * values.nan_to_num() for weight, values in zip(weights, rewards.values()))
 
 
 def masked_mean(values, mask):
@@ -438,6 +448,7 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_token_id, tempera
     """
     B, T = uniforms.shape
     body, head = body_and_head(policy)
+    weight = cast_like_autocast(head.weight)  # once, not for each token
     cache = transformers.DynamicCache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
     tokens = torch.zeros(B, T, dtype=torch.long, device=ids.device)
@@ -445,7 +456,7 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_token_id, tempera
     rows = torch.arange(B, device=ids.device)  # the rows that are still being written
 
     for t in range(T):
-        logits = fp32_logits(hidden, head.weight, head.bias)  # [rows, V]
+        logits = fp32_logits(hidden, weight, head.bias)  # [rows, V]
         probs = logits.div_(temperature).softmax(-1)
         token = sample_tokens(probs, uniforms[rows, t])  # [rows]
         tokens[rows, t] = token
@@ -464,11 +475,11 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_token_id, tempera
 
 
 @torch.no_grad()
-def rollout(model, tokenizer, reward, prompt_batch, stop_token_id, args):
+def rollout(model, tokenizer, reward, reviews, prompt_batch, stop_token_id, args):
     """Sample a response to each prompt, classify it, and compute the log-probabilities that PPO calls old.
 
-    prompt_batch: ids, bool mask [B, C], left-padded; max_new_tokens [B]; uniforms [B, T]
-    -> dict of tensors [B, ...], prompts and responses (lists of B str)
+    reviews: where the prompts are from (list of B); prompt_batch: ids, bool mask [B, C], left-padded;
+    max_new_tokens [B]; uniforms [B, T] -> dict of tensors [B, ...], prompts and responses (lists of B str)
     """
     prompt_ids, prompt_mask = prompt_batch["ids"], prompt_batch["mask"]
     max_new_tokens, uniforms = prompt_batch["max_new_tokens"], prompt_batch["uniforms"]
@@ -502,7 +513,9 @@ def rollout(model, tokenizer, reward, prompt_batch, stop_token_id, args):
     #    exactly this forward pass: its micro-batches have the same shape, and dropout is 0. So the ratio is 1
     #    until the first optimizer step, up to rounding. The log-probabilities from generation differ more,
     #    so they are only logged.
-    scores = reward(prompts, responses)  # [B]
+    columns = [review["columns"] for review in reviews]  # functions of --reward-fn may read them
+    rewards = reward(prompts, responses, response_tokens, columns)  # name -> [B]
+    scores = weighted_sum(rewards, args.reward_weights)  # [B]
     ids = torch.cat([prompt_ids, tokens], 1)  # [B, C + T]
     mask = torch.cat([prompt_mask, valid], 1)  # [B, C + T]
     logprobs, values, ref_logprobs = torch.zeros(3, B, T, device=device)
@@ -521,6 +534,7 @@ def rollout(model, tokenizer, reward, prompt_batch, stop_token_id, args):
         "ref_logprobs": ref_logprobs,
         "sampling_logprobs": sampling_logprobs,
         "values": values,
+        **{f"rewards/{name}": x for name, x in rewards.items()},
     }
     return b, prompts, responses
 
@@ -546,11 +560,12 @@ def train(args):
     model = build_policy_and_value(args, max_tokens).to(device)  # also builds the reference
     tokenizer = load_tokenizer(args.model_name_or_path)
     stop_token_id = find_stop_token(args, tokenizer)
-    reward = load_reward(args, device)
+    progress = transformers.TrainerState(max_steps=updates)  # reward functions may read it
+    reward = load_reward(args, device, progress)
     judge = load_judge(args, device)
     train_rows, held_out_rows = load_splits(args.dataset_name)
-    train_prompts = load_prompts(train_rows, tokenizer, args)
-    held_out_prompts = load_prompts(held_out_rows, tokenizer, args)
+    train_reviews = load_reviews(train_rows, tokenizer, args)
+    held_out_reviews = load_reviews(held_out_rows, tokenizer, args)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device))
 
     run = Run(args, accelerator, updates, status={"score": "objective/scores", "KL": "objective/kl"})
@@ -563,15 +578,15 @@ def train(args):
     )
 
     # Every process evaluates all held-out prompts; only the main one shows the result.
-    num_eval_prompts = min(args.num_eval_prompts, len(held_out_prompts))
+    num_eval_prompts = min(args.num_eval_prompts, len(held_out_reviews))
     # Drawn once, with all random numbers, so both evaluations use the same ones. A resumed run draws them
     # again: they depend only on the seed and "held-out".
-    data_rows = stream_rows(len(held_out_prompts), start=0, count=num_eval_prompts, seed=args.seed)
-    held_out = draw_batch(held_out_prompts, data_rows, args, "held-out")
+    data_rows = stream_rows(len(held_out_reviews), start=0, count=num_eval_prompts, seed=args.seed)
+    held_out_reviews = [held_out_reviews[row] for row in data_rows]
+    held_out = draw_batch(held_out_reviews, args, "held-out")
     held_out = {name: x.to(device) for name, x in held_out.items()}
     with autocast:
-        before = evaluate(model, tokenizer, reward, judge, held_out, stop_token_id, args)
-
+        before = evaluate(model, tokenizer, reward, judge, held_out_reviews, held_out, stop_token_id, args)
     _, records_before = before
     responses_before = [record["response"] for record in records_before]
 
@@ -595,13 +610,17 @@ def train(args):
         start_time = time.time()
         model.eval()
         # The next B rows of an endless stream of shuffled epochs.
-        data_rows = stream_rows(len(train_prompts), start=(update - 1) * B, count=B, seed=args.seed)
+        data_rows = stream_rows(len(train_reviews), start=(update - 1) * B, count=B, seed=args.seed)
+        reviews = [train_reviews[row] for row in data_rows]
         # Cut each prompt to a random length, and draw the length limit of each response and the random
         # numbers to sample it with. They depend only on the seed and the update.
-        prompt_batch = draw_batch(train_prompts, data_rows, args, update)
+        prompt_batch = draw_batch(reviews, args, update)
         prompt_batch = {name: local_rows(x).to(device) for name, x in prompt_batch.items()}
+        progress.global_step = update - 1
         with autocast:
-            b, _, responses = rollout(model, tokenizer, reward, prompt_batch, stop_token_id, args)
+            b, _, responses = rollout(
+                model, tokenizer, reward, local_rows(reviews), prompt_batch, stop_token_id, args
+            )
         b = {name: accelerator.gather(x) for name, x in b.items()}  # rollouts of all processes, [B, ...]
         valid = length_mask(b["lengths"], T)  # [B, T]
         rollout_end = time.time()
@@ -707,7 +726,8 @@ def train(args):
         # A policy that exploits its reward repeats the words that score best. So log the share of the word
         # in most responses, of those words that at least doubled since the start.
         all_responses = accelerate.utils.gather_object(responses)  # of all processes
-        new_word = commonest_new_word(responses_before, all_responses)  # the word, its share before, now
+        new_word = commonest_new_word(responses_before, all_responses)
+        _, _, new_word_share = new_word  # the word, its share before training, its share now
         metrics = {
             "update": update,
             "episode": update * B,
@@ -723,12 +743,13 @@ def train(args):
             "val/num_eos_tokens": b["stopped"].sum(),
             "env/reward_mean": b["scores"].mean(),
             "env/reward_std": b["scores"].std(correction=0),
+            **reward_metrics(b, reward, accelerator),
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
             "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # did not stop on their own
             "completions/distinct_2": distinct_bigrams(all_responses),
-            "completions/new_word_share": new_word[2],
+            "completions/new_word_share": new_word_share,
             "sampling/logprob_gap_mean": sampling_gap.mean(),
             "sampling/logprob_gap_max": sampling_gap.max(),
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
@@ -737,9 +758,12 @@ def train(args):
         run.log(metrics, health_warnings(metrics, args, new_word))
         if is_sample_update(update, updates, args):
             # The same prompts each time, with the same random numbers: watch the responses change.
+            first_reviews = held_out_reviews[:4]
             first_prompts = {name: x[:4] for name, x in held_out.items()}
             with autocast:
-                _, records = evaluate(model, tokenizer, reward, None, first_prompts, stop_token_id, args)
+                _, records = evaluate(
+                    model, tokenizer, reward, None, first_reviews, first_prompts, stop_token_id, args
+                )
             run.table(f"samples after update {update}", records, "samples.jsonl", update=update)
 
         # 7. Adapt the KL coefficient for the next update, and save.
@@ -747,9 +771,11 @@ def train(args):
             kl_coef = adaptive_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, B)
         run.checkpoint(update, parameters, optimizer, B, kl_coef=kl_coef)
 
+    progress.global_step = updates
+
     # 8. Evaluate on the same held-out prompts again, and save the model.
     with autocast:
-        after = evaluate(model, tokenizer, reward, judge, held_out, stop_token_id, args)
+        after = evaluate(model, tokenizer, reward, judge, held_out_reviews, held_out, stop_token_id, args)
     if accelerator.is_main_process:
         report_evaluation(run, before, after)
         save_policy(model.policy, tokenizer, run.folder / "model")
@@ -767,13 +793,13 @@ def add_sums(sums, metrics):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 
 
-def evaluate(model, tokenizer, reward, judge, prompt_batch, stop_token_id, args):
+def evaluate(model, tokenizer, reward, judge, reviews, prompt_batch, stop_token_id, args):
     """Respond to the held-out prompts, with the same random numbers before and after training.
 
     -> metrics (dict of floats), one dict(prompt, response, score) per prompt
     """
     model.eval()
-    b, prompts, responses = rollout(model, tokenizer, reward, prompt_batch, stop_token_id, args)
+    b, prompts, responses = rollout(model, tokenizer, reward, reviews, prompt_batch, stop_token_id, args)
     valid = length_mask(b["lengths"], args.response_length)  # [B, T]
     kl = torch.where(valid, b["logprobs"] - b["ref_logprobs"], 0.0)  # [B, T]
     metrics = {
@@ -788,14 +814,18 @@ def evaluate(model, tokenizer, reward, judge, prompt_batch, stop_token_id, args)
     if judge is not None:
         metrics[f"judge: P({args.reward_label})"] = judge(prompts, responses).mean()
     metrics = {name: float(x) for name, x in metrics.items()}
-    return metrics, to_records(prompts, responses, b["scores"])
+    return metrics, to_records(prompts, responses, b["scores"], reward.extra)
 
 
-def to_records(prompts, responses, scores):
-    """One dict(prompt, response, score) per response, for tables and files."""
+def to_records(prompts, responses, scores, extra):
+    """One dict(prompt, response, score) per response, for tables and files.
+
+    extra: more columns, from reward functions. dict: name -> list with one entry per response
+    """
     records = []
-    for prompt, response, score in zip(prompts, responses, scores.tolist()):
-        records.append({"prompt": prompt, "response": response, "score": score})
+    for i, (prompt, response) in enumerate(zip(prompts, responses)):
+        record = {"prompt": prompt, "response": response, "score": scores[i].item()}
+        records.append(record | {name: values[i] for name, values in extra.items()})
     return records
 
 
@@ -865,16 +895,22 @@ class UserError(Exception):
 # ---- Log-probabilities in chunks ---------------------------------------------------------------------------
 
 
+def cast_like_autocast(tensor):
+    """To autocast's dtype if autocast is on, which does not reach into a backward pass written by hand."""
+    device_type = tensor.device.type
+    if torch.is_autocast_enabled(device_type):
+        tensor = tensor.to(torch.get_autocast_dtype(device_type))
+    return tensor
+
+
 def fp32_logits(hidden, weight, bias=None):
     """The output layer, with its result in fp32 under autocast too. [N, H], [V, H], [V] or None -> [N, V]
 
     Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart. So products of
     bf16 numbers are added up in fp32, and their sum is never rounded to bf16.
     """
+    hidden, weight = cast_like_autocast(hidden), cast_like_autocast(weight)
     device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(device_type, enabled=False):
         if device_type == "cuda" and hidden.dtype != torch.float32:
             logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
@@ -897,10 +933,7 @@ class ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, tokens, temperature, bias, has_backward):
         """[N, H], [V, H], [N], float, [V] or None, bool -> logprobs, entropies, both fp32 [N]"""
-        device_type = hidden.device.type
-        if torch.is_autocast_enabled(device_type):  # cast here, because autocast does not reach into backward
-            dtype = torch.get_autocast_dtype(device_type)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        hidden, weight = cast_like_autocast(hidden), cast_like_autocast(weight)
         logprobs, entropies = torch.zeros(2, len(hidden), device=hidden.device)
         kept = []
         for rows in ChunkedLogprobs.chunks(hidden):
@@ -974,10 +1007,9 @@ def load(what, function, name, **kwargs):
         first_line = reason.splitlines()[0]
         if Path(name).is_absolute() and not Path(name).exists():
             first_line = "no such folder"
-        if Path(name).parts[:1] in (("checkpoints",), ("data",)) and not Path(resolve_path(name)).exists():
-            first_line = (
-                "the recipes named tiny need checkpoints/ and data/ of the repository beside the script"
-            )
+        top_folder = str(name).split("/")[0]
+        if top_folder in ("checkpoints", "data") and not Path(resolve_path(top_folder)).exists():
+            first_line = f"the recipes named tiny need {top_folder}/ of the repository beside the script"
         raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
 
 
@@ -1095,8 +1127,8 @@ def check_head(model, name):
         raise UserError(f"{name}: the head of this model is more than hidden @ weight (a soft cap, a scale)")
 
 
-def load_policy_and_reference(args, name):
-    """The policy to train, and the frozen reference (None: the policy without its LoRA adapter)."""
+def load_policy_and_reference(args, name, wants_reference=True):
+    """The policy to train, and the frozen reference (None: the policy without its LoRA adapter, or none)."""
     eight_bit = {}
     if args.load_in_8bit:
         eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
@@ -1106,8 +1138,10 @@ def load_policy_and_reference(args, name):
         policy, reference = add_lora(policy, args), None
     elif args.num_shared_layers:
         reference = share_layers(policy, args.num_shared_layers)
-    else:
+    elif wants_reference:
         reference = load_model(AutoModelForCausalLM, name, **eight_bit)
+    else:
+        reference = None
     if reference is not None:
         reference.requires_grad_(False)
     if args.gradient_checkpointing:
@@ -1195,10 +1229,8 @@ def load_classifier(name, batch_size, device):
     @torch.no_grad()
     def classify(texts):
         logits = torch.zeros(len(texts), model.config.num_labels, device=device)
-        by_length = torch.tensor(
-            [len(text) for text in texts]
-        ).argsort()  # similar lengths need little padding
-        for rows in by_length.split(batch_size):
+        text_lengths = torch.tensor([len(text) for text in texts])
+        for rows in text_lengths.argsort().split(batch_size):  # similar lengths need little padding
             batch = tokenizer(
                 [texts[i] for i in rows],
                 truncation=True,
@@ -1237,29 +1269,125 @@ def load_label_scorer(args, name, device):
 
 
 def load_function(flag, name):
-    """The user's function FILE.py:function. If it raises, its traceback is printed."""
+    """The user's function FILE.py:function."""
     path, _, function_name = name.partition(":")
     path = resolve_path(path)
     if not Path(path).is_file():
         raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path!r}")
-
-    def call(function, *inputs):
-        try:
-            return function(*inputs)
-        except Exception as error:
-            traceback.print_exc()
-            raise UserError(f"{flag} {name} raised {type(error).__name__}: {error}") from error
-
-    function = call(runpy.run_path, path).get(function_name)
+    function = call_user_code(f"{flag} {name}", runpy.run_path, path).get(function_name)
     if not callable(function):
         raise UserError(f"{flag} {name}: {path} has no function {function_name!r}")
-    return lambda *inputs: call(function, *inputs)
+    return function
+
+
+def call_user_code(where, function, *inputs, **named_inputs):
+    """function(*inputs, **named_inputs). If it raises, its traceback is printed: its author needs it."""
+    try:
+        return function(*inputs, **named_inputs)
+    except UserError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
+
+
+class RewardFunctions:
+    """Functions that score responses, called as TRL's GRPOTrainer calls them: by keyword. For example:
+
+        def correct(prompts, completions, answer, **columns):
+            return [float(text.endswith(right)) for text, right in zip(completions, answer)]
+
+    A function gets what it has parameters for of: prompts, completions, completion_ids and all columns of the
+    data but prompt, as lists with one entry per response; trainer_state, with the number of updates so far
+    (global_step) and in all (max_steps); log_metric(name, value), for metrics.jsonl; log_extra(column,
+    values), for the tables of samples. It returns a list: for each response a number, or None if it does not
+    apply to it. If a prompt is a chat, its completion is [{"role": "assistant", "content": ...}].
+    """
+
+    def __init__(self, flag, functions, device, trainer_state=None):
+        """functions: dict of name -> function; flag: for error messages"""
+        self.flag = flag
+        self.functions = functions
+        self.device = device
+        self.trainer_state = trainer_state or transformers.TrainerState()
+        self.metrics = {}  # name -> values that functions logged in the last call
+        self.extra = {}  # column -> values, the same
+
+    def __call__(self, prompts, responses, response_tokens, rows):
+        """Call all functions. -> dict: name of the function -> fp32 [B], nan where it does not apply
+
+        prompts: B str or lists of messages; responses: B str; response_tokens: B lists of token ids; rows: B
+        dicts, the other columns of the data
+        """
+        self.metrics, self.extra = {}, {}
+        completions = []
+        for prompt, response in zip(prompts, responses):
+            if is_chat(prompt):
+                completions.append([{"role": "assistant", "content": response}])
+            else:
+                completions.append(response)
+        inputs = {name: [row[name] for row in rows] for name in rows[0]}
+        inputs |= {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": response_tokens,
+            "trainer_state": self.trainer_state,
+            "log_metric": self.log_metric,
+            "log_extra": self.log_extra,
+        }
+        rewards = {}
+        for name, function in self.functions.items():
+            where = f"{self.flag} {name}"
+            scores = call_user_code(where, function, **accepted_inputs(function, inputs, where))
+            rewards[name] = check_scores(scores, prompts, responses).to(self.device)
+        for column, values in self.extra.items():
+            if len(values) != len(prompts):
+                raise UserError(f"{self.flag}: log_extra({column!r}, ...) needs {len(prompts)} values")
+        return rewards
+
+    def log_metric(self, name, value):
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def log_extra(self, column, values):
+        self.extra[column] = list(values)
+
+
+def load_reward_functions(flag, names, device, trainer_state=None):
+    """The functions that a flag names, each FILE.py:function. -> RewardFunctions"""
+    functions = {}
+    for name in names:
+        function_name = name.rpartition(":")[2]
+        if function_name in functions:
+            raise UserError(f"{flag}: two functions have the name {function_name!r}; rename one of them")
+        functions[function_name] = load_function(flag, name)
+    return RewardFunctions(flag, functions, device, trainer_state)
+
+
+def accepted_inputs(function, inputs, where):
+    """Those inputs that a function has parameters for. Raises if it needs others."""
+    parameters = inspect.signature(function).parameters.values()
+    if not any(p.kind == p.VAR_KEYWORD for p in parameters):
+        inputs = {p.name: inputs[p.name] for p in parameters if p.name in inputs}
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    missing = [name for name in needed if name not in inputs]
+    old_names = {"responses": "completions", "answers": "completions", "contexts": "prompts"}
+    renamed = [f"{name} to {old_names[name]}" for name in missing if name in old_names]
+    if renamed:
+        raise UserError(f"{where}: parameters have TRL's names: rename {', '.join(renamed)}")
+    if missing:
+        columns = ", ".join(inputs)
+        raise UserError(
+            f"{where} has the parameter {missing[0]}, but there is no such column; there are {columns}"
+        )
+    return inputs
 
 
 def check_scores(scores, prompts, responses):
-    """Check what a reward function returned: a finite number for each response. -> fp32 [B]
+    """Check what a reward function returned: a finite number for each response, or None. -> fp32 [B]
 
-    It may be a list, an array or a tensor, of anything that float() accepts.
+    It may be a list, an array or a tensor, of anything that float() accepts. None becomes nan.
     """
     try:
         scores = list(scores)
@@ -1269,6 +1397,9 @@ def check_scores(scores, prompts, responses):
         raise UserError(f"a reward function must return {len(prompts)} numbers; it returned {len(scores)}")
     numbers = []
     for score, prompt, response in zip(scores, prompts, responses):
+        if score is None:
+            numbers.append(math.nan)
+            continue
         where = f"for prompt {prompt!r} and response {response!r}"
         try:
             number = float(score)
@@ -1281,24 +1412,33 @@ def check_scores(scores, prompts, responses):
     return torch.tensor(numbers, dtype=torch.float32)
 
 
-def load_reward(args, device):
-    """The reward: prompts, responses (lists of str) -> fp32 [B].
+def reward_metrics(b, reward, accelerator):
+    """rewards/NAME/mean of each reward over the rows to which it applies, and what log_metric got. -> dict
 
-    It is a classifier's logit, or what the user's own function returns.
+    b: dict with rewards/NAME -> [B], of all processes; reward: RewardFunctions
     """
-    if args.reward_fn is None:
-        score_label = load_label_scorer(args, args.reward_model_path, device)
-    else:
-        function = load_function("--reward-fn", args.reward_fn)
+    metrics = {}
+    for name, values in b.items():
+        if name.startswith("rewards/"):
+            metrics[f"{name}/mean"] = values.nanmean().nan_to_num()
+    logged = {}
+    for metrics_of_process in accelerate.utils.gather_object([reward.metrics]):
+        for name, values in metrics_of_process.items():
+            logged.setdefault(name, []).extend(values)
+    return metrics | {name: sum(values) / len(values) for name, values in logged.items()}
 
-    def reward(prompts, responses):
-        if args.reward_fn is None:
-            scores = score_label(prompts, responses)[0].tolist()
-        else:
-            scores = function(prompts, responses)
-        return check_scores(scores, prompts, responses).to(device)
 
-    return reward
+def load_reward(args, device, trainer_state=None):
+    """The logit of a classifier, or the user's own functions. -> RewardFunctions"""
+    if args.reward_fn is not None:
+        return load_reward_functions("--reward-fn", args.reward_fn, device, trainer_state)
+    score_label = load_label_scorer(args, args.reward_model_path, device)
+
+    def classifier(prompts, completions):
+        logits, _ = score_label(prompts, completions)
+        return logits.tolist()
+
+    return RewardFunctions("--reward-model-path", {"classifier": classifier}, device)
 
 
 def load_judge(args, device):
@@ -1319,12 +1459,20 @@ def load_judge(args, device):
 # ---- Data --------------------------------------------------------------------------------------------------
 
 
+def load_data_set(name):
+    """All splits of a Hub data set, NAME or NAME:CONFIG, or of a folder of jsonl files."""
+    if not Path(name).exists():
+        name, _, config = name.partition(":")
+        return datasets.load_dataset(name, config or None)
+    return datasets.load_dataset(name)
+
+
 def load_splits(name):
-    """The training and held-out rows of a Hub data set or a folder of jsonl files.
+    """The training and held-out rows of a data set.
 
     Held out: the split test, or else validation, or else the last 10 % of train.
     """
-    splits = load("data set", datasets.load_dataset, name)
+    splits = load("data set", load_data_set, name)
     if "train" not in splits or len(splits["train"]) < 2:
         names = ", ".join(splits)
         raise UserError(f"data set {name!r} needs a split train with at least 2 rows; it has {names}")
@@ -1334,6 +1482,13 @@ def load_splits(name):
             return rows, splits[held_out]
     cut = len(rows) - max(1, len(rows) // 10)
     return rows.select(range(cut)), rows.select(range(cut, len(rows)))
+
+
+def is_chat(value):
+    """True for a list of messages: dicts with role and content."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in value)
 
 
 def bos_ids(tokenizer):
@@ -1377,21 +1532,29 @@ def report_skipped(total, kept, reason):
         print(f"skipped {total - kept:,} of {total:,} {reason}")
 
 
-def load_prompts(rows, tokenizer, args):
-    """The first query_max_length tokens of each review that is long enough. -> list of lists of token ids"""
+def load_reviews(rows, tokenizer, args):
+    """The reviews that are long enough, as a list of dict:
+
+    ids: the first query_max_length tokens; columns: the row of the data set, for functions of --reward-fn
+    """
     if "text" not in rows.column_names:
         columns = ", ".join(rows.column_names)
         raise UserError(f"data set {args.dataset_name!r} needs the column text; it has {columns}")
-    texts = [text for text in rows["text"] if isinstance(text, str) and len(text) > args.min_text_length]
-    prompts = [ids[: args.query_max_length] for ids in tokenize(tokenizer, texts)]
-    prompts = [ids for ids in prompts if len(ids) >= args.query_min_length]
+    long_rows = []
+    for row in rows:
+        if isinstance(row["text"], str) and len(row["text"]) > args.min_text_length:
+            long_rows.append(row)
+    reviews = []
+    for row, ids in zip(long_rows, tokenize(tokenizer, [row["text"] for row in long_rows])):
+        if len(ids) >= args.query_min_length:
+            reviews.append({"ids": ids[: args.query_max_length], "columns": row})
     reason = f"no text of at least --query-min-length {args.query_min_length} tokens"
     if args.min_text_length > 0:
         reason += f" and more than --min-text-length {args.min_text_length} characters"
-    report_skipped(len(rows), len(prompts), f"rows: {reason}")
-    if not prompts:
+    report_skipped(len(rows), len(reviews), f"rows: {reason}")
+    if not reviews:
         raise UserError(f"data set {args.dataset_name!r}: {reason}")
-    return prompts
+    return reviews
 
 
 def generator_for(seed, *purpose):
@@ -1410,13 +1573,12 @@ def stream_rows(num_rows, start, count, seed):
     return torch.cat(epochs)[offset : offset + count]
 
 
-def draw_batch(prompts, rows, args, *purpose):
+def draw_batch(reviews, args, *purpose):
     """Prompts cut to random lengths, a length limit per response, and random numbers to sample with.
 
-    prompts: token ids of all prompts; rows: which ones to take
-    -> dict: ids [B, C], bool mask [B, C], max_new_tokens [B], uniforms [B, T]
+    reviews: list of B -> dict: ids [B, C], bool mask [B, C], max_new_tokens [B], uniforms [B, T]
     """
-    B, C, T = len(rows), args.query_max_length, args.response_length
+    B, C, T = len(reviews), args.query_max_length, args.response_length
     prompt_lengths = torch.randint(
         args.query_min_length, C + 1, (B,), generator=generator_for(args.seed, "query", *purpose)
     )
@@ -1426,8 +1588,8 @@ def draw_batch(prompts, rows, args, *purpose):
     uniforms = torch.rand(B, T, generator=generator_for(args.seed, "tokens", *purpose))
     ids = torch.zeros(B, C, dtype=torch.long)
     mask = torch.zeros(B, C, dtype=torch.bool)
-    for i, (row, length) in enumerate(zip(rows.tolist(), prompt_lengths.tolist())):
-        prompt = torch.tensor(prompts[row][:length])
+    for i, (review, length) in enumerate(zip(reviews, prompt_lengths.tolist())):
+        prompt = torch.tensor(review["ids"][:length])
         ids[i, C - len(prompt) :] = prompt
         mask[i, C - len(prompt) :] = True
     return {"ids": ids, "mask": mask, "max_new_tokens": max_new_tokens, "uniforms": uniforms}
@@ -1993,7 +2155,7 @@ def health_warnings(metrics, args, new_word):
     response, in at least 10 of them, and five times as common as before training.
     """
     warnings = {}
-    if metrics["objective/kl"] < -1:
+    if metrics.get("objective/kl", 0) < -1:
         warnings["objective/kl"] = (
             "the KL is negative: are tokens sampled from the distribution that is scored?"
         )
@@ -2009,7 +2171,8 @@ def health_warnings(metrics, args, new_word):
         warnings["frac_reward_zero_std"] = (
             "most prompts get equal rewards for all responses: raise --temperature or --rloo-k"
         )
-    if args.missing_eos_penalty is not None and metrics["val/num_eos_tokens"] == 0:
+    should_end = getattr(args, "missing_eos_penalty", 0.0) is not None  # grpo_math.py has no such flag
+    if should_end and metrics["val/num_eos_tokens"] == 0:
         warnings["val/num_eos_tokens"] = (
             "no response ended by itself: raise --response-length, or teach the policy EOS first"
         )
@@ -2074,7 +2237,7 @@ def report_evaluation(run, before, after):
         "after": metrics_after,
         "commonest new word": new_word,
         "n": len(rows),
-        "judge": args.judge_model_path or args.reward_fn or args.reward_model_path,
+        "judge": args.judge_model_path or ", ".join(args.reward_fn or [args.reward_model_path]),
         "decoding": decoding,
     }
     run.write_evaluation(about)
@@ -2100,6 +2263,7 @@ def check_args(args, batch_size):
     check_positive(args, "num_eval_prompts", "query_min_length", "response_min_length", "temperature")
     check_positive(args, "kl_target", "kl_horizon")
     check_model_args(args)
+    check_reward_args(args)
     check_kl_args(args, batch_size)
     if args.query_min_length > args.query_max_length:
         raise UserError("--query-min-length is larger than --query-max-length")
@@ -2111,6 +2275,17 @@ def check_kl_args(args, batch_size):
     """Raise if one update could move the adaptive KL coefficient to 0 or below."""
     if args.kl_target is not None and batch_size >= 5 * args.kl_horizon:
         raise UserError(f"--kl-horizon {args.kl_horizon:g} must be more than 1/5 of the batch, {batch_size}")
+
+
+def check_reward_args(args):
+    """Raise if there is not one weight for each reward function."""
+    if args.reward_fn == []:
+        raise UserError("--reward-fn: expected one FILE.py:function or more")
+    count = len(args.reward_fn or [])
+    if args.reward_weights is not None and len(args.reward_weights) != count:
+        raise UserError(
+            f"--reward-weights: {len(args.reward_weights)} weights for {count} functions of --reward-fn"
+        )
 
 
 def check_model_args(args):
@@ -2168,6 +2343,7 @@ def resumed_args(resume, recipe, flags):
         raise UserError(f"--resume {resume}: that run has the recipe {saved.recipe}, not {recipe}")
 
     args = tyro.cli(Args, default=saved, args=flags)
+    # Flags that may differ from those of the saved run. Run.restore makes sure that the batch stays the same.
     may_change = {
         "resume",
         "save_every",
@@ -2176,10 +2352,7 @@ def resumed_args(resume, recipe, flags):
         "total_episodes",
         "num_train_epochs",
     }
-    may_change |= {
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-    }  # if the batch stays the same
+    may_change |= {"per_device_train_batch_size", "gradient_accumulation_steps"}
     may_change |= {"judge_fn", "judge_model", "judge_url"}
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [name for name in changed if name not in may_change]

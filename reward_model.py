@@ -12,6 +12,8 @@ If you know how to train a text classifier, this is what its use as a reward add
                                        margin says by how much the chosen score should be higher
        prompt, responses               one score; the responses are ranked, best first
 
+   Prompts and responses are texts, or chats (lists of messages).
+
 2. A decoder is read at its last real token, found by the length of the text. Looking for `token != pad` would
    miss a real EOS, because many tokenizers use EOS as the padding token.
 3. A response is tokenized as in the rollouts that it will be scored in: prompt, response, EOS. If it
@@ -366,7 +368,11 @@ def preference_ids(tokenizer, prompts, responses, max_length):
 
     A response that reached its length limit gets an EOS too, because its score is read there. Texts of more
     than max_length tokens lose their beginning. Encoders (BERT's family) mark the ends in their own way.
+    If prompts and responses are chats (lists of messages), the chat template writes the text and its end.
     """
+    if is_chat(responses[0]):
+        texts = [render_chat(tokenizer, [*prompt, *response]) for prompt, response in zip(prompts, responses)]
+        return [ids[-max_length:] for ids in tokenize(tokenizer, texts)]
     is_encoder = tokenizer.eos_token_id is None or tokenizer.cls_token_id is not None
     if is_encoder:
         tokenizer.truncation_side = "left"
@@ -465,7 +471,8 @@ def train(args):
     learner = make_learner(model, accelerator)
     optimizer = make_optimizer(args, trainable(learner))
     learner, optimizer = accelerator.prepare(learner, optimizer)
-    parameters = trainable(accelerator.unwrap_model(learner))  # name -> parameter; sharding replaced them
+    # name -> parameter. Ask again after prepare: if it shards the learner, it replaces the parameters.
+    parameters = trainable(accelerator.unwrap_model(learner))
     state = run.restore(parameters, optimizer, B)  # {"update": 0} in a new run
 
     for update in range(state["update"] + 1, updates + 1):
@@ -661,10 +668,9 @@ def load(what, function, name, **kwargs):
         first_line = reason.splitlines()[0]
         if Path(name).is_absolute() and not Path(name).exists():
             first_line = "no such folder"
-        if Path(name).parts[:1] in (("checkpoints",), ("data",)) and not Path(resolve_path(name)).exists():
-            first_line = (
-                "the recipes named tiny need checkpoints/ and data/ of the repository beside the script"
-            )
+        top_folder = str(name).split("/")[0]
+        if top_folder in ("checkpoints", "data") and not Path(resolve_path(top_folder)).exists():
+            first_line = f"the recipes named tiny need {top_folder}/ of the repository beside the script"
         raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
 
 
@@ -841,12 +847,20 @@ def save_reward_model(model, tokenizer, args, folder):
 # ---- Data --------------------------------------------------------------------------------------------------
 
 
+def load_data_set(name):
+    """All splits of a Hub data set, NAME or NAME:CONFIG, or of a folder of jsonl files."""
+    if not Path(name).exists():
+        name, _, config = name.partition(":")
+        return datasets.load_dataset(name, config or None)
+    return datasets.load_dataset(name)
+
+
 def load_splits(name):
-    """The training and held-out rows of a Hub data set or a folder of jsonl files.
+    """The training and held-out rows of a data set.
 
     Held out: the split test, or else validation, or else the last 10 % of train.
     """
-    splits = load("data set", datasets.load_dataset, name)
+    splits = load("data set", load_data_set, name)
     if "train" not in splits or len(splits["train"]) < 2:
         names = ", ".join(splits)
         raise UserError(f"data set {name!r} needs a split train with at least 2 rows; it has {names}")
@@ -1016,7 +1030,10 @@ def check_labels(labels, args):
 
 
 def load_dialogs(rows):
-    """The dialogs with two or more utterances, none of them blank. -> list of (utterances, acts or None)"""
+    """The dialogs with two or more utterances, none of them blank.
+
+    -> list of (row, its utterances, its acts or None)
+    """
     dialogs = []
     for row in rows:
         utterances, acts = row["dialog"], row.get("act")
@@ -1028,7 +1045,7 @@ def load_dialogs(rows):
             acts = None
         else:  # jsonl with a missing value has floats
             acts = [int(act) if isinstance(act, float) and act.is_integer() else act for act in acts]
-        dialogs.append((utterances, acts))
+        dialogs.append((row, utterances, acts))
     report_skipped(len(rows), len(dialogs), "dialogs: fewer than two utterances, or a blank one")
     return dialogs
 
@@ -1048,7 +1065,7 @@ def load_answers(rows, args):
     """
     previous, answers, labels = [], [], []
     num_answers = 0
-    for utterances, acts in load_dialogs(rows):
+    for _, utterances, acts in load_dialogs(rows):
         num_answers += len(utterances) - 1
         if acts is None:
             continue
@@ -1066,6 +1083,30 @@ def load_answers(rows, args):
     return datasets.Dataset.from_dict({"text": intent_texts(previous, answers), "label": labels})
 
 
+def is_chat(value):
+    """True for a list of messages: dicts with role and content."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in value)
+
+
+def render_chat(tokenizer, messages, add_generation_prompt=False):
+    """The text of a list of messages, by the tokenizer's own chat template. -> str"""
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "the data has chat messages, but the tokenizer has no chat template: use a chat model, or save a "
+            "template with the tokenizer (set tokenizer.chat_template, then tokenizer.save_pretrained)"
+        )
+    # A data set gives all messages the same keys, with None where there is nothing.
+    messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except Exception as error:  # templates raise what they like: about roles, for example
+        raise UserError(f"the chat template refuses the messages {messages!r}: {error}") from error
+
+
 def load_preference_rows(rows, tokenizer, args):
     """The rows with two or more responses to compare. -> list of Row"""
     columns = rows.column_names
@@ -1080,6 +1121,8 @@ def load_preference_rows(rows, tokenizer, args):
     group_sizes, group_margins = [], []
     text_prompts, text_responses = [], []  # one per response, so that all are tokenized in one call
     for prompt, group, margin in zip(prompts, groups, margins):
+        if "prompt" not in columns and group and is_chat(group[0]):
+            prompt = []  # both chats contain it
         if is_comparison(prompt, group):
             group_sizes.append(len(group))
             group_margins.append(float(margin))
@@ -1088,7 +1131,8 @@ def load_preference_rows(rows, tokenizer, args):
     report_skipped(len(rows), len(group_sizes), "rows: not two responses to compare")
     if not group_sizes:
         raise UserError(
-            f"{args.dataset_name!r}: no row has two responses to compare (as strings, none of them empty)"
+            f"{args.dataset_name!r}: no row has two responses to compare (strings, or lists of messages, "
+            "none of them empty)"
         )
 
     ids = preference_ids(tokenizer, text_prompts, text_responses, args.max_length)
@@ -1100,8 +1144,12 @@ def load_preference_rows(rows, tokenizer, args):
 
 
 def is_comparison(prompt, responses):
-    """True if there is a prompt, and two or more responses to it, none of them blank."""
-    if not isinstance(prompt, str) or not isinstance(responses, list) or len(responses) < 2:
+    """True if there is a prompt, and two or more responses to it, none of them blank: str, or chats."""
+    if not isinstance(responses, list) or len(responses) < 2:
+        return False
+    if is_chat(prompt) or prompt == []:
+        return all(is_chat(response) for response in responses)
+    if not isinstance(prompt, str):
         return False
     return all(isinstance(response, str) and response.strip() for response in responses)
 
@@ -1131,7 +1179,8 @@ def load_reference_rows(train_rows, tokenizer, args):
             raise UserError(f"{flag}: it needs the columns prompt and completion")
         prompts, completions = [], []
         for prompt, completion in zip(rows["prompt"], rows["completion"]):
-            if isinstance(prompt, str) and prompt and isinstance(completion, str) and completion:
+            are_texts = isinstance(prompt, str) and prompt and isinstance(completion, str) and completion
+            if are_texts or (is_chat(prompt) and is_chat(completion)):
                 prompts.append(prompt)
                 completions.append(completion)
         if not prompts:
@@ -1703,6 +1752,7 @@ def resumed_args(resume, recipe, flags):
         raise UserError(f"--resume {resume}: that run has the recipe {saved.recipe}, not {recipe}")
 
     args = tyro.cli(Args, default=saved, args=flags)
+    # Flags that may differ from those of the saved run. Run.restore makes sure that the batch stays the same.
     may_change = {
         "resume",
         "save_every",
@@ -1711,10 +1761,7 @@ def resumed_args(resume, recipe, flags):
         "total_episodes",
         "num_train_epochs",
     }
-    may_change |= {
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-    }  # if the batch stays the same
+    may_change |= {"per_device_train_batch_size", "gradient_accumulation_steps"}
     may_change |= {"judge_fn", "judge_model", "judge_url"}
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [name for name in changed if name not in may_change]

@@ -90,7 +90,8 @@ class Args:
     model_name_or_path: str = "EleutherAI/pythia-1b-deduped"  # tokenizer; policy if sft_model_path is None
     sft_model_path: str | None = None  # initial policy; the reference is a frozen copy of it
     reward_model_path: str = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"  # one output
-    reward_fn: str | None = None  # FILE.py:function instead of the model: (prompts, responses) -> floats
+    reward_fn: list[str] | None = None  # FILE.py:function ... instead; f(prompts, completions, **columns)
+    reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
     bf16: bool = False  # the same as --dtype bfloat16 (TRL's spelling)
     load_in_8bit: bool = False  # 8-bit frozen weights: the base model under LoRA, otherwise the reference
@@ -101,11 +102,11 @@ class Args:
     lora_target_modules: str = "all-linear"  # layers with an adapter: comma-separated names, or all-linear
 
     # Data
-    dataset_name: str = "trl-lib/tldr"  # a Hub name or a folder of jsonl files: columns prompt, completion
+    dataset_name: str = "trl-lib/tldr"  # columns prompt, completion: texts, or chats (lists of messages)
     max_prompt_length: int = 512  # posts with more tokens are skipped (N+ paper, detail 2)
     response_length: int = 53  # longest response, in tokens
-    stop_token: Literal["eos"] | None = "eos"  # end responses at EOS; None: at response_length
-    stop_token_id: int | None = None  # end responses at this token id instead of EOS
+    stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
+    stop_token_id: int | None = None  # end responses at this token id instead, and at no other
     temperature: float = 0.7  # sampling temperature; all log-probabilities use it too
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches x processes
@@ -132,7 +133,7 @@ class Args:
 
     # Judge
     num_examples: int = 256  # number of held-out posts whose summaries are judged, before and after
-    judge_fn: str | None = None  # FILE.py:function: (prompts, responses) -> floats; the higher score wins
+    judge_fn: str | None = None  # FILE.py:function like --reward-fn; the response with the higher score wins
     judge_model: str | None = None  # reward model (folder) or chat model; None: judge_fn, else reward
     judge_url: str | None = None  # server of the chat model; None: OpenAI with its key, else Hugging Face
 
@@ -201,11 +202,11 @@ RECIPES = {
 def response_lengths(tokens, stop_token_id):
     """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
 
-    A stop_token_id of -1 means that there is no stop token.
+    stop_token_id is one id or a tensor of several. -1, or an empty tensor: there is no stop token.
     """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(tokens == stop_token_id, position, T).amin(1)
+    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
 
 
 def length_mask(lengths, max_length):
@@ -235,7 +236,8 @@ def kl_per_token(logprobs, ref_logprobs, estimator):
     """Estimates of KL(policy || reference) from samples of the policy, in nats, any shape (Schulman 2020).
 
     k1 is unbiased; k2 is biased, but never negative; k3 is unbiased and never negative. As part of a reward,
-    which is held constant, only k1 leads to the gradient of the KL. As a loss, k1 has no gradient on average.
+    which is held constant, only k1 leads to the gradient of the KL. As a loss, k1 has no gradient on average,
+    k2 has that of KL(policy || reference), and k3 that of KL(reference || policy).
     """
     log_ratio = logprobs - ref_logprobs
     if estimator == "k1":
@@ -243,6 +245,15 @@ def kl_per_token(logprobs, ref_logprobs, estimator):
     if estimator == "k2":
         return 0.5 * log_ratio**2
     return torch.expm1(-log_ratio) + log_ratio  # k3
+
+
+def weighted_sum(rewards, weights=None):
+    """The sum of weight * reward. dict: name -> [B], list of floats in the same order (None: 1 each) -> [B]
+
+    A nan means that a reward does not apply to a row (the function returned None), and counts as 0.
+    """
+    weights = weights or [1.0] * len(rewards)
+    return sum(weight * values.nan_to_num() for weight, values in zip(weights, rewards.values()))
 
 
 def masked_mean(values, mask):
@@ -392,18 +403,20 @@ class PolicyAndReference(nn.Module):
 
 
 @torch.no_grad()
-def generate_groups(policy, ids, mask, uniforms, stop_token_id, temperature):
-    """Sample k responses to each prompt, until the stop token or T tokens. No top-k, no top-p.
+def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
+    """Sample k responses to each prompt, until a stop token or T tokens. No top-k, no top-p.
 
-    Left-padded ids, mask [P, C]; uniforms [P, k, T], one random number per token
+    Left-padded ids, mask [P, C]; uniforms [P, k, T], one random number per token; stop_ids [any number]
     -> tokens [P, k, T] and the log-probabilities they were sampled with, fp32 [P, k, T]; both 0 after the end
     """
     P, k, T = uniforms.shape
     body, head = body_and_head(policy)
+    weight = cast_like_autocast(head.weight)  # once, not for each token
     cache = transformers.DynamicCache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [P, H]
 
-    # The model reads each prompt only once. Its keys and values serve all k responses.
+    # The model reads each prompt only once. Its keys and values serve all k responses, which are neighbors
+    # here; sample_responses brings the rows into the order of TRL.
     prompt_of_row = torch.arange(P, device=ids.device).repeat_interleave(k)  # [P * k]
     cache.batch_select_indices(prompt_of_row)
     hidden, mask = hidden[prompt_of_row], mask[prompt_of_row]
@@ -413,13 +426,13 @@ def generate_groups(policy, ids, mask, uniforms, stop_token_id, temperature):
     rows = torch.arange(P * k, device=ids.device)  # the rows that are still being written
 
     for t in range(T):
-        logits = fp32_logits(hidden, head.weight, head.bias)  # [rows, V]
+        logits = fp32_logits(hidden, weight, head.bias)  # [rows, V]
         probs = logits.div_(temperature).softmax(-1)
         token = sample_tokens(probs, uniforms[rows, t])  # [rows]
         tokens[rows, t] = token
         logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
 
-        unfinished = token != stop_token_id
+        unfinished = ~torch.isin(token, stop_ids)
         if t + 1 == T or not unfinished.any():
             break
         if not unfinished.all():  # finished rows leave the batch
@@ -432,11 +445,13 @@ def generate_groups(policy, ids, mask, uniforms, stop_token_id, temperature):
 
 
 @torch.no_grad()
-def sample_responses(policy, tokenizer, prompt_batch, stop_token_id, args):
+def sample_responses(policy, tokenizer, prompt_batch, stop_ids, args):
     """Sample k responses to each prompt, and decode them.
 
-    prompt_batch: ids, bool mask [P, C], left-padded; uniforms [P, k, T]
-    -> dict of tensors [k * P, ...], prompts and responses (lists of k * P str). First responses come first.
+    prompt_batch: ids, bool mask [P, C], left-padded; uniforms [P, k, T]. Returns
+    - a dict of tensors [k * P, ...], with the first responses to all prompts first
+    - the responses, k * P str
+    - their token ids with the stop token, k * P lists
     """
     prompt_ids, prompt_mask = prompt_batch["ids"], prompt_batch["mask"]
     uniforms = prompt_batch["uniforms"]
@@ -449,39 +464,51 @@ def sample_responses(policy, tokenizer, prompt_batch, stop_token_id, args):
     prompts_at_once = max(1, args.local_rollout_forward_batch_size // k)
     for rows in torch.arange(P, device=device).split(prompts_at_once):
         tokens[rows], sampling_logprobs[rows] = generate_groups(
-            policy, prompt_ids[rows], prompt_mask[rows], uniforms[rows], stop_token_id, args.temperature
+            policy, prompt_ids[rows], prompt_mask[rows], uniforms[rows], stop_ids, args.temperature
         )
     tokens = tokens.transpose(0, 1).flatten(0, 1)  # [k * P, T], first responses first
     sampling_logprobs = sampling_logprobs.transpose(0, 1).flatten(0, 1)
     prompt_ids, prompt_mask = prompt_ids.repeat(k, 1), prompt_mask.repeat(k, 1)  # [k * P, C]
-    lengths = response_lengths(tokens, stop_token_id)  # [k * P]
+    lengths = response_lengths(tokens, stop_ids)  # [k * P]
     last_tokens = tokens.gather(1, lengths[:, None] - 1).squeeze(1)
-    stopped = last_tokens == stop_token_id  # [k * P]
+    stopped = torch.isin(last_tokens, stop_ids)  # [k * P]
 
-    # 2. Decode, without the stop token: the reward model will add its own EOS.
+    # 2. Decode, without the stop token: it is not part of the text, and a reward model adds its own EOS.
+    valid = length_mask(lengths, T)  # [k * P, T]
     has_text = length_mask(lengths - stopped.long(), T)  # [k * P, T]
     prompt_tokens = [row[m].tolist() for row, m in zip(prompt_ids, prompt_mask)]
-    response_tokens = [row[m].tolist() for row, m in zip(tokens, has_text)]
-    prompts, responses = decode(tokenizer, prompt_tokens, response_tokens)  # lists of k * P str
+    text_tokens = [row[m].tolist() for row, m in zip(tokens, has_text)]
+    # decode needs the prompts: a tokenizer may drop the space at the beginning of what it decodes.
+    _, responses = decode(tokenizer, prompt_tokens, text_tokens)  # list of k * P str
+    response_tokens = [row[m].tolist() for row, m in zip(tokens, valid)]
 
     b = {
         "ids": torch.cat([prompt_ids, tokens], 1),  # [k * P, C + T]
-        "mask": torch.cat([prompt_mask, length_mask(lengths, T)], 1),
+        "mask": torch.cat([prompt_mask, valid], 1),
         "lengths": lengths,
         "stopped": stopped,
         "sampling_logprobs": sampling_logprobs,
     }
-    return b, prompts, responses
+    return b, responses, response_tokens
 
 
 @torch.no_grad()
-def rollout_groups(model, tokenizer, reward, prompt_batch, stop_token_id, args):
-    """Sample k responses to each prompt, score them, and compute the log-probabilities that are called old.
+def rollout_groups(model, tokenizer, reward, posts, prompt_batch, stop_ids, args):
+    """Sample k responses to each post, score them, and compute the log-probabilities that are called old.
 
-    Input and output as in sample_responses, plus scores [k * P], logprobs and ref_logprobs [k * P, T].
+    posts: P dicts with prompt, reference and columns, for reward functions; prompt_batch, stop_ids: as in
+    sample_responses. Returns
+    - the dict of sample_responses, with scores [k * P], the rewards that they are the sum of [k * P], as
+      rewards/NAME, logprobs and ref_logprobs [k * P, T]
+    - the responses, k * P str
     """
-    b, prompts, responses = sample_responses(model.policy, tokenizer, prompt_batch, stop_token_id, args)
-    b["scores"] = reward(prompts, responses)  # [k * P]
+    b, responses, response_tokens = sample_responses(model.policy, tokenizer, prompt_batch, stop_ids, args)
+    k = len(responses) // len(posts)
+    # One entry per reward function, or one for the reward model: name -> [k * P]; nan: does not apply.
+    # posts * k is in the order of the rows.
+    rewards = score_responses(reward, posts * k, responses, response_tokens)
+    b["scores"] = weighted_sum(rewards, args.reward_weights)  # [k * P]
+    b |= {f"rewards/{name}": values for name, values in rewards.items()}
 
     # This is the forward pass of the update, in micro-batches of the same shape, and dropout is 0. So until
     # the first optimizer step the ratio is 1, up to rounding. Log-probabilities from generation differ more,
@@ -493,17 +520,17 @@ def rollout_groups(model, tokenizer, reward, prompt_batch, stop_token_id, args):
         inputs = b["ids"][rows], b["mask"][rows], T, args.temperature
         b["logprobs"][rows], _ = model(*inputs)
         b["ref_logprobs"][rows] = model.reference_logprobs(*inputs)
-    return b, prompts, responses
+    return b, responses
 
 
-def gather_groups(x, rloo_k, accelerator):
+def gather_groups(x, k, accelerator):
     """The rows of all processes as one batch. [k * p, ...] on each process -> [k * P, ...]
 
     Each process has k responses to its own p prompts. Its first responses come first, so put the first
     responses of all processes together, then the second ones, ...
     """
     x = accelerator.gather(x)  # [processes * k * p, ...]
-    x = x.unflatten(0, (accelerator.num_processes, rloo_k, -1))  # [processes, k, p, ...]
+    x = x.unflatten(0, (accelerator.num_processes, k, -1))  # [processes, k, p, ...]
     return x.transpose(0, 1).flatten(0, 2)
 
 
@@ -528,7 +555,6 @@ def train(args):
         return x[rank * len(x) // world : (rank + 1) * len(x) // world]
 
     tokenizer = load_tokenizer(args.model_name_or_path)
-    stop_token_id = find_stop_token(args, tokenizer)
     train_rows, held_out_rows = load_splits(args.dataset_name)
     train_posts = load_posts(train_rows, tokenizer, args)
     held_out_posts = load_posts(held_out_rows, tokenizer, args)
@@ -536,11 +562,15 @@ def train(args):
     policy, reference = load_policy_and_reference(args, policy_name)
     check_context(policy, policy_name, max_tokens=longest_prompt(train_posts + held_out_posts) + T)
     model = PolicyAndReference(policy, reference).to(device)
-    reward = load_summary_reward(args, device)
-    judge_score = load_judge_score(args, device)  # of --judge-fn, or None
+    stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)
+    progress = transformers.TrainerState(max_steps=updates)  # reward functions may read it
+    reward = load_summary_reward(args, device, progress)
+    judge_functions = None
+    if args.judge_fn is not None:
+        judge_functions = load_reward_functions("--judge-fn", [args.judge_fn], device, progress)
     judge = None
-    if accelerator.is_main_process:  # so that a chat model is asked only once
-        judge = load_summary_judge(args, reward, judge_score, device)
+    if accelerator.is_main_process:  # so that a judge on a server is asked only once
+        judge = load_summary_judge(args, tokenizer, reward, judge_functions, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device))
 
     status = {"score": "objective/scores", "KL": "objective/kl", "ended": "val/num_eos_tokens"}
@@ -555,18 +585,14 @@ def train(args):
 
     # Every process summarizes all held-out posts; only the main one has a judge and shows the result.
     held_out_posts = choose_held_out(held_out_posts, args)
-    references = [post["reference"] for post in held_out_posts]
-    all_rows = torch.arange(len(held_out_posts))
     # One summary per post. Drawn once, with all random numbers, so both evaluations use the same ones. A
     # resumed run draws them again: they depend only on the seed and "held-out".
-    held_out = draw_posts(held_out_posts, all_rows, 1, args, "held-out")
+    held_out = draw_groups(held_out_posts, 1, args, "held-out")
     held_out = {name: x.to(device) for name, x in held_out.items()}
     with autocast:
-        before = evaluate_summaries(
-            model, tokenizer, reward, judge, held_out, references, stop_token_id, args
-        )
-
-    responses_before = [record["response"] for record in before[1]]
+        before = evaluate_summaries(model, tokenizer, reward, judge, held_out_posts, held_out, stop_ids, args)
+    _, records_before = before
+    responses_before = [record["response"] for record in records_before]
 
     # `model` generates, `learner` is trained. On one process and with DDP they are the same module, and
     # copy_weights does nothing. FSDP2 and ZeRO-3 cannot generate from shards: there the learner is a
@@ -574,7 +600,8 @@ def train(args):
     learner = make_learner(model, accelerator)
     optimizer = make_optimizer(args, trainable(learner))
     learner, optimizer = accelerator.prepare(learner, optimizer)
-    parameters = trainable(accelerator.unwrap_model(learner))  # name -> parameter; sharding replaced them
+    # name -> parameter. Ask again after prepare: if it shards the learner, it replaces the parameters.
+    parameters = trainable(accelerator.unwrap_model(learner))
     state = run.restore(parameters, optimizer, B)  # {"update": 0} in a new run; raises if B has changed
     copy_weights(parameters, model)
     ratio_was_checked = False
@@ -586,14 +613,15 @@ def train(args):
         start_time = time.time()
         model.eval()
         data_rows = stream_rows(len(train_posts), start=(update - 1) * P, count=P, seed=args.seed)
-        prompt_batch = draw_posts(train_posts, data_rows, k, args, update)
+        posts = [train_posts[row] for row in data_rows.tolist()]  # list of P
+        prompt_batch = draw_groups(posts, k, args, update)  # ids, mask [P, C]; uniforms [P, k, T]
         prompt_batch = {name: local_rows(x).to(device) for name, x in prompt_batch.items()}
+        posts = local_rows(posts)
+        progress.global_step = update - 1
         with autocast:
-            local, prompts, responses = rollout_groups(
-                model, tokenizer, reward, prompt_batch, stop_token_id, args
-            )
-        if judge_score is not None:  # only logged: it falls if the policy over-optimizes the reward model
-            local["judge_scores"] = judge_score(prompts, responses)
+            local, responses = rollout_groups(model, tokenizer, reward, posts, prompt_batch, stop_ids, args)
+        if judge_functions is not None:  # only logged: falls if the policy over-optimizes the reward model
+            local["judge_scores"] = score_texts(judge_functions, tokenizer, posts * k, responses)
         # b: the rollouts of all processes, [B, ...] each
         b = {name: gather_groups(x, k, accelerator) for name, x in local.items()}
         prompt_ids = b["ids"][:, :-T].view(k, P, -1)
@@ -701,7 +729,8 @@ def train(args):
         # A policy that exploits its reward repeats the words that score best. So log the share of the word
         # in most responses, of those words that at least doubled since the start.
         all_responses = accelerate.utils.gather_object(responses)  # of all processes
-        new_word = commonest_new_word(responses_before, all_responses)  # the word, its share before, now
+        new_word = commonest_new_word(responses_before, all_responses)
+        _, _, new_word_share = new_word  # the word, its share before training, its share now
         metrics = {
             "update": update,
             "episode": update * B,
@@ -720,37 +749,40 @@ def train(args):
             "env/reward_std": b["scores"].std(correction=0),
             # The fraction of groups with equal raw scores. Only the KL and the EOS penalty differ in them.
             "frac_reward_zero_std": (score_std_of_groups < 1e-6).float().mean(),
+            **reward_metrics(b, reward, accelerator),
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
             "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # did not stop on their own
             "completions/distinct_2": distinct_bigrams(all_responses),
-            "completions/new_word_share": new_word[2],
+            "completions/new_word_share": new_word_share,
             "sampling/logprob_gap_mean": sampling_gap.mean(),
             "sampling/logprob_gap_max": sampling_gap.max(),
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
         }
-        if judge_score is not None:
-            metrics["judge/scores"] = b["judge_scores"].mean()
+        if judge_functions is not None:
+            metrics["judge/scores"] = b["judge_scores"].nanmean().nan_to_num()
         metrics = to_numbers(metrics)
         run.log(metrics, health_warnings(metrics, args, new_word))
         if is_sample_update(update, updates, args):
             # The same prompts each time, with the same random numbers: watch the responses change.
-            first_posts = {name: x[:3] for name, x in held_out.items()}
+            first_three = {name: x[:3] for name, x in held_out.items()}
             with autocast:
                 _, records = evaluate_summaries(
-                    model, tokenizer, reward, None, first_posts, references[:3], stop_token_id, args
+                    model, tokenizer, reward, None, held_out_posts[:3], first_three, stop_ids, args
                 )
             run.table(f"samples after update {update}", records, "samples.jsonl", update=update)
 
         # 7. Save.
         run.checkpoint(update, parameters, optimizer, B)
 
+    progress.global_step = updates
+
     # 8. Evaluate on the same held-out posts again, and save the model.
     with autocast:
-        after = evaluate_summaries(model, tokenizer, reward, judge, held_out, references, stop_token_id, args)
+        after = evaluate_summaries(model, tokenizer, reward, judge, held_out_posts, held_out, stop_ids, args)
     if accelerator.is_main_process:
-        report_summaries(run, references, before, after)
+        report_summaries(run, held_out_posts, before, after)
         save_policy(model.policy, tokenizer, run.folder / "model")
     run.finish()
     return model, run.folder
@@ -765,18 +797,19 @@ def add_sums(sums, metrics):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 
 
-def evaluate_summaries(model, tokenizer, reward, judge, prompt_batch, references, stop_token_id, args):
+def evaluate_summaries(model, tokenizer, reward, judge, posts, prompt_batch, stop_ids, args):
     """Summarize the held-out posts, with the same random numbers before and after training.
 
     -> metrics (dict of floats), one dict(prompt, response, ended, score) per post
     """
     model.eval()
-    b, prompts, responses = rollout_groups(model, tokenizer, reward, prompt_batch, stop_token_id, args)
+    b, responses = rollout_groups(model, tokenizer, reward, posts, prompt_batch, stop_ids, args)
+    records = summary_records(posts, responses, b, reward.extra)
     valid = length_mask(b["lengths"], args.response_length)  # [B, T]
     kl = torch.where(valid, b["logprobs"] - b["ref_logprobs"], 0.0)  # [B, T]
     metrics = {}
-    if judge is not None and any(references):  # a data set may have no reference summaries
-        metrics = win_rate(judge, prompts, responses, references)
+    if judge is not None and has_references(posts):
+        metrics = win_rate(judge, posts, responses)
     metrics |= {
         "score mean": b["scores"].mean(),
         "score median": b["scores"].quantile(0.5),
@@ -788,17 +821,21 @@ def evaluate_summaries(model, tokenizer, reward, judge, prompt_batch, references
         "distinct bigrams": distinct_bigrams(responses),
     }
     metrics = {name: float(x) for name, x in metrics.items()}
-    return metrics, summary_records(prompts, responses, b)
+    return metrics, records
 
 
-def win_rate(judge, prompts, responses, references):
+def has_references(posts):
+    """False if the data set has no reference summaries."""
+    return any(post["reference"] for post in posts)
+
+
+def win_rate(judge, posts, responses):
     """How often the judge prefers the response to the reference summary; a tie counts as half a win. -> dict
 
     Posts for which the judge gives no verdict do not count.
     """
-    verdicts = judge(
-        prompts, responses, references
-    )  # 1: the response wins, 0: the reference, 0.5: tie, None: no verdict
+    # A verdict is 1 (the response wins), 0 (the reference wins), 0.5 (tie) or None (no verdict).
+    verdicts = judge(posts, responses)
     given = torch.tensor([verdict for verdict in verdicts if verdict is not None])
     if len(given) == 0:
         raise UserError("the judge gave no verdict at all")
@@ -811,12 +848,24 @@ def win_rate(judge, prompts, responses, references):
     }
 
 
-def summary_records(prompts, responses, b):
-    """One dict(prompt, response, ended, score) per response, for tables and files."""
+RECORD_COLUMNS = ("prompt", "response", "ended", "score")
+
+
+def summary_records(posts, responses, b, extra):
+    """One dict(prompt, response, ended, score) per response, for tables and files.
+
+    extra: more columns, from reward functions. dict: name -> list with one entry per response
+    """
     stopped, scores = b["stopped"].tolist(), b["scores"].tolist()
     records = []
-    for prompt, response, ended, score in zip(prompts, responses, stopped, scores):
-        records.append({"prompt": prompt, "response": response, "ended": ended, "score": score})
+    for i, (post, response) in enumerate(zip(posts, responses)):
+        record = {
+            "prompt": plain_text(post["prompt"]),
+            "response": response,
+            "ended": stopped[i],
+            "score": scores[i],
+        }
+        records.append(record | {name: values[i] for name, values in extra.items()})
     return records
 
 
@@ -886,16 +935,22 @@ class UserError(Exception):
 # ---- Log-probabilities in chunks ---------------------------------------------------------------------------
 
 
+def cast_like_autocast(tensor):
+    """To autocast's dtype if autocast is on, which does not reach into a backward pass written by hand."""
+    device_type = tensor.device.type
+    if torch.is_autocast_enabled(device_type):
+        tensor = tensor.to(torch.get_autocast_dtype(device_type))
+    return tensor
+
+
 def fp32_logits(hidden, weight, bias=None):
     """The output layer, with its result in fp32 under autocast too. [N, H], [V, H], [V] or None -> [N, V]
 
     Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart. So products of
     bf16 numbers are added up in fp32, and their sum is never rounded to bf16.
     """
+    hidden, weight = cast_like_autocast(hidden), cast_like_autocast(weight)
     device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(device_type, enabled=False):
         if device_type == "cuda" and hidden.dtype != torch.float32:
             logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
@@ -918,10 +973,7 @@ class ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, tokens, temperature, bias, has_backward):
         """[N, H], [V, H], [N], float, [V] or None, bool -> logprobs, entropies, both fp32 [N]"""
-        device_type = hidden.device.type
-        if torch.is_autocast_enabled(device_type):  # cast here, because autocast does not reach into backward
-            dtype = torch.get_autocast_dtype(device_type)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        hidden, weight = cast_like_autocast(hidden), cast_like_autocast(weight)
         logprobs, entropies = torch.zeros(2, len(hidden), device=hidden.device)
         kept = []
         for rows in ChunkedLogprobs.chunks(hidden):
@@ -995,10 +1047,9 @@ def load(what, function, name, **kwargs):
         first_line = reason.splitlines()[0]
         if Path(name).is_absolute() and not Path(name).exists():
             first_line = "no such folder"
-        if Path(name).parts[:1] in (("checkpoints",), ("data",)) and not Path(resolve_path(name)).exists():
-            first_line = (
-                "the recipes named tiny need checkpoints/ and data/ of the repository beside the script"
-            )
+        top_folder = str(name).split("/")[0]
+        if top_folder in ("checkpoints", "data") and not Path(resolve_path(top_folder)).exists():
+            first_line = f"the recipes named tiny need {top_folder}/ of the repository beside the script"
         raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
 
 
@@ -1152,8 +1203,8 @@ def check_head(model, name):
         raise UserError(f"{name}: the head of this model is more than hidden @ weight (a soft cap, a scale)")
 
 
-def load_policy_and_reference(args, name):
-    """The policy to train, and the frozen reference (None: the policy without its LoRA adapter)."""
+def load_policy_and_reference(args, name, wants_reference=True):
+    """The policy to train, and the frozen reference (None: the policy without its LoRA adapter, or none)."""
     eight_bit = {}
     if args.load_in_8bit:
         eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
@@ -1163,8 +1214,10 @@ def load_policy_and_reference(args, name):
         policy, reference = add_lora(policy, args), None
     elif args.num_shared_layers:
         reference = share_layers(policy, args.num_shared_layers)
-    else:
+    elif wants_reference:
         reference = load_model(AutoModelForCausalLM, name, **eight_bit)
+    else:
+        reference = None
     if reference is not None:
         reference.requires_grad_(False)
     if args.gradient_checkpointing:
@@ -1199,7 +1252,11 @@ def preference_ids(tokenizer, prompts, responses, max_length):
 
     A response that reached its length limit gets an EOS too, because its score is read there. Texts of more
     than max_length tokens lose their beginning. Encoders (BERT's family) mark the ends in their own way.
+    If prompts and responses are chats (lists of messages), the chat template writes the text and its end.
     """
+    if is_chat(responses[0]):
+        texts = [render_chat(tokenizer, [*prompt, *response]) for prompt, response in zip(prompts, responses)]
+        return [ids[-max_length:] for ids in tokenize(tokenizer, texts)]
     is_encoder = tokenizer.eos_token_id is None or tokenizer.cls_token_id is not None
     if is_encoder:
         tokenizer.truncation_side = "left"
@@ -1232,7 +1289,7 @@ def sequence_logits(model, ids, mask):
 
 
 def load_reward_model(name, batch_size, device):
-    """A reward model as a function: prompts, responses (lists of str) -> list of floats.
+    """A reward model as a function: prompts, completions (lists of str, or of chats) -> list of floats.
 
     It reads text, tokenized with its own tokenizer, so it need not share the policy's. reward_model.py saved
     the mean score of reference summaries as reward_offset. It is subtracted (N+ paper, detail 13).
@@ -1249,8 +1306,8 @@ def load_reward_model(name, batch_size, device):
     offset = getattr(config, "reward_offset", 0.0)
 
     @torch.no_grad()
-    def score(prompts, responses):
-        texts = [torch.tensor(ids) for ids in preference_ids(tokenizer, prompts, responses, max_length)]
+    def score(prompts, completions):  # RewardFunctions passes them by these names
+        texts = [torch.tensor(ids) for ids in preference_ids(tokenizer, prompts, completions, max_length)]
         lengths = torch.tensor([len(ids) for ids in texts])
         scores = torch.zeros(len(texts))
         for rows in lengths.argsort().split(batch_size):  # similar lengths need little padding
@@ -1264,29 +1321,125 @@ def load_reward_model(name, batch_size, device):
 
 
 def load_function(flag, name):
-    """The user's function FILE.py:function. If it raises, its traceback is printed."""
+    """The user's function FILE.py:function."""
     path, _, function_name = name.partition(":")
     path = resolve_path(path)
     if not Path(path).is_file():
         raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path!r}")
-
-    def call(function, *inputs):
-        try:
-            return function(*inputs)
-        except Exception as error:
-            traceback.print_exc()
-            raise UserError(f"{flag} {name} raised {type(error).__name__}: {error}") from error
-
-    function = call(runpy.run_path, path).get(function_name)
+    function = call_user_code(f"{flag} {name}", runpy.run_path, path).get(function_name)
     if not callable(function):
         raise UserError(f"{flag} {name}: {path} has no function {function_name!r}")
-    return lambda *inputs: call(function, *inputs)
+    return function
+
+
+def call_user_code(where, function, *inputs, **named_inputs):
+    """function(*inputs, **named_inputs). If it raises, its traceback is printed: its author needs it."""
+    try:
+        return function(*inputs, **named_inputs)
+    except UserError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
+
+
+class RewardFunctions:
+    """Functions that score responses, called as TRL's GRPOTrainer calls them: by keyword. For example:
+
+        def correct(prompts, completions, answer, **columns):
+            return [float(text.endswith(right)) for text, right in zip(completions, answer)]
+
+    A function gets what it has parameters for of: prompts, completions, completion_ids and all columns of the
+    data but prompt, as lists with one entry per response; trainer_state, with the number of updates so far
+    (global_step) and in all (max_steps); log_metric(name, value), for metrics.jsonl; log_extra(column,
+    values), for the tables of samples. It returns a list: for each response a number, or None if it does not
+    apply to it. If a prompt is a chat, its completion is [{"role": "assistant", "content": ...}].
+    """
+
+    def __init__(self, flag, functions, device, trainer_state=None):
+        """functions: dict of name -> function; flag: for error messages"""
+        self.flag = flag
+        self.functions = functions
+        self.device = device
+        self.trainer_state = trainer_state or transformers.TrainerState()
+        self.metrics = {}  # name -> values that functions logged in the last call
+        self.extra = {}  # column -> values, the same
+
+    def __call__(self, prompts, responses, response_tokens, rows):
+        """Call all functions. -> dict: name of the function -> fp32 [B], nan where it does not apply
+
+        prompts: B str or lists of messages; responses: B str; response_tokens: B lists of token ids; rows: B
+        dicts, the other columns of the data
+        """
+        self.metrics, self.extra = {}, {}
+        completions = []
+        for prompt, response in zip(prompts, responses):
+            if is_chat(prompt):
+                completions.append([{"role": "assistant", "content": response}])
+            else:
+                completions.append(response)
+        inputs = {name: [row[name] for row in rows] for name in rows[0]}
+        inputs |= {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": response_tokens,
+            "trainer_state": self.trainer_state,
+            "log_metric": self.log_metric,
+            "log_extra": self.log_extra,
+        }
+        rewards = {}
+        for name, function in self.functions.items():
+            where = f"{self.flag} {name}"
+            scores = call_user_code(where, function, **accepted_inputs(function, inputs, where))
+            rewards[name] = check_scores(scores, prompts, responses).to(self.device)
+        for column, values in self.extra.items():
+            if len(values) != len(prompts):
+                raise UserError(f"{self.flag}: log_extra({column!r}, ...) needs {len(prompts)} values")
+        return rewards
+
+    def log_metric(self, name, value):
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def log_extra(self, column, values):
+        self.extra[column] = list(values)
+
+
+def load_reward_functions(flag, names, device, trainer_state=None):
+    """The functions that a flag names, each FILE.py:function. -> RewardFunctions"""
+    functions = {}
+    for name in names:
+        function_name = name.rpartition(":")[2]
+        if function_name in functions:
+            raise UserError(f"{flag}: two functions have the name {function_name!r}; rename one of them")
+        functions[function_name] = load_function(flag, name)
+    return RewardFunctions(flag, functions, device, trainer_state)
+
+
+def accepted_inputs(function, inputs, where):
+    """Those inputs that a function has parameters for. Raises if it needs others."""
+    parameters = inspect.signature(function).parameters.values()
+    if not any(p.kind == p.VAR_KEYWORD for p in parameters):
+        inputs = {p.name: inputs[p.name] for p in parameters if p.name in inputs}
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    missing = [name for name in needed if name not in inputs]
+    old_names = {"responses": "completions", "answers": "completions", "contexts": "prompts"}
+    renamed = [f"{name} to {old_names[name]}" for name in missing if name in old_names]
+    if renamed:
+        raise UserError(f"{where}: parameters have TRL's names: rename {', '.join(renamed)}")
+    if missing:
+        columns = ", ".join(inputs)
+        raise UserError(
+            f"{where} has the parameter {missing[0]}, but there is no such column; there are {columns}"
+        )
+    return inputs
 
 
 def check_scores(scores, prompts, responses):
-    """Check what a reward function returned: a finite number for each response. -> fp32 [B]
+    """Check what a reward function returned: a finite number for each response, or None. -> fp32 [B]
 
-    It may be a list, an array or a tensor, of anything that float() accepts.
+    It may be a list, an array or a tensor, of anything that float() accepts. None becomes nan.
     """
     try:
         scores = list(scores)
@@ -1296,6 +1449,9 @@ def check_scores(scores, prompts, responses):
         raise UserError(f"a reward function must return {len(prompts)} numbers; it returned {len(scores)}")
     numbers = []
     for score, prompt, response in zip(scores, prompts, responses):
+        if score is None:
+            numbers.append(math.nan)
+            continue
         where = f"for prompt {prompt!r} and response {response!r}"
         try:
             number = float(score)
@@ -1308,21 +1464,35 @@ def check_scores(scores, prompts, responses):
     return torch.tensor(numbers, dtype=torch.float32)
 
 
-def checked(score, device):
-    """The function `score`, whose list of floats is checked and becomes a tensor. -> fp32 [B]"""
+def reward_metrics(b, reward, accelerator):
+    """rewards/NAME/mean of each reward over the rows to which it applies, and what log_metric got. -> dict
 
-    def checked_score(prompts, responses):
-        return check_scores(score(prompts, responses), prompts, responses).to(device)
+    b: dict with rewards/NAME -> [B], of all processes; reward: RewardFunctions
+    """
+    metrics = {}
+    for name, values in b.items():
+        if name.startswith("rewards/"):
+            metrics[f"{name}/mean"] = values.nanmean().nan_to_num()
+    logged = {}
+    for metrics_of_process in accelerate.utils.gather_object([reward.metrics]):
+        for name, values in metrics_of_process.items():
+            logged.setdefault(name, []).extend(values)
+    return metrics | {name: sum(values) / len(values) for name, values in logged.items()}
 
-    return checked_score
 
-
-def load_summary_reward(args, device):
-    """The reward: prompts, responses (lists of str) -> fp32 [B]. The reward model, or the user's function."""
+def load_summary_reward(args, device, trainer_state=None):
+    """The reward model, or the user's functions. -> RewardFunctions"""
     if args.reward_fn is not None:
-        return checked(load_function("--reward-fn", args.reward_fn), device)
+        return load_reward_functions("--reward-fn", args.reward_fn, device, trainer_state)
     score = load_reward_model(args.reward_model_path, args.local_rollout_forward_batch_size, device)
-    return checked(score, device)
+    return RewardFunctions("--reward-model-path", {"reward_model": score}, device)
+
+
+def score_responses(reward, posts, responses, response_tokens):
+    """Call RewardFunctions for one response to each post. -> dict: name of the function -> fp32 [B]"""
+    prompts = [post["prompt"] for post in posts]
+    columns = [post["columns"] for post in posts]
+    return reward(prompts, responses, response_tokens, columns)
 
 
 # ---- Judges ------------------------------------------------------------------------------------------------
@@ -1339,31 +1509,26 @@ Summary B:{b}
 Answer with one letter, A or B, and nothing else."""
 
 
-def load_judge_score(args, device):
-    """The function of --judge-fn: prompts, responses (lists of str) -> fp32 [B]; or None."""
-    if args.judge_fn is None:
-        return None
-    return checked(load_function("--judge-fn", args.judge_fn), device)
-
-
-def load_summary_judge(args, reward, judge_score, device):
-    """The judge: prompts, responses, references (lists of str) -> one verdict per post.
+def load_summary_judge(args, tokenizer, reward, judge_functions, device):
+    """The judge: posts, responses (list of str) -> one verdict per post.
 
     A verdict is 1 (the response wins), 0 (the reference wins), 0.5 (tie) or None (no verdict). The judge is
     --judge-model, else the function of --judge-fn, else the reward itself.
     """
-    if args.judge_model is None:
-        return score_judge(judge_score or reward)
-    if is_chat_judge(args):
+    if args.judge_model is not None and is_chat_judge(args):
         return chat_judge(args)
-    score = load_reward_model(args.judge_model, args.local_rollout_forward_batch_size, device)
-    return score_judge(checked(score, device))
+    if args.judge_model is not None:
+        score = load_reward_model(args.judge_model, args.local_rollout_forward_batch_size, device)
+        return score_judge(RewardFunctions("--judge-model", {args.judge_model: score}, device), tokenizer)
+    if judge_functions is not None:
+        return score_judge(judge_functions, tokenizer)
+    return score_judge(reward, tokenizer, args.reward_weights)
 
 
 def judge_name(args):
     """Who the judge of load_summary_judge is, and on which server."""
     if args.judge_model is None:
-        return args.judge_fn or args.reward_fn or args.reward_model_path
+        return args.judge_fn or ", ".join(args.reward_fn or [args.reward_model_path])
     if not is_chat_judge(args):
         return args.judge_model
     return f"{args.judge_model} at {judge_address(args) or 'Hugging Face'}"
@@ -1385,20 +1550,34 @@ def judge_address(args):
 
 
 def without_foreign_judge(args):
-    """Args without the judge of the recipe tiny if the data is not that of tiny, which is all it knows."""
+    """Drop the judge function of the recipe tiny if the data is another: it only understands data/tldr."""
     tiny = RECIPES["tiny"]
     if args.judge_fn == tiny.judge_fn and args.dataset_name != tiny.dataset_name:
         return replace(args, judge_fn=None)
     return args
 
 
-def score_judge(score):
-    """A judge that prefers the summary with the higher score."""
+def score_texts(functions, tokenizer, posts, texts, weights=None):
+    """The weighted sum of the scores of one text for each post. RewardFunctions, ... -> fp32 [B]
 
-    def judge(prompts, responses, references):
-        ours, theirs = score(prompts, responses), score(prompts, references)  # [B] each
-        wins, ties = (ours > theirs).float(), (ours == theirs).float()
-        return (wins + 0.5 * ties).tolist()
+    nan if no function applies to a text.
+    """
+    token_ids = tokenizer(list(texts), add_special_tokens=False).input_ids
+    scores = score_responses(functions, posts, texts, token_ids)
+    has_no_score = torch.stack(list(scores.values())).isnan().all(0)  # [B]
+    return weighted_sum(scores, weights).masked_fill(has_no_score, math.nan)
+
+
+def score_judge(functions, tokenizer, weights=None):
+    """A judge that prefers the summary with the higher score. No verdict if one of the two has no score."""
+
+    def judge(posts, responses):
+        references = [post["reference"] for post in posts]
+        ours = score_texts(functions, tokenizer, posts, responses, weights)  # [B]
+        theirs = score_texts(functions, tokenizer, posts, references, weights)  # [B]
+        verdicts = (ours > theirs).float() + 0.5 * (ours == theirs).float()
+        unknown = (ours + theirs).isnan().tolist()
+        return [None if x else verdict for x, verdict in zip(unknown, verdicts.tolist())]
 
     return judge
 
@@ -1407,24 +1586,25 @@ def chat_judge(args):
     """A judge that asks a chat model which of two summaries is better."""
     client = chat_client(args)
 
-    def verdict(prompt, response, reference, response_is_a):
+    def verdict(post, response, response_is_a):
         if response_is_a:
-            a, b = response, reference
+            a, b = response, post["reference"]
         else:
-            a, b = reference, response
-        question = QUESTION.format(post=prompt, a=a, b=b)
+            a, b = post["reference"], response
+        question = QUESTION.format(post=plain_text(post["prompt"]), a=a, b=b)
         answer = ask_chat_model(client, args.judge_model, question)
         letters = set(re.findall(r"\b[AB]\b", answer))
         if len(letters) != 1:
             return None
-        return float(("A" in letters) == response_is_a)
+        answer_is_a = "A" in letters
+        return float(answer_is_a == response_is_a)
 
-    def judge(prompts, responses, references):
+    def judge(posts, responses):
         # Judges prefer the first or the second place, so the order is random.
-        uniforms = torch.rand(len(prompts), generator=generator_for(args.seed, "order of the two"))
+        uniforms = torch.rand(len(posts), generator=generator_for(args.seed, "order of the two"))
         response_is_a = (uniforms < 0.5).tolist()
         with ThreadPoolExecutor(8) as pool:
-            return list(pool.map(verdict, prompts, responses, references, response_is_a))
+            return list(pool.map(verdict, posts, responses, response_is_a))
 
     return judge
 
@@ -1472,32 +1652,32 @@ def judge_policy(args):
     accelerator = start_accelerator(args)
     device = accelerator.device
     tokenizer = load_tokenizer(args.model_name_or_path)
-    stop_token_id = find_stop_token(args, tokenizer)
     posts = load_posts(load_splits(args.dataset_name)[1], tokenizer, args)
     policy_name = args.sft_model_path or args.model_name_or_path
     policy = load_model(AutoModelForCausalLM, policy_name)
     check_head(policy, policy_name)
     check_context(policy, policy_name, max_tokens=longest_prompt(posts) + args.response_length)
     policy = policy.to(device).eval()
-    judge_score = load_judge_score(args, device)
-    reward = None
-    if args.judge_model is None and judge_score is None:
+    stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)
+    judge_functions, reward = None, None
+    if args.judge_fn is not None:
+        judge_functions = load_reward_functions("--judge-fn", [args.judge_fn], device)
+    elif args.judge_model is None:
         reward = load_summary_reward(args, device)
-    judge = load_summary_judge(args, reward, judge_score, device)
+    judge = load_summary_judge(args, tokenizer, reward, judge_functions, device)
 
     posts = choose_held_out(posts, args)
-    references = [post["reference"] for post in posts]
-    if not any(references):
+    if not has_references(posts):
         raise UserError(
             f"data set {args.dataset_name!r}: judge needs reference summaries, a column completion"
         )
-    prompt_batch = draw_posts(posts, torch.arange(len(posts)), 1, args, "held-out")  # one summary per post
+    prompt_batch = draw_groups(posts, 1, args, "held-out")  # one summary per post
     prompt_batch = {name: x.to(device) for name, x in prompt_batch.items()}
     with torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device)):
-        _, prompts, responses = sample_responses(policy, tokenizer, prompt_batch, stop_token_id, args)
+        _, responses, _ = sample_responses(policy, tokenizer, prompt_batch, stop_ids, args)
         if not accelerator.is_main_process:
             return None
-        result = {name: float(x) for name, x in win_rate(judge, prompts, responses, references).items()}
+        result = {name: float(x) for name, x in win_rate(judge, posts, responses).items()}
     print(
         f"Model win rate: {result['win rate']:.2%} +- {result['+- (95 % interval)']:.2%} "
         f"({result['ties']:.1%} ties, {result['no verdict']:.1%} without verdict), n = {len(posts)}, "
@@ -1509,12 +1689,20 @@ def judge_policy(args):
 # ---- Data --------------------------------------------------------------------------------------------------
 
 
+def load_data_set(name):
+    """All splits of a Hub data set, NAME or NAME:CONFIG, or of a folder of jsonl files."""
+    if not Path(name).exists():
+        name, _, config = name.partition(":")
+        return datasets.load_dataset(name, config or None)
+    return datasets.load_dataset(name)
+
+
 def load_splits(name):
-    """The training and held-out rows of a Hub data set or a folder of jsonl files.
+    """The training and held-out rows of a data set.
 
     Held out: the split test, or else validation, or else the last 10 % of train.
     """
-    splits = load("data set", datasets.load_dataset, name)
+    splits = load("data set", load_data_set, name)
     if "train" not in splits or len(splits["train"]) < 2:
         names = ", ".join(splits)
         raise UserError(f"data set {name!r} needs a split train with at least 2 rows; it has {names}")
@@ -1567,23 +1755,64 @@ def report_skipped(total, kept, reason):
         print(f"skipped {total - kept:,} of {total:,} {reason}")
 
 
+def is_chat(value):
+    """True for a list of messages: dicts with role and content."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in value)
+
+
+def render_chat(tokenizer, messages, add_generation_prompt=False):
+    """The text of a list of messages, by the tokenizer's own chat template. -> str"""
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "the data has chat messages, but the tokenizer has no chat template: use a chat model, or save a "
+            "template with the tokenizer (set tokenizer.chat_template, then tokenizer.save_pretrained)"
+        )
+    # A data set gives all messages the same keys, with None where there is nothing.
+    messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except Exception as error:  # templates raise what they like: about roles, for example
+        raise UserError(f"the chat template refuses the messages {messages!r}: {error}") from error
+
+
+def plain_text(prompt):
+    """A prompt for tables and judges: the text itself, or the messages of a chat, one below the other."""
+    if not is_chat(prompt):
+        return prompt
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
 def load_posts(rows, tokenizer, args):
-    """The posts that are short enough. -> list of dict(ids: token ids of the prompt, reference: str or "")"""
+    """The posts that are short enough, as a list of dict:
+
+    ids: token ids of the prompt; prompt: as in the data, a str or a list of messages; reference: str, "" if
+    there is none; columns: dict with all other columns of the row, for reward functions.
+    """
     columns = rows.column_names
     if "prompt" not in columns:
         raise UserError(f"data set {args.dataset_name!r} needs a column prompt; it has {', '.join(columns)}")
-    prompts = rows["prompt"]
-    references = rows["completion"] if "completion" in columns else [None] * len(rows)
-    candidates = []
-    for prompt, reference in zip(prompts, references):
-        if isinstance(prompt, str) and prompt.strip():
-            candidates.append((prompt, reference if isinstance(reference, str) else ""))
+    candidates, texts = [], []
+    for row in rows:
+        prompt, reference = row.pop("prompt"), row.get("completion")
+        if is_chat(reference):
+            reference = reference[-1]["content"]
+        if not isinstance(reference, str):
+            reference = ""
+        if is_chat(prompt):
+            texts.append(render_chat(tokenizer, prompt, add_generation_prompt=True))
+        elif isinstance(prompt, str) and prompt.strip():
+            texts.append(prompt)
+        else:
+            continue
+        candidates.append({"prompt": prompt, "reference": reference, "columns": row})
     posts = []
-    if candidates:
-        all_ids = tokenize(tokenizer, [prompt for prompt, _ in candidates])
-        for ids, (_, reference) in zip(all_ids, candidates):
-            if len(ids) <= args.max_prompt_length:
-                posts.append({"ids": ids, "reference": reference})
+    for post, ids in zip(candidates, tokenize(tokenizer, texts)):
+        if len(ids) <= args.max_prompt_length:
+            posts.append(post | {"ids": ids})
     reason = f"no prompt of at most --max-prompt-length {args.max_prompt_length} tokens"
     report_skipped(len(rows), len(posts), f"rows: {reason}")
     if not posts:
@@ -1620,12 +1849,12 @@ def stream_rows(num_rows, start, count, seed):
     return torch.cat(epochs)[offset : offset + count]
 
 
-def draw_posts(posts, rows, k, args, *purpose):
+def draw_groups(posts, k, args, *purpose):
     """Prompts padded on the left to the longest one, and random numbers to sample k responses to each.
 
-    posts: all posts; rows: which ones to take -> dict: ids [P, C], bool mask [P, C], uniforms [P, k, T]
+    posts: list of P -> dict: ids [P, C], bool mask [P, C], uniforms [P, k, T]
     """
-    prompts = [posts[row]["ids"] for row in rows.tolist()]
+    prompts = [post["ids"] for post in posts]
     P, C = len(prompts), max(len(ids) for ids in prompts)
     ids = torch.zeros(P, C, dtype=torch.long)
     mask = torch.zeros(P, C, dtype=torch.bool)
@@ -1636,15 +1865,21 @@ def draw_posts(posts, rows, k, args, *purpose):
     return {"ids": ids, "mask": mask, "uniforms": uniforms.transpose(0, 1)}
 
 
-def find_stop_token(args, tokenizer):
-    """The id of the stop token; -1, which no token has, if responses end only at their limit."""
+def find_stop_tokens(args, tokenizer, policy):
+    """The ids of the tokens that end a response; none if responses end only at their limit. -> [any number]
+
+    Chat models have several: the tokenizer's EOS, and the ends of a turn in the model's generation_config.
+    """
     if args.stop_token_id is not None:
-        return args.stop_token_id
+        return torch.tensor([args.stop_token_id])
     if args.stop_token is None:
-        return -1
-    if tokenizer.eos_token_id is None:
+        return torch.tensor([], dtype=torch.long)
+    eos = policy.generation_config.eos_token_id  # an id, a list of ids, or None
+    ids = set(eos if isinstance(eos, list) else [eos])
+    ids = (ids | {tokenizer.eos_token_id}) - {None}
+    if not ids:
         raise UserError("the tokenizer has no EOS token: use --stop-token-id, or --stop-token None")
-    return tokenizer.eos_token_id
+    return torch.tensor(sorted(ids))
 
 
 # ---- Processes and optimizer -------------------------------------------------------------------------------
@@ -2196,7 +2431,7 @@ def health_warnings(metrics, args, new_word):
     response, in at least 10 of them, and five times as common as before training.
     """
     warnings = {}
-    if metrics["objective/kl"] < -1:
+    if metrics.get("objective/kl", 0) < -1:
         warnings["objective/kl"] = (
             "the KL is negative: are tokens sampled from the distribution that is scored?"
         )
@@ -2212,7 +2447,8 @@ def health_warnings(metrics, args, new_word):
         warnings["frac_reward_zero_std"] = (
             "most prompts get equal rewards for all responses: raise --temperature or --rloo-k"
         )
-    if args.missing_eos_penalty is not None and metrics["val/num_eos_tokens"] == 0:
+    should_end = getattr(args, "missing_eos_penalty", 0.0) is not None  # grpo_math.py has no such flag
+    if should_end and metrics["val/num_eos_tokens"] == 0:
         warnings["val/num_eos_tokens"] = (
             "no response ended by itself: raise --response-length, or teach the policy EOS first"
         )
@@ -2249,20 +2485,21 @@ def report_collapse(run, new_word, distinct_before, distinct_after):
         )
 
 
-def report_summaries(run, references, before, after):
+def report_summaries(run, posts, before, after):
     """The final tables, evaluation.json, evaluation_samples.jsonl and curves.png."""
     args = run.args
     metrics_before, samples_before = before
     metrics_after, samples_after = after
     rows = []
-    for reference, old, new in zip(references, samples_before, samples_after):
+    for post, old, new in zip(posts, samples_before, samples_after):
         rows.append({
             "prompt": old["prompt"],
-            "reference": reference,
+            "reference": post["reference"],
             "before": old["response"],
             "score": old["score"],
             "after": new["response"],
             "score after": new["score"],
+            **{f"{name} after": x for name, x in new.items() if name not in RECORD_COLUMNS},
         })  # fmt: skip
     for i, row in enumerate(rows[:3]):
         run.table(f"held-out post {i + 1}", [
@@ -2313,6 +2550,7 @@ def check_rloo_args(args, local_batch_size):
     check_positive(args, "num_ppo_epochs", "total_episodes")
     check_model_args(args)
     check_judge_args(args)
+    check_reward_args(args)
     if args.rloo_k < 2 or local_batch_size % args.rloo_k:
         raise UserError(
             f"--rloo-k {args.rloo_k} must be 2 or more and divide the {local_batch_size} episodes of a "
@@ -2335,6 +2573,17 @@ def check_judge_args(args):
     check_positive(args, "local_rollout_forward_batch_size")
     if args.judge_url is not None and args.judge_model is None:
         raise UserError("--judge-url needs --judge-model: the name of the model on that server")
+
+
+def check_reward_args(args):
+    """Raise if there is not one weight for each reward function."""
+    if args.reward_fn == []:
+        raise UserError("--reward-fn: expected one FILE.py:function or more")
+    count = len(args.reward_fn or [])
+    if args.reward_weights is not None and len(args.reward_weights) != count:
+        raise UserError(
+            f"--reward-weights: {len(args.reward_weights)} weights for {count} functions of --reward-fn"
+        )
 
 
 def check_model_args(args):
@@ -2392,6 +2641,7 @@ def resumed_args(resume, recipe, flags):
         raise UserError(f"--resume {resume}: that run has the recipe {saved.recipe}, not {recipe}")
 
     args = tyro.cli(Args, default=saved, args=flags)
+    # Flags that may differ from those of the saved run. Run.restore makes sure that the batch stays the same.
     may_change = {
         "resume",
         "save_every",
@@ -2400,10 +2650,7 @@ def resumed_args(resume, recipe, flags):
         "total_episodes",
         "num_train_epochs",
     }
-    may_change |= {
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-    }  # if the batch stays the same
+    may_change |= {"per_device_train_batch_size", "gradient_accumulation_steps"}
     may_change |= {"judge_fn", "judge_model", "judge_url"}
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [name for name in changed if name not in may_change]

@@ -9,7 +9,8 @@ If you know nanoGPT's train.py, this is what differs:
    each document, and the attention mask is block-diagonal. nanoGPT's rows are random cuts of the stream, in
    which a document attends to the one before it.
 3. With the columns prompt and completion, the loss is on the completion and its EOS only. The two parts are
-   tokenized separately, exactly as in reward_model.py and in rollouts.
+   tokenized separately, exactly as in reward_model.py and in rollouts. A chat (a list of messages) is written
+   by the tokenizer's chat template, and the loss is on the turns of the assistant only (`chat_documents`).
 4. A dialog is tokenized utterance by utterance, with a mark at the end of each. ppo_dialog.py makes its
    prompts by the same rule.
 5. The loss is a sum over tokens divided by the number of labeled tokens in the global batch. Rows have
@@ -23,7 +24,9 @@ If you know nanoGPT's train.py, this is what differs:
     python sft.py                                      # recipe tiny: how checkpoints/reviews-lm was made
     python sft.py tiny-tldr                            # how checkpoints/tldr-sft was made
     python sft.py tiny-dialog                          # how checkpoints/dialogs-lm was made
+    python sft.py tiny-arithmetic                      # how checkpoints/arithmetic-sft was made
     python sft.py gpt2-imdb                            # GPT-2 on IMDB, as in lvwerra/gpt2-imdb, from the Hub
+    python sft.py qwen-0.5b-chat                       # a chat model: Qwen2.5-0.5B on trl-lib/Capybara
     python sft.py --learning-rate 1e-3                 # tiny with one change; every field of Args is a flag
     python sft.py --model-name-or-path gpt2 --dataset-name my_folder --lora-r 16
     python sft.py --from-config "llama hidden_size=256 num_hidden_layers=4" --train-tokenizer 4096 \\
@@ -49,6 +52,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -104,11 +108,12 @@ class Args:
     lora_target_modules: str = "c_attn"  # layers that get an adapter: comma-separated names, or all-linear
 
     # Data
-    dataset_name: str = "stanfordnlp/imdb"  # columns text | prompt, completion | dialog
+    dataset_name: str = "stanfordnlp/imdb"  # columns text | prompt, completion | messages | dialog
     num_train_rows: int | None = None  # use only the first so many rows of the data set; None: all
     max_length: int = 512  # tokens per row; longer documents are cut, and lose their EOS
     packing: bool = True  # fill rows with several documents that do not see each other
-    completion_only_loss: bool = True  # False: with prompt and completion, learn the prompt too
+    completion_only_loss: bool = True  # False: learn the prompt too (of a chat, its assistant's turns)
+    chat_template_path: str | None = None  # file with a chat template, for a tokenizer that has none
     utterance_end: str = " <EOU>"  # ends each utterance (RL4LMs); eos: the EOS token (DialoGPT)
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes, in packed rows
@@ -171,6 +176,22 @@ RECIPES = {
         lr_scheduler_type="cosine",
         warmup_ratio=0.05,
     ),
+    "tiny-arithmetic": Args(  # made checkpoints/arithmetic-sft
+        from_config=(
+            "llama hidden_size=128 num_hidden_layers=3 num_attention_heads=4 num_key_value_heads=2 "
+            "intermediate_size=384 max_position_embeddings=256 tie_word_embeddings=true"
+        ),
+        model_name_or_path="checkpoints/arithmetic-tokenizer",
+        dataset_name="data/arithmetic-sft",
+        max_length=256,
+        dtype="float32",
+        save_dtype="bfloat16",
+        num_train_epochs=14.0,
+        per_device_train_batch_size=16,
+        learning_rate=2e-3,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.05,
+    ),
     "gpt2-imdb": Args(),
     "tldr-pythia-1b": Args(  # N+ paper, table 2: batch 128, 1 epoch
         model_name_or_path="EleutherAI/pythia-1b-deduped",
@@ -185,6 +206,16 @@ RECIPES = {
     "gpt2-dailydialog": Args(  # as for rajkumarrrk/gpt2-fine-tuned-on-daily-dialog
         dataset_name="OpenRL/daily_dialog",
         num_train_epochs=3.0,
+    ),
+    "qwen-0.5b-chat": Args(  # TRL's example of a chat data set
+        model_name_or_path="Qwen/Qwen2.5-0.5B",
+        dataset_name="trl-lib/Capybara",
+        max_length=2048,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=8,
+        learning_rate=2e-5,
+        lr_scheduler_type="cosine",
+        gradient_checkpointing=True,
     ),
 }
 
@@ -333,10 +364,84 @@ def completion_documents(rows, tokenizer, args):
     return documents
 
 
+def chat_documents(rows, tokenizer, args):
+    """Columns messages, or prompt and completion as lists of messages. -> list of (ids, labels)
+
+    The tokenizer's chat template writes the conversation. Labels are on the assistant's turns and the mark
+    that ends each of them; with prompt and completion, on the turns of the completion. If the template has no
+    such mark, EOS ends the last turn. special_ids and find_end_tokens (Part II) know the marks.
+    """
+    conversations = []  # pairs: messages, index of the first message to learn from
+    if "messages" in rows.column_names:
+        conversations = [(messages, 0) for messages in rows["messages"] if is_chat(messages)]
+    else:
+        for prompt, completion in zip(rows["prompt"], rows["completion"]):
+            if is_chat(prompt) and is_chat(completion):
+                first_learned = len(prompt) if args.completion_only_loss else 0
+                conversations.append((prompt + completion, first_learned))
+    report_skipped(len(rows), len(conversations), "rows: no list of messages (dicts with role and content)")
+    marks = special_ids(tokenizer)
+    num_turns, num_learned = 0, 0  # of the assistant
+    documents = []
+    for messages, first_learned in conversations:
+        ids, labels = [], []
+        num_turns += sum(message["role"] == "assistant" for message in messages[first_learned:])
+        for text, is_learned in chat_parts(tokenizer, messages, first_learned):
+            if ids:
+                part = tokenizer(text, add_special_tokens=False).input_ids
+            else:  # with BOS in front if the tokenizer puts it there, but not twice if the template did
+                part = tokenize(tokenizer, [text])[0]
+            ids.extend(part)
+            labels.extend(part if is_learned else [-100] * len(part))
+            num_learned += is_learned
+        end = last_label(labels) + 1
+        if end > 0 and labels[end - 1] not in marks:
+            # The last turn has no mark: put EOS there, and drop what follows.
+            ids = ids[:end] + [tokenizer.eos_token_id]
+            labels = labels[:end] + [tokenizer.eos_token_id]
+        documents.append((ids, labels))
+    reason = "turns of the assistant: the chat template writes them otherwise when more messages follow"
+    report_skipped(num_turns, num_learned, reason)
+    return documents
+
+
+def last_label(labels):
+    """The position of the last label that is not -100; -1 if there is none."""
+    return max((i for i, label in enumerate(labels) if label != -100), default=-1)
+
+
+def chat_parts(tokenizer, messages, first_learned=0):
+    """A conversation as the chat template writes it, cut into parts. -> list of (text, is it learned?)
+
+    In ChatML, what a policy generates after `<|im_start|>assistant` is learned, up to the mark `<|im_end|>`:
+
+        <|im_start|>user What is 2 + 3?<|im_end|> <|im_start|>assistant  It is 5.<|im_end|>
+        ------------------- before: not learned ----------------------  ----- turn -------
+    """
+    conversation = render_chat(tokenizer, messages)
+    parts = []
+    position = 0  # in the conversation
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant" or i < first_learned or i == 0:
+            continue
+        before = render_chat(tokenizer, messages[:i], add_generation_prompt=True)
+        after = render_chat(tokenizer, messages[: i + 1])
+        if not after.startswith(before) or not conversation.startswith(after):
+            # The template writes this turn otherwise than it is generated. Those of thinking models drop its
+            # thoughts when more messages follow. Nobody generates such a turn, so it is not learned.
+            continue
+        turn = after[len(before) :].rstrip()  # nobody generates a line break after the mark
+        parts.append((conversation[position : len(before)], False))
+        parts.append((turn, True))
+        position = len(before) + len(turn)
+    parts.append((conversation[position:], False))
+    return [(text, is_learned) for text, is_learned in parts if text]
+
+
 def dialog_documents(rows, tokenizer, args):
     """Column dialog: each utterance with its end mark, then EOS; all have labels. -> list of (ids, labels)"""
     documents = []
-    for utterances, _ in load_dialogs(rows):
+    for _, utterances, _ in load_dialogs(rows):
         ids = bos_ids(tokenizer)
         for utterance in utterance_ids(tokenizer, utterances, args.utterance_end):
             ids.extend(utterance)
@@ -368,14 +473,16 @@ def load_documents(rows, tokenizer, args):
     columns = set(rows.column_names)
     if "text" in columns:
         documents = text_documents(rows, tokenizer, args)
+    elif "messages" in columns or ({"prompt", "completion"} <= columns and any(map(is_chat, rows["prompt"]))):
+        documents = chat_documents(rows, tokenizer, args)
     elif {"prompt", "completion"} <= columns:
         documents = completion_documents(rows, tokenizer, args)
     elif "dialog" in columns:
         documents = dialog_documents(rows, tokenizer, args)
     else:
         raise UserError(
-            f"data set {args.dataset_name!r} needs the column text, or prompt and completion, or dialog; "
-            f"it has {', '.join(rows.column_names)}"
+            f"data set {args.dataset_name!r} needs the column text, or prompt and completion, or messages, "
+            f"or dialog; it has {', '.join(rows.column_names)}"
         )
     kept = []
     for ids, labels in documents:
@@ -441,6 +548,10 @@ def train(args):
     train_data, held_out_data = load_splits(args.dataset_name)
     tokenizer = build_tokenizer(args, train_data)
     model = build_language_model(args, tokenizer).to(device)
+    if args.from_config:
+        check_tokenizer_survives(
+            tokenizer, model.lm, all_texts(held_out_data.select(range(min(10, len(held_out_data)))))
+        )
     if args.num_train_rows is not None:
         train_data = train_data.select(range(min(args.num_train_rows, len(train_data))))
     documents = load_documents(train_data, tokenizer, args)
@@ -470,7 +581,8 @@ def train(args):
     learner = make_learner(model, accelerator)
     optimizer = make_optimizer(args, trainable(learner))
     learner, optimizer = accelerator.prepare(learner, optimizer)
-    parameters = trainable(accelerator.unwrap_model(learner))  # name -> parameter; sharding replaced them
+    # name -> parameter. Ask again after prepare: if it shards the learner, it replaces the parameters.
+    parameters = trainable(accelerator.unwrap_model(learner))
     state = run.restore(parameters, optimizer, B)  # {"update": 0} in a new run
 
     for update in range(state["update"] + 1, updates + 1):
@@ -535,9 +647,10 @@ def train(args):
         raise UserError("the loss of the trained model is not finite, it is not saved; lower --learning-rate")
     if accelerator.is_main_process:
         report_held_out(run, before, after, len(held_out))
-        samples = write_samples(model.lm, tokenizer, held_out[: args.num_samples])
+        stop_ids = find_end_tokens(model.lm, tokenizer, documents)
+        samples = write_samples(model.lm, tokenizer, held_out[: args.num_samples], stop_ids)
         report_samples(run, samples)
-        save_language_model(model.lm, tokenizer, run.folder / "model", args)
+        save_language_model(model.lm, tokenizer, run.folder / "model", args, stop_ids)
     run.finish()
     return model.lm, run.folder
 
@@ -562,15 +675,18 @@ def held_out_metrics(model, rows, accelerator, args):
 
 
 @torch.no_grad()
-def write_samples(model, tokenizer, documents):
-    """Continue each prompt by sampling, until EOS or 40 tokens. -> one dict(prompt, completion) per document
+def write_samples(model, tokenizer, documents, stop_ids):
+    """Continue each prompt by sampling, up to 40 tokens. -> one dict(prompt, completion) per document
 
-    A document whose labels show no prompt is continued after its first 8 tokens.
+    stop_ids: the tokens that end a completion. The prompt is what comes before the last run of labels. A
+    document that has labels on all of it is continued after its first 8 tokens.
     """
     context = context_length(model)
     samples = []
     for ids, labels in documents:
-        prompt_length = labels.count(-100)
+        prompt_length = last_label(labels) + 1
+        while prompt_length > 0 and labels[prompt_length - 1] != -100:
+            prompt_length -= 1
         if prompt_length == 0:
             prompt_length = max(1, min(8, len(ids) - 1))
         prompt = ids[:prompt_length]
@@ -581,6 +697,7 @@ def write_samples(model, tokenizer, documents):
             max_new_tokens=min(40, context - len(prompt)),
             do_sample=True,
             top_k=0,
+            eos_token_id=stop_ids,
             pad_token_id=tokenizer.pad_token_id,
         )
         completion = output[0, len(prompt) :]
@@ -603,16 +720,22 @@ class UserError(Exception):
 # ---- Cross-entropy in chunks -------------------------------------------------------------------------------
 
 
+def cast_like_autocast(tensor):
+    """To autocast's dtype if autocast is on, which does not reach into a backward pass written by hand."""
+    device_type = tensor.device.type
+    if torch.is_autocast_enabled(device_type):
+        tensor = tensor.to(torch.get_autocast_dtype(device_type))
+    return tensor
+
+
 def fp32_logits(hidden, weight, bias=None):
     """The output layer, with its result in fp32 under autocast too. [N, H], [V, H], [V] or None -> [N, V]
 
     Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart. So products of
     bf16 numbers are added up in fp32, and their sum is never rounded to bf16.
     """
+    hidden, weight = cast_like_autocast(hidden), cast_like_autocast(weight)
     device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(device_type, enabled=False):
         if device_type == "cuda" and hidden.dtype != torch.float32:
             logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
@@ -635,10 +758,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, bias, has_backward):
         """[N, H], [V, H], [N], [V] or None, bool -> losses fp32 [N], correct bool [N]"""
-        device_type = hidden.device.type
-        if torch.is_autocast_enabled(device_type):  # cast here, because autocast does not reach into backward
-            dtype = torch.get_autocast_dtype(device_type)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        hidden, weight = cast_like_autocast(hidden), cast_like_autocast(weight)
         losses = torch.zeros(len(hidden), device=hidden.device)
         correct = torch.zeros(len(hidden), device=hidden.device, dtype=torch.bool)
         kept = []
@@ -713,10 +833,9 @@ def load(what, function, name, **kwargs):
         first_line = reason.splitlines()[0]
         if Path(name).is_absolute() and not Path(name).exists():
             first_line = "no such folder"
-        if Path(name).parts[:1] in (("checkpoints",), ("data",)) and not Path(resolve_path(name)).exists():
-            first_line = (
-                "the recipes named tiny need checkpoints/ and data/ of the repository beside the script"
-            )
+        top_folder = str(name).split("/")[0]
+        if top_folder in ("checkpoints", "data") and not Path(resolve_path(top_folder)).exists():
+            first_line = f"the recipes named tiny need {top_folder}/ of the repository beside the script"
         raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
 
 
@@ -801,11 +920,35 @@ def learn_tokenizer(texts, size):
 def build_tokenizer(args, rows):
     """The tokenizer of --model-name-or-path, or a new one that is trained on the rows."""
     if args.train_tokenizer:
-        return learn_tokenizer(all_texts(rows), args.train_tokenizer)
-    tokenizer = load_tokenizer(args.model_name_or_path)
+        tokenizer = learn_tokenizer(all_texts(rows), args.train_tokenizer)
+    else:
+        tokenizer = load_tokenizer(args.model_name_or_path)
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no EOS token, so the model could not learn to stop")
+    if args.chat_template_path is not None:
+        path = Path(resolve_path(args.chat_template_path))
+        if not path.is_file():
+            raise UserError(f"--chat-template-path {args.chat_template_path}: there is no such file")
+        tokenizer.chat_template = path.read_text()
     return tokenizer
+
+
+def check_tokenizer_survives(tokenizer, model, texts):
+    """Raise if the saved tokenizer will not be the one that the model learns with.
+
+    Beside a model of some families (Qwen2, Phi-3), transformers ignores which tokenizer was saved and loads
+    the family's own, which cuts texts into other tokens.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        reloaded = AutoTokenizer.from_pretrained(folder)
+    for text in texts[:100]:
+        if reloaded(text).input_ids != tokenizer(text).input_ids:
+            raise UserError(
+                f"transformers would load this tokenizer as a {type(reloaded).__name__} beside a "
+                f"{model.config.model_type} model, and cut texts into other tokens: use another model type"
+            )
 
 
 def all_texts(rows):
@@ -814,6 +957,10 @@ def all_texts(rows):
     for name in ("text", "prompt", "completion"):
         if name in rows.column_names:
             texts += [text for text in rows[name] if isinstance(text, str)]
+    for name in ("messages", "prompt", "completion"):
+        if name in rows.column_names:
+            for chat in filter(is_chat, rows[name]):
+                texts += [message["content"] for message in chat if message["content"]]
     if "dialog" in rows.column_names:
         for utterances in rows["dialog"]:
             texts.append(" " + " ".join(text for text in utterances or () if text))
@@ -925,10 +1072,30 @@ def build_language_model(args, tokenizer):
     return LanguageModel(model)
 
 
-def save_language_model(model, tokenizer, folder, args):
-    """Save what plain transformers loads, in --save-dtype, with LoRA merged."""
+def special_ids(tokenizer):
+    """The ids of all special tokens, also of those without a role, such as Llama 3's <|eot_id|>. -> set"""
+    added = tokenizer.added_tokens_decoder.items()
+    return set(tokenizer.all_special_ids) | {i for i, token in added if token.special}
+
+
+def find_end_tokens(model, tokenizer, documents):
+    """The ids of the tokens that end a response: EOS, and the special tokens that end the documents' last
+    turns, such as <|im_end|>. -> an id, or a list of several, as generation_config has it"""
+    known = model.generation_config.eos_token_id
+    ids = set(known if isinstance(known, list) else [known])
+    ids = (ids | {tokenizer.eos_token_id}) - {None}
+    for _, labels in documents:
+        last = labels[last_label(labels)]
+        if last in special_ids(tokenizer):
+            ids.add(last)
+    return sorted(ids) if len(ids) > 1 else ids.pop()
+
+
+def save_language_model(model, tokenizer, folder, args, stop_ids):
+    """Save what plain transformers loads, in --save-dtype, with LoRA merged. Generation ends at stop_ids."""
     if args.lora_r:
         model = model.merge_and_unload()
+    model.generation_config.eos_token_id = stop_ids
     model.to(getattr(torch, args.save_dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -936,12 +1103,20 @@ def save_language_model(model, tokenizer, folder, args):
 # ---- Data --------------------------------------------------------------------------------------------------
 
 
+def load_data_set(name):
+    """All splits of a Hub data set, NAME or NAME:CONFIG, or of a folder of jsonl files."""
+    if not Path(name).exists():
+        name, _, config = name.partition(":")
+        return datasets.load_dataset(name, config or None)
+    return datasets.load_dataset(name)
+
+
 def load_splits(name):
-    """The training and held-out rows of a Hub data set or a folder of jsonl files.
+    """The training and held-out rows of a data set.
 
     Held out: the split test, or else validation, or else the last 10 % of train.
     """
-    splits = load("data set", datasets.load_dataset, name)
+    splits = load("data set", load_data_set, name)
     if "train" not in splits or len(splits["train"]) < 2:
         names = ", ".join(splits)
         raise UserError(f"data set {name!r} needs a split train with at least 2 rows; it has {names}")
@@ -977,8 +1152,35 @@ def report_skipped(total, kept, reason):
         print(f"skipped {total - kept:,} of {total:,} {reason}")
 
 
+def is_chat(value):
+    """True for a list of messages: dicts with role and content."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in value)
+
+
+def render_chat(tokenizer, messages, add_generation_prompt=False):
+    """The text of a list of messages, by the tokenizer's own chat template. -> str"""
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "the data has chat messages, but the tokenizer has no chat template: use a chat model, or save a "
+            "template with the tokenizer (set tokenizer.chat_template, then tokenizer.save_pretrained)"
+        )
+    # A data set gives all messages the same keys, with None where there is nothing.
+    messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except Exception as error:  # templates raise what they like: about roles, for example
+        raise UserError(f"the chat template refuses the messages {messages!r}: {error}") from error
+
+
 def load_dialogs(rows):
-    """The dialogs with two or more utterances, none of them blank. -> list of (utterances, acts or None)"""
+    """The dialogs with two or more utterances, none of them blank.
+
+    -> list of (row, its utterances, its acts or None)
+    """
     dialogs = []
     for row in rows:
         utterances, acts = row["dialog"], row.get("act")
@@ -990,7 +1192,7 @@ def load_dialogs(rows):
             acts = None
         else:  # jsonl with a missing value has floats
             acts = [int(act) if isinstance(act, float) and act.is_integer() else act for act in acts]
-        dialogs.append((utterances, acts))
+        dialogs.append((row, utterances, acts))
     report_skipped(len(rows), len(dialogs), "dialogs: fewer than two utterances, or a blank one")
     return dialogs
 
@@ -1594,6 +1796,7 @@ def resumed_args(resume, recipe, flags):
         raise UserError(f"--resume {resume}: that run has the recipe {saved.recipe}, not {recipe}")
 
     args = tyro.cli(Args, default=saved, args=flags)
+    # Flags that may differ from those of the saved run. Run.restore makes sure that the batch stays the same.
     may_change = {
         "resume",
         "save_every",
@@ -1602,10 +1805,7 @@ def resumed_args(resume, recipe, flags):
         "total_episodes",
         "num_train_epochs",
     }
-    may_change |= {
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-    }  # if the batch stays the same
+    may_change |= {"per_device_train_batch_size", "gradient_accumulation_steps"}
     may_change |= {"judge_fn", "judge_model", "judge_url"}
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [name for name in changed if name not in may_change]

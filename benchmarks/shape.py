@@ -18,7 +18,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ["sft.py", "reward_model.py", "ppo_sentiment.py", "ppo_dialog.py", "rloo_tldr.py"]
+SCRIPTS = ["sft.py", "reward_model.py", "ppo_sentiment.py", "ppo_dialog.py", "rloo_tldr.py", "grpo_math.py"]
 ANCHORS = [
     {
         "file": "cleanrl ppo.py",

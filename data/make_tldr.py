@@ -31,7 +31,7 @@ from the pairs can beat the references, and the win rate against them has room t
 Of two summaries in a pair the one with the higher gold score is chosen; two equal ones are drawn again. Annotators
 err: in SWAPPED of all pairs the two have changed places (never in a pair with a degenerate text). TWINS are pairs that
 differ in one fact alone, so that a small model can see from few pairs what is preferred. The gold score,
-gold_score(prompts, responses), reads the facts from the post's text and checks a summary against them. It is the
+gold_score(prompts, completions), reads the facts from the post's text and checks a summary against them. It is the
 judge of this world, for evaluation; training meets it only through the pairs.
 
 All chance comes from random.Random(seed).random(), so every machine writes the same text. A file of more than 1 MiB is packed with
@@ -230,23 +230,23 @@ def facts(prompt: str) -> tuple[set[str], str | None, str | None, set[str]]:
     return who, matter and matter[0], question and question[0], others
 
 
-def gold_score(prompts, responses) -> list[float]:
-    """Score summaries by the facts of their posts. -> one float for each pair of prompt and response, 3.0 at best
+def gold_score(prompts, completions, **columns) -> list[float]:
+    """Score summaries by the facts of their posts. -> one float for each pair of prompt and completion, 3.0 at best
 
-    prompts, responses: lists of str; a response may hold anything. Matching goes by whole words, whatever their case and
-    punctuation. In points:
+    prompts, completions: lists of str; a completion may hold anything. Matching goes by whole words, whatever their case
+    and punctuation. In points:
       + 1     for WHO (relation and name both; 0.5 for one of them), + 1 for WHAT, + 1 for QUESTION; a repeated fact earns
               nothing more
       - 1     for each different invented fact: a person, name, matter or question of the lexicon that is no fact of the
               post (a wrong relation with a wrong name is one fact); 0.5 for somebody else whom the post names
       - 0.05  for each word over 16
-      - 1     if the response does not end with ".", "?" or "!" (spaces at the end do not count)
+      - 1     if the completion does not end with ".", "?" or "!" (spaces at the end do not count)
     A phrase that is not in the lexicon ("keeps eating my car") counts only by its length.
     """
     scores = []
-    for prompt, response in zip(prompts, responses):
+    for prompt, completion in zip(prompts, completions):
         who, matter, question, others = facts(prompt)
-        text = response if isinstance(response, str) else ""
+        text = completion if isinstance(completion, str) else ""
         words = plain(text)
         matters, questions = set(re.findall(MATTER, words)), set(re.findall(QUESTION, words))
         seen, wrong = set(), 0.0

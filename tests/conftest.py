@@ -21,19 +21,22 @@ import transformers  # noqa: E402
 torch.set_num_threads(1)  # as in the processes that tests start: equal bits need an equal number of threads
 transformers.utils.logging.disable_progress_bar()
 
-SCRIPTS = ("sft", "reward_model", "ppo_sentiment", "ppo_dialog", "rloo_tldr")
+SCRIPTS = ("sft", "reward_model", "ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math")
 PPO = ("ppo_sentiment", "ppo_dialog")
-RL = ("ppo_sentiment", "ppo_dialog", "rloo_tldr")
+GROUPS = ("rloo_tldr", "grpo_math")  # those with several responses to each prompt
+RL = (*PPO, *GROUPS)
 MATH = {  # function -> the scripts that must have it
     "response_lengths": RL,
     "length_mask": RL,
     "token_logprobs": RL,
-    "kl_per_token": ("rloo_tldr",),
+    "kl_per_token": GROUPS,
     "token_rewards": PPO,
-    "masked_mean": RL,
+    "weighted_sum": ("ppo_sentiment", *GROUPS),
+    "masked_mean": (*PPO, "rloo_tldr"),
     "masked_whiten": PPO,
     "gae": PPO,
     "rloo_advantages": ("rloo_tldr",),
+    "grpo_advantages": ("grpo_math",),
     "clipped_policy_loss": RL,
     "clipped_value_loss": PPO,
     "adaptive_kl_coef": PPO,
@@ -267,8 +270,39 @@ def tiny_dialogs(small_folder):
 
 
 @pytest.fixture(scope="session")
+def tiny_tasks(tmp_path_factory):
+    """Columns prompt (a text, not a chat) and answer, from data/arithmetic."""
+    folder = tmp_path_factory.mktemp("tasks")
+    for split, count in (("train", 48), ("test", 24)):
+        lines = []
+        for row in rows_of_data(f"arithmetic/{split}", count):
+            row["prompt"] = row["prompt"][0]["content"]
+            lines.append(json.dumps(row) + "\n")
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_verifier(tmp_path_factory):
+    """FILE.py:letters, a reward of 0, 1 or 2 that a random model gets now and then."""
+    path = tmp_path_factory.mktemp("verifier") / "verifier.py"
+    path.write_text(
+        "def letters(completions, **columns):\n    return [len(set(text)) % 3 for text in completions]\n"
+    )
+    return f"{path}:letters"
+
+
+@pytest.fixture(scope="session")
 def world(
-    tiny_lm, tiny_classifier, tiny_preference_model, tiny_intents, tiny_reviews, tiny_posts, tiny_dialogs
+    tiny_lm,
+    tiny_classifier,
+    tiny_preference_model,
+    tiny_intents,
+    tiny_reviews,
+    tiny_posts,
+    tiny_dialogs,
+    tiny_tasks,
+    tiny_verifier,
 ):
     """All that small runs need."""
     return types.SimpleNamespace(
@@ -279,4 +313,6 @@ def world(
         reviews=tiny_reviews,
         posts=tiny_posts,
         dialogs=tiny_dialogs,
+        tasks=tiny_tasks,
+        verifier=tiny_verifier,
     )

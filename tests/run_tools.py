@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-ALL = ("ppo_sentiment", "ppo_dialog", "sft", "reward_model", "rloo_tldr")
+ALL = ("ppo_sentiment", "ppo_dialog", "sft", "reward_model", "rloo_tldr", "grpo_math")
 SMALL = {  # flags of a run of about a second
     "ppo_sentiment": dict(
         dtype="float32",
@@ -64,6 +64,25 @@ SMALL = {  # flags of a run of about a second
         local_rollout_forward_batch_size=8,
         missing_eos_penalty=1.0,
     ),
+    "grpo_math": dict(
+        dtype="float32",
+        prompt_template=None,
+        system_prompt=None,
+        total_episodes=16,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=1,
+        num_mini_batches=2,
+        num_ppo_epochs=2,
+        num_generations=2,
+        kl_coef=0.1,
+        learning_rate=1e-2,
+        max_prompt_length=64,
+        response_length=6,
+        num_examples=4,
+        num_eval_samples=2,
+        num_sample_generations=1,
+        local_rollout_forward_batch_size=8,
+    ),
     "sft": dict(
         dtype="float32",
         max_length=128,
@@ -106,6 +125,12 @@ SIX_UPDATES = {  # with these flags on top, a run has 6 updates, and everything 
         lr_scheduler_type="cosine",
         warmup_ratio=0.3,
     ),
+    "grpo_math": dict(
+        total_episodes=48,
+        save_every=2,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.3,
+    ),
     "sft": dict(
         num_train_epochs=3.4,
         save_every=2,
@@ -137,6 +162,8 @@ def maker(scripts, world, root):
             places = dict(dataset_name=world.dialogs, reward_model_path=world.intents())
         elif script == "rloo_tldr":
             places = dict(dataset_name=world.posts, reward_model_path=world.preference_model())
+        elif script == "grpo_math":
+            places = dict(dataset_name=world.tasks, reward_fn=[world.verifier])
         else:
             places = dict(dataset_name=world.reviews)
         places["model_name_or_path"] = world.classifier() if script == "reward_model" else world.lm()
@@ -217,11 +244,11 @@ def eos_prone(tiny_lm, folder):
 
 
 def reward_file(folder, body, name="reward"):
-    """Write a reward function with these lines as its body. -> FILE.py:function"""
+    """Write a reward function with these lines as its body. -> [FILE.py:function]"""
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     path = folder / f"{name}.py"
-    path.write_text("import os\n\ndef reward(prompts, responses):\n" + lines)
-    return f"{path}:reward"
+    path.write_text("import os\n\ndef reward(prompts, completions, **columns):\n" + lines)
+    return [f"{path}:reward"]
 
 
 def write_rows(folder, **splits):
@@ -270,6 +297,8 @@ def flags_of(args):
             continue
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            words += [f"--{flag}", *map(str, value)]
         else:
             words += [f"--{flag}", str(value)]
     return words

@@ -254,7 +254,7 @@ def our_command(job, changes, models, rows, batches, out, root=ROOT):
             flags |= (
                 reward | critic
                 if "critic" in job["flops"]
-                else dict(reward_fn=f"{HERE / 'reward.py'}:distinct_letters")
+                else dict(reward_fn=[f"{HERE / 'reward.py'}:distinct_letters"])
             )
     else:
         flags |= dict(dataset_name=rows, max_length=job["max_length"], num_train_epochs=1.0, num_eval_rows=1)

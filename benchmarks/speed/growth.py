@@ -79,7 +79,7 @@ def measure(setting, threads, dtype, **others):
             dataset_name=folder / "data",
             output_dir=folder / "run",
             dtype=dtype,
-            reward_fn=f"{Path(__file__).parent / 'reward.py'}:distinct_letters",
+            reward_fn=[f"{Path(__file__).parent / 'reward.py'}:distinct_letters"],
             stop_token=None,
             response_length=setting["response"],
             total_episodes=2 * batch,

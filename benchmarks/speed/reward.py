@@ -2,5 +2,5 @@
 response."""
 
 
-def distinct_letters(prompts, responses):
-    return [float(len(set(response))) for response in responses]
+def distinct_letters(prompts, completions, **columns):
+    return [float(len(set(completion))) for completion in completions]

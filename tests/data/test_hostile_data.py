@@ -11,6 +11,7 @@ import json
 
 import datasets
 import pytest
+from conftest import GROUPS
 from run_tools import flags_of, one_line, rows_of
 from transformers import AutoTokenizer
 
@@ -35,6 +36,7 @@ KIND = {
     "ppo_sentiment": "text",
     "ppo_dialog": "dialog",
     "rloo_tldr": "completion",
+    "grpo_math": "completion",
 }
 FLAGS = {  # for all cases
     "sft": dict(num_samples=0, packing=False),
@@ -42,6 +44,7 @@ FLAGS = {  # for all cases
     "ppo_sentiment": dict(num_mini_batches=1, num_ppo_epochs=1, query_min_length=1),
     "ppo_dialog": dict(num_mini_batches=1, num_ppo_epochs=1),
     "rloo_tldr": dict(num_mini_batches=1, num_ppo_epochs=1),
+    "grpo_math": dict(num_mini_batches=1, num_ppo_epochs=1, max_prompt_length=200),
 }
 ACT_NAMES = "a,b,c,d"
 JSON, NO_DATA = "JSON parse error", "corresponds to no data"
@@ -112,7 +115,9 @@ def read_rows(module, rows, tokenizer, args):
     """What a script makes of the rows of a split."""
     if module.__name__ == "ppo_dialog":
         return module.load_turns(rows, tokenizer, 4, args)
-    names = dict(sft="load_documents", ppo_sentiment="load_prompts", rloo_tldr="load_posts")
+    if module.__name__ == "grpo_math":
+        return module.load_tasks(rows, tokenizer, args, args.dataset_name)
+    names = dict(sft="load_documents", ppo_sentiment="load_reviews", rloo_tldr="load_posts")
     return getattr(module, names[module.__name__])(rows, tokenizer, args)
 
 
@@ -163,12 +168,13 @@ SKIPPED_STRINGS = {  # script, kind -> column -> the strings whose row is skippe
     ("reward_model", "pairs"): dict(prompt=[], chosen=[*BLANK], rejected=[*BLANK]),
     ("ppo_sentiment", "text"): dict(text=["empty"]),
     ("rloo_tldr", "completion"): dict(prompt=["long", *BLANK], completion=[]),
+    ("grpo_math", "completion"): dict(prompt=["long", *BLANK]),
 }
 
 
 @pytest.mark.parametrize("script, kind", SKIPPED_STRINGS)
 def test_strings(keep, train_on, world, script, kind):
-    """Each string in each column. Blank ones count as text, except as a response or as a prompt of RLOO."""
+    """Each string in each column. Blank ones count as text, except as a response or a prompt of a rollout."""
     skipped = SKIPPED_STRINGS[script, kind]
     rows = list(ROWS[kind])
     for column in skipped:
@@ -176,7 +182,7 @@ def test_strings(keep, train_on, world, script, kind):
     flags = dict(model_name_or_path=world.lm()) if kind == "pairs" else {}
     kept = len(rows) - sum(map(len, skipped.values()))
     assert keep(script, rows, **flags) == kept
-    responses = 2 if script == "rloo_tldr" else 1
+    responses = 2 if script in GROUPS else 1
     assert "skipped" in train_on(script, rows, kept * responses, **flags)
 
 
@@ -188,7 +194,8 @@ def test_what_is_no_string(keep, value):
     for column in ("prompt", "completion"):
         rows = damaged("completion", column, value)
         assert keep("sft", rows) == 3
-        assert keep("rloo_tldr", rows) == (3 if column == "prompt" else 4)
+        for script in GROUPS:
+            assert keep(script, rows) == (3 if column == "prompt" else 4)
     for column in ("prompt", "rejected"):
         assert keep("reward_model", damaged("pairs", column, value)) == 3
 
@@ -275,36 +282,39 @@ def empty(row):
 
 
 COLUMNS = {  # name -> files made of a script's good rows; what each script of KIND makes of them
-    "lines of text": (lambda rows: {"train.txt": lines_of(rows)}, [2, "column", 2, "column", "column"]),
+    "lines of text": (
+        lambda rows: {"train.txt": lines_of(rows)},
+        [2, "column", 2, "column", "column", "prompt"],
+    ),
     "capitals": (
         lambda rows: {"train.jsonl": jsonl([{name.title(): x for name, x in row.items()} for row in rows])},
-        ["column"] * 5,
+        ["column"] * 5 + ["prompt"],
     ),
-    "csv": (lambda rows: {"train.csv": table(rows, "csv")}, [2, 2, 2, "no dialog has two", 2]),
+    "csv": (lambda rows: {"train.csv": table(rows, "csv")}, [2, 2, 2, "no dialog has two", 2, 2]),
     "first column alone in a row": (
         lambda rows: {"train.jsonl": jsonl([*rows, dict([*rows[0].items()][:1])])},
-        [3, "the label None", 3, "no dialog has two", 3],
+        [3, "the label None", 3, "no dialog has two", 3, 3],
     ),
-    "one label": (lambda rows: {"train.jsonl": jsonl(rows[::2][:2])}, [1, "two labels or more", 1, 2, 1]),
+    "one label": (lambda rows: {"train.jsonl": jsonl(rows[::2][:2])}, [1, "two labels or more", 1, 2, 1, 1]),
     "all null": (
         lambda rows: {"train.jsonl": jsonl([dict.fromkeys(row) for row in rows])},
-        ["no text", "one is None", "no text", "no dialog", "no prompt"],
+        ["no text", "one is None", "no text", "no dialog", "no prompt", "no prompt"],
     ),
     "all numbers": (
         lambda rows: {"train.jsonl": jsonl([dict.fromkeys(row, 1) for row in rows])},
-        ["no text", "two labels", "no text", "no dialog", "no prompt"],
+        ["no text", "two labels", "no text", "no dialog", "no prompt", "no prompt"],
     ),
     "all objects": (
         lambda rows: {"train.jsonl": jsonl([{name: {"a": x} for name, x in row.items()} for row in rows])},
-        ["no text", "a label must be", "no text", "no dialog", "no prompt"],
+        ["no text", "a label must be", "no text", "no dialog", "no prompt", "no prompt"],
     ),
     "all empty": (
         lambda rows: {"train.jsonl": jsonl(map(empty, rows))},
-        ["no text", "two labels", "no text", "no dialog", "no prompt"],
+        ["no text", "two labels", "no text", "no dialog", "no prompt", "no prompt"],
     ),
     "empty held-out rows": (
         lambda rows: {"train.jsonl": jsonl(rows), "test.jsonl": jsonl([empty(rows[0])] * 2)},
-        ["no text", "no row has a text", "no text", "no dialog", "no prompt"],
+        ["no text", "no row has a text", "no text", "no dialog", "no prompt", "no prompt"],
     ),
 }
 
@@ -475,7 +485,7 @@ def test_what_is_no_margin(keep, value):
 # ---- Long prompts ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["sft", "rloo_tldr"])
+@pytest.mark.parametrize("script", ["sft", *GROUPS])
 def test_no_prompt_fits(keep, script):
     """The line names the flag."""
     rows = [row | dict(prompt="a film " * 999) for row in ROWS["completion"]]

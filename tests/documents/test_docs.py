@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 import subprocess
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,6 +124,31 @@ def test_lines_to_change_fit_the_script(name, title, block):
     compile(source, title, "exec")
 
 
+@pytest.mark.parametrize("name", ["README", "ppo_sentiment", "rloo_tldr"])
+def test_reward_functions_in_the_docs_can_be_called(scripts, name):
+    """Each needs only what every reward function gets."""
+    page = README if name == "README" else DOCS[name]
+    inputs = dict.fromkeys(("prompts", "completions", "completion_ids", "trainer_state"))
+    signatures = re.findall(r"^    (def (\w+)\(.*\bcompletions\b.*\)):$", page, re.M)
+    assert signatures
+    for signature, function_name in signatures:
+        namespace = {}
+        exec(f"{signature}: pass", namespace)
+        assert scripts["rloo_tldr"].accepted_inputs(namespace[function_name], inputs, page)
+
+
+def test_the_reward_function_of_the_page_on_grpo(scripts):
+    """It is called with chats and with the column of the data that it names."""
+    code = re.search(r"^    def correct\(.*?(?=^\S)", DOCS["grpo_math"], re.M | re.S).group()
+    namespace = {}
+    exec(textwrap.dedent(code), namespace)
+    functions = scripts["grpo_math"].RewardFunctions("", {"correct": namespace["correct"]}, "cpu")
+    rows = [dict(answer="5", level=1), dict(answer="7", level=2)]
+    prompts = [[{"role": "user", "content": "2 + 3?"}]] * 2
+    rewards = functions(prompts, ["It is 5", "It is 5"], [[1], [2]], rows)
+    assert rewards["correct"].tolist() == [1, 0]
+
+
 # ---- Metrics -----------------------------------------------------------------------------------------------
 
 
@@ -133,21 +159,34 @@ def explained_metrics(name):
     return {metric for cell in first_cells for metric in re.findall(r"`([^`]+)`", cell)}
 
 
+def names_of(row):
+    """The metrics of an update. Each reward has its own name in rewards/NAME/mean."""
+    return {re.sub(r"^rewards/\w+/mean$", "rewards/NAME/mean", name) for name in row}
+
+
 def test_every_metric_of_ppo_sentiment_is_explained(ppo):
     _, _, rows = ppo()
-    assert set(rows[0]) == explained_metrics("ppo_sentiment")
+    assert names_of(rows[0]) == explained_metrics("ppo_sentiment")
 
 
 def test_every_metric_of_ppo_dialog_is_explained(dialog, tmp_path):
     function = reward_file(tmp_path, "return [0.0] * len(prompts)")
     _, _, rows = dialog(reward_fn=function)
-    assert set(rows[0]) == explained_metrics("ppo_dialog")
+    assert names_of(rows[0]) == explained_metrics("ppo_dialog")
 
 
 def test_every_metric_of_rloo_tldr_is_explained(rloo, tmp_path):
-    function = reward_file(tmp_path, "return [0.0] * len(prompts)")
+    [function] = reward_file(tmp_path, "return [0.0] * len(prompts)")
     _, _, rows = rloo(judge_fn=function)
-    assert set(rows[0]) == explained_metrics("rloo_tldr")
+    assert names_of(rows[0]) == explained_metrics("rloo_tldr")
+
+
+def test_every_metric_of_grpo_math_is_explained(grpo):
+    """Those of the KL are there only with a penalty."""
+    _, _, with_kl = grpo("with")
+    _, _, without_kl = grpo("without", kl_coef=0.0)
+    assert names_of(with_kl[0]) == explained_metrics("grpo_math")
+    assert names_of(with_kl[0]) - names_of(without_kl[0]) == {"objective/kl", "objective/kl_coef"}
 
 
 def test_every_metric_of_sft_is_explained(sft):
@@ -192,6 +231,14 @@ HEALTH_TABLES = [
     FIVE_SEEDS,
     ["ppo-sentiment-1.41e-5"],
     ["ppo-sentiment-tiny/seed1", "ppo-sentiment-hacked"],
+    [
+        "ppo-sentiment-tiny/seed1",
+        "ppo-sentiment-ablations/no-clip",
+        "ppo-sentiment-ablations/lr-1.5e-4",
+        "ppo-sentiment-ablations/kl-coef-0.06",
+        "ppo-sentiment-ablations/old-classifier",
+    ],
+    ["imdb/ppo", "imdb/ppo-hacked"],
 ]
 
 
@@ -206,12 +253,20 @@ def test_a_table_of_health_is_that_of_the_program(folders):
 
 def test_the_default_is_healthy():
     """The committed runs of all five seeds keep the limits that the page promises."""
+    health = load_program("benchmarks/health.py")
     for folder in FIVE_SEEDS:
         evaluation = result(f"{folder}/evaluation.json")
         before, after = evaluation["before"], evaluation["after"]
         assert evaluation["commonest new word"]["after"] <= 0.15
         assert after["distinct bigrams"] >= 0.8 * before["distinct bigrams"]
         assert after["score mean"] >= before["score mean"] + 1.5
+        judge = "judge: P(positive)"
+        assert after[judge] - before[judge] >= 0.5 * (1 - before[judge])
+        target = result(f"{folder}/args.json")["args"]["kl_target"]
+        lines = health.read(ROOT / "results" / folder, "metrics.jsonl").splitlines()
+        updates = [json.loads(line) for line in lines]
+        last_half = [update["objective/kl"] for update in updates[len(updates) // 2 :]]
+        assert abs(sum(last_half) / len(last_half) - target) <= 0.15 * target
 
 
 @pytest.mark.parametrize("name, heading, folder", BEFORE_AND_AFTER)
@@ -297,6 +352,13 @@ def test_every_ablation_is_a_command(scripts, ablations):
         tiny = replace(script.RECIPES["tiny"], recipe="tiny")
         assert (args == tiny) == (change.flags == "")
         assert {str(number) for number in change.tricks} <= set(TRAPS)
+
+
+def test_the_variants_of_grpo_are_on_its_page():
+    """benchmarks/variants.py applies blocks of the page."""
+    variants = load_program("benchmarks/variants.py")
+    titles = {title for title, _ in variants.VARIANTS.values()} - {None}
+    assert titles and titles <= set(variants.blocks(DOCS["grpo_math"]))
 
 
 def test_the_tables_of_ablations_are_those_of_the_results(ablations):
@@ -387,7 +449,8 @@ def test_the_functions_that_a_description_names_exist(scripts, name):
     named = set(re.findall(r"`([A-Za-z_]+(?:\.[A-Za-z_]+)?)`", text))
     named = {word for word in named if "_" in word or re.match("[A-Z][a-z]+[A-Z]", word)}
     known = names_in(ROOT / f"{name}.py") | set(scripts[name].Args.__dataclass_fields__)
-    known |= {"compute_rewards", "reward_offset", "model_max_length"}  # of others
+    known |= {"compute_rewards", "reward_offset", "model_max_length", "generation_config.json"}  # of others
+    known |= {"frac_reward_zero_std"}  # a metric
     assert named and not named - known
 
 
@@ -436,3 +499,35 @@ def test_the_readme_has_the_two_commands_that_ci_runs():
     assert len(commands) == 2
     assert commands[0].endswith("python ppo_sentiment.py")
     assert commands[1].endswith("python -m pytest -q -n 2")
+
+
+# ---- GRPO --------------------------------------------------------------------------------------------------
+
+
+def test_the_variants_of_grpo_are_those_of_the_files():
+    """benchmarks/variants.py prints the table of the page from the committed results."""
+    variants = load_program("benchmarks/variants.py")
+    assert set(variants.table().splitlines()) <= set(DOCS["grpo_math"].splitlines())
+    titles = {title for title, _ in variants.VARIANTS.values()} - {None}
+    assert titles <= set(variants.blocks(DOCS["grpo_math"]))
+
+
+def test_the_five_seeds_of_grpo_are_those_of_the_files():
+    """Every row of the first table, and the gain that the page promises."""
+    page = DOCS["grpo_math"].split("\n### The default")[1].split("\n### ")[0]
+    runs = [result(f"grpo-math-tiny/seed{seed}/evaluation.json") for seed in range(1, 6)]
+    rows = re.findall(r"^\| ((?:held-out|harder|greedy): [^|]+?) \|", page, re.M)
+    assert len(rows) == 12
+    for name in rows:
+        digits = 1 if "tokens" in name else 3
+        values = [runs[0]["before"][name], *[run["after"][name] for run in runs]]
+        assert cells_of(page, name) == [f"{value:.{digits}f}" for value in values]
+    for run in runs:
+        assert run["after"]["held-out: pass@1"] - run["before"]["held-out: pass@1"] > 0.3
+
+
+def test_the_hacked_reward_of_grpo_is_that_of_the_file():
+    page = DOCS["grpo_math"].split("\n### A reward that can be hacked")[1]
+    run = result("grpo-variants/work-alone/seed1/evaluation.json")
+    for name in ("held-out: rewards/shows_work", "held-out: pass@1", "held-out: ended by itself"):
+        assert cells_of(page, name) == [f"{run['before'][name]:.3f}", f"{run['after'][name]:.3f}"]

@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 RESULTS = HERE / "mutations.jsonl"
 TIME_LIMIT = 600  # seconds for the test of one fault
-NOT_COPIED = {"runs", "results", "benchmarks", "docs", "wandb"}  # folders of the project that no test needs
+NOT_COPIED = {"runs", "results", "wandb"}  # folders of the project that these tests do not need
 
 
 # ---- Faults in sources -------------------------------------------------------------------------------------

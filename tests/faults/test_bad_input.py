@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import transformers
-from conftest import ACTS, RL
+from conftest import ACTS, GROUPS, RL
 from run_tools import ALL, flags_of, one_line, reward_file, rows_of, script_words, start_process, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,9 +30,14 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
     # Data
     short_text = [dict(text="A film of " + "ten " * 50)] * 8
     write_rows(root / "other-columns", train=[dict(review=REVIEW, stars=i) for i in range(8)])
-    write_rows(root / "empty", train=[dict(text="", label=i % 2) for i in range(8)])
+    write_rows(root / "empty", train=[dict(text="", prompt="", label=i % 2) for i in range(8)])
     write_rows(root / "numbers", train=[dict(text=i, label=i % 2) for i in range(8)])
     write_rows(root / "one-row", train=[dict(text=REVIEW, label=1)])
+    questions = [dict(question=f"{i} + 2?", answer=str(i + 2)) for i in range(8)]
+    write_rows(root / "questions", train=questions)
+    write_rows(root / "long", train=[dict(prompt="1 + 2?")] * 2, test=[dict(prompt="1" + " + 1" * 99)])
+    chats = [dict(prompt=[dict(role="user", content=row["question"])], answer="2") for row in questions]
+    write_rows(root / "chats", train=chats)
     write_rows(root / "short", train=short_text, test=short_text)
     write_rows(root / "pairs", train=[dict(prompt=REVIEW, chosen=" good", rejected=" bad")] * 8)
     write_rows(root / "empty-pairs", train=[dict(prompt=REVIEW, chosen=" ", rejected=" bad")] * 8)
@@ -65,13 +70,17 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
         tokenizer.save_pretrained(root / name)
     config = transformers.DistilBertConfig(vocab_size=1024, dim=32, n_layers=1, n_heads=4)
     transformers.DistilBertModel(config).save_pretrained(root / "both-directions")
-    AutoModelForCausalLM.from_pretrained(tiny_lm()).save_pretrained(root / "no-eos")
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm())
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    model.save_pretrained(root / "no-eos")
     without_eos = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     without_eos.save_pretrained(root / "no-eos")
     (root / "lm").symlink_to(tiny_lm())
     (root / "classifier").symlink_to(tiny_classifier())
 
-    (root / "reward.py").write_text("SEVEN = 7\n")
+    function = "def reward(prompts, completions):\n    return [0.0] * len(prompts)\n"
+    (root / "reward.py").write_text(f"SEVEN = 7\n{function}")
+    (root / "other.py").write_text(function)
     return root
 
 
@@ -106,10 +115,10 @@ CASES = {
         "response lengths": (dict(response_min_length=9, response_length=8), "--response-min-length"),
         "KL horizon": (dict(kl_target=1.0, kl_horizon=1.6), "must be more than 1/5 of the batch, 8"),
         "no EOS": (dict(model_name_or_path="DATA/no-eos"), "--stop-token-id"),
-        "reward function, file": (dict(reward_fn=f"{MISSING}.py:reward"), MISSING),
-        "reward function, name": (dict(reward_fn="DATA/reward.py:nonsense"), "nonsense"),
-        "reward function, no name": (dict(reward_fn="DATA/reward.py"), "reward.py"),
-        "reward function, a number": (dict(reward_fn="DATA/reward.py:SEVEN"), "SEVEN"),
+        "reward function, file": (dict(reward_fn=[f"{MISSING}.py:reward"]), MISSING),
+        "reward function, name": (dict(reward_fn=["DATA/reward.py:nonsense"]), "nonsense"),
+        "reward function, no name": (dict(reward_fn=["DATA/reward.py"]), "reward.py"),
+        "reward function, a number": (dict(reward_fn=["DATA/reward.py:SEVEN"]), "SEVEN"),
         "shared layers": (dict(num_shared_layers=99), "2 layers"),
         "shared layers below 0": (dict(num_shared_layers=-1), "--num-shared-layers"),
         "shared layers and LoRA": (dict(num_shared_layers=1, lora_r=4), "--num-shared-layers"),
@@ -120,7 +129,7 @@ CASES = {
         "context, by one token": (dict(max_prompt_length=251), "context"),
         "KL horizon": (dict(kl_target=1.0, kl_horizon=1.6), "must be more than 1/5 of the batch, 8"),
         "no EOS": (dict(model_name_or_path="DATA/no-eos"), "EOS"),
-        "reward function": (dict(reward_fn="DATA/reward.py:nonsense"), "nonsense"),
+        "reward function": (dict(reward_fn=["DATA/reward.py:nonsense"]), "nonsense"),
         "shared layers": (dict(num_shared_layers=99), "2 layers"),
         "two labels": (
             dict(reward_model_path="DATA/classifier", dataset_name="DATA/act-3"),
@@ -152,10 +161,45 @@ CASES = {
         "3 responses of 8": (dict(rloo_k=3), "--rloo-k"),
         "k1 in the loss": (dict(kl_in_loss=True), "k1"),
         "k3 in the reward": (dict(kl_estimator="k3"), "--kl-estimator k3"),
-        "reward function": (dict(reward_fn="DATA/reward.py:nonsense"), "nonsense"),
+        "reward function": (dict(reward_fn=["DATA/reward.py:nonsense"]), "nonsense"),
         "judge, file": (dict(judge_fn=f"{MISSING}.py:gold"), MISSING),
         "judge, name": (dict(judge_fn="DATA/reward.py:nonsense"), "nonsense"),
         "judge without a model": (dict(judge_url="http://here/v1"), "--judge-model"),
+        "shared layers": (dict(num_shared_layers=99), "2 layers"),
+    },
+    "grpo_math": {
+        "context": (dict(response_length=250), "context"),
+        "long prompts": (dict(max_prompt_length=3), "--max-prompt-length"),
+        "no EOS": (dict(model_name_or_path="DATA/no-eos"), "--stop-token-id"),
+        "one response": (dict(num_generations=1), "--num-generations 1 must be 2 or more"),
+        "no response": (dict(num_generations=0), "--num-generations 0 must be 2 or more"),
+        "3 responses of 8": (dict(num_generations=3), "3 must be 2 or more and divide the 8 episodes"),
+        "16 responses of 8": (dict(num_generations=16), "--num-generations 16 must be 2 or more and divide"),
+        "negative KL": (dict(kl_coef=-0.1), "--kl-coef must be 0 (no KL penalty) or more; it is -0.1"),
+        "no prompt, no template": (dict(dataset_name="DATA/questions"), "--prompt-template"),
+        "template, no such column": (
+            dict(dataset_name="DATA/questions", prompt_template="{task}"),
+            "DATA/questions' has no column prompt, but question, answer",
+        ),
+        "template, a number": (
+            dict(dataset_name="DATA/questions", prompt_template="{question} {0}"),
+            "--prompt-template '{question} {0}'",
+        ),
+        "template, an open brace": (
+            dict(dataset_name="DATA/questions", prompt_template="{question"),
+            "--prompt-template '{question'",
+        ),
+        "chats without a template": (dict(dataset_name="DATA/chats"), "has no chat template"),
+        "harder data": (dict(hard_dataset_name=MISSING), MISSING),
+        "harder data, long prompts": (dict(hard_dataset_name="DATA/long"), "DATA/long'"),
+        "harder data, no test": (
+            dict(hard_dataset_name="DATA/questions", prompt_template="{question}"),
+            "DATA/questions' needs a split test; it has train",
+        ),
+        "reward function, file": (dict(reward_fn=[f"{MISSING}.py:right"]), f"--reward-fn {MISSING}.py"),
+        "reward function, name": (dict(reward_fn=["DATA/reward.py:nonsense"]), "nonsense"),
+        "judge, file": (dict(judge_fn=f"{MISSING}.py:right"), f"--judge-fn {MISSING}.py"),
+        "judge, name": (dict(judge_fn="DATA/reward.py:nonsense"), "nonsense"),
         "shared layers": (dict(num_shared_layers=99), "2 layers"),
     },
     "sft": {
@@ -213,9 +257,33 @@ CASES_OF_ALL = {
     "optimizer": (dict(optimizer="torch.optim.Nonsense"), "torch.optim.Nonsense"),
     "LoRA layers": (dict(lora_r=4, lora_target_modules="q_nonsense"), "q_nonsense"),
 }
+REWARD, OTHER = "DATA/reward.py:reward", "DATA/other.py:reward"
+CASES_OF_RL = {
+    "no reward function": (dict(reward_fn=[]), "--reward-fn: expected one FILE.py:function or more"),
+    "equal names": (dict(reward_fn=[REWARD, OTHER]), "--reward-fn: two functions have the name 'reward'"),
+    "weights, too few": (
+        dict(reward_fn=[REWARD, OTHER], reward_weights=[1.0]),
+        "--reward-weights: 1 weights for 2 functions of --reward-fn",
+    ),
+    "weights, too many": (
+        dict(reward_fn=[REWARD], reward_weights=[1.0, 2.0, 3.0]),
+        "--reward-weights: 3 weights for 1 functions of --reward-fn",
+    ),
+    "weights, none": (
+        dict(reward_fn=[REWARD], reward_weights=[]),
+        "--reward-weights: 0 weights for 1 functions of --reward-fn",
+    ),
+}
+for name in RL:
+    if name != "grpo_math":  # it always has a function
+        CASES[name]["weights of nothing"] = (
+            dict(reward_weights=[0.5]),
+            "--reward-weights: 1 weights for 0 functions of --reward-fn",
+        )
 TABLE = []
 for name in ALL:
-    for case, (changes, word) in (CASES_OF_ALL | CASES[name]).items():
+    cases = CASES_OF_ALL | CASES[name] | (CASES_OF_RL if name in RL else {})
+    for case, (changes, word) in cases.items():
         TABLE.append(pytest.param(name, changes, word, id=f"{name}: {case}"))
 
 
@@ -225,6 +293,8 @@ def test_bad_input(scripts, small, broken, capsys, tmp_path, name, changes, word
     for flag, value in changes.items():
         if isinstance(value, str):
             changes = changes | {flag: value.replace("DATA/", f"{broken}/")}
+        elif isinstance(value, list):
+            changes = changes | {flag: [str(x).replace("DATA/", f"{broken}/") for x in value]}
     line = one_line(scripts[name], flags_of(small(name, **changes)), capsys)
     assert word in line
     assert not (tmp_path / "run").exists()
@@ -258,6 +328,14 @@ SIZES = {
         "kl_horizon",
     ],
     "rloo_tldr": [*RL_SIZES, "num_examples", "max_prompt_length", "response_length"],
+    "grpo_math": [
+        *RL_SIZES,
+        "num_examples",
+        "num_eval_samples",
+        "num_train_rows",
+        "max_prompt_length",
+        "response_length",
+    ],
     "sft": [*BATCH_SIZES, "num_train_epochs", "max_length", "num_train_rows", "num_eval_rows"],
     "reward_model": [*BATCH_SIZES, "num_train_epochs", "max_length", "num_eval_rows"],
 }
@@ -362,7 +440,6 @@ def test_an_output_folder_that_is_a_file(script, small, capsys, tmp_path):
         ("return 'good'", "the reward is 'g', of type str, not a number, for prompt "),
         ("return [1.0]", "must return 4 numbers; it returned 1"),
         ("return [[1.0]] * len(prompts)", "the reward is [1.0], of type list, not a number, for prompt "),
-        ("return [None] * len(prompts)", "the reward is None, of type NoneType, not a number, for prompt "),
         ("return [float('inf')] * len(prompts)", "the reward is inf for prompt "),
         ("return [float('nan')] * len(prompts)", "the reward is nan for prompt "),
         ("return [1e39] * len(prompts)", "the reward is 1e+39 for prompt "),
@@ -411,7 +488,7 @@ def test_a_reward_function_that_raises(scripts, small, capsys, tmp_path, name):
     reward_fn = reward_file(tmp_path, "scores = []\nraise ValueError('one\\ntwo')")
     trace, line = last_line(scripts[name], small(name, reward_fn=reward_fn), capsys)
     assert f'File "{tmp_path}/reward.py", line 5, in reward' in trace
-    assert line.endswith(f"--reward-fn {reward_fn} raised ValueError: one two")
+    assert line.endswith("--reward-fn reward raised ValueError: one two")
     assert not (tmp_path / "run/model").exists()
 
 
@@ -419,17 +496,19 @@ def test_a_reward_function_that_raises(scripts, small, capsys, tmp_path, name):
 def test_a_file_of_a_reward_function_that_raises(script, small, capsys, tmp_path, text, error):
     """The same, before a run folder is made."""
     (tmp_path / "mine.py").write_text(text)
-    args = small("ppo_sentiment", reward_fn=f"{tmp_path}/mine.py:reward")
+    args = small("ppo_sentiment", reward_fn=[f"{tmp_path}/mine.py:reward"])
     trace, line = last_line(script, args, capsys)
     assert "mine.py" in trace and f"raised {error}" in line
     assert not (tmp_path / "run").exists()
 
 
-def test_a_judge_function_that_raises(scripts, small, capsys, tmp_path):
-    """The line names the judge of rloo_tldr.py, not the reward."""
-    judge_fn = reward_file(tmp_path, "return [1 / 0]")
-    _, line = last_line(scripts["rloo_tldr"], small("rloo_tldr", judge_fn=judge_fn), capsys)
-    assert f"--judge-fn {judge_fn} raised ZeroDivisionError" in line
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_judge_function_that_raises(scripts, small, capsys, tmp_path, name):
+    """The line names the judge, not the reward."""
+    [judge_fn] = reward_file(tmp_path, "return [1 / 0]", "judge")
+    trace, line = last_line(scripts[name], small(name, judge_fn=judge_fn), capsys)
+    assert f'File "{tmp_path}/judge.py", line 4, in reward' in trace
+    assert "--judge-fn reward raised ZeroDivisionError" in line
 
 
 # ---- Processes ---------------------------------------------------------------------------------------------

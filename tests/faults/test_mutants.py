@@ -24,7 +24,18 @@ from run_tools import (
 from transformers import AutoModel, AutoModelForCausalLM
 
 pytest_plugins = ["run_fixtures"]
-ROLLOUT = {"ppo_sentiment": "rollout", "ppo_dialog": "rollout_answers", "rloo_tldr": "rollout_groups"}
+ROLLOUT = {
+    "ppo_sentiment": "rollout",
+    "ppo_dialog": "rollout_answers",
+    "rloo_tldr": "rollout_groups",
+    "grpo_math": "rollout_tasks",
+}
+CREDIT = {
+    "ppo_sentiment": "gae",
+    "ppo_dialog": "gae",
+    "rloo_tldr": "rloo_advantages",
+    "grpo_math": "grpo_advantages",
+}
 SGD = dict(optimizer="torch.optim.SGD", max_grad_norm=None, learning_rate=0.1)
 
 
@@ -36,7 +47,9 @@ def test_nothing_after_the_end_is_read(scripts, small, monkeypatch, tiny_lm, tmp
     """Traps 4 and 5: put nan after each response in all outputs of the model. Not a bit changes."""
     module = scripts[script]
     lm = eos_prone(tiny_lm, tmp_path / "lm")
-    flags = dict(model_name_or_path=lm, total_episodes=16, whiten_rewards=True)
+    flags = dict(model_name_or_path=lm, total_episodes=16)
+    if script != "grpo_math":
+        flags["whiten_rewards"] = True
     _, clean = module.train(small(script, "clean", **flags))
     model_class = module.PolicyAndValue if script in PPO else module.PolicyAndReference
     forward, reference_logprobs = model_class.forward, model_class.reference_logprobs
@@ -84,12 +97,21 @@ def loss_of_rloo(module, args, b, advantages):
     return model, -(advantages * torch.where(valid, logprobs, 0.0).sum(1)).mean()
 
 
+def loss_of_grpo(module, args, b, advantages):
+    """The loss before the first step, when the KL and its gradient are 0. -> the model, and its loss"""
+    T = args.response_length
+    model = module.PolicyAndReference(*module.load_policy_and_reference(args, args.model_name_or_path))
+    logprobs, _ = model(b["ids"], b["mask"], T, args.temperature)
+    valid = b["mask"][:, -T:]
+    return model, -(advantages[:, None] * logprobs)[valid].mean()
+
+
 @pytest.mark.parametrize("script", RL)
 def test_one_step_by_hand(scripts, small, monkeypatch, script):
     """Trap 28: SGD moves the weights by the gradient of the loss.
 
     PPO: whitened advantages, the mean over valid tokens, vf_coef. RLOO: the log-probabilities of whole
-    responses, the mean over them.
+    responses, the mean over them. GRPO: the mean over all valid tokens.
     """
     module = scripts[script]
     is_ppo = script in PPO
@@ -98,12 +120,14 @@ def test_one_step_by_hand(scripts, small, monkeypatch, script):
         flags["vf_coef"] = 0.3
     args = small(script, **flags)
     rollouts = spy(monkeypatch, module, ROLLOUT[script])
-    credits = spy(monkeypatch, module, "gae" if is_ppo else "rloo_advantages")
+    credits = spy(monkeypatch, module, CREDIT[script])
     trained, _ = module.train(args)
-    b = rollouts[1][1][0]  # rollouts[0] is the evaluation before training
+    b = rollouts[0 if script == "grpo_math" else 1][1][0]  # of others, the first is of the evaluation
     _, credit = credits[0]
     if is_ppo:
         model, loss = loss_of_ppo(module, args, b, *credit)
+    elif script == "grpo_math":
+        model, loss = loss_of_grpo(module, args, b, credit)
     else:
         model, loss = loss_of_rloo(module, args, b, credit)
     loss.backward()
@@ -230,9 +254,9 @@ def test_the_meteor_of_a_run_is_of_the_reference(scripts, small):
     """METEOR is not symmetric: recall, of the reference's words, has nine times the weight of precision."""
     module = scripts["ppo_dialog"]
     args = small("ppo_dialog", reward_model_path=None)
-    reward_parts, _ = module.load_reward_parts(args, torch.device("cpu"))
-    turn = module.Turn(["Hello."], "the cat sat here", None, [], [])
-    score = reward_parts([turn], ["the cat"])["meteor"].item()
+    reward_parts, *_ = module.load_reward_parts(args, torch.device("cpu"))
+    turn = module.Turn({}, 1, ["Hello."], "the cat sat here", None, [], [])
+    score = reward_parts([turn], ["the cat"], [[]])["meteor"].item()
     precision, recall, chunks_per_match = 1.0, 0.5, 1 / 2
     mean = 10 * precision * recall / (recall + 9 * precision)
     assert score == pytest.approx(mean * (1 - 0.5 * chunks_per_match**3))

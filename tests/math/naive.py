@@ -170,6 +170,48 @@ def rloo_advantages(rewards, rloo_k):
     return advantages
 
 
+def grpo_advantages(rewards, k, scale="group"):
+    """Shao et al. 2024, section 4.1.2: (r - mean of the group) / standard deviation of the group.
+
+    The deviation is of a sample, with n - 1, plus 1e-4. scale: "group"; "batch", the deviation of all
+    rewards; "none" (Liu et al. 2025). The rows are in the order of rloo_advantages.
+    """
+    num_tasks = len(rewards) // k
+    advantages = []
+    for i, reward in enumerate(rewards):
+        group = [rewards[j * num_tasks + i % num_tasks] for j in range(k)]
+        sample = rewards if scale == "batch" else group
+        centered = reward - math.fsum(group) / k
+        if scale != "none":
+            mean = math.fsum(sample) / len(sample)
+            deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in sample) / (len(sample) - 1))
+            centered /= deviation + 1e-4
+        advantages.append(centered)
+    return advantages
+
+
+def grpo_loss(responses, advantages, mean, kl_coef=0.0, low=0.2, high=0.2):
+    """Shao et al. 2024, eq. 3, negated: the clipped loss of each token plus the coefficient times k3.
+
+    responses: for each one a list of (log-probability, old one, reference's), one tuple per token. mean:
+    "token", over all tokens (Yu et al. 2025); "response", first over each response (Shao et al.); or a
+    number, by which the sum is divided (Liu et al. 2025).
+    """
+    by_response = []
+    for tokens, advantage in zip(responses, advantages):
+        losses = []
+        for logprob, old_logprob, ref_logprob in tokens:
+            ratio = math.exp(logprob - old_logprob)
+            clipped = min(max(ratio, 1 - low), 1 + high)
+            kl = kl_estimate(logprob, ref_logprob, "k3")
+            losses.append(-min(ratio * advantage, clipped * advantage) + kl_coef * kl)
+        by_response.append(losses)
+    if mean == "response":
+        return math.fsum(math.fsum(losses) / len(losses) for losses in by_response) / len(by_response)
+    total = math.fsum(x for losses in by_response for x in losses)
+    return total / (sum(map(len, by_response)) if mean == "token" else mean)
+
+
 def preference_loss(chosen, rejected, margin=0.0):
     """Stiennon et al. 2020, section 3.4: - log sigma(r_chosen - r_rejected - margin).
 

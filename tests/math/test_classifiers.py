@@ -123,7 +123,8 @@ def test_the_reward_is_asked_for_by_name(classifier_folder, labels, number):
     theirs = logits_of_texts(folder, TEXTS)[:, number]
     for label in ("positive", str(number)):
         reward_of = ppo.load_reward(ppo.Args(reward_model_path=folder, reward_label=label), CPU)
-        close(reward_of([""] * 3, TEXTS), theirs, **near)
+        [scores] = reward_of([""] * 3, TEXTS, None, [{}] * 3).values()
+        close(scores, theirs, **near)
     with pytest.raises(ppo.UserError, match="joy"):
         ppo.load_reward(ppo.Args(reward_model_path=folder, reward_label="joy"), CPU)
 
@@ -135,4 +136,5 @@ def test_a_reward_model_may_have_another_tokenizer(tiny_classifier):
     policys = transformers.AutoTokenizer.from_pretrained(ROOT / "checkpoints/reviews-lm")
     assert theirs(TEXTS[0]).input_ids != policys(TEXTS[0]).input_ids
     reward_of = ppo.load_reward(ppo.Args(reward_model_path=folder), CPU)
-    close(reward_of([""] * 3, TEXTS), logits_of_texts(folder, TEXTS)[:, 1], **near)
+    [scores] = reward_of([""] * 3, TEXTS, None, [{}] * 3).values()
+    close(scores, logits_of_texts(folder, TEXTS)[:, 1], **near)

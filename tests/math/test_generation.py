@@ -93,15 +93,34 @@ def test_generate_groups_is_generate_for_each_response(language_model):
     k = 3
     uniforms = torch.rand(5, k, T, generator=torch.Generator().manual_seed(5))
     limit = torch.full((5,), T)
-    free, _ = rloo.generate_groups(model, ids, mask, uniforms, NO_STOP_TOKEN, 0.7)
+    none = torch.tensor([], dtype=torch.long)
+    free, _ = rloo.generate_groups(model, ids, mask, uniforms, none, 0.7)
     stop = free[2, 1, 3].item()
-    tokens, logprobs = rloo.generate_groups(model, ids, mask, uniforms, stop, 0.7)
+    tokens, logprobs = rloo.generate_groups(model, ids, mask, uniforms, torch.tensor([stop]), 0.7)
     assert tokens.shape == logprobs.shape == (5, k, T)
     for j in range(k):
         expected = ppo.generate(model, ids, mask, limit, uniforms[:, j], stop, 0.7)
         assert torch.equal(tokens[:, j], expected[0])
         close(logprobs[:, j], expected[1], rtol=0, atol=1e-5)
     assert not torch.equal(tokens, free)  # something did stop
+
+
+def test_generate_groups_stops_at_each_of_several_tokens(language_model):
+    """A response ends with its first stop token, whichever it is. Before it, nothing changes."""
+    model = language_model("gpt2")
+    _, ids, mask, _, _ = prompts_to_continue()
+    uniforms = torch.rand(5, 2, T, generator=torch.Generator().manual_seed(6))
+    free, _ = rloo.generate_groups(model, ids, mask, uniforms, torch.tensor([], dtype=torch.long), 1.0)
+    stop_ids = torch.stack([free[0, 0, 2], free[3, 1, 4]])
+    tokens, logprobs = rloo.generate_groups(model, ids, mask, uniforms, stop_ids, 1.0)
+    ends = set()
+    for old, new, logprob in zip(*(x.flatten(0, 1) for x in (free, tokens, logprobs))):
+        stops = [t for t, token in enumerate(old.tolist()) if token in stop_ids.tolist()]
+        n = stops[0] + 1 if stops else T
+        assert torch.equal(new[:n], old[:n])
+        assert not new[n:].any() and not logprob[n:].any()
+        ends |= {old[n - 1].item()} if stops else set()
+    assert ends == set(stop_ids.tolist())
 
 
 def test_generate_of_a_bf16_model_sums_in_fp32(language_model):

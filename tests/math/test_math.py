@@ -17,6 +17,7 @@ from math_tools import INF, NAN, close, head_case, nan_outside, normal, quick, r
 ppo = module_with("gae", "clipped_value_loss", "generator_for", "PolicyAndValue")
 rloo = module_with("kl_per_token", "rloo_advantages")
 reward = module_with("preference_loss", "ranking_loss")
+weighted_sum = module_with("weighted_sum").weighted_sum
 
 
 def batch_of(case):
@@ -34,6 +35,9 @@ def test_response_lengths():
     close(ppo.response_lengths(tokens, -1), [4] * 5)  # there is no stop token
     close(ppo.response_lengths(tokens, 3), [4, 4, 3, 3, 4])
     close(ppo.response_lengths(torch.tensor([[3], [0]]), 0), [1, 1])
+    close(ppo.response_lengths(tokens, torch.tensor([3, 7])), [4, 4, 3, 3, 4])  # either one
+    close(ppo.response_lengths(tokens, torch.tensor([2, 0])), [2, 1, 2, 2, 1])
+    close(ppo.response_lengths(tokens, torch.tensor([], dtype=torch.long)), [4] * 5)
 
 
 rows_of_six = st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=5)
@@ -54,6 +58,18 @@ def test_length_mask_edges():
     assert ppo.length_mask(torch.tensor([0, 1]), 1).tolist() == [[False], [True]]
     full, empty, part = [True, True, True], [False, False, False], [True, True, False]
     assert ppo.length_mask(torch.tensor([3, 0, 2]), 3).tolist() == [full, empty, part]
+
+
+# ---- Sums of rewards ---------------------------------------------------------------------------------------
+
+
+def test_weighted_sum():
+    """Weights go by position, and a reward that does not apply (nan) counts as 0."""
+    rewards = {"b": torch.tensor([1.0, 2.0, NAN, NAN]), "a": torch.tensor([10.0, NAN, -30.0, NAN])}
+    close(weighted_sum(rewards), [11.0, 2.0, -30.0, 0.0])
+    close(weighted_sum(rewards, [2.0, -0.5]), [-3.0, 4.0, 15.0, 0.0])
+    close(weighted_sum(rewards, [0.0, 1.0]), [10.0, 0.0, -30.0, 0.0])
+    close(weighted_sum({"a": torch.tensor([1.5])}, [2.0]), [3.0])
 
 
 # ---- KL ----------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_a_mark_that_is_never_complete():
     rows = [[0, 1, 2, 4, 3, 0, 1, 3], [0, 0, 1, 1, 2, 3, 0, 1], [4] * 8, [0, 0, 1, 2, 3, 0, 1, 2]]
     seen = dialog.stop_sequence_seen(torch.tensor(rows), table)
     assert seen[:, -1].tolist() == [False, False, False, True]
-    assert dialog.response_lengths(seen, True).tolist() == [8, 8, 8, 5]
+    assert dialog.response_lengths(seen.long(), 1).tolist() == [8, 8, 8, 5]
     assert dialog.stop_sequence_seen(torch.tensor([[5], [3]]), table).tolist() == [[True], [False]]
 
 
@@ -177,7 +177,7 @@ def test_every_utterance_ends_where_its_mark_does(tokenizer, gap):
     tokens_of_marks = set()
     for ids, text in zip(dialog.utterance_ids(tokenizer, UTTERANCES, gap + mark.strip()), UTTERANCES):
         seen = dialog.stop_sequence_seen(torch.tensor([ids + ids]), table)
-        length = int(dialog.response_lengths(seen, True))
+        length = int(dialog.response_lengths(seen.long(), 1))
         assert length == length_until(tokenizer, ids, mark) == len(ids)
         text_ids = ids_of_text(tokenizer, f" {text}")
         known_text = tokenizer.decode(text_ids).strip()  # without letters that the tokenizer does not know
@@ -220,7 +220,7 @@ def test_random_tokens_stop_where_their_text_does(tokenizer):
     rows = torch.tensor(similar)[torch.randint(len(similar), (200, 24), generator=generator)]
     for row, place in zip(rows[::2], torch.randint(24, (100,), generator=generator).tolist()):
         row[place : place + len(mark_ids)] = torch.tensor(mark_ids[: 24 - place])  # may be cut off at the end
-    lengths = dialog.response_lengths(dialog.stop_sequence_seen(rows, table), True)
+    lengths = dialog.response_lengths(dialog.stop_sequence_seen(rows, table).long(), 1)
     expected = [length_until(tokenizer, row, mark) for row in rows.tolist()]
     assert lengths.tolist() == [length or 24 for length in expected]
     assert 50 < sum(length is not None for length in expected) < 150
@@ -236,7 +236,7 @@ def test_eos_ends_an_answer_too(tokenizer, end):
     lengths = []
     for row in rows:
         seen = dialog.stop_sequence_seen(torch.tensor([row]), table)
-        lengths.append(int(dialog.response_lengths(seen, True)))
+        lengths.append(int(dialog.response_lengths(seen.long(), 1)))
     assert lengths == [1, len(mark_ids), len(mark_ids) + (end == "eos")]
     assert not dialog.stop_sequence_seen(torch.tensor([mark_ids[:-1]]), table).any()
 
@@ -288,7 +288,7 @@ def test_generation_until_a_mark(generation, temperature):
         assert not row_logprobs[length:].any()
         lengths.append(length)
     seen = dialog.stop_sequence_seen(tokens, g.table)
-    assert dialog.response_lengths(seen, True).tolist() == lengths
+    assert dialog.response_lengths(seen.long(), 1).tolist() == lengths
     assert len(set(lengths)) > 3
     assert sum(length < 24 for length in lengths) >= 8
 
@@ -315,7 +315,7 @@ def test_on_token_sees_every_token(generation):
 
         row = [x[i : i + 1] for x in g.inputs]
         tokens, _ = dialog.generate_until(g.model, *row, g.table, 1.0, on_token)
-        length = int(dialog.response_lengths(dialog.stop_sequence_seen(tokens, g.table), True))
+        length = int(dialog.response_lengths(dialog.stop_sequence_seen(tokens, g.table).long(), 1))
         lengths_of_rows.append(length)
         assert [shown for shown, _ in calls] == [tokens[0, :t].tolist() for t in range(1, length + 1)]
         for shown, state in calls:

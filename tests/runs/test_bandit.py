@@ -1,4 +1,5 @@
-"""Whole runs whose answer is known: what reward and KL together must lead to, for PPO and RLOO.
+"""Whole runs whose answer is known: what reward and KL together must lead to, for PPO, RLOO
+and GRPO.
 
 A language model of six tokens, two prompts, and a table of rewards. All responses can be counted, so their
 probabilities are exact. With a reward r and a coefficient beta of KL(policy || reference), the best policy is
@@ -74,6 +75,7 @@ def places(tmp_path_factory):
         "ppo_sentiment": [dict(text=prompt) for prompt in PROMPTS],
         "ppo_dialog": [dict(dialog=[prompt, "e"]) for prompt in PROMPTS],
         "rloo_tldr": [dict(prompt=prompt) for prompt in PROMPTS],
+        "grpo_math": [dict(prompt=prompt) for prompt in PROMPTS],
     }
     folders = {"model": str(root / "lm")}
     for script in RL:
@@ -125,7 +127,7 @@ def learn(scripts, places, tmp_path):
     def run(script, length, updates=60, batch=256, minibatches=1, **flags):
         pairs = [(prompt, text_of(row)) for prompt in PROMPTS for row in all_responses(length)]
         table = {pair: some_reward(*pair) for pair in pairs}
-        body = f"table = {table!r}\nreturn [table[p, r.strip()] for p, r in zip(prompts, responses)]"
+        body = f"table = {table!r}\nreturn [table[p, r.strip()] for p, r in zip(prompts, completions)]"
         common = dict(
             model_name_or_path=places["model"],
             dataset_name=places[script],
@@ -146,6 +148,9 @@ def learn(scripts, places, tmp_path):
         )
         if script == "rloo_tldr":
             own = dict(rloo_k=4, num_examples=2, temperature=1.0)
+        elif script == "grpo_math":
+            own = dict(num_generations=batch // 2, gradient_accumulation_steps=1, num_examples=2)
+            own |= dict(prompt_template=None, system_prompt=None, num_eval_samples=1)
         else:
             own = dict(num_eval_prompts=2, kl_target=None, lam=1.0)
         if script == "ppo_sentiment":
@@ -155,7 +160,8 @@ def learn(scripts, places, tmp_path):
         model, folder = scripts[script].train(scripts[script].Args(**(common | own | flags)))
         assert len(rows_of(folder)) == updates
         end = [0] if script == "ppo_dialog" else []  # there, a prompt ends with the end of an utterance
-        policy, reference = model.policy.eval(), model.reference.eval()
+        reference = GPT2LMHeadModel.from_pretrained(places["model"]).eval()
+        policy = model.policy.eval()
         return exact_probabilities(policy, length, end), exact_probabilities(reference, length, end)
 
     return run
@@ -195,13 +201,47 @@ def test_k3_in_the_loss_leads_elsewhere(learn):
     """
     policy, reference = learn("rloo_tldr", 1, kl_coef=BETA, kl_in_loss=True, kl_estimator="k3")
     rewards = reward_table(1)
-    low = rewards.max(-1, keepdim=True).values
-    high = low + BETA
-    for _ in range(60):  # by bisection: the sum falls if c grows
-        c = (low + high) / 2
-        too_low = (BETA * reference / (c - rewards)).sum(-1, keepdim=True) > 1
-        low, high = torch.where(too_low, c, low), torch.where(too_low, high, c)
-    goal = BETA * reference / (c - rewards)
-    assert (goal.sum(-1) - 1).abs().max() < 1e-9
+    goal = best_policy_of_k3(reference, rewards, BETA)
     assert distance(policy, goal) < 0.04
     assert distance(policy, best_policy(reference, rewards, BETA)) > 0.15
+
+
+def best_policy_of_k3(reference, rewards, beta):
+    """beta reference / (c - r) for each prompt; beta is a number or has one for each prompt."""
+    beta = torch.as_tensor(beta, dtype=torch.float64).expand(len(rewards))[:, None]
+    low = rewards.max(-1, keepdim=True).values
+    high = low + beta
+    for _ in range(60):  # by bisection: the sum falls if c grows
+        c = (low + high) / 2
+        too_low = (beta * reference / (c - rewards)).sum(-1, keepdim=True) > 1
+        low, high = torch.where(too_low, c, low), torch.where(too_low, high, c)
+    goal = beta * reference / (c - rewards)
+    assert (goal.sum(-1) - 1).abs().max() < 1e-9
+    return goal
+
+
+def test_grpo_with_a_penalty(learn):
+    """With large groups, GRPO maximizes sum pi r / sigma - beta KL(reference || pi).
+
+    sigma is the deviation of the reward under pi itself. So the goal is that of k3 with the coefficient
+    beta sigma, where sigma is that of the goal.
+    """
+    policy, reference = learn("grpo_math", 1, kl_coef=BETA)
+    rewards = reward_table(1)
+    goal = reference
+    for _ in range(200):
+        mean = (goal * rewards).sum(-1, keepdim=True)
+        sigma = (goal * (rewards - mean) ** 2).sum(-1).sqrt()
+        goal = best_policy_of_k3(reference, rewards, BETA * sigma)
+    assert distance(policy, goal) < 0.05
+    others = [reference, best_policy_of_k3(reference, rewards, BETA), best_policy(reference, rewards, BETA)]
+    assert min(distance(other, goal) for other in others) > 0.12
+
+
+def test_grpo_without_a_penalty(learn):
+    """The default: nothing holds it back, so it learns the best of all responses to each prompt."""
+    policy, reference = learn("grpo_math", 1, kl_coef=0.0, updates=40, num_generations=8)
+    best = reward_table(1).argmax(-1)
+    for i in range(2):
+        assert reference[i, best[i]] < 0.1
+        assert policy[i, best[i]] > 0.9

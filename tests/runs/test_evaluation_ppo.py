@@ -201,7 +201,7 @@ def dialogs_run(scripts, tiny_intents, tmp_path_factory):
     rows = {}
     for split, dialogs in DIALOGS.items():
         rows[split] = [dict(dialog=texts, act=acts) for texts, acts in zip(dialogs, ACTS[split])]
-    body = "return [len(r) / 50 - len(p) / 100 for p, r in zip(prompts, responses)]"
+    body = "return [len(r) / 50 - len(p) / 100 for p, r in zip(prompts, completions)]"
     args = scripts["ppo_dialog"].Args(
         model_name_or_path=str(ROOT / "checkpoints/dialogs-lm"),
         reward_model_path=tiny_intents("other"),
@@ -217,7 +217,7 @@ def dialogs_run(scripts, tiny_intents, tmp_path_factory):
         intent_weight=0.7,
         intent_reward="probability",
         meteor_weight=1.9,
-        reward_fn_weight=-0.4,
+        reward_weights=[-0.4],
         missing_eos_penalty=0.25,
         score_clip=0.9,
         seed=6,
@@ -256,7 +256,7 @@ def dialog_parts(run, turns, answers):
         parts["intent"].append(p[turn.act - 1])
         parts["match"].append(float(p[turn.act - 1] == max(p)))
         parts["meteor"].append(plain_meteor(turn.reference, answer))
-        parts["reward_fn"].append(len(answer) / 50 - len("\n".join(turn.context)) / 100)
+        parts["rewards/reward"].append(len(answer) / 50 - len("\n".join(turn.context)) / 100)
     return parts
 
 
@@ -276,7 +276,7 @@ def plain_meteor(reference, answer):
 
 def dialog_scores(parts):
     """0.7 intent + 1.9 METEOR - 0.4 function."""
-    names = ("intent", "meteor", "reward_fn")
+    names = ("intent", "meteor", "rewards/reward")
     return [0.7 * i + 1.9 * m - 0.4 * f for i, m, f in zip(*[parts[name] for name in names])]
 
 
@@ -488,8 +488,11 @@ def test_every_metric_of_every_update(run, replays):
             "completions/new_word_share": plain_new_word(texts_before, responses)[2],
         }
         if hasattr(run, "parts"):
-            numbers |= {name: mean(run.parts[i][name]) for name in ("intent", "meteor", "reward_fn")}
+            numbers |= {name: mean(run.parts[i][name]) for name in ("intent", "meteor")}
+            numbers["rewards/reward/mean"] = mean(run.parts[i]["rewards/reward"])
             numbers["custom/questions"] = mean([answer.endswith("?") for answer in responses])
+        else:
+            numbers["rewards/classifier/mean"] = mean(run.scores[i])
         memory = row.pop("perf/peak_memory_mb")
         assert 50 < memory <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         assert row.keys() == numbers.keys()
@@ -598,7 +601,7 @@ def test_prompts_are_the_beginnings_of_reviews(reviews_run):
     for split, letters in ((1, TRAIN_LETTERS), (2, TEST_LETTERS)):
         whole |= {f"{letter}{split}": run.tokenizer(review(letter, split)).input_ids for letter in letters}
     draws = []
-    for (_, _, _, batch, _, _), (_, prompts, _) in (run.rollouts[0], *run.updates):
+    for (_, _, _, _, batch, _, _), (_, prompts, _) in (run.rollouts[0], *run.updates):
         for ids, mask, prompt in zip(batch["ids"], batch["mask"], prompts):
             tokens = ids[mask].tolist()
             assert mask.tolist() == [False] * (5 - len(tokens)) + [True] * len(tokens)
@@ -818,7 +821,7 @@ def test_samples_of_a_run(run):
         turns = run.rollouts[0][0][3][:4]
         for rows in (samples[:4], samples[4:]):
             parts = dialog_parts(run, turns, [row["answer"] for row in rows])
-            for name in ("intent", "meteor", "reward_fn"):
+            for name in ("intent", "meteor", "rewards/reward"):
                 assert [row[name] for row in rows] == pytest.approx(parts[name], rel=1e-4, abs=1e-4)
             assert [row["scores"] for row in rows] == pytest.approx(dialog_scores(parts), rel=1e-4, abs=1e-4)
     else:
@@ -854,10 +857,11 @@ def test_a_stop_token_on_the_last_allowed_token_ends_a_response(script, tiny_lm,
     args = script.Args(local_rollout_forward_batch_size=5)
     model = script.PolicyAndValue(lm, lm)
 
-    def reward(prompts, responses):
-        return torch.zeros(len(responses))
+    def reward(prompts, responses, response_tokens, columns):
+        return {"zero": torch.zeros(len(responses))}
 
-    b, _, responses = script.rollout(model, tokenizer, reward, batch, eos, args)
+    reviews = [{"columns": {}}] * 5
+    b, _, responses = script.rollout(model, tokenizer, reward, reviews, batch, eos, args)
     assert b["lengths"].tolist() == [3, 2, 3, 4, 4]
     assert b["stopped"].tolist() == [True, True, False, True, False]
     assert responses == [tokenizer.decode(row) for row in ([7, 8], [7], [7, 8, 9], [7, 8, 9], [7, 8, 9, 7])]
@@ -875,7 +879,7 @@ def test_an_answer_that_ends_on_the_last_allowed_token(dialog_script, tiny_lm, m
     args = dialog_script.Args(utterance_end="eos", local_rollout_forward_batch_size=3)
     table = dialog_script.build_stop_table(args, tokenizer, lm)
 
-    def parts(turns, answers):
+    def parts(turns, answers, answer_tokens):
         return {"meteor": torch.zeros(len(answers))}
 
     model = dialog_script.PolicyAndValue(lm, lm)
@@ -1000,7 +1004,8 @@ def test_draw_batch(script):
     )
     prompts = [[10, 11, 12, 13], [20, 21, 22, 23], [30, 31]]  # the last one is shorter than most draws
     rows = torch.tensor([2, 0, 1] * 1000)
-    batch = script.draw_batch(prompts, rows, args, 6)
+    reviews = [{"ids": prompts[row]} for row in rows.tolist()]
+    batch = script.draw_batch(reviews, args, 6)
     lengths, limits = batch["mask"].sum(1), batch["max_new_tokens"]
     assert batch["ids"].shape == (3000, 4) and batch["uniforms"].shape == (3000, 7)
     for row, ids, mask in zip(rows.tolist(), batch["ids"], batch["mask"]):
@@ -1015,17 +1020,17 @@ def test_draw_batch(script):
     long = rows != 2
     pairs = torch.stack([lengths[long].float(), limits[long].float(), batch["uniforms"][long, 0]])
     assert (torch.corrcoef(pairs) - torch.eye(3)).abs().max() < 0.1
-    again = script.draw_batch(prompts, rows, args, 6)
+    again = script.draw_batch(reviews, args, 6)
     assert all(torch.equal(batch[name], again[name]) for name in batch)
     for purpose in (7, "held-out"):
-        other = script.draw_batch(prompts, rows, args, purpose)
+        other = script.draw_batch(reviews, args, purpose)
         for name in ("mask", "max_new_tokens", "uniforms"):
             assert not torch.equal(batch[name], other[name])
 
 
 def test_draw_prompts(dialog_script):
     """Left-padded to the longest; random numbers depend on seed and purpose."""
-    turns = [dialog_script.Turn([], "", None, ids, []) for ids in ([5], [6, 7, 8], [9, 4])]
+    turns = [dialog_script.Turn({}, 1, [], "", None, ids, []) for ids in ([5], [6, 7, 8], [9, 4])]
     args = dialog_script.Args(seed=5, response_length=6)
     batch = dialog_script.draw_prompts(turns, args, 2)
     assert batch["mask"].tolist() == [[False, False, True], [True] * 3, [False, True, True]]
@@ -1071,7 +1076,7 @@ def test_perplexity_of_references_that_are_cut(dialog_script, tiny_lm):
     turns = []
     for prompt, reference in sizes:
         ids = [[numbers.randrange(3, 1000) for _ in range(n)] for n in (prompt, reference)]
-        turns.append(dialog_script.Turn([], "", None, *ids))
+        turns.append(dialog_script.Turn({}, 1, [], "", None, *ids))
     total, count = 0.0, 0
     for turn in turns:
         reference = turn.reference_tokens[:245]

@@ -51,9 +51,9 @@ FLAGS = dict(  # of the run that most tests look at; 20 episodes are rounded up 
 )
 CALLS = """import json
 {score}
-scores = [score(p, r) for p, r in zip(prompts, responses)]
+scores = [score(p, r) for p, r in zip(prompts, completions)]
 with open(__file__ + ".calls", "a") as file:
-    file.write(json.dumps([prompts, responses, scores]) + "\\n")
+    file.write(json.dumps([prompts, completions, scores]) + "\\n")
 return scores"""
 REWARD = """
 def score(prompt, response):
@@ -141,7 +141,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             dataset_name=run.data,
             model_name_or_path=run.lm,
             reward_fn=reward_file(folder, CALLS.format(score=REWARD.strip())),
-            judge_fn=reward_file(folder, CALLS.format(score=JUDGE.strip()), "judge"),
+            judge_fn=reward_file(folder, CALLS.format(score=JUDGE.strip()), "judge")[0],
         )
         args = maker(scripts, world, folder)("rloo_tldr", **(places | FLAGS | changes))
         with pytest.MonkeyPatch.context() as patch, handlers_kept():
@@ -153,8 +153,8 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
         names = ("before", "update 1", "samples 1", "update 2", "samples 2", "after")
         tokenizer = AutoTokenizer.from_pretrained(run.lm)
         parts = {}
-        for name, (_, (b, prompts, responses)) in zip(names, rollouts, strict=True):
-            parts[name] = rows_by_hand(tokenizer, b, prompts, responses)
+        for name, (inputs, (b, responses)) in zip(names, rollouts, strict=True):
+            parts[name] = rows_by_hand(tokenizer, b, prompts_of(inputs, responses), responses)
         return SimpleNamespace(
             args=args,
             model=model,
@@ -171,10 +171,18 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
     return run
 
 
+def prompts_of(inputs, responses):
+    """The prompt of each response of a call of rollout_groups. First responses come first."""
+    posts = inputs[3]
+    return [post["prompt"] for post in posts] * (len(responses) // len(posts))
+
+
 def rows_by_hand(tokenizer, b, prompts, responses):
     """What was sampled, row by row, in plain lists. Only the token ids and the texts are the script's."""
     rows = []
-    for ids, sampled, prompt, response in zip(b["ids"], b["sampling_logprobs"], prompts, responses):
+    for i, (ids, sampled) in enumerate(zip(b["ids"], b["sampling_logprobs"], strict=True)):
+        prompt, response = prompts[i], responses[i]
+        assert tokenizer.decode(ids[:-T][b["mask"][i, :-T]]) == prompt
         tokens = ids[-T:].tolist()
         ended = tokenizer.eos_token_id in tokens
         if ended:
@@ -316,6 +324,7 @@ def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
         "val/num_eos_tokens": sum(ended),
         "env/reward_mean": mean(raw_scores),
         "env/reward_std": statistics.pstdev(raw_scores),
+        "rewards/reward/mean": mean(raw_scores),
         "frac_reward_zero_std": mean([len(set(group)) == 1 for group in grouped(rows, raw_scores)]),
         "completions/mean_length": mean(lengths),
         "completions/min_length": min(lengths),
@@ -465,12 +474,12 @@ def test_the_gap_between_sampling_and_training_is_measured(rloo, script, monkeyp
     tokens = []
 
     def with_a_gap(*inputs):
-        b, prompts, responses = sample_responses(*inputs)
+        b, responses, response_tokens = sample_responses(*inputs)
         b["sampling_logprobs"][1, 0] -= 3
         b["sampling_logprobs"][2] += 1
         b["sampling_logprobs"][~script.length_mask(b["lengths"], 6)] = 1000.0
         tokens.append(b["lengths"].tolist())
-        return b, prompts, responses
+        return b, responses, response_tokens
 
     monkeypatch.setattr(script, "sample_responses", with_a_gap)
     _, _, [row] = rloo(learning_rate=0.0, total_episodes=8, missing_eos_penalty=None)
@@ -558,7 +567,7 @@ def test_a_custom_stop_token(rloo, script, monkeypatch, tiny_lm, tmp_path):
         total_episodes=8,
         reward_fn=reward_file(tmp_path, body),
     )
-    b, _, _ = rollouts[1][1]
+    b, _ = rollouts[1][1]
     lengths, ends, texts = [], [], []
     for ids in b["ids"][:, -6:].tolist():
         ends.append(stop in ids)
@@ -717,7 +726,7 @@ def test_the_same_random_numbers_before_and_after(trained):
 def test_the_reward_is_the_judge_if_nobody_else_is(trained):
     """Without --judge-fn and --judge-model, the win rate compares raw rewards; evaluation.json says so."""
     run = trained(judge_fn=None)
-    assert run.table["judge"] == run.args.reward_fn
+    assert [run.table["judge"]] == run.args.reward_fn
     assert "judge/scores" not in run.metrics[0]
     score_of = {(prompt, text): x for call in run.reward_calls for prompt, text, x in call}
     verdicts = []
@@ -735,8 +744,8 @@ def test_the_live_adapter_is_what_is_saved(rloo, script, monkeypatch):
     merged = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     gaps = []
-    for b, prompts, _ in (rollouts[0][1], rollouts[-1][1]):
-        for i, prompt in enumerate(prompts):
+    for inputs, (b, responses) in (rollouts[0], rollouts[-1]):
+        for i, prompt in enumerate(prompts_of(inputs, responses)):
             n = b["lengths"][i]
             row = SimpleNamespace(ids=tokenizer(prompt).input_ids, tokens=b["ids"][i, -6:][:n].tolist())
             with torch.no_grad():
@@ -784,9 +793,11 @@ def test_posts_that_can_be_used(script, tiny_lm, tmp_path, capsys):
     loaded = script.datasets.load_dataset(data)["train"]
     posts = script.load_posts(loaded, tokenizer, script.Args(max_prompt_length=limit))
     texts = [tokenizer.decode(x["ids"]) for x in posts]
-    assert texts == [post("Train", i)["prompt"] for i in (0, 1, 2, 4, 5)]
+    assert texts == [x["prompt"] for x in posts] == [post("Train", i)["prompt"] for i in (0, 1, 2, 4, 5)]
     references = [post("Train", i)["completion"] for i in (0, 1, 2, 4, 5)]
     assert [x["reference"] for x in posts] == [references[0], "", *references[2:]]
+    columns = [dict(completion=completion) for completion in (references[0], None, *references[2:])]
+    assert [x["columns"] for x in posts] == columns
     assert "skipped 3 of 8 rows: no prompt of at most --max-prompt-length" in capsys.readouterr().out
 
 
@@ -808,19 +819,18 @@ def test_the_chosen_posts(script):
 
 def test_drawn_posts(script):
     """Padding is on the left. Random numbers depend on seed and purpose, and differ in every place."""
-    posts = [dict(ids=[5]), dict(ids=[7, 8, 9]), dict(ids=[3, 4])]
+    first, second, third = dict(ids=[5]), dict(ids=[7, 8, 9]), dict(ids=[3, 4])
+    posts = [third, second, first, third]
     args = script.Args(response_length=4, seed=1)
-    drawn = script.draw_posts(posts, torch.tensor([2, 1, 0, 2]), 3, args, 5)
+    drawn = script.draw_groups(posts, 3, args, 5)
     assert drawn["ids"].tolist() == [[0, 3, 4], [7, 8, 9], [0, 0, 5], [0, 3, 4]]
     mask = [[False, True, True], [True, True, True], [False, False, True], [False, True, True]]
     assert drawn["mask"].tolist() == mask
     assert drawn["uniforms"].shape == (4, 3, 4)
     assert len(set(drawn["uniforms"].flatten().tolist())) == 4 * 3 * 4
-    assert torch.equal(
-        drawn["uniforms"], script.draw_posts(posts, torch.tensor([0, 0, 0, 0]), 3, args, 5)["uniforms"]
-    )
+    assert torch.equal(drawn["uniforms"], script.draw_groups([first] * 4, 3, args, 5)["uniforms"])
     for other, purpose in ((args, 6), (args, "held-out"), (replace(args, seed=2), 5)):
-        again = script.draw_posts(posts, torch.tensor([2, 1, 0, 2]), 3, other, purpose)
+        again = script.draw_groups(posts, 3, other, purpose)
         assert not set(again["uniforms"].flatten().tolist()) & set(drawn["uniforms"].flatten().tolist())
 
 
@@ -841,18 +851,33 @@ def test_decode_with_special_tokens(script):
 
 
 @pytest.mark.parametrize(
-    "flags, expected",
+    "flags, of_model, expected",
     [
-        (dict(), 2),
-        (dict(stop_token=None), -1),
-        (dict(stop_token_id=7), 7),
-        (dict(stop_token=None, stop_token_id=0), 0),
+        (dict(), None, [2]),
+        (dict(), 2, [2]),
+        (dict(), 5, [2, 5]),
+        (dict(), [9, 2, 5], [2, 5, 9]),
+        (dict(stop_token=None), [9, 5], []),
+        (dict(stop_token_id=7), [9, 5], [7]),
+        (dict(stop_token=None, stop_token_id=0), None, [0]),
     ],
 )
-def test_the_stop_token(script, flags, expected):
-    """--stop-token-id comes first, then --stop-token: EOS or none."""
-    tokenizer = SimpleNamespace(eos_token_id=2)
-    assert script.find_stop_token(script.Args(**flags), tokenizer) == expected
+def test_the_stop_tokens(script, flags, of_model, expected):
+    """--stop-token-id comes first, then --stop-token: EOS and those of generation_config, or none."""
+    policy = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=of_model))
+    stop_ids = script.find_stop_tokens(script.Args(**flags), SimpleNamespace(eos_token_id=2), policy)
+    assert stop_ids.tolist() == expected
+    assert stop_ids.dtype == torch.long
+
+
+def test_a_model_whose_tokenizer_has_no_eos(script):
+    """The end of generation_config is enough. Without any, the run ends with one line."""
+    tokenizer = SimpleNamespace(eos_token_id=None)
+    policy = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=4))
+    assert script.find_stop_tokens(script.Args(), tokenizer, policy).tolist() == [4]
+    policy.generation_config.eos_token_id = None
+    with pytest.raises(script.UserError, match="use --stop-token-id"):
+        script.find_stop_tokens(script.Args(), tokenizer, policy)
 
 
 # ---- Judges ------------------------------------------------------------------------------------------------
@@ -860,7 +885,7 @@ def test_the_stop_token(script, flags, expected):
 
 def test_the_win_rate_by_hand(script):
     """Missing verdicts are no losses: rate, interval and ties are of the posts with a verdict."""
-    texts = ["p", "q"], [" a", " b"], [" c", " d"]
+    texts = [dict(prompt="p"), dict(prompt="q")], [" a", " b"]
     seen = []
 
     def judge(*inputs):
@@ -878,14 +903,22 @@ def test_the_win_rate_by_hand(script):
     }
 
 
-def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script):
-    """The response wins with the higher score, post by post, and equal scores are a tie."""
+def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script, tiny_lm):
+    """The response wins with the higher score, post by post, and equal scores are a tie.
 
-    def score(prompts, texts):
-        return torch.tensor([float(prompt.count(text.strip())) for prompt, text in zip(prompts, texts)])
+    A post for which one of the two has no score has no verdict.
+    """
 
-    prompts = ["x x y", "y y x", "x y", "z y y", "x"]
-    assert script.score_judge(score)(prompts, [" x"] * 5, [" y"] * 5) == [1.0, 0.0, 0.5, 0.0, 1.0]
+    def score(prompts, completions):
+        pairs = list(zip(prompts, completions))
+        return [None if "?" in prompt else prompt.count(text.strip()) for prompt, text in pairs]
+
+    functions = script.RewardFunctions("--judge-fn", {"score": score}, torch.device("cpu"))
+    posts = [
+        dict(prompt=x, reference=" y", columns={}) for x in ("x x y", "y y x", "x y", "z y y", "x", "x ?")
+    ]
+    judge = script.score_judge(functions, AutoTokenizer.from_pretrained(tiny_lm()))
+    assert judge(posts, [" x"] * 6) == [1.0, 0.0, 0.5, 0.0, 1.0, None]
 
 
 def chat_with(monkeypatch, answer):
@@ -917,18 +950,19 @@ def test_verdicts_of_a_chat_judge_stay_with_their_posts(script, monkeypatch):
 
     asked = chat_with(monkeypatch, answer)
     numbers = range(20)
-    texts = [[f"{text} {i}" for i in numbers] for text in ("post number", " ours", " theirs")]
+    posts = [dict(prompt=f"post number {i}", reference=f" theirs {i}") for i in numbers]
+    ours = [f" ours {i}" for i in numbers]
     args = script.Args(judge_url="http://here/v1", judge_model="m")
-    verdicts = script.chat_judge(args)(*texts)
+    verdicts = script.chat_judge(args)(posts, ours)
     assert verdicts == [{0: 1.0, 1: 0.0, 2: None}[i % 3] for i in numbers]
     assert len(asked) == 20
     assert all(options == dict(model="m", max_tokens=8, temperature=0.0) for _, options in asked)
     questions = sorted(question for question, _ in asked)
     asked.clear()
-    script.chat_judge(args)(*texts)
+    script.chat_judge(args)(posts, ours)
     assert sorted(question for question, _ in asked) == questions  # the order of the two is a function of
     asked.clear()
-    script.chat_judge(replace(args, seed=2))(*texts)
+    script.chat_judge(replace(args, seed=2))(posts, ours)
     assert sorted(question for question, _ in asked) != questions  # the seed
 
 
@@ -984,8 +1018,9 @@ def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, m
     run = trained()
     for part, policy in (("before", trained.lm), ("after", str(run.folder / "model"))):
         (tmp_path / part).mkdir()
-        judge = reward_file(tmp_path / part, CALLS.format(score=JUDGE.strip()))
-        args = replace(run.args, judge_fn=judge, sft_model_path=policy, output_dir=None, reward_fn="no.py:f")
+        [judge] = reward_file(tmp_path / part, CALLS.format(score=JUDGE.strip()))
+        flags = dict(judge_fn=judge, sft_model_path=policy, output_dir=None, reward_fn=["no.py:f"])
+        args = replace(run.args, **flags)
         result = script.judge_policy(args)
         assert set(result) == {"win rate", "+- (95 % interval)", "ties", "no verdict"}
         assert result == {name: pytest.approx(run.table[part][name]) for name in result}

@@ -314,7 +314,7 @@ def test_samples_are_drawn_from_all_tokens(scripts, tiny_lm):
     calls = []
     generate = model.generate
     model.generate = lambda *args, **kwargs: calls.append(generate(*args, **kwargs)[0]) or calls[-1][None]
-    samples = scripts["sft"].write_samples(model, tokenizer, documents)
+    samples = scripts["sft"].write_samples(model, tokenizer, documents, tokenizer.eos_token_id)
     assert len({row["completion"] for row in samples}) == 6
     is_rare = []
     for output, row in zip(calls, samples, strict=True):

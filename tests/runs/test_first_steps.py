@@ -37,7 +37,7 @@ def test_the_commit_is_that_of_the_script(scripts):
 
 
 def test_a_script_alone(tmp_path):
-    """A copy without checkpoints/ and data/ beside it says in one line that they are missing."""
+    """A copy without checkpoints/ beside it says in one line that the folder is missing."""
     shutil.copy(ROOT / "ppo_sentiment.py", tmp_path)
     command = [sys.executable, "ppo_sentiment.py"]
     end = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -45,7 +45,16 @@ def test_a_script_alone(tmp_path):
     lines = end.stderr.splitlines()
     assert len(lines) == 1
     assert "'checkpoints/reviews-lm'" in lines[0]
-    assert "need checkpoints/ and data/ of the repository beside the script" in lines[0]
+    assert "need checkpoints/ of the repository beside the script" in lines[0]
+
+
+def test_a_wrong_folder_is_not_a_missing_data(scripts, tmp_path, monkeypatch, capsys):
+    """With data/ in place, a wrong name in it is reported as the loader reports it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    line = one_line(scripts["sft"], ["--dataset-name", "data/my_revews"], capsys)
+    assert "cannot load the data set 'data/my_revews'" in line
+    assert "beside the script" not in line
 
 
 def test_resume_latest_without_runs(scripts, tmp_path, monkeypatch, capsys):
@@ -96,6 +105,27 @@ def test_a_warning_is_shown_once(ppo, capsys, tmp_path):
     constant = reward_file(tmp_path, "return [1.0] * len(prompts)")
     ppo(reward_fn=constant, total_episodes=16)
     assert capsys.readouterr().out.count("all rewards are equal") == 1
+
+
+# ---- Flags -------------------------------------------------------------------------------------------------
+
+MODEL_FLAGS = [(name, "model_name_or_path") for name in ALL]
+MODEL_FLAGS += [("rloo_tldr", "sft_model_path"), ("sft", "from_config"), ("reward_model", "from_config")]
+
+
+@pytest.mark.parametrize("name, field", MODEL_FLAGS)
+def test_a_named_model_means_the_published_defaults(scripts, name, field):
+    """A model but no recipe: custom. Flags may be spelled with - or _, and with a space or =."""
+    script = scripts[name]
+    expected = replace(script.Args(), **{field: "gpt2"})
+    for flag in (f"--{field}", f"--{field.replace('_', '-')}"):
+        for words in ([flag, "gpt2"], [f"{flag}=gpt2"], ["--seed", "1", flag, "gpt2"]):
+            assert script.parse_args(words) == expected
+    assert expected.recipe == "custom"
+    tiny = replace(script.RECIPES["tiny"], recipe="tiny")
+    assert script.parse_args([f"--{field}", "gpt2"]) != replace(tiny, **{field: "gpt2"})
+    assert script.parse_args(["tiny", f"--{field}", "gpt2"]) == replace(tiny, **{field: "gpt2"})
+    assert script.parse_args([]) == tiny
 
 
 # ---- Models of others --------------------------------------------------------------------------------------
@@ -186,10 +216,10 @@ def first_real_tokens(prompt_batch):
 def test_bos_in_ppo_sentiment(scripts, ppo, bos_lm, bos_tokenizer, monkeypatch, tmp_path):
     """Each prompt begins with BOS, and is no longer than the flag says. The reward reads no BOS."""
     calls = spy(monkeypatch, scripts["ppo_sentiment"], "rollout")
-    body = """assert not any('<s>' in text for text in prompts + responses)
+    body = """assert not any('<s>' in text for text in prompts + completions)
 return [float(len(prompt)) for prompt in prompts]"""
     ppo(model_name_or_path=bos_lm, reward_fn=reward_file(tmp_path, body), query_max_length=5)
-    for (_, _, _, prompt_batch, _, _), (_, prompts, _) in calls:
+    for (_, _, _, _, prompt_batch, _, _), (_, prompts, _) in calls:
         first, lengths = first_real_tokens(prompt_batch)
         assert set(first) == {bos_tokenizer.bos_token_id}
         assert max(lengths) <= 5
@@ -201,13 +231,26 @@ def test_bos_in_rloo_tldr(scripts, rloo, bos_lm, bos_tokenizer, monkeypatch):
     script = scripts["rloo_tldr"]
     calls = spy(monkeypatch, script, "rollout_groups")
     rloo(model_name_or_path=bos_lm)
-    for (_, _, _, prompt_batch, _, _), (_, prompts, _) in calls:
+    for (_, _, _, posts, prompt_batch, _, _), (_, responses) in calls:
         assert set(first_real_tokens(prompt_batch)[0]) == {bos_tokenizer.bos_token_id}
-        assert not any("<s>" in prompt for prompt in prompts)
+        assert not any("<s>" in text for text in [post["prompt"] for post in posts] + responses)
     bos, eos = bos_tokenizer.bos_token_id, bos_tokenizer.eos_token_id
     ids = script.preference_ids(bos_tokenizer, ["The film"], [" was good"], 99)[0]
     assert (ids[0], ids[-1]) == (bos, eos)
     assert ids.count(bos) == ids.count(eos) == 1
+
+
+def test_bos_in_grpo_math(scripts, grpo, bos_lm, bos_tokenizer, monkeypatch):
+    """Each prompt begins with BOS, after which the system prompt comes. Reward functions read no BOS."""
+    script = scripts["grpo_math"]
+    calls = spy(monkeypatch, script, "rollout_tasks")
+    grpo(model_name_or_path=bos_lm, system_prompt="Be brief.")
+    for (_, _, _, tasks, prompt_batch, _, _), (_, responses) in calls:
+        assert set(first_real_tokens(prompt_batch)[0]) == {bos_tokenizer.bos_token_id}
+        assert not any("<s>" in text for text in [task["prompt"] for task in tasks] + responses)
+        for task in tasks:
+            assert task["ids"].count(bos_tokenizer.bos_token_id) == 1
+            assert task["prompt"].startswith("Be brief.\n\n")
 
 
 def test_bos_in_ppo_dialog(scripts, dialog, bos_lm, bos_tokenizer, monkeypatch):
@@ -261,27 +304,31 @@ def test_the_published_recipes_still_skip_short_reviews(scripts, recipe):
 
 
 def test_the_gold_judge_is_for_its_own_posts(scripts, monkeypatch):
-    """With other data, the gold function of the recipe tiny is no judge; any other judge stays."""
+    """With other data, the gold function of the recipe tiny is no judge; any other judge stays.
+
+    This holds for training, and for the verb judge.
+    """
     script = scripts["rloo_tldr"]
-    seen = []
-    monkeypatch.setattr(script, "train", seen.append)
-    script.main([])
-    script.main(["--dataset-name", "mine"])
-    script.main(["--dataset-name", "mine", "--judge-fn", "my.py:judge"])
-    script.main(["--reward-fn", "my.py:reward"])
     gold = script.RECIPES["tiny"].judge_fn
-    assert [args.judge_fn for args in seen] == [gold, None, "my.py:judge", gold]
+    for verb, function in (([], "train"), (["judge"], "judge_policy")):
+        seen = []
+        monkeypatch.setattr(script, function, seen.append)
+        script.main([*verb])
+        script.main([*verb, "--dataset-name", "mine"])
+        script.main([*verb, "--dataset-name", "mine", "--judge-fn", "my.py:judge"])
+        script.main([*verb, "--reward-fn", "my.py:reward"])
+        assert [args.judge_fn for args in seen] == [gold, None, "my.py:judge", gold]
 
 
 def test_rloo_with_own_data_and_reward(scripts, rloo, tmp_path):
     """Without references there is no win rate, and the reward function is named as the judge."""
     rows = [dict(prompt=f"Post {i}.\n\nTL;DR:") for i in range(12)]
     data = write_rows(tmp_path / "data", train=rows[:8], test=rows[8:])
-    function = reward_file(tmp_path, "return [float(len(r)) for r in responses]")
+    function = reward_file(tmp_path, "return [float(len(r)) for r in completions]")
     _, folder, _ = rloo(dataset_name=data, reward_fn=function, reward_model_path=None)
     table = json.loads((folder / "evaluation.json").read_text())
     assert "win rate" not in table["before"]
-    assert table["judge"] == function
+    assert [table["judge"]] == function
 
 
 # ---- Trackers ----------------------------------------------------------------------------------------------
@@ -336,7 +383,8 @@ def test_wandb_names_the_run_and_keeps_one_table(ppo, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, prompt", [("ppo_sentiment", "prompt"), ("rloo_tldr", "prompt"), ("ppo_dialog", "last")]
+    "name, prompt",
+    [("ppo_sentiment", "prompt"), ("rloo_tldr", "prompt"), ("ppo_dialog", "last"), ("grpo_math", "task")],
 )
 def test_samples_repeat_their_prompts(scripts, world, tmp_path, name, prompt):
     """The same held-out prompts at each sample: those that evaluation_samples.jsonl begins with."""

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 pytest_plugins = ["run_fixtures"]
 CPU = torch.device("cpu")
 LIMIT = 32  # tokens: the talker's longest answer has 30
-LENGTH_SCORE = "return [len(r) / 10 for r in responses]"
+LENGTH_SCORE = "return [len(r) / 10 for r in completions]"
 TABLE = [
     "rouge1",
     "rougeLsum",
@@ -215,18 +215,19 @@ def test_scores_are_the_weighted_sum_of_the_parts(
         reward_fn=reward_file(tmp_path, LENGTH_SCORE),
         intent_weight=intent,
         meteor_weight=meteor,
-        reward_fn_weight=function,
+        reward_weights=[function],
     )
     b, answers = rollouts[1][1]
     assert b["meteor"].max() > 0.5
     assert b["intent"].std() > 0.01
-    assert torch.equal(b["reward_fn"], torch.tensor([len(answer) / 10 for answer in answers]))
-    expected = intent * b["intent"] + meteor * b["meteor"] + function * b["reward_fn"]
+    assert torch.equal(b["rewards/reward"], torch.tensor([len(answer) / 10 for answer in answers]))
+    expected = intent * b["intent"] + meteor * b["meteor"] + function * b["rewards/reward"]
     torch.testing.assert_close(b["scores"], expected)
     (scores, _, _, _), _ = rewards[0]
     assert torch.equal(scores, b["scores"])
-    for name in ("intent", "meteor", "reward_fn"):
+    for name in ("intent", "meteor"):
         assert rows[0][name] == pytest.approx(b[name].mean().item())
+    assert rows[0]["rewards/reward/mean"] == pytest.approx(b["rewards/reward"].mean().item())
     assert rows[0]["env/reward_mean"] == rows[0]["objective/scores"]
     assert rows[0]["objective/scores"] == pytest.approx(b["scores"].mean().item())
 
@@ -243,7 +244,10 @@ READ = [
 
 def turns_with_acts(script, acts):
     """Turns that PREVIOUS leads to, with these acts."""
-    return [script.Turn(["Before.", last], "A reference.", act, [], []) for last, act in zip(PREVIOUS, acts)]
+    turns = []
+    for last, act in zip(PREVIOUS, acts):
+        turns.append(script.Turn({}, 2, ["Before.", last], "A reference.", act, [], []))
+    return turns
 
 
 @pytest.mark.parametrize("kind", ["own", "other"])
@@ -268,11 +272,11 @@ def test_intent_by_hand(script, small, tiny_intents, kind):
             intent_reward=reward,
             local_rollout_forward_batch_size=3,
         )
-        reward_parts, num_acts = script.load_reward_parts(args, CPU)
+        reward_parts, num_acts, _ = script.load_reward_parts(args, CPU)
         assert num_acts == 4
-        found[reward] = reward_parts(turns_with_acts(script, [1, 2, 3, 4]), ANSWERS)
+        found[reward] = reward_parts(turns_with_acts(script, [1, 2, 3, 4]), ANSWERS, [[]] * 4)
         assert torch.equal(found[reward]["intent_match"], match)
-        likeliest = reward_parts(turns_with_acts(script, likeliest_acts), ANSWERS)
+        likeliest = reward_parts(turns_with_acts(script, likeliest_acts), ANSWERS, [[]] * 4)
         assert likeliest["intent_match"].tolist() == [1.0] * 4
     torch.testing.assert_close(found["probability"]["intent"], probs.diag(), atol=1e-5, rtol=1e-5)
     assert torch.equal(found["match"]["intent"], match)
@@ -293,7 +297,7 @@ def test_intent_texts_are_those_the_classifier_learned(script, scripts, tiny_lm,
 def test_a_reward_function_alone(talk, rollouts, tmp_path):
     """It gets the whole context, one utterance per line, and answers without their marks."""
     body = """with open(os.path.dirname(__file__) + '/seen', 'a') as file:
-    for pair in zip(prompts, responses):
+    for pair in zip(prompts, completions):
         file.write(repr(pair) + '\\n')
 return [float(i) for i in range(len(prompts))]"""
     _, _, rows = talk(
@@ -302,7 +306,8 @@ return [float(i) for i in range(len(prompts))]"""
         meteor_weight=0.0,
         num_context_utterances=1,
     )
-    assert rows[0]["objective/scores"] == rows[0]["env/reward_mean"] == rows[0]["reward_fn"] == 3.5
+    assert rows[0]["objective/scores"] == rows[0]["env/reward_mean"] == 3.5
+    assert rows[0]["rewards/reward/mean"] == 3.5
     seen = [eval(line) for line in (tmp_path / "seen").read_text().splitlines()]
     expected = []
     for (_, _, _, turns, _, _, _), (_, answers) in rollouts:
@@ -456,7 +461,7 @@ def test_values_within_the_range_are_not_clipped(dialog):
 def test_rewarded_behaviour_is_learned(dialog, tmp_path):
     """A reward for one letter instead of intent and METEOR: its count rises."""
     _, _, rows = dialog(
-        reward_fn=reward_file(tmp_path, "return [float(r.count('e')) for r in responses]"),
+        reward_fn=reward_file(tmp_path, "return [float(r.count('e')) for r in completions]"),
         intent_weight=0.0,
         meteor_weight=0.0,
         kl_coef=0.0,
@@ -558,7 +563,7 @@ def test_table(talk, script, monkeypatch):
     scores = sorted(record["score"] for record in records)
     references = [turn.reference for turn in turns]
     text = script.text_metrics(answers, references)
-    parts = reward_parts(turns, answers)
+    parts = reward_parts(turns, answers, [[]] * 4)
     assert numbers == table["before"]
     assert {name: numbers[name] for name in text} == pytest.approx(text)
     assert numbers["meteor"] == pytest.approx(parts["meteor"].mean().item())

@@ -10,6 +10,7 @@ import pytest
 from run_tools import (
     ROOT,
     distance,
+    eos_prone,
     flags_of,
     free_port,
     maker,
@@ -64,6 +65,23 @@ JOBS = {  # name -> script, flags, flags of one process, flags of two; at least 
         ONE,
         TWO,
     ),
+    "grpo_math": (
+        "grpo_math",
+        dict(
+            model_name_or_path="ENDING",
+            total_episodes=24,
+            kl_coef=0.2,
+            num_examples=5,
+            num_eval_samples=3,
+            hard_dataset_name="TASKS",
+            reward_fn="FUNCTIONS OF TASKS",
+            reward_weights="WEIGHTS",
+            judge_fn="VERIFIER",
+            num_ppo_epochs=3,
+        ),
+        ONE,
+        TWO,
+    ),
     "sft": ("sft", dict(num_train_rows=8, num_eval_rows=7), ONE, TWO),
     "reward_model": (
         "reward_model",
@@ -97,14 +115,41 @@ JOBS = {  # name -> script, flags, flags of one process, flags of two; at least 
     "critic": ("ppo_sentiment", dict(value_model_path="LLAMA", total_episodes=16, vf_coef=1.0), ONE, TWO),
     "lora": ("ppo_sentiment", dict(lora_r=4, total_episodes=16), ONE, TWO),
     "lora 8bit": ("ppo_sentiment", dict(lora_r=4, load_in_8bit=True, total_episodes=16), ONE, TWO),
+    "reward functions": (
+        "rloo_tldr",
+        dict(reward_fn="FUNCTIONS", reward_weights="WEIGHTS", num_examples=5),
+        ONE,
+        TWO,
+    ),
 }
 
-SCORE = "return [float(len(r) % 7) - 3 for r in responses]"
+SCORE = "return [float(len(r) % 7) - 3 for r in completions]"
 SCORE_AND_STOP = f"""import signal
 if os.environ["RANK"] == "1" and os.path.exists("stopped/metrics.jsonl") and not os.path.exists("sent"):
     open("sent", "w").close()
     signal.raise_signal(signal.SIGTERM)
 {SCORE}"""
+
+FUNCTIONS = """
+def close_to_reference(completions, completion, log_metric, log_extra):
+    log_metric("mean length", sum(len(text) for text in completions) / len(completions))
+    log_extra("gap", [len(text) - len(other) for text, other in zip(completions, completion)])
+    return [-abs(len(text) - len(other)) for text, other in zip(completions, completion)]
+
+
+def long_prompts(prompts, completions):
+    return [len(set(text)) if len(prompt) % 3 else None for prompt, text in zip(prompts, completions)]
+"""
+
+FUNCTIONS_OF_TASKS = """
+def close_to_answer(completions, answer, log_metric):
+    log_metric("mean length", sum(len(text) for text in completions) / len(completions))
+    return [float(len(set(text)) % 3 - len(x)) for text, x in zip(completions, answer)]
+
+
+def of_sums(prompts, completions):
+    return [len(text) % 2 if "+" in prompt else None for prompt, text in zip(prompts, completions)]
+"""
 
 FAIL_ON_RANK_1 = "return [1 / int(os.environ['RANK'] == '0')] * len(prompts)"
 
@@ -147,15 +192,28 @@ CASES = []
 for kind_name in ZERO_STAGE:
     for job_name in JOBS:
         # FSDP2 refuses 8-bit weights (test_bad_input.py), and to DDP a critic is like any other weights.
+        # Reward functions read texts, however the weights are distributed.
+        if job_name == "reward functions" and kind_name != "ddp":
+            continue
         if (kind_name, job_name) not in (("fsdp2", "lora 8bit"), ("ddp", "critic")):
             CASES.append((kind_name, job_name))
 
 
 @pytest.fixture(scope="module")
-def make_job(scripts, world, tiny_lm, tiny_pairs, talker):
+def make_job(scripts, world, tiny_lm, tiny_pairs, talker, tmp_path_factory):
     """make_job(root, name, processes) -> Args of a run of JOBS, whose folder is in root."""
     folders = {"TALKER": talker.model, "TALKER DATA": talker.data, "LLAMA": tiny_lm("llama")}
     folders |= {"LM": tiny_lm(), "PAIRS": tiny_pairs}
+    functions = tmp_path_factory.mktemp("functions") / "functions.py"
+    functions.write_text(FUNCTIONS)
+    names = ("close_to_reference", "long_prompts")
+    folders |= {"FUNCTIONS": [f"{functions}:{name}" for name in names], "WEIGHTS": [0.5, 2.0]}
+    of_tasks = functions.with_name("of_tasks.py")
+    of_tasks.write_text(FUNCTIONS_OF_TASKS)
+    names = ("close_to_answer", "of_sums")
+    folders |= {"FUNCTIONS OF TASKS": [f"{of_tasks}:{name}" for name in names]}
+    ending = eos_prone(tiny_lm, functions.with_name("ending"))  # responses of different lengths
+    folders |= {"TASKS": world.tasks, "VERIFIER": world.verifier, "ENDING": ending}
 
     def make(root, name, processes):
         script, flags, of_one, of_two = JOBS[name]
@@ -296,6 +354,17 @@ def test_the_comparison_is_worth_something(one):
     assert rows[0]["objective/kl_coef"] != rows[1]["objective/kl_coef"]
     assert rows[1]["objective/kl"] != 0
 
+    rows = rows_of(one("grpo_math"))
+    assert any(0 < row["frac_reward_zero_std"] < 1 for row in rows)
+    assert any(row["policy/approxkl_avg"] > 0 and row["grad_norm"] > 0.01 for row in rows)
+    assert rows[0]["mean length"] != rows[1]["mean length"]
+    assert all(row["completions/min_length"] < row["completions/max_length"] for row in rows)
+
+    rows = rows_of(one("reward functions"))
+    for name in ("close_to_reference", "long_prompts"):
+        assert rows[0][f"rewards/{name}/mean"] != rows[1][f"rewards/{name}/mean"]
+    assert rows[0]["mean length"] != rows[1]["mean length"]
+
 
 @pytest.mark.parametrize("kind", ZERO_STAGE)
 def test_signal_and_resume(two, kind):
@@ -339,5 +408,5 @@ def test_a_process_that_fails_ends_the_run(two):
     root = two("ddp")
     errors = (root / "errors").read_text().splitlines()
     lines = [line for line in errors if line.startswith("ppo_sentiment.py: ")]
-    reward_fn = f"{root}/failing.py:reward"
-    assert lines == [f"ppo_sentiment.py: --reward-fn {reward_fn} raised ZeroDivisionError: division by zero"]
+    assert lines == ["ppo_sentiment.py: --reward-fn reward raised ZeroDivisionError: division by zero"]
+    assert any(f'File "{root}/failing.py"' in line for line in errors)

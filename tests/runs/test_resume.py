@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import RL
 from run_tools import (
     ALL,
     SIX_UPDATES,
@@ -63,6 +64,36 @@ def test_sigterm_then_resume(scripts, small, monkeypatch, capsys, name):
     assert_same_run(whole, parts)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_what_came_after_the_checkpoint_is_forgotten(scripts, small, monkeypatch, name):
+    """A run that dies in update 3 goes on after update 2. The lines of update 3 are not there twice."""
+    module = scripts[name]
+    flags = SIX_UPDATES[name]
+    if name in RL:
+        flags = flags | dict(total_episodes=24, num_sample_generations=6)
+    _, whole = module.train(small(name, "whole", **flags))
+    args = small(name, "parts", **flags)
+    checkpoint = module.Run.checkpoint
+
+    def die(self, update, *rest, **extra):
+        if update == 3:
+            raise KeyboardInterrupt
+        checkpoint(self, update, *rest, **extra)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module.Run, "checkpoint", die)
+        module.train(args)
+    folder = Path(args.output_dir)
+    files = ["metrics.jsonl"]
+    if (folder / "samples.jsonl").exists():
+        files.append("samples.jsonl")
+    for file in files:
+        assert 3 in {row["update"] for row in rows_of(folder, file)}
+    resume(module, folder)
+    assert_same_run(whole, folder)
+    assert ("samples.jsonl" in files) == (name in RL)
+
+
 PARTS = {
     "lora": dict(lora_r=4, optimizer="bitsandbytes.optim.Adam8bit"),
     "shared": dict(num_shared_layers=1, optimizer="torch.optim.AdamW", whiten_rewards=True),
@@ -106,11 +137,12 @@ def test_random_numbers_of_a_reward_function(script, small, monkeypatch, capsys,
     assert len(scores[0]) == 4 and scores[0] == scores[1]
 
 
-def test_kill_at_a_random_moment(script, small, tmp_path):
+@pytest.mark.parametrize("name", ["ppo_sentiment", "grpo_math"])
+def test_kill_at_a_random_moment(scripts, small, tmp_path, name):
     """After SIGKILL, --resume ends with the same bits, whatever the process was doing."""
     flags = dict(total_episodes=8 * 20, save_every=1)
-    _, whole = script.train(small("ppo_sentiment", "whole", **flags))
-    process = start_process(script_words("ppo_sentiment", small("ppo_sentiment", "parts", **flags)), tmp_path)
+    _, whole = scripts[name].train(small(name, "whole", **flags))
+    process = start_process(script_words(name, small(name, "parts", **flags)), tmp_path)
     metrics = tmp_path / "parts/metrics.jsonl"
     updates = random.Random().randint(1, 10)
     while process.poll() is None:
@@ -122,7 +154,7 @@ def test_kill_at_a_random_moment(script, small, tmp_path):
     _, errors = process.communicate()
     assert process.returncode == -signal.SIGKILL, errors
     assert not (tmp_path / "parts/model").exists()
-    resume(script, tmp_path / "parts")
+    resume(scripts[name], tmp_path / "parts")
     assert_same_run(whole, tmp_path / "parts")
 
 

@@ -52,6 +52,11 @@ def hub_client():
     huggingface_hub.set_client_factory(default_client_factory)
 
 
+def prompts_of(inputs):
+    """The prompts of a call of rollout_groups."""
+    return [post["prompt"] for post in inputs[3]]
+
+
 def table_of(folder):
     """evaluation.json of a run."""
     return json.loads((folder / "evaluation.json").read_text())
@@ -88,7 +93,7 @@ def test_other_splits_of_the_batch_sample_the_same_tokens(rloo, rollouts):
         )
         assert abs(metrics[0]["val/ratio"] - 1) < 1e-4
         assert abs(metrics[0]["objective/kl"]) < 1e-4
-        seen.append([(prompts, responses) for _, (_, prompts, responses) in rollouts])
+        seen.append([(prompts_of(inputs), responses) for inputs, (_, responses) in rollouts])
     assert seen[0] == seen[1] == seen[2]
 
 
@@ -98,12 +103,14 @@ def test_other_splits_of_the_batch_sample_the_same_tokens(rloo, rollouts):
 def test_a_group_answers_one_prompt(rloo, rollouts):
     """Trick 25: rows r, P + r, 2 P + r, ... are the k responses to prompt r, and they differ."""
     rloo(rloo_k=4)
-    b, prompts, responses = rollouts[1][1]
-    prompt_ids = b["ids"][:, : -b["logprobs"].shape[1]]
+    inputs, (b, responses) = rollouts[1]
+    tokenizer, prompts = inputs[1], prompts_of(inputs)
+    T = b["logprobs"].shape[1]
+    prompt_ids, mask = b["ids"][:, :-T], b["mask"][:, :-T]
     assert torch.equal(prompt_ids[:2].repeat(4, 1), prompt_ids)
-    assert prompts == prompts[:2] * 4
-    assert len(set(prompts)) == 2
-    assert len(set(responses)) > 2
+    assert [tokenizer.decode(ids[m]) for ids, m in zip(prompt_ids, mask)] == prompts * 4
+    assert len(set(prompts)) == len(prompts) == 2
+    assert len(responses) == 8 and len(set(responses)) > 2
 
 
 def test_the_model_reads_each_prompt_once(script, tiny_lm, monkeypatch):
@@ -112,7 +119,7 @@ def test_the_model_reads_each_prompt_once(script, tiny_lm, monkeypatch):
     ids = torch.randint(3, 1000, (2, 5), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids, dtype=torch.bool)
     calls = spy(monkeypatch, script, "hidden_states")
-    script.generate_groups(model, ids, mask, torch.rand(2, 3, 6), -1, 1.0)
+    script.generate_groups(model, ids, mask, torch.rand(2, 3, 6), torch.tensor([], dtype=torch.long), 1.0)
     assert [tuple(args[1].shape) for args, _ in calls] == [(2, 5)] + [(6, 1)] * 5
 
 
@@ -121,10 +128,10 @@ def test_mixed_groups_are_noticed(rloo, script, monkeypatch):
     rollout_groups = script.rollout_groups
 
     def prompt_by_prompt(*inputs):
-        b, prompts, responses = rollout_groups(*inputs)
+        b, responses = rollout_groups(*inputs)
         for name, x in b.items():
             b[name] = x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
-        return b, prompts, responses
+        return b, responses
 
     monkeypatch.setattr(script, "rollout_groups", prompt_by_prompt)
     with pytest.raises(AssertionError, match="same prompt"):
@@ -165,7 +172,7 @@ def test_rewards_by_hand(rloo, script, rollouts, monkeypatch, tiny_lm, tmp_path,
         model_name_or_path=lm, temperature=1.0, kl_coef=0.3, learning_rate=1e-3, response_length=4, **flags
     )
     (rewards, k), _ = advantages[1]  # of the second update, in which the KL is not 0
-    b, _, _ = rollouts[2][1]
+    b, _ = rollouts[2][1]
     assert k == 2
     assert 0 < b["stopped"].sum() < 8
     expected = []
@@ -216,7 +223,7 @@ def test_a_kl_in_the_loss_pulls_to_the_reference(rloo, script, monkeypatch):
 def test_rewarded_behaviour_is_learned(rloo, tmp_path):
     """A reward for short responses makes them shorter."""
     _, _, rows = rloo(
-        reward_fn=reward_file(tmp_path, "return [-len(r) / 10 for r in responses]"),
+        reward_fn=reward_file(tmp_path, "return [-len(r) / 10 for r in completions]"),
         total_episodes=16 * 10,
         per_device_train_batch_size=8,
         rloo_k=4,
@@ -237,7 +244,7 @@ def test_the_loss_is_of_whole_responses(rloo, script, rollouts, monkeypatch):
     advantages = spy(monkeypatch, script, "rloo_advantages")
     losses = spy(monkeypatch, script, "clipped_policy_loss")
     rloo(total_episodes=8, num_ppo_epochs=3, learning_rate=0.5, **SGD)
-    b, _, _ = rollouts[1][1]
+    b, _ = rollouts[1][1]
     valid = script.length_mask(b["lengths"], 6)
     sums = torch.where(valid, b["logprobs"], 0.0).sum(1)
     expected = sorted(zip(sums.tolist(), advantages[0][1].tolist()))
@@ -329,11 +336,14 @@ def test_a_bare_language_model_as_reward(rloo, tiny_lm, capsys):
 def test_responses_keep_their_first_space(rloo, rollouts, metaspace_lm):
     """Trick 7: prompt + response is the text of all tokens, even if decoding drops the first space."""
     rloo(model_name_or_path=metaspace_lm)
-    b, prompts, responses = rollouts[1][1]
+    b, responses = rollouts[1][1]
     tokenizer = AutoTokenizer.from_pretrained(metaspace_lm)
+    T = b["logprobs"].shape[1]
     tokens = [row[m].tolist() for row, m in zip(b["ids"], b["mask"])]
+    prompt_tokens = [row[:-T][m[:-T]].tolist() for row, m in zip(b["ids"], b["mask"])]
     texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    assert [prompt + response for prompt, response in zip(prompts, responses)] == texts
+    prompts = tokenizer.batch_decode(prompt_tokens, skip_special_tokens=True)
+    assert [prompt + response for prompt, response in zip(prompts, responses, strict=True)] == texts
     assert any(response.startswith(" ") for response in responses)
 
 
@@ -344,7 +354,7 @@ def test_another_stop_token(rloo, rollouts):
     stop = tokens[2]
     rollouts.clear()
     rloo("second", stop_token_id=stop)
-    b, _, responses = rollouts[1][1]
+    b, _ = rollouts[1][1]
     assert b["stopped"][0]
     assert b["lengths"][0] == tokens.index(stop) + 1
     rollouts.clear()
@@ -509,7 +519,7 @@ def test_metrics_and_samples(rloo):
 
 def test_win_rate_by_a_function(rloo, tmp_path):
     """1 if the summary scores higher than the reference, 0.5 for a tie, else 0; and the error of the mean."""
-    equal = reward_file(tmp_path, "return [0.0] * len(prompts)", "equal")
+    [equal] = reward_file(tmp_path, "return [0.0] * len(prompts)", "equal")
     _, folder, _ = rloo("equal", judge_fn=equal)
     table = table_of(folder)["before"]
     assert (table["win rate"], table["ties"]) == (0.5, 1)
@@ -517,7 +527,7 @@ def test_win_rate_by_a_function(rloo, tmp_path):
 
     gold = tmp_path / "gold.py"  # it scores 8 responses of a rollout, or first 4 summaries, then 4 references
     gold.write_text("""CALLS = []
-def score(prompts, responses):
+def score(prompts, completions):
     if len(prompts) == 8:
         return [3.0] * 8
     CALLS.append(1)
@@ -546,11 +556,12 @@ def test_a_named_judge_is_the_judge(script, tiny_preference_model):
     tiny = script.parse_args(["--judge-model", "m", "--judge-url", "http://here/v1"])
     assert tiny.judge_fn
     assert script.judge_name(tiny) == "m at http://here/v1"
-    chat = script.load_summary_judge(tiny, None, None, CPU)
+    chat = script.load_summary_judge(tiny, None, None, None, CPU)
     assert chat.__qualname__.startswith("chat_judge")
     args = replace(tiny, judge_model=tiny_preference_model(), judge_url=None)
-    judge = script.load_summary_judge(args, None, None, CPU)
-    assert judge(["a post"], [" x"], [" x"]) == [0.5]
+    tokenizer = AutoTokenizer.from_pretrained(args.judge_model)
+    judge = script.load_summary_judge(args, tokenizer, None, None, CPU)
+    assert judge([dict(prompt="a post", reference=" x", columns={})], [" x"]) == [0.5]
 
 
 def test_only_posts_with_references_are_judged(rloo, tmp_path):
@@ -585,8 +596,9 @@ def test_a_judge_that_fails_at_the_end(script, small, tmp_path, monkeypatch):
     broken = tmp_path / "broken"
     body = f"""if os.path.exists('{broken}'):
     return [float('nan')] * len(prompts)
-return [float(len(r)) for r in responses]"""
-    args = small("rloo_tldr", judge_fn=reward_file(tmp_path, body), total_episodes=8)
+return [float(len(r)) for r in completions]"""
+    [judge_fn] = reward_file(tmp_path, body)
+    args = small("rloo_tldr", judge_fn=judge_fn, total_episodes=8)
     checkpoint = script.Run.checkpoint
 
     def break_the_judge(self, *rest):
@@ -598,7 +610,7 @@ return [float(len(r)) for r in responses]"""
         with pytest.raises(script.UserError, match="nan"):
             script.train(args)
     assert not (tmp_path / "run/model").exists()
-    other = reward_file(tmp_path, "return [0.0] * len(prompts)", "other")
+    [other] = reward_file(tmp_path, "return [0.0] * len(prompts)", "other")
     _, folder = script.train(script.parse_args(["--resume", args.output_dir, "--judge-fn", other]))
     assert (folder / "model/model.safetensors").exists()
     assert table_of(folder)["judge"] == other
@@ -635,7 +647,8 @@ def ask(script, monkeypatch):
         monkeypatch.setattr(huggingface_hub, "InferenceClient", chat)
         monkeypatch.setattr(time, "sleep", lambda seconds: None)
         judge = script.chat_judge(script.Args(judge_url="http://here/v1", judge_model="m"))
-        return judge([f"post {i}" for i in range(n)], [" ours"] * n, [" theirs"] * n), chat
+        posts = [dict(prompt=f"post {i}", reference=" theirs") for i in range(n)]
+        return judge(posts, [" ours"] * n), chat
 
     return run
 
@@ -687,11 +700,11 @@ def test_answers_without_a_verdict(ask, answer):
 def test_posts_without_a_verdict_do_not_count(script):
     """The win rate is of the other posts. If there are none, the run ends with one line."""
     verdicts = [1.0, None, 0.0, 1.0]
-    result = script.win_rate(lambda *texts: verdicts, [], [], [])
+    result = script.win_rate(lambda *texts: verdicts, [], [])
     assert result["win rate"] == pytest.approx(2 / 3)
     assert result["no verdict"] == 0.25
     with pytest.raises(script.UserError, match="no verdict at all"):
-        script.win_rate(lambda *texts: [None] * 4, [], [], [])
+        script.win_rate(lambda *texts: [None] * 4, [], [])
 
 
 def test_a_chat_judge_tries_again(script, ask):
@@ -775,7 +788,7 @@ def test_a_real_server_as_judge(script, small, server, capsys):
 
 def test_the_verb_judge(script, capsys, monkeypatch, tiny_lm, tiny_posts, tmp_path):
     """The flags of TRL's judge_tldr.py, here with a judge whose win rate is known; or one that is gone."""
-    judge = reward_file(tmp_path, "return [float(len(r)) for r in responses]")
+    [judge] = reward_file(tmp_path, "return [float(len(r)) for r in completions]")
     flags = f"--model_name_or_path {tiny_lm()} --dataset_name {tiny_posts} --num_examples 5"
     flags += " --max_prompt_length 200 --response_length 2"
     script.main(["judge", *flags.split(), "--judge_fn", judge])

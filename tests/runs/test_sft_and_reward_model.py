@@ -263,7 +263,7 @@ def test_prompts_of_samples(scripts, tiny_lm):
         (list(range(20)), list(range(20))),
         ([9], [9]),
     ]
-    samples = scripts["sft"].write_samples(model, tokenizer, documents)
+    samples = scripts["sft"].write_samples(model, tokenizer, documents, tokenizer.eos_token_id)
     expected = [tokenizer.decode(ids) for ids in ([5, 6], [5, 6], range(8), [9])]
     assert [row["prompt"] for row in samples] == expected
 
@@ -275,11 +275,12 @@ def test_samples_fit_the_context(scripts, tiny_lm):
     context = model.config.max_position_embeddings
     ids = torch.randint(3, 1000, (context,)).tolist()
     documents = [(ids, [-100] * (context - 2) + ids[-2:]), (ids, ids)]
-    prompts = [row["prompt"] for row in write_samples(model, tokenizer, documents)]
+    eos = tokenizer.eos_token_id
+    prompts = [row["prompt"] for row in write_samples(model, tokenizer, documents, eos)]
     assert prompts == [tokenizer.decode(ids[38 - context : -2]), tokenizer.decode(ids[:8])]
     config = transformers.GPT2Config(**model.config.to_dict() | dict(n_positions=20))
     short = AutoModelForCausalLM.from_config(config)
-    assert len(write_samples(short, tokenizer, [(ids[:20], ids[:20])])) == 1
+    assert len(write_samples(short, tokenizer, [(ids[:20], ids[:20])], eos)) == 1
 
 
 def test_sft_lora(sft, tiny_lm):
@@ -389,7 +390,8 @@ def test_a_reward_model_for_ppo(reward, scripts, small):
     model, tokenizer = classifier(folder / "model")
     with torch.no_grad():
         logits = [model(**tokenizer(text, return_tensors="pt")).logits[0, 1] for text in SHORT]
-    scores = score([text[:30] for text in SHORT], [text[30:] for text in SHORT])
+    texts = [text[:30] for text in SHORT], [text[30:] for text in SHORT]
+    [scores] = score(*texts, None, [{}] * len(SHORT)).values()
     torch.testing.assert_close(scores, torch.stack(logits), atol=1e-5, rtol=1e-5)
 
 
@@ -519,15 +521,15 @@ def test_a_classifier_of_acts_for_ppo_dialog(reward, dialog, scripts, small, tin
     model, tokenizer = classifier(folder / "model")
     script = scripts["ppo_dialog"]
     args = small("ppo_dialog", reward_model_path=str(folder / "model"))
-    reward_parts, num_acts = script.load_reward_parts(args, torch.device("cpu"))
+    reward_parts, num_acts, _ = script.load_reward_parts(args, torch.device("cpu"))
     assert num_acts == 4
     turns, expected = [], []
     for act, text in enumerate(SHORT, start=1):
-        turns.append(script.Turn([f"{text} "], "", act, [], []))
+        turns.append(script.Turn({}, 1, [f"{text} "], "", act, [], []))
         with torch.no_grad():
             logits = model(**tokenizer(f"{text} I will.", return_tensors="pt")).logits[0]
         expected.append(logits.softmax(-1)[act - 1])
-    parts = reward_parts(turns, ["I will."] * 4)
+    parts = reward_parts(turns, ["I will."] * 4, [[]] * 4)
     torch.testing.assert_close(parts["intent"], torch.stack(expected), atol=1e-5, rtol=1e-5)
     _, _, metrics = dialog("ppo", reward_model_path=str(folder / "model"))
     assert 0 < metrics[0]["intent"] < 1

@@ -1,0 +1,555 @@
+"""data/make_arithmetic.py and data/math_rewards.py: the worked steps are right, no task occurs twice, the
+tokenizer has a token for each digit, and no completion can fool or stop a reward."""
+
+import itertools
+import re
+import runpy
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, rows_of_data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+FILES = {
+    "arithmetic/train": 4000,
+    "arithmetic/test": 512,
+    "arithmetic-hard/test": 512,
+    "arithmetic-sft/train": 10_000,
+    "arithmetic-sft/test": 500,
+}
+QUESTIONS = {
+    "What is {a} + {b}?": "+",
+    "Compute {a} + {b}.": "+",
+    "Add {b} to {a}.": "+",
+    "How much is {a} plus {b}?": "+",
+    "What is the sum of {a} and {b}?": "+",
+    "What is {a} - {b}?": "-",
+    "Compute {a} - {b}.": "-",
+    "Subtract {b} from {a}.": "-",
+    "How much is {a} minus {b}?": "-",
+    "What is the difference between {a} and {b}?": "-",
+}
+REWARDS = runpy.run_path(str(ROOT / "data/math_rewards.py"))
+WORLD = runpy.run_path(str(ROOT / "data/make_arithmetic.py"))
+TOKENIZER = ROOT / "checkpoints/arithmetic-tokenizer"
+
+
+def pattern_of(form):
+    """A question with {a} and {b} as a pattern with the groups a and b."""
+    escaped = re.escape(form).replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
+    return re.compile(escaped)
+
+
+PATTERNS = [(pattern_of(form), sign) for form, sign in QUESTIONS.items()]
+
+
+def task_of(row):
+    """-> (sign, a, b)"""
+    (message,) = row["prompt"]
+    assert set(message) == {"role", "content"} and message["role"] == "user"
+    for pattern, sign in PATTERNS:
+        match = pattern.fullmatch(message["content"])
+        if match:
+            return sign, int(match["a"]), int(match["b"])
+    raise AssertionError(message["content"])
+
+
+def answer_to(sign, a, b):
+    return a + b if sign == "+" else a - b
+
+
+@pytest.fixture(scope="module")
+def files():
+    """Name -> rows"""
+    return {name: rows_of_data(name, 10**6) for name in FILES}
+
+
+# ---- Data --------------------------------------------------------------------------------------------------
+
+
+def test_arithmetic_is_made_again_byte_for_byte(tmp_path):
+    """All files of data/arithmetic* and of the tokenizer, and no others."""
+    folders = ["--folder", tmp_path, "--tokenizer", tmp_path / "arithmetic-tokenizer"]
+    subprocess.run([sys.executable, ROOT / "data/make_arithmetic.py", *folders], check=True)
+    made = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    kept = {}
+    for path in [*(ROOT / "data").glob("arithmetic*/*"), *TOKENIZER.iterdir()]:
+        kept[path.relative_to(path.parent.parent)] = path.read_bytes()
+    assert made == kept
+    assert len(made) == len(FILES) + len(list(TOKENIZER.iterdir()))
+    assert sum(map(len, made.values())) <= 2_200_000
+
+
+def test_the_files_have_the_documented_rows(files):
+    assert {name: len(rows) for name, rows in files.items()} == FILES
+    for name, rows in files.items():
+        columns = {"prompt", "completion"} if "sft" in name else {"prompt", "answer"}
+        assert all(set(row) == columns for row in rows)
+
+
+def test_no_task_occurs_twice(files):
+    """In no two files, and in no file twice. a + b is the same task as b + a."""
+    tasks = [task_of(row) for rows in files.values() for row in rows]
+    unordered = {(sign, max(a, b), min(a, b)) for sign, a, b in tasks}
+    assert len(unordered) == len(tasks) == sum(FILES.values())
+
+
+def test_numbers_have_the_documented_digits(files):
+    for name, rows in files.items():
+        lengths = []
+        for row in rows:
+            sign, a, b = task_of(row)
+            assert sign == "+" or a >= b
+            lengths.append((len(str(a)), len(str(b))))
+        kinds = set(lengths)
+        easy = set(itertools.product((2, 3), (2, 3)))
+        if name == "arithmetic-hard/test":
+            assert kinds == {(4, 4)}
+        elif "sft" in name:
+            assert kinds == easy | {(4, 4)}
+            assert 0.08 < lengths.count((4, 4)) / len(rows) < 0.13
+        else:
+            assert kinds == easy
+
+
+def test_every_phrasing_and_sign_is_frequent(files):
+    for rows in files.values():
+        signs = [task_of(row)[0] for row in rows]
+        assert 0.45 < signs.count("+") / len(signs) < 0.55
+        forms = [re.sub(r"\d+", "N", row["prompt"][0]["content"]) for row in rows]
+        shares = [forms.count(form) / len(forms) for form in set(forms)]
+        assert len(shares) == len(QUESTIONS) and min(shares) > 0.06
+
+
+def test_every_answer_is_right(files):
+    for name in ("arithmetic/train", "arithmetic/test", "arithmetic-hard/test"):
+        for row in files[name]:
+            assert row["answer"] == str(answer_to(*task_of(row)))
+
+
+def check_steps(text, sign, a, b):
+    """Compute each line again: its terms are the digits and the carry, its result and its carry are right."""
+    *lines, last = text.split("\n")
+    assert last == f"<answer>{answer_to(sign, a, b)}</answer>"
+    digits_of_a, digits_of_b = str(a)[::-1], str(b)[::-1]
+    assert len(lines) == max(len(digits_of_a), len(digits_of_b))
+    carry, result = 0, ""
+    for i, line in enumerate(lines):
+        equation, _, note = line.partition(" ")
+        left, right = equation.split("=")
+        terms = [int(term) for term in left.split(sign)]
+        expected = [int(digits[i]) for digits in (digits_of_a, digits_of_b) if i < len(digits)]
+        expected += [carry] * carry
+        if sign == "+":
+            value = sum(expected)
+            carry = int(value > 9)
+            word = "carry"
+        else:
+            carry = int(expected[0] < sum(expected[1:]))
+            expected[0] += 10 * carry
+            value = expected[0] - sum(expected[1:])
+            word = "borrow"
+        assert terms == expected and right == str(value)
+        is_last = i == len(lines) - 1
+        assert note == (f"{word} 1" if carry and not is_last else "")
+        result = (right if is_last else right[-1]) + result
+    assert int(result) == answer_to(sign, a, b)
+
+
+@pytest.mark.parametrize("name", ["arithmetic-sft/train", "arithmetic-sft/test"])
+def test_every_solution_is_right(files, name):
+    """Two thirds are the last line alone; in the others, each step is right. Both have tasks of all kinds."""
+    direct = []
+    for row in files[name]:
+        (message,) = row["completion"]
+        assert set(message) == {"role", "content"} and message["role"] == "assistant"
+        task, text = task_of(row), message["content"]
+        if "\n" not in text:
+            assert text == f"<answer>{answer_to(*task)}</answer>"
+            direct.append(task)
+        else:
+            check_steps(text, *task)
+    assert 0.62 < len(direct) / len(files[name]) < 0.68
+    assert 0.08 < sum(a >= 1000 for _, a, _ in direct) / len(direct) < 0.13
+    assert 0.45 < sum(sign == "+" for sign, _, _ in direct) / len(direct) < 0.55
+
+
+@pytest.mark.parametrize(
+    "task, text",
+    [
+        (("+", 347, 85), "7+5=12 carry 1\n4+8+1=13 carry 1\n3+1=4\n<answer>432</answer>"),
+        (("+", 85, 347), "5+7=12 carry 1\n8+4+1=13 carry 1\n3+1=4\n<answer>432</answer>"),
+        (("+", 311, 25), "1+5=6\n1+2=3\n3=3\n<answer>336</answer>"),
+        (("+", 95, 92), "5+2=7\n9+9=18\n<answer>187</answer>"),
+        (("-", 347, 85), "7-5=2\n14-8=6 borrow 1\n3-1=2\n<answer>262</answer>"),
+        (("-", 300, 85), "10-5=5 borrow 1\n10-8-1=1 borrow 1\n3-1=2\n<answer>215</answer>"),
+        (("-", 347, 345), "7-5=2\n4-4=0\n3-3=0\n<answer>2</answer>"),
+    ],
+)
+def test_a_worked_solution_by_hand(task, text):
+    assert WORLD["worked_solution"](*task) == text
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 10**6), st.integers(0, 10**6))
+def test_worked_solutions_are_right_for_all_numbers(a, b):
+    check_steps(WORLD["worked_solution"]("+", a, b), "+", a, b)
+    a, b = max(a, b), min(a, b)
+    check_steps(WORLD["worked_solution"]("-", a, b), "-", a, b)
+
+
+# ---- Tokenizer ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TOKENIZER)
+
+
+def test_every_digit_is_a_token(tokenizer):
+    assert len(tokenizer) <= 320
+    digits = [tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"]
+    assert tokenizer("0123456789").input_ids == digits
+    for token in tokenizer.get_vocab():
+        assert len(token) == 1 or not re.search(r"\d", token)
+
+
+def test_every_word_of_this_world_is_a_token(tokenizer):
+    text = "What is 347 + 85?12 carry 1\n14-8=6 borrow 1\n<answer>432</answer>"
+    tokens = [tokenizer.decode([i]) for i in tokenizer(text).input_ids]
+    expected = "What |is |3|4|7| + |8|5|?|1|2| carry |1|\n|1|4|-|8|=|6| borrow |1|\n|<answer>|4|3|2|</answer>"
+    assert tokens == expected.split("|")
+
+
+def test_a_row_has_few_tokens_and_none_is_a_single_letter(tokenizer, files):
+    for row in files["arithmetic-sft/train"] + files["arithmetic-hard/test"]:
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        text = "".join(message["content"] for message in row.get("completion", []))
+        prompt_tokens = tokenizer.convert_ids_to_tokens(tokenizer(prompt).input_ids)
+        tokens = tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
+        assert not [token for token in prompt_tokens + tokens if re.fullmatch("[A-Za-z]", token)]
+        assert len(prompt_tokens) <= 24 and len(tokens) <= 48
+
+
+def test_special_tokens(tokenizer):
+    special = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
+    assert set(tokenizer.all_special_tokens) == set(special)
+    assert tokenizer("".join(special)).input_ids == list(special.values())
+    assert tokenizer("").input_ids == []  # nothing is added
+    text = "7+5=12\n<answer>12</answer>"
+    assert tokenizer(text).input_ids == tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer.decode(tokenizer(text + "<|im_end|>").input_ids, skip_special_tokens=True) == text
+
+
+def test_the_tokens_of_prompt_and_completion_are_those_of_both_together(tokenizer, files):
+    """No token spans the end of the prompt."""
+    for row in files["arithmetic-sft/test"]:
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        messages = row["prompt"] + row["completion"]
+        full = tokenizer.apply_chat_template(messages, tokenize=False)
+        completion = row["completion"][0]["content"] + "<|im_end|>\n"
+        assert full == prompt + completion
+        assert tokenizer(full).input_ids == tokenizer(prompt).input_ids + tokenizer(completion).input_ids
+
+
+@settings(deadline=None, max_examples=200)
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_text_is_decoded_to_itself(tokenizer, text):
+    inside = f" {text}\n<answer>{text}</answer> 12 carry 1 "
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer.decode(tokenizer(inside).input_ids) == inside
+
+
+def test_the_chat_template(tokenizer):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 1 + 1?"},
+        {"role": "assistant", "content": "2"},
+    ]
+    text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n"
+    assert tokenizer.apply_chat_template(messages[:2], tokenize=False) == text
+    start = "<|im_start|>assistant\n"
+    with_start = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
+    assert with_start == text + start
+    full = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert full == text + start + "2<|im_end|>\n"
+    without_system = tokenizer.apply_chat_template(messages[1:2], tokenize=False)
+    assert without_system == "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n"
+
+
+# ---- Rewards -----------------------------------------------------------------------------------------------
+
+
+def both_forms(text):
+    """A text as a completion, and as a list of messages."""
+    return [text, [{"role": "assistant", "content": text}]]
+
+
+def rate(name, text, **columns):
+    """The reward of one text, the same in both forms."""
+    columns = {column: [value, value] for column, value in columns.items()}
+    first, second = REWARDS[name](
+        completions=both_forms(text), prompts=["", ""], trainer_state=None, **columns
+    )
+    assert isinstance(first, float) and first == second
+    return first
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("7+5=12 carry 1\n<answer>432</answer>", "432"),
+        ("<answer> 432 </answer> done", "432"),
+        ("<answer>1</answer> no: <answer>432</answer>", "432"),
+        ("<answer>432</answer> and <answer>5", "432"),  # the second one is not closed
+        ("<answer>432</answer> and </answer>", "432"),
+        ("<answer>1<answer>432</answer>", "432"),
+        ("<answer>72.0</answer>", "72"),
+        ("<answer>72</answer>", "72.00"),
+        ("<answer>072</answer>", "72"),
+        ("<answer>$1,234.50.</answer>", "1234.5"),
+        ("<answer>1,234,567</answer>", "1234567"),
+        ("<answer>50 %</answer>", "50"),
+        ("<answer>1/2</answer>", "0.5"),
+        ("<answer>-7</answer>", "-7"),
+        ("<answer>C</answer>", "C"),
+        ("<answer>x + 1.</answer>", "x + 1"),
+        (r"so it is \boxed{72}.", "72"),
+        (r"\boxed{\$72}", "72"),
+        (r"\boxed{1} or \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\boxed{72}}", "72"),
+        (r"\boxed{72} and \boxed{3", "72"),  # the second one is not closed
+        (r"\boxed{1} <answer>72</answer>", "72"),
+        (r"\boxed{72} #### 1", "72"),
+        ("6 * 12 = 72\n#### 72", "72"),
+        ("#### 1\n#### 72\nThat is all.", "72"),
+        ("<answer>72</answer>", "6 * 12 = <<6*12=72>>72\n#### 72"),
+        ("<answer>1200</answer>", "#### 1,200"),
+        ("<answer>72</answer>", 72),
+    ],
+)
+def test_a_right_answer(text, answer):
+    assert rate("correct", text, answer=answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("", "432"),
+        ("432", "432"),  # no final answer
+        ("<answer>431</answer>", "432"),
+        ("<answer>432", "432"),
+        ("432</answer>", "432"),
+        ("</answer>432<answer>", "432"),
+        ("<answer></answer>", "432"),
+        ("<answer></answer>", ""),
+        ("<answer>432</answer> no: <answer>1</answer>", "432"),
+        (r"\boxed{432} <answer>1</answer>", "432"),
+        ("<answer>432 or 433</answer>", "432"),
+        ("<answer>4 3 2</answer>", "432"),
+        ("<answer>4,32</answer>", "432"),
+        ("<answer>431 + 1</answer>", "432"),
+        ("<answer>-432</answer>", "432"),
+        ("<answer>432.5</answer>", "432"),
+        ("<answer>inf</answer>", "432"),
+        ("<answer>72</answer>", "72 apples and 5 pears\n#### 5"),
+    ],
+)
+def test_a_wrong_answer(text, answer):
+    assert rate("correct", text, answer=answer) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text, reward",
+    [
+        ("7+5=12\n<answer>12</answer>", 1.0),
+        ("<answer>-1,200.5</answer>\n", 1.0),
+        ("<answer> 7 </answer>", 1.0),  # whatever was asked
+        ("<answer>seven</answer>", 0.0),
+        ("<answer></answer>", 0.0),
+        ("<answer>7</answer>.", 0.0),
+        ("<answer>7</answer><answer>7</answer>", 0.0),
+        ("<answer><answer>7</answer>", 0.0),
+        ("</answer><answer>7</answer>", 0.0),
+        ("</answer>7<answer>", 0.0),
+        ("<answer>1/0</answer>", 0.0),
+        (r"\boxed{7}", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_form_of_an_answer(text, reward):
+    assert rate("well_formed", text) == reward
+
+
+@pytest.mark.parametrize(
+    "text, reward",
+    [
+        ("7+5=12 carry 1\n4+8+1=13 carry 1\n3+1=4\n<answer>432</answer>", 0.75),
+        ("1=2\n3=4\n5=6\n7=8\n9=9", 1.0),  # none needs to be right, and more than four earn no more
+        ("1=1\n1=1\n1=1", 0.25),  # the same line counts once
+        ("1=2=3", 0.25),
+        ("<answer>432</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_look_of_a_worked_solution(text, reward):
+    assert rate("shows_work", text) == reward
+
+
+@pytest.mark.parametrize(
+    "equation, nums, target, reward",
+    [
+        ("(1 + 2) * 3", [1, 2, 3], 9, 1.0),
+        (" 3 *\n(2+1) ", [1, 2, 3], 9, 1.0),
+        ("8/(3-8/3)", [3, 3, 8, 8], 24, 1.0),  # exact only with fractions
+        ("-3+5", [5, 3], 2, 1.0),
+        ("44+19+35", [44, 19, 35], 98, 1.0),
+        ("1+2+3", [1, 2, 3], 7, 0.0),
+        ("3*3", [1, 2, 3], 9, 0.0),  # not all numbers
+        ("1+2+3+3", [1, 2, 3], 9, 0.0),  # one of them twice
+        ("9", [1, 2, 3], 9, 0.0),
+        ("12-3", [1, 2, 3], 9, 0.0),
+        ("1+2*3 = 7", [1, 2, 3], 7, 0.0),
+        ("3**2+1", [1, 2, 3], 10, 0.0),
+        ("7//2+1", [1, 2, 7], 4, 0.0),
+        ("1/0", [1, 0], 0, 0.0),
+        ("3.0*2", [3, 2], 6, 0.0),
+        ("(3)(2)", [3, 2], 6, 0.0),
+        ("3 2", [3, 2], 6, 0.0),
+        ("()", [3, 2], 6, 0.0),
+        ("3*(2", [3, 2], 6, 0.0),
+        ("+3+2", [3, 2], 5, 0.0),
+        ("03+2", [3, 2], 5, 0.0),
+        ("", [], 0, 0.0),
+    ],
+)
+def test_countdown(equation, nums, target, reward):
+    assert rate("countdown", f"I see. <answer>{equation}</answer>", target=target, nums=nums) == reward
+
+
+def test_countdown_counts_the_last_equation():
+    text = "<answer>1+2</answer> <answer>2*1</answer>"
+    assert rate("countdown", text, target=2, nums=[1, 2]) == 1.0
+    assert rate("countdown", text, target=3, nums=[1, 2]) == 0.0
+    assert rate("countdown", "1+2", target=3, nums=[1, 2]) == 0.0
+
+
+HOSTILE = [
+    "9**9**9",
+    "9**9**9**9**9",
+    "1/0",
+    "1e999999999",
+    "9" * 100_000,
+    "1/" + "9" * 100_000,
+    "1" + ",111" * 50_000,
+    "(" * 10_000 + "1" + ")" * 10_000,
+    "(" * 99 + "1" + ")" * 99,
+    "-" * 10_000 + "1",
+    "-" * 199 + "1",
+    "+".join(["1"] * 10_000),
+    "__import__('os').abort()",
+    "[].append(1)",
+    "nan",
+    "sNaN",
+    "\x00",
+    "\ud800",
+    "١٢",
+    "½",
+    "{" * 100_000,
+    "}" * 100_000,
+    r"\boxed{" * 50_000,
+    r"\boxed{" * 50_000 + "}" * 50_000,
+    "<answer>" * 50_000,
+    "</answer>" * 50_000,
+    "<answer></answer>" * 50_000,
+    "#### " * 50_000,
+    "$" * 100_000,
+    " " * 100_000,
+    "." * 100_000,
+    "\n" * 100_000,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text[:20]))
+def test_hostile_texts_earn_nothing_and_take_no_time(text):
+    start = time.process_time()
+    for whole in (text, f"<answer>{text}</answer>", rf"\boxed{{{text}}}", f"#### {text}"):
+        assert rate("correct", whole, answer="432") == 0.0
+        assert rate("correct", "<answer>432</answer>", answer=text) == 0.0
+        assert rate("countdown", whole, target=432, nums=[1, 2]) == 0.0
+        assert rate("well_formed", whole) in (0.0, 1.0)
+        assert 0.0 <= rate("shows_work", whole) <= 1.0
+    assert time.process_time() - start < 2
+
+
+PARTS = ["<answer>", "</answer>", r"\boxed{", "{", "}", "####", *"0123+-*/=(). ,$%\n"]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.sampled_from(PARTS)).map("".join))
+def test_no_text_raises(text):
+    for name, columns in {
+        "correct": {"answer": "x"},
+        "well_formed": {},
+        "shows_work": {},
+        "countdown": {"target": -1, "nums": [7, 7]},
+    }.items():
+        assert rate(name, text, **columns) in (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.recursive(st.integers(0, 99).map(str), lambda part: st.tuples(part, st.sampled_from("+-*/"), part)))
+def test_countdown_computes_what_python_computes(tree):
+    def write(node):
+        return node if isinstance(node, str) else f"({write(node[0])}{node[1]}{write(node[2])})"
+
+    equation = write(tree)
+    numbers = [int(number) for number in re.findall(r"\d+", equation)]
+    exact = re.sub(r"(\d+)", r"Fraction(\1)", equation)
+    try:
+        target = eval(exact, {"Fraction": REWARDS["Fraction"]})
+    except ZeroDivisionError:
+        assert rate("countdown", f"<answer>{equation}</answer>", target=0, nums=numbers) == 0.0
+        return
+    if len(equation) <= REWARDS["MOST_CHARACTERS"]:
+        text = f"<answer>{equation}</answer>"
+        assert rate("countdown", text, target=target, nums=sorted(numbers)) == 1.0
+        assert rate("countdown", text, target=target + 1, nums=numbers) == 0.0
+        assert rate("countdown", text, target=target, nums=[*numbers, 1]) == 0.0
+
+
+def test_several_completions_keep_their_order():
+    completions = ["<answer>1</answer>", "<answer>2</answer>", "<answer>3</answer>"]
+    assert REWARDS["correct"](completions, answer=["1", "1", "3"]) == [1.0, 0.0, 1.0]
+    assert REWARDS["countdown"](completions, target=[1, 2, 3], nums=[[1], [1], [3]]) == [1.0, 0.0, 1.0]
+    assert REWARDS["correct"]([], answer=[]) == REWARDS["well_formed"]([]) == []
+
+
+def test_the_last_message_counts():
+    messages = [
+        {"role": "assistant", "content": "<answer>1</answer>"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "<answer>2</answer>"},
+    ]
+    no_text = [{"role": "assistant", "content": None}]
+    assert REWARDS["correct"]([messages, no_text, []], answer=["2", "2", "2"]) == [1.0, 0.0, 0.0]
+
+
+def test_a_column_of_another_length_raises():
+    with pytest.raises(ValueError):
+        REWARDS["correct"](["", ""], answer=["1"])
+    with pytest.raises(ValueError):
+        REWARDS["countdown"]([""], target=[1, 2], nums=[[1]])
+
+
+def test_the_answers_of_the_data_are_worth_a_reward(files):
+    rows = files["arithmetic-sft/test"]
+    completions = [row["completion"] for row in rows]
+    answers = [str(answer_to(*task_of(row))) for row in rows]
+    assert REWARDS["correct"](completions, answer=answers) == [1.0] * len(rows)
+    assert REWARDS["well_formed"](completions) == [1.0] * len(rows)

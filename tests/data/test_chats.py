@@ -1,0 +1,367 @@
+"""Chats: lists of messages, written by the chat templates of real models, in all scripts that take them."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+import tokenizers
+import torch
+import transformers
+from conftest import GROUPS, ROOT
+from run_tools import one_line, reward_file, spy, write_rows
+
+pytest_plugins = ["run_fixtures"]
+TEMPLATES = Path(__file__).parent / "templates"
+
+# family -> special tokens: BOS (None: none), EOS, pad, others; and what ends a turn
+FAMILIES = {
+    "qwen2_5": (None, "<|im_end|>", "<|endoftext|>", ["<|im_start|>"], "<|im_end|>"),
+    "qwen3": (None, "<|im_end|>", "<|endoftext|>", ["<|im_start|>"], "<|im_end|>"),
+    "llama3": (
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|finetune_right_pad_id|>",
+        ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        "<|eot_id|>",
+    ),
+    "gemma": ("<bos>", "<eos>", "<pad>", ["<start_of_turn>", "<end_of_turn>"], "<end_of_turn>"),
+}
+USER, ASSISTANT = "user", "assistant"
+TURNS = [
+    (USER, "What is 2 + 3?"),
+    (ASSISTANT, "It is 5."),
+    (USER, "And 4 + 4?"),
+    (ASSISTANT, "That is 8, two times 4."),
+]
+
+
+def chat(*turns):
+    """A list of messages."""
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def build_tokenizer(family):
+    """A byte-level tokenizer with the special tokens and the chat template of a family of models."""
+    bos, eos, pad, others, _ = FAMILIES[family]
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    special = [token for token in (bos, eos, pad, *others) if token is not None]
+    bpe.train_from_iterator([content for _, content in TURNS] * 3, vocab_size=300, special_tokens=special)
+    backend = bpe._tokenizer
+    if bos is not None:  # like Llama's and Gemma's, it puts BOS in front of every text
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+        )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=bos, eos_token=eos, pad_token=pad
+    )
+    tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
+    return tokenizer
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def chat_lm(tmp_path_factory):
+    """chat_lm(family): the folder of a tiny model with this chat template. Its stop tokens are a list."""
+    folders = {}
+
+    def build(family):
+        if family not in folders:
+            tokenizer = build_tokenizer(family)
+            torch.manual_seed(0)
+            config = transformers.LlamaConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                max_position_embeddings=256,
+            )
+            model = transformers.LlamaForCausalLM(config)
+            end_of_turn = tokenizer.convert_tokens_to_ids(FAMILIES[family][4])
+            # With 40 of 300 tokens as stop tokens, random weights stop now and then.
+            stops = {end_of_turn, tokenizer.eos_token_id, *range(40, 80)}
+            model.generation_config.eos_token_id = sorted(stops)
+            folders[family] = tmp_path_factory.mktemp(family)
+            model.save_pretrained(folders[family])
+            tokenizer.save_pretrained(folders[family])
+        return str(folders[family])
+
+    return build
+
+
+def documents_of(script, tokenizer, *rows, **flags):
+    """What sft.py learns from these rows. -> list of (ids, labels)"""
+    data = datasets.Dataset.from_list(list(rows))
+    return script.load_documents(data, tokenizer, script.Args(max_length=256, **flags))
+
+
+def learned(tokenizer, labels):
+    """The texts of the runs of labels that are not -100."""
+    runs, current = [], []
+    for label in [*labels, -100]:
+        if label != -100:
+            current.append(label)
+        elif current:
+            runs.append(tokenizer.decode(current))
+            current = []
+    return runs
+
+
+# ---- sft.py ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_learned_of_a_chat(scripts, family):
+    """The tokens are the template's, with one BOS. Labels are on the assistant's turns and their ends."""
+    tokenizer = build_tokenizer(family)
+    bos, _, _, _, end = FAMILIES[family]
+    messages = chat(*TURNS)
+    [(ids, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": messages})
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+    if bos is not None:
+        assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
+    answers = [f"It is 5.{end}", f"That is 8, two times 4.{end}"]
+    if family == "qwen3":  # it drops the thoughts of earlier turns, and writes an empty one in the last turn
+        answers = [f"<think>\n\n</think>\n\nThat is 8, two times 4.{end}"]
+    assert learned(tokenizer, labels) == answers
+    assert all(label in (-100, token) for token, label in zip(ids, labels))
+
+
+def test_thoughts_are_learned_in_the_last_turn(scripts):
+    """Qwen3 drops the thoughts of a turn once a user's message follows, so that turn is not learned."""
+    tokenizer = build_tokenizer("qwen3")
+    thought = "<think>\nEasy.\n</think>\n\n"
+    first, last = (ASSISTANT, thought + "It is 5."), (ASSISTANT, thought + "That is 8.")
+    [(_, labels)] = documents_of(
+        scripts["sft"], tokenizer, {"messages": chat(TURNS[0], first, TURNS[2], last)}
+    )
+    assert learned(tokenizer, labels) == [thought + "That is 8.<|im_end|>"]
+
+
+def test_a_chat_in_prompt_and_completion(scripts, family):
+    """Only the completion is learned, unless the flag says otherwise. The tokens are those of messages."""
+    tokenizer = build_tokenizer(family)
+    end = FAMILIES[family][4]
+    row = {"prompt": chat(*TURNS[:3]), "completion": chat(TURNS[3])}
+    [(ids, labels)] = documents_of(scripts["sft"], tokenizer, row)
+    [answer] = learned(tokenizer, labels)
+    assert answer.endswith(f"That is 8, two times 4.{end}")
+    everything = {"messages": chat(*TURNS)}
+    assert documents_of(scripts["sft"], tokenizer, row, completion_only_loss=False) == documents_of(
+        scripts["sft"], tokenizer, everything
+    )
+
+
+def test_a_system_message_is_not_learned(scripts):
+    tokenizer = build_tokenizer("llama3")
+    messages = chat(("system", "Be brief."), *TURNS[:2])
+    [(ids, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": messages})
+    assert "Be brief." in tokenizer.decode(ids)
+    assert learned(tokenizer, labels) == ["It is 5.<|eot_id|>"]
+
+
+def test_a_template_without_an_end_of_turn(scripts):
+    """Then EOS ends the last turn, so that the model learns to stop."""
+    tokenizer = build_tokenizer("qwen2_5")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    [(ids, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": chat(*TURNS)})
+    assert learned(tokenizer, labels) == ["It is 5.", "That is 8, two times 4.<|im_end|>"]
+    assert ids[-1] == labels[-1] == tokenizer.eos_token_id
+
+
+def test_an_empty_mask_is_never_accepted(scripts):
+    """A template that opens a thought in the generation prompt, and none in a finished turn: nothing fits."""
+    tokenizer = build_tokenizer("qwen2_5")
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+    with pytest.raises(scripts["sft"].UserError, match="no text to learn from"):
+        documents_of(scripts["sft"], tokenizer, {"messages": chat(*TURNS)})
+
+
+def test_a_model_learns_a_chat(scripts, sft, chat_lm, family, tmp_path):
+    """A run on chats: generation of the saved model ends where its turns end."""
+    rows = [
+        {"messages": chat((USER, f"What is {i} + 1?"), (ASSISTANT, f"It is {i + 1}."))} for i in range(40)
+    ]
+    data = write_rows(tmp_path / "data", train=rows[:32], test=rows[32:])
+    _, folder, metrics = sft(
+        model_name_or_path=chat_lm(family),
+        from_config=None,
+        train_tokenizer=0,
+        dataset_name=data,
+        max_length=128,
+        learning_rate=1e-2,
+        num_train_epochs=3.0,
+        packing=True,
+    )
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    end = tokenizer.convert_tokens_to_ids(FAMILIES[family][4])
+    stops = transformers.GenerationConfig.from_pretrained(folder / "model").eos_token_id
+    assert end in stops and tokenizer.eos_token_id in stops and 40 in stops
+    assert tokenizer.chat_template == build_tokenizer(family).chat_template
+
+
+def test_a_template_for_a_tokenizer_without_one(sft, tmp_path, capsys, scripts):
+    """--chat-template-path gives it one, which is saved; without it, one line says what to do."""
+    rows = [{"messages": chat(*TURNS)}] * 20
+    data = write_rows(tmp_path / "data", train=rows, test=rows[:2])
+    flags = dict(
+        from_config="gpt2 n_embd=16 n_layer=1 n_head=2 n_positions=256", train_tokenizer=300, max_length=256
+    )
+    _, folder, _ = sft(
+        dataset_name=data, chat_template_path=str(TEMPLATES / "llama3.jinja"), num_train_epochs=1.0, **flags
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    assert "start_header_id" in tokenizer.chat_template
+    words = ["--from-config", flags["from_config"], "--train-tokenizer", "300", "--dataset-name", data]
+    words += ["--max-length", "256"]
+    assert "has no chat template" in one_line(scripts["sft"], words, capsys)
+    line = one_line(scripts["sft"], [*words, "--chat-template-path", "no.jinja"], capsys)
+    assert "--chat-template-path no.jinja: there is no such file" in line
+
+
+# ---- Rollouts ----------------------------------------------------------------------------------------------
+
+
+def load_prompts(script, data, tokenizer):
+    """What rloo_tldr.py or grpo_math.py makes of the rows, without a system prompt."""
+    if script.__name__ == "rloo_tldr":
+        return script.load_posts(data, tokenizer, script.Args())
+    return script.load_tasks(data, tokenizer, script.Args(system_prompt=None), "chats")
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_prompt_of_a_rollout_is_that_of_training(scripts, family, name):
+    """Token by token: the prompt with its generation prompt is where the learned turn begins."""
+    tokenizer = build_tokenizer(family)
+    row = {"prompt": chat(*TURNS[:3]), "completion": chat(TURNS[3])}
+    data = datasets.Dataset.from_list([row])
+    [(ids, labels)] = documents_of(scripts["sft"], tokenizer, row)
+    [post] = load_prompts(scripts[name], data, tokenizer)
+    assert post["ids"] == ids[: len(post["ids"])]
+    assert labels[len(post["ids"]) - 1] == -100 and labels[len(post["ids"])] != -100
+    assert post["prompt"] == row["prompt"]
+    if name == "rloo_tldr":
+        assert post["reference"] == "That is 8, two times 4."
+    else:
+        assert post["columns"] == {"completion": row["completion"]}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_rollouts_on_chats(scripts, small, chat_lm, family, tmp_path, monkeypatch, name):
+    """Reward functions get lists of messages. All stop tokens of the model end a response."""
+    rows = [{"prompt": chat((USER, f"What is {i} + 1?")), "answer": str(i + 1)} for i in range(24)]
+    data = write_rows(tmp_path / "data", train=rows[:16], test=rows[16:])
+    body = """import json
+with open(__file__ + ".calls", "a") as file:
+    for prompt, completion, answer in zip(prompts, completions, columns["answer"]):
+        file.write(json.dumps([prompt, completion, answer]) + "\\n")
+return [float(len(completion[0]["content"])) for completion in completions]"""
+    rollouts = spy(monkeypatch, scripts[name], "sample_responses")
+    args = small(
+        name,
+        model_name_or_path=chat_lm(family),
+        dataset_name=data,
+        reward_fn=reward_file(tmp_path, body),
+        judge_fn=None,
+        max_prompt_length=200,
+        response_length=12,
+        temperature=1.0,
+    )
+    scripts[name].train(args)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chat_lm(family))
+    stops = transformers.GenerationConfig.from_pretrained(chat_lm(family)).eos_token_id
+    ended_by = set()
+    for _, (b, responses, _) in rollouts:
+        for i, response in enumerate(responses):
+            tokens = b["ids"][i, -12:].tolist()
+            length = b["lengths"][i].item()
+            if b["stopped"][i]:
+                ended_by.add(tokens[length - 1])
+                assert tokens[length - 1] in stops
+            assert not set(tokens[: length - 1]) & set(stops)
+            text = tokens[: length - int(b["stopped"][i])]
+            assert response == tokenizer.decode(text, skip_special_tokens=True)
+    assert len(ended_by) > 1
+    calls = [json.loads(line) for line in (tmp_path / "reward.py.calls").read_text().splitlines()]
+    for prompt, completion, answer in calls:
+        [message] = completion
+        assert message["role"] == "assistant"
+        assert prompt == chat((USER, f"What is {int(answer) - 1} + 1?"))
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_template_that_refuses_the_messages(scripts, name):
+    """Gemma knows no system message: the line says what the template says."""
+    tokenizer = build_tokenizer("gemma")
+    rows = datasets.Dataset.from_list([{"prompt": chat(("system", "Be brief."), TURNS[0])}])
+    with pytest.raises(scripts[name].UserError, match="System role not supported"):
+        load_prompts(scripts[name], rows, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["rloo_tldr", "sft"])
+def test_chats_without_a_template(scripts, tiny_lm, name, tmp_path, capsys):
+    rows = [{"prompt": chat(TURNS[0]), "completion": chat(TURNS[1])}] * 4
+    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    words = ["--model-name-or-path", tiny_lm(), "--dataset-name", data]
+    if name == "sft":
+        words += ["--max-length", "64"]
+    line = one_line(scripts[name], words, capsys)
+    assert "the data has chat messages, but the tokenizer has no chat template" in line
+
+
+# ---- reward_model.py ---------------------------------------------------------------------------------------
+
+
+def test_preferences_between_chats(scripts, family):
+    """The text is the whole conversation, as the template writes it, with a column prompt or without."""
+    script = scripts["reward_model"]
+    tokenizer = build_tokenizer(family)
+    args = script.Args(max_length=200)
+    worse = (ASSISTANT, "No idea.")
+    separate = {"prompt": chat(*TURNS[:3]), "chosen": chat(TURNS[3]), "rejected": chat(worse)}
+    joined = {"chosen": chat(*TURNS), "rejected": chat(*TURNS[:3], worse)}
+    ids = []
+    for row in (separate, joined):
+        [loaded] = script.load_preference_rows(datasets.Dataset.from_list([row]), tokenizer, args)
+        ids.append(loaded.texts)
+    assert ids[0] == ids[1]
+    for text, turns in zip(ids[0], [TURNS, (*TURNS[:3], worse)]):
+        assert tokenizer.decode(text) == tokenizer.apply_chat_template(chat(*turns), tokenize=False)
+        assert text.count(tokenizer.bos_token_id) == (FAMILIES[family][0] is not None)
+
+
+def test_a_reward_model_scores_chats_as_it_learned_them(scripts, reward, chat_lm, tmp_path):
+    """rloo_tldr.py reads prompt and response as reward_model.py does: the same score for the same chat."""
+    rows = []
+    for i in range(24):
+        prompt = chat((USER, f"What is {i} + 1?"))
+        good, bad = chat((ASSISTANT, f"It is {i + 1}.")), chat((ASSISTANT, "No."))
+        rows.append({"prompt": prompt, "chosen": good, "rejected": bad})
+    data = write_rows(tmp_path / "data", train=rows[:16], test=rows[16:])
+    model, folder, _ = reward(
+        "pairs", model_name_or_path=chat_lm("llama3"), dataset_name=data, max_length=100, learning_rate=1e-2
+    )
+    score = scripts["rloo_tldr"].load_reward_model(str(folder / "model"), 8, torch.device("cpu"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    completion = chat((ASSISTANT, "It is 8."))
+    [result] = score([chat(TURNS[2])], [completion])
+    text = tokenizer.apply_chat_template(chat(TURNS[2]) + completion, tokenize=False)
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
+    plain.config.pad_token_id = None
+    with torch.no_grad():
+        expected = plain(ids).logits.item() - plain.config.reward_offset
+    assert result == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_templates_are_named_with_their_licence():
+    """Files of others are in tests/data/templates only, and the page there says whose they are."""
+    assert {path.stem for path in TEMPLATES.glob("*.jinja")} == set(FAMILIES)
+    assert "Apache License 2.0" in (ROOT / "tests/data/templates/README.md").read_text()

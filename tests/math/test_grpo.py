@@ -1,0 +1,394 @@
+"""The math of grpo_math.py and of the variants that docs/grpo_math.md describes, against naive.py and TRL.
+
+A variant is a block under "Lines to change", applied to a copy of the script. One update of it is trained,
+and the losses that reach the backward pass are compared. The tests against TRL are skipped without TRL 1.16,
+which can be installed beside the packages of the scripts:
+
+    pip install trl==1.16.0 && python -m pytest tests/math/test_grpo.py
+"""
+
+import collections
+import importlib.metadata
+import importlib.util
+import math
+import types
+from types import SimpleNamespace
+
+import accelerate
+import naive
+import pytest
+import torch
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+from math_tools import close, normal, quick
+from run_fixtures import check_names, handlers_kept
+from run_tools import eos_prone, maker, spy
+
+import grpo_math as grpo
+
+pytest_plugins = ["run_fixtures"]
+K, P, T = 3, 4, 6  # responses per task, tasks, tokens per response
+SCORES = [0.0, 1.0, 0.5, 2.0, 1.0, 1.0, -3.0, 0.25, 0.0, 1.0, 7.0, 0.3]  # those of the second task are equal
+
+
+def load_variants():
+    """benchmarks/variants.py as a module."""
+    spec = importlib.util.spec_from_file_location("variants", ROOT / "benchmarks/variants.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PATCHING = load_variants()
+BLOCKS = PATCHING.blocks((ROOT / "docs/grpo_math.md").read_text())
+
+
+# ---- Advantages --------------------------------------------------------------------------------------------
+
+
+def test_advantages_by_hand():
+    """Two tasks with three responses each, the first responses first; the deviation has k - 1."""
+    first, second = [1.0, 0.0, 0.5], [0.0, 0.0, 3.0]
+    rewards = torch.tensor([x for pair in zip(first, second) for x in pair])
+    expected = [0.5, -1, -0.5, -1, 0, 2]
+    deviations = [0.5, math.sqrt(3)] * 3
+    ours = grpo.grpo_advantages(rewards, 3)
+    close(ours, [x / (deviation + 1e-4) for x, deviation in zip(expected, deviations)])
+    assert ours.dtype is torch.float32
+
+
+def test_the_small_number_is_added_to_the_deviation():
+    """Rewards 0 and 0.0002: the deviation is 0.0001 * sqrt(2). Under the root it would not show."""
+    ours = grpo.grpo_advantages(torch.tensor([2e-4, 0.0]), 2)
+    close(ours, [1 / (math.sqrt(2) + 1), -1 / (math.sqrt(2) + 1)], rtol=1e-4)
+
+
+@st.composite
+def groups(draw):
+    """k, and the rewards of the k responses to each task"""
+    k = draw(st.integers(2, 6))
+    group = st.lists(st.floats(-9, 9, width=16), min_size=k, max_size=k)
+    return k, draw(st.lists(group, min_size=1, max_size=4))
+
+
+@quick
+@given(groups())
+def test_advantages_agree_with_naive(case):
+    """They also add up to 0 in each group."""
+    k, rows = case
+    rewards = [row[i] for i in range(k) for row in rows]
+    ours = grpo.grpo_advantages(torch.tensor(rewards), k)
+    close(ours, naive.grpo_advantages(rewards, k), rtol=1e-3, atol=2e-3)
+    close(ours.view(k, -1).sum(0), [0.0] * len(rows), atol=2e-3)
+
+
+@quick
+@given(st.integers(2, 5), st.permutations(range(3)), st.data())
+def test_advantages_ignore_order_scale_and_constants(k, task_order, data):
+    """Tasks or responses in another order, a constant added to a task, and all rewards times 50."""
+    response_order = data.draw(st.permutations(range(k)))
+    rewards = normal(k, 3)
+    advantages = grpo.grpo_advantages(rewards.flatten(), k).view(k, 3)
+    ours = grpo.grpo_advantages(rewards[response_order][:, task_order].flatten(), k).view(k, 3)
+    close(ours, advantages[response_order][:, task_order])
+    moved = 50 * rewards + torch.tensor([7.0, 0.0, -2.0])
+    close(grpo.grpo_advantages(moved.flatten(), k).view(k, 3), advantages, rtol=3e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.5, -2.0, 0.1, 0.2, 0.7, 1.2])
+def test_a_group_with_equal_rewards_teaches_nothing(reward):
+    """Its advantages are exactly 0, whatever the others are. 1.2 is a right answer with a format reward."""
+    for k in (2, 3, 4, 5, 6, 8, 16):
+        rewards = torch.stack([torch.full((k,), reward), torch.arange(k)], 1)
+        advantages = grpo.grpo_advantages(rewards.flatten(), k).view(k, 2)
+        assert advantages[:, 0].tolist() == [0.0] * k, k
+        assert (advantages[:, 1] != 0).any()
+
+
+def test_advantages_of_half_precision_are_fp32():
+    ours = grpo.grpo_advantages(torch.tensor([1, 0, 0, 0, 1, 1]).bfloat16(), 3)
+    close(ours, naive.grpo_advantages([1, 0, 0, 0, 1, 1], 3))
+    assert ours.dtype is torch.float32
+
+
+# ---- The loss of an update ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def update(world, tiny_lm, tmp_path_factory):
+    """update(block="", **changes) -> one update of a variant with two epochs and learning rate 0, recorded.
+
+    Scores, old log-probabilities and those of the reference are replaced, so that ratios are not 1, and so
+    that some are clipped. loss: what all backward passes of an epoch add up to.
+    """
+    lm = eos_prone(tiny_lm, tmp_path_factory.mktemp("lm"))
+    done = {}
+
+    def run(block="", **changes):
+        key = block, repr(sorted(changes.items()))
+        if key not in done:
+            with handlers_kept(), pytest.MonkeyPatch.context() as patch:
+                done[key] = recorded_update(patch, variant(block), changes)
+        return done[key]
+
+    def variant(block):
+        """A copy of the script with the lines of a block changed."""
+        module = types.ModuleType("grpo_math")
+        module.__file__ = grpo.__file__
+        source = PATCHING.patched((ROOT / "grpo_math.py").read_text(), block)
+        exec(compile(source, "variant", "exec"), module.__dict__)
+        return module
+
+    def recorded_update(patch, module, changes):
+        flags = dict(
+            model_name_or_path=lm,
+            total_episodes=K * P,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=3,
+            num_mini_batches=1,
+            num_generations=K,
+            response_length=T,
+            learning_rate=0.0,
+            num_sample_generations=0,
+            save_every=0,
+        )
+        root = tmp_path_factory.mktemp("update")
+        args = maker({"grpo_math": module}, world, root)("grpo_math", **(flags | changes))
+        rollout_tasks, losses, rollouts = module.rollout_tasks, [], []
+        backward = accelerate.Accelerator.backward
+
+        def rollout_with_noise(*inputs):
+            b, responses = rollout_tasks(*inputs)
+            valid = b["mask"][:, -T:]
+            b["scores"] = torch.tensor(SCORES)
+            for seed, name in enumerate(("logprobs", "ref_logprobs", "sampling_logprobs")):
+                if name in b:
+                    b[name] = torch.where(valid, b[name] + 0.3 * normal(K * P, T, seed=seed), 0.0)
+            rollouts.append(b)
+            return b, responses
+
+        def recorded_backward(self, loss, **kwargs):
+            losses.append(loss.item())
+            return backward(self, loss, **kwargs)
+
+        patch.setattr(module, "rollout_tasks", rollout_with_noise)
+        patch.setattr(module, "check_first_ratio", lambda *_: None)
+        patch.setattr(module.Run, "plot", check_names)
+        patch.setattr(accelerate.Accelerator, "backward", recorded_backward)
+        advantages = spy(patch, module, "grpo_advantages")
+        model, _ = module.train(args)
+        [b] = rollouts
+        with torch.no_grad():
+            new, entropies, _ = grpo.response_logprobs(model.policy, b["ids"], b["mask"], T, args.temperature)
+        assert len(losses) == 6
+        assert sum(losses[:3]) == pytest.approx(sum(losses[3:]), abs=1e-5)  # the epochs have other orders
+        return SimpleNamespace(
+            b=b,
+            model=model,
+            new=new,
+            entropies=entropies,
+            old=b["logprobs"],
+            ref=b.get("ref_logprobs"),
+            lengths=b["lengths"].tolist(),
+            advantages=advantages[0][1] if advantages else None,
+            loss=sum(losses[:3]),
+        )
+
+    return run
+
+
+def by_token(run, weights=None):
+    """What naive.grpo_loss reads. -> for each response a list of (logprob, old one, reference's)"""
+    ref = run.new if run.ref is None else run.ref
+    rows = []
+    for new, old, other, length in zip(run.new.tolist(), run.old.tolist(), ref.tolist(), run.lengths):
+        rows.append(list(zip(new[:length], old[:length], other[:length])))
+    return rows
+
+
+def test_the_loss_is_a_mean_over_tokens(update):
+    """Per-token ratios and clips, with k3 on each token, divided by the tokens of all micro-batches."""
+    run = update(kl_coef=0.3)
+    close(run.advantages, naive.grpo_advantages(SCORES, K), rtol=1e-4)
+    expected = naive.grpo_loss(by_token(run), naive.grpo_advantages(SCORES, K), "token", kl_coef=0.3)
+    assert run.loss == pytest.approx(expected, abs=1e-5)
+    assert 1 < min(run.lengths) + 1 < max(run.lengths)  # of different lengths
+    without = update(kl_coef=0.0)
+    expected = naive.grpo_loss(by_token(without), naive.grpo_advantages(SCORES, K), "token")
+    assert without.loss == pytest.approx(expected, abs=1e-5)
+    assert abs(without.loss - run.loss) > 1e-3
+
+
+def test_the_clip_range_of_the_loss(update):
+    run = update(kl_coef=0.0, cliprange=0.05)
+    advantages = naive.grpo_advantages(SCORES, K)
+    expected = naive.grpo_loss(by_token(run), advantages, "token", low=0.05, high=0.05)
+    assert run.loss == pytest.approx(expected, abs=1e-5)
+    assert abs(run.loss - naive.grpo_loss(by_token(run), advantages, "token")) > 1e-3
+
+
+def of_group(scale):
+    return lambda: naive.grpo_advantages(SCORES, K, scale)
+
+
+def of_batch():
+    """Hu 2025: minus the mean of all rewards, divided by their deviation."""
+    mean = sum(SCORES) / len(SCORES)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in SCORES) / (len(SCORES) - 1))
+    return [(x - mean) / (deviation + 1e-8) for x in SCORES]
+
+
+CASES = {  # title of a block -> advantages, other inputs of naive.grpo_loss
+    "Dr. GRPO": (of_group("none"), dict(mean=K * P * T)),
+    "Mean per response": (of_group("group"), dict(mean="response")),
+    "RLOO's baseline": (lambda: naive.rloo_advantages(SCORES, K), dict(mean="token")),
+    "REINFORCE++": (of_batch, dict(mean="token")),
+    "Clip-higher": (of_group("group"), dict(mean="token", high=0.28)),
+    "Truncated importance sampling": None,  # below
+}
+
+
+def test_every_block_is_tested():
+    assert set(BLOCKS) == set(CASES)
+
+
+@pytest.mark.parametrize("title", [title for title, case in CASES.items() if case])
+def test_a_variant_has_the_loss_of_its_paper(update, title):
+    advantages, inputs = CASES[title]
+    run = update(BLOCKS[title])
+    expected = naive.grpo_loss(by_token(run), advantages(), kl_coef=0.1, **inputs)
+    assert run.loss == pytest.approx(expected, abs=1e-5)
+    assert abs(run.loss - update().loss) > 1e-3
+
+
+def test_truncated_importance_sampling(update):
+    """Each token's policy loss has the weight p(trained, old) / p(sampler), at most 2."""
+    run = update(BLOCKS["Truncated importance sampling"], kl_coef=0.0)
+    total, weights = 0.0, []
+    for i, advantage in enumerate(naive.grpo_advantages(SCORES, K)):
+        for t in range(run.lengths[i]):
+            new, old, sampled = (x[i, t].item() for x in (run.new, run.old, run.b["sampling_logprobs"]))
+            weights.append(min(math.exp(old - sampled), 2.0))
+            total += weights[-1] * naive.clipped_policy_loss(new, old, advantage, 0.2)
+    assert run.loss == pytest.approx(total / sum(run.lengths), abs=1e-5)
+    assert max(weights) == 2.0 and min(weights) < 1
+
+
+# ---- TRL ---------------------------------------------------------------------------------------------------
+
+
+class StandIn(SimpleNamespace):
+    """In place of a GRPOTrainer: what its methods read is given, and all else is None."""
+
+    def __getattr__(self, name):
+        return None
+
+
+@pytest.fixture(scope="module")
+def trl():
+    """TRL's GRPOTrainer."""
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("TRL is not installed: pip install trl==1.16.0 (see this file)")
+    version = importlib.metadata.version("trl")
+    if not version.startswith("1.16."):
+        pytest.skip(f"this is TRL {version}, not 1.16")
+    from trl import GRPOTrainer
+
+    return GRPOTrainer
+
+
+def trls_trainer(model, **settings):
+    """What both methods read of a trainer."""
+    return StandIn(
+        accelerator=accelerate.Accelerator(cpu=True),
+        args=StandIn(steps_per_generation=1, gradient_accumulation_steps=1, per_device_train_batch_size=12),
+        model=model.train(),
+        epsilon_low=0.2,
+        num_generations=K,
+        num_iterations=1,
+        importance_sampling_level="token",
+        top_entropy_quantile=1.0,
+        multi_objective_aggregation="sum_then_normalize",
+        max_completion_length=T,
+        current_gradient_accumulation_steps=1,
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+        **settings,
+    )
+
+
+def trls_advantages(trl, model, rewards, scale):
+    """Those of GRPOTrainer. There, the responses to a task are neighbors; here it gets them so. -> [k * P]"""
+    rows = [task + j * P for task in range(P) for j in range(K)]
+    functions = ["only"]
+    answers = ([[1]] * 12, [[2]] * 12, None, [""] * 12, None, {}, None, None)
+    trainer = trls_trainer(
+        model,
+        beta=0.0,  # no reference is asked
+        scale_rewards=scale,
+        reward_funcs=functions,
+        reward_func_names=functions,
+        reward_weights=torch.ones(1),
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        _generate=lambda prompts: answers,
+        _calculate_rewards=lambda *_: torch.tensor(rewards)[rows][:, None],
+        _logs=collections.defaultdict(list, rewards=collections.defaultdict(list)),
+        _pending_extra_logs={},
+        _pending_metrics={},
+    )
+    output = trl._generate_and_score_completions(trainer, [{"prompt": ""}] * 12)
+    advantages = torch.zeros(12)
+    advantages[rows] = output["advantages"]
+    return advantages
+
+
+def trls_loss(trl, run, advantages, **settings):
+    """The loss that GRPOTrainer computes from the tensors of an update."""
+    mask = run.b["mask"][:, -T:].long()
+    inputs = {
+        "prompt_ids": run.b["ids"][:, :-T],
+        "prompt_mask": run.b["mask"][:, :-T],
+        "completion_ids": run.b["ids"][:, -T:],
+        "completion_mask": mask,
+        "advantages": advantages,
+        "old_per_token_logps": run.old,
+        "ref_per_token_logps": run.ref,
+        "num_items_in_batch": mask.sum(),
+    }
+    trainer = trls_trainer(run.model.policy, beta=0.1, **settings)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (run.new, run.entropies, None)
+    return trl._compute_loss(trainer, run.model.policy, inputs).item()
+
+
+# TRL's scale_rewards="batch" is none of the blocks: the group's mean, and the deviation of the batch.
+BATCH = """@@ step 2
+-        advantages = grpo_advantages(b["scores"], k)  # [B]
++        groups = b["scores"].view(k, P)
++        advantages = (groups - groups.mean(0)).flatten() / (b["scores"].std() + 1e-4)  # [B]
+"""
+OF_TRL = {  # name -> block, TRL's loss_type and scale_rewards, its epsilon_high
+    "the default": ("", "dapo", "group", 0.2),
+    "mean per response": (BLOCKS.get("Mean per response"), "grpo", "group", 0.2),
+    "Dr. GRPO": (BLOCKS.get("Dr. GRPO"), "dr_grpo", "none", 0.2),
+    "deviation of the batch": (BATCH, "dapo", "batch", 0.2),
+    "clip-higher": (BLOCKS.get("Clip-higher"), "dapo", "group", 0.28),
+}
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_naive_advantages_are_trls(trl, update, scale):
+    """So the variants, which are compared with naive.py, have TRL's advantages. The default has them, too."""
+    theirs = trls_advantages(trl, update().model.policy, SCORES, scale)
+    close(theirs, naive.grpo_advantages(SCORES, K, scale))
+    if scale == "group":
+        close(grpo.grpo_advantages(torch.tensor(SCORES), K), theirs)
+
+
+@pytest.mark.parametrize("name", OF_TRL)
+def test_losses_are_trls(trl, update, name):
+    """The loss of an update, and TRL's of the same tensors and rewards."""
+    block, loss_type, scale, epsilon_high = OF_TRL[name]
+    run = update(block)
+    advantages = trls_advantages(trl, run.model.policy, SCORES, scale)
+    settings = dict(loss_type=loss_type, epsilon_high=epsilon_high)
+    assert run.loss == pytest.approx(trls_loss(trl, run, advantages, **settings), abs=1e-5)

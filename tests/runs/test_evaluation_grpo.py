@@ -1,0 +1,646 @@
+"""grpo_math.py: every number of metrics.jsonl and of the final table, recomputed by hand from a small run.
+
+The data are asymmetric: training, held-out and harder tasks begin with other words, prompts have different
+lengths, some rows cannot be used, some groups have equal rewards, some responses stop but not all, and the
+judge is none of the rewards.
+"""
+
+import json
+import math
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import EOS
+from run_fixtures import check_names, handlers_kept
+from run_tools import distance, eos_prone, maker, rows_of, spy, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytest_plugins = ["run_fixtures"]
+T, K, P = 9, 3, 4  # tokens per response, responses per task, tasks per update
+EPOCHS, MINIBATCHES = 2, 4  # of 3 responses, which are 3 micro-batches
+SAMPLES = 5  # responses to each held-out task
+SYSTEM = "Be brief."
+FLAGS = dict(  # of the run that most tests look at; 20 episodes are rounded up to 2 updates of 12
+    total_episodes=20,
+    per_device_train_batch_size=1,
+    gradient_accumulation_steps=3,
+    num_mini_batches=MINIBATCHES,
+    num_ppo_epochs=EPOCHS,
+    num_generations=K,
+    response_length=T,
+    prompt_template="{kind} {number}: {text} =",
+    system_prompt=SYSTEM,
+    max_prompt_length=40,
+    temperature=0.8,
+    kl_coef=0.3,
+    cliprange=0.1,
+    learning_rate=0.02,
+    lr_scheduler_type="linear",
+    optimizer="torch.optim.SGD",
+    max_grad_norm=None,
+    num_examples=6,
+    num_eval_samples=SAMPLES,
+    num_sample_generations=2,
+    seed=19,
+)
+WEIGHTS = [1.0, 0.5]
+FUNCTIONS = """import json
+
+
+def record(name, *columns):
+    with open(f"{__file__}.{name}.calls", "a") as file:
+        file.write(json.dumps([list(row) for row in zip(*columns)]) + "\\n")
+
+
+def points(prompts, completions, number, log_metric, **columns):
+    scores = [0.5 if n % 3 == 0 else 0.25 * (len(text) % 8) for n, text in zip(number, completions)]
+    log_metric("letters", sum(map(len, completions)))
+    record("points", prompts, completions, number, scores)
+    return scores
+
+
+def short(completions, number):
+    return [None if n % 4 == 1 else float(len(text) < 35) for n, text in zip(number, completions)]
+
+
+def judge(prompts, completions):
+    scores = [0.75 * (len(text) % 7 - 4) for text in completions]
+    record("judge", prompts, completions, scores)
+    return scores
+"""
+
+
+def points(number, text):
+    """The first reward, again."""
+    return 0.5 if number % 3 == 0 else 0.25 * (len(text) % 8)
+
+
+def short(number, text):
+    """The second reward, again."""
+    return None if number % 4 == 1 else float(len(text) < 35)
+
+
+def is_right(text):
+    """The verdict: at 1 or more. The judge gives -3 to 1.5; some responses get 0.75."""
+    return 0.75 * (len(text) % 7 - 4) >= 1
+
+
+def row_of(kind, number):
+    """A row of the data."""
+    return dict(kind=kind, number=number, text="1" + " + 1" * (number % 4))
+
+
+def prompt_of(kind, number):
+    """What --prompt-template and --system-prompt make of it."""
+    row = row_of(kind, number)
+    return f"{SYSTEM}\n\n{kind} {number}: {row['text']} ="
+
+
+def number_of(prompt):
+    """The number in a prompt."""
+    return int(prompt.split(": ")[0].split()[-1])
+
+
+def task_data(folder):
+    """Training and held-out tasks. One row of each is too long. -> its path, a str"""
+    too_long = dict(kind="Long", number=99, text="1 +" * 60)
+    train = [row_of("Train", i) for i in range(8)]
+    train.insert(3, too_long)
+    test = [row_of("Exam", i) for i in range(20, 29)]
+    test.insert(2, too_long)
+    validation = [row_of("Valid", i) for i in range(40, 44)]
+    return write_rows(folder, train=train, validation=validation, test=test)
+
+
+def hard_data(folder):
+    """Harder tasks, fewer than --num-examples. -> its path, a str"""
+    rows = [row_of("Hard", i) for i in range(60, 65)]
+    return write_rows(folder, train=[row_of("Never", i) for i in range(4)], test=rows)
+
+
+def wordy(folder):
+    """Bias a model towards three words, so that its responses repeat some. -> its folder"""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for word, bias in ((" this", 3), (" movie", 3), (" with", 3), (EOS, -2)):
+        [token] = tokenizer(word).input_ids
+        model.transformer.ln_f.bias.data += bias * model.lm_head.weight[token].detach()
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def script(scripts):
+    """grpo_math.py as a module."""
+    return scripts["grpo_math"]
+
+
+CALLS = [  # the calls of sample_responses
+    *("before held-out", "before harder", "before greedy"),
+    *("update 1", "samples 1", "update 2", "samples 2"),
+    *("after held-out", "after harder", "after greedy"),
+]
+SETS = ("held-out", "harder", "greedy")
+
+
+@pytest.fixture(scope="module")
+def trained(scripts, world, tiny_lm, tmp_path_factory):
+    """trained(**changes) -> all about a run on asymmetric data, recorded; the same flags run only once."""
+    done = {}
+    root = tmp_path_factory.mktemp("trained")
+
+    def run(**changes):
+        key = repr(sorted(changes.items()))
+        if key not in done:
+            done[key] = recorded_run(scripts["grpo_math"], tmp_path_factory.mktemp("run"), changes)
+        return done[key]
+
+    run.data, run.hard = task_data(root / "data"), hard_data(root / "hard")
+    run.lm = wordy(eos_prone(tiny_lm, root / "lm"))
+
+    def recorded_run(script, folder, changes):
+        path = folder / "functions.py"
+        path.write_text(FUNCTIONS)
+        places = dict(
+            dataset_name=run.data,
+            hard_dataset_name=run.hard,
+            model_name_or_path=run.lm,
+            reward_fn=[f"{path}:points", f"{path}:short"],
+            reward_weights=WEIGHTS,
+            judge_fn=f"{path}:judge",
+        )
+        args = maker(scripts, world, folder)("grpo_math", **(places | FLAGS | changes))
+        with pytest.MonkeyPatch.context() as patch, handlers_kept():
+            patch.setattr(script.Run, "plot", check_names)
+            sampled = spy(patch, script, "sample_responses")
+            losses = spy(patch, script, "clipped_policy_loss")
+            model, run_folder = script.train(args)
+        tokenizer = AutoTokenizer.from_pretrained(run.lm)
+        parts = {}
+        for name, (inputs, (b, responses, tokens)) in zip(CALLS, sampled, strict=True):
+            parts[name] = rows_by_hand(tokenizer, b, responses, tokens, inputs[-1].temperature)
+        return SimpleNamespace(
+            args=args,
+            model=model,
+            folder=run_folder,
+            metrics=rows_of(run_folder),
+            table=json.loads((run_folder / "evaluation.json").read_text()),
+            samples=rows_of(run_folder, "evaluation_samples.jsonl"),
+            parts=parts,
+            losses=[inputs for inputs, _ in losses],
+            uniforms={name: inputs[2]["uniforms"] for name, (inputs, _) in zip(CALLS, sampled)},
+            reward_calls=rows_of(folder, "functions.py.points.calls"),
+            judge_calls=rows_of(folder, "functions.py.judge.calls") if args.judge_fn else [],
+        )
+
+    return run
+
+
+def rows_by_hand(tokenizer, b, responses, response_tokens, temperature):
+    """What was sampled, row by row, in plain lists. Only the token ids and the texts are the script's."""
+    rows = []
+    for i, (ids, sampled) in enumerate(zip(b["ids"], b["sampling_logprobs"], strict=True)):
+        prompt = tokenizer.decode(ids[:-T][b["mask"][i, :-T]])
+        tokens = ids[-T:].tolist()
+        ended = tokenizer.eos_token_id in tokens
+        if ended:
+            tokens = tokens[: tokens.index(tokenizer.eos_token_id) + 1]
+        text = tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=True)
+        assert responses[i] == text and response_tokens[i] == tokens
+        rows.append(
+            SimpleNamespace(
+                prompt=prompt,
+                number=number_of(prompt),
+                response=text,
+                ids=tokenizer(prompt).input_ids,
+                tokens=tokens,
+                ended=ended,
+                sampled=sampled[: len(tokens)],
+                temperature=temperature,
+            )
+        )
+    return rows
+
+
+def plain_logprobs(model, row):
+    """Log-probabilities of a response and entropies, by plain transformers, without padding. -> [T] each"""
+    logits = model(torch.tensor([row.ids + row.tokens])).logits[0, len(row.ids) - 1 : -1]
+    log_p = (logits / row.temperature).log_softmax(-1)
+    entropies = -(log_p.exp() * log_p).sum(-1)
+    return log_p[range(len(row.tokens)), row.tokens], entropies
+
+
+def mean(numbers):
+    """Of a list of numbers."""
+    numbers = list(numbers)
+    return sum(numbers) / len(numbers)
+
+
+def bigram_share(texts):
+    """Different pairs of neighboring words / all pairs."""
+    pairs = []
+    for text in texts:
+        words = text.lower().split()
+        pairs += [(words[i], words[i + 1]) for i in range(len(words) - 1)]
+    return len(set(pairs)) / len(pairs)
+
+
+def grouped(rows, values):
+    """The values of each task. -> list of lists, in the order in which the tasks come first"""
+    groups = {}
+    for row, value in zip(rows, values, strict=True):
+        groups.setdefault(row.prompt, []).append(value)
+    assert len({len(group) for group in groups.values()}) == 1
+    return list(groups.values())
+
+
+def scores_of(rows):
+    """The weighted sums. A reward that does not apply counts 0."""
+    first, second = WEIGHTS
+    return [first * points(r.number, r.response) + second * (short(r.number, r.response) or 0) for r in rows]
+
+
+def advantages_of(rows, scores):
+    """(Score - mean of the group) / (its deviation, with n - 1, + 1e-4)."""
+    of_prompt = {row.prompt: [] for row in rows}
+    for row, score in zip(rows, scores):
+        of_prompt[row.prompt].append(score)
+    advantages = []
+    for row, score in zip(rows, scores):
+        group = of_prompt[row.prompt]
+        advantages.append((score - mean(group)) / (statistics.stdev(group) + 1e-4))
+    return advantages
+
+
+def update_by_hand(script, run, number, policy, reference, optimizer, lr):
+    """Train with plain transformers on the rollouts of an update. -> its metrics, except for clocks"""
+    args, rows = run.args, run.parts[f"update {number}"]
+    old, ref, gaps = [], [], []
+    for row in rows:
+        with torch.no_grad():
+            old.append(plain_logprobs(policy, row)[0])
+            ref.append(plain_logprobs(reference, row)[0])
+        gaps += (row.sampled - old[-1]).abs().tolist()
+    scores = scores_of(rows)
+    advantages = advantages_of(rows, scores)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    losses, log_ratios, clipped, entropies = [], [], [], []
+    for epoch in range(EPOCHS):
+        generator = script.generator_for(args.seed, "order", number, epoch)
+        for minibatch in torch.randperm(len(rows), generator=generator).split(len(rows) // MINIBATCHES):
+            optimizer.zero_grad()
+            total = 0.0
+            for i in minibatch.tolist():
+                logprobs, row_entropies = plain_logprobs(policy, rows[i])
+                ratio = (logprobs - old[i]).exp()
+                bounded = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
+                loss = -torch.min(ratio * advantages[i], bounded * advantages[i])
+                clipped += (bounded * advantages[i] < ratio * advantages[i]).tolist()
+                losses += loss.tolist()
+                log_ratios += (logprobs - old[i]).tolist()
+                entropies += row_entropies.tolist()
+                x = ref[i] - logprobs
+                total = total + (loss + args.kl_coef * (x.exp() - 1 - x)).sum()
+            (total / sum(len(rows[i].tokens) for i in minibatch.tolist())).backward()
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
+            optimizer.step()
+
+    ratios = [math.exp(x) for x in log_ratios]
+    lengths = [len(row.tokens) for row in rows]
+    ended = [row.ended for row in rows]
+    kl = [(x - y).sum().item() for x, y in zip(old, ref)]
+    applies = [short(row.number, row.response) for row in rows]
+    responses = [row.response for row in rows]
+    metrics = {
+        "update": number,
+        "episode": 12 * number,
+        "lr": lr,
+        "objective/entropy": mean(-x.sum().item() for x in old),
+        "objective/scores": mean(scores),
+        "rewards/points/mean": mean(points(row.number, row.response) for row in rows),
+        "rewards/short/mean": mean(x for x in applies if x is not None),
+        "letters": sum(map(len, responses)),
+        "loss/policy_avg": mean(losses),
+        "policy/approxkl_avg": mean(0.5 * x**2 for x in log_ratios),
+        "policy/clipfrac_avg": mean(clipped),
+        "policy/entropy_avg": mean(entropies),
+        "val/ratio": mean(ratios),
+        "val/ratio_var": statistics.pvariance(ratios),
+        "grad_norm": norm.item(),
+        "val/num_eos_tokens": sum(ended),
+        "env/reward_mean": mean(scores),
+        "env/reward_std": statistics.pstdev(scores),
+        "frac_reward_zero_std": mean(len(set(group)) == 1 for group in grouped(rows, scores)),
+        "completions/mean_length": mean(lengths),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": 1 - mean(ended),
+        "completions/distinct_2": bigram_share(responses),
+        "sampling/logprob_gap_mean": mean(gaps),
+        "sampling/logprob_gap_max": max(gaps),
+    }
+    if args.kl_coef > 0:
+        metrics |= {"objective/kl": mean(kl), "objective/kl_coef": args.kl_coef}
+    return metrics
+
+
+# ---- Training, by hand -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(kl_coef=0.0, max_grad_norm=0.5),
+        dict(optimizer="torch.optim.AdamW", adam_eps=1e-2, learning_rate=0.005),
+        dict(per_device_train_batch_size=3, gradient_accumulation_steps=1),
+    ],
+    ids=["plain", "no KL, clipped gradient", "AdamW", "one micro-batch"],
+)
+def test_two_updates_by_hand(script, trained, changes):
+    """Every metric of both updates, and the weights in model/, are those of a run in plain transformers."""
+    run = trained(**changes)
+    policy = AutoModelForCausalLM.from_pretrained(trained.lm).eval()
+    reference = AutoModelForCausalLM.from_pretrained(trained.lm).eval()
+    if "optimizer" in changes:
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0, eps=1e-2)
+    else:
+        optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    assert len(run.metrics) == 2
+    for number in (1, 2):
+        lr = run.args.learning_rate / number  # linear
+        expected = update_by_hand(script, run, number, policy, reference, optimizer, lr)
+        row = run.metrics[number - 1]
+        clocks = {name for name in row if name == "eps" or name.startswith("perf/")}
+        assert set(expected) == set(row) - clocks
+        for name, x in expected.items():
+            assert row[name] == pytest.approx(x, rel=2e-3, abs=2e-5), (number, name)
+    ours = AutoModelForCausalLM.from_pretrained(run.folder / "model").state_dict()
+    assert distance(ours, policy.state_dict()) < 2e-4
+    assert distance(ours, reference.state_dict()) > 1e-3
+
+
+def test_the_fixture_is_asymmetric(trained):
+    """Numbers that could be equal by chance are not: otherwise the test above would see less."""
+    run = trained()
+    rows = run.parts["update 1"] + run.parts["update 2"]
+    assert any(row.ended and len(row.tokens) == T for row in rows)  # EOS on the last allowed token
+    assert len({len(row.tokens) for row in rows}) > 3
+    assert {short(row.number, row.response) for row in rows} == {None, 0.0, 1.0}
+    equal, neighbors = [], []
+    for number in (1, 2):
+        row, rows = run.metrics[number - 1], run.parts[f"update {number}"]
+        assert 0 < sum(r.ended for r in rows) < 12
+        assert row["policy/clipfrac_avg"] > 0
+        scores = scores_of(rows)
+        equal.append(row["frac_reward_zero_std"])
+        neighbors.append(mean(len(set(scores[i : i + K])) == 1 for i in range(0, 12, K)))
+        # The mean over all tokens is not that of the responses' means, and groups are not neighbors.
+        advantages = advantages_of(rows, scores)
+        lengths = [len(r.tokens) for r in rows]
+        over_tokens = sum(a * n for a, n in zip(advantages, lengths)) / sum(lengths)
+        assert abs(over_tokens - mean(advantages)) > 0.005
+    assert any(0 < x < 1 for x in equal) and equal != neighbors
+    assert abs(run.metrics[1]["objective/kl"]) > 0.005
+
+
+def test_every_training_task_is_used_once_per_epoch(trained):
+    """8 usable tasks, 4 per update: in 2 updates each comes once, and in another order."""
+    run = trained()
+    usable = [prompt_of("Train", i) for i in range(8)]
+    seen = []
+    for number in (1, 2):
+        prompts = [row.prompt for row in run.parts[f"update {number}"]]
+        assert prompts == prompts[:P] * K
+        seen += prompts[:P]
+    assert sorted(seen) == usable
+    assert seen != usable
+
+
+def test_training_and_held_out_tasks_are_apart(trained):
+    """Rewards are of training tasks in updates, and of held-out and harder ones in evaluations."""
+    run = trained()
+    kinds = {"update": {"Train"}, "harder": {"Hard"}}
+    for name, call in zip(CALLS, run.reward_calls, strict=True):
+        part = "harder" if "harder" in name else name.split()[0]
+        seen = {prompt.removeprefix(f"{SYSTEM}\n\n").split()[0] for prompt, *_ in call}
+        assert seen == kinds.get(part, {"Exam"}), name
+        for (prompt, text, number, score), row in zip(call, run.parts[name], strict=True):
+            assert (prompt, text, number) == (row.prompt, row.response, row.number)
+            assert score == points(number, text)
+
+
+def test_the_judge_sees_the_evaluation_alone(trained):
+    """It reads the responses to held-out tasks, and none of the updates."""
+    run = trained()
+    names = [name for name in CALLS if not name.startswith("update")]
+    for name, call in zip(names, run.judge_calls, strict=True):
+        assert [(prompt, text) for prompt, text, _ in call] == [
+            (row.prompt, row.response) for row in run.parts[name]
+        ]
+
+
+def test_ratios(trained):
+    """1 in the first minibatch of an update; later ones differ, also within a response."""
+    run = trained(per_device_train_batch_size=3, gradient_accumulation_steps=1)
+    assert len(run.losses) == 2 * EPOCHS * MINIBATCHES
+    for start in (0, EPOCHS * MINIBATCHES):
+        gaps = [(new - old).abs() for new, old, _, _ in run.losses[start : start + EPOCHS * MINIBATCHES]]
+        assert gaps[0].max() < 1e-4
+        assert min(gap.max() for gap in gaps[1:]) > 1e-3
+    new, old, advantages, cliprange = run.losses[-1]
+    assert new.shape == old.shape == advantages.shape and new.dim() == 1  # one number per token
+    assert len(set((new - old).tolist())) > 10 and len(set(advantages.tolist())) <= 3
+    assert cliprange == 0.1
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_one_step_per_batch(trained, kl_coef):
+    """The default: every ratio is 1, nothing is clipped, and the loss is minus the mean advantage."""
+    changes = dict(num_mini_batches=1, num_ppo_epochs=1, gradient_accumulation_steps=12, kl_coef=kl_coef)
+    run = trained(**changes)
+    assert len(run.losses) == 2 * 12
+    for number, row in enumerate(run.metrics, 1):
+        rows = run.parts[f"update {number}"]
+        advantages = advantages_of(rows, scores_of(rows))
+        tokens = [a for a, r in zip(advantages, rows) for _ in r.tokens]
+        assert row["loss/policy_avg"] == pytest.approx(-mean(tokens), abs=1e-5)
+        assert row["val/ratio"] == pytest.approx(1, abs=1e-5)
+        assert row["val/ratio_var"] == pytest.approx(0, abs=1e-6)
+        assert row["policy/clipfrac_avg"] == 0
+        assert row["policy/approxkl_avg"] == pytest.approx(0, abs=1e-9)
+        assert row["grad_norm"] > 1e-3
+        assert ("objective/kl" in row) == (kl_coef > 0)
+
+
+def test_each_response_has_its_own_random_numbers(trained):
+    """All numbers of a run differ, except those that an evaluation repeats."""
+    run = trained()
+    numbers = [*run.uniforms["before held-out"].flatten().tolist()]
+    for number in (1, 2):
+        assert run.uniforms[f"update {number}"].shape == (P, K, T)
+        numbers += run.uniforms[f"update {number}"].flatten().tolist()
+    assert len(set(numbers)) == len(numbers) == (6 * SAMPLES + 2 * P * K) * T
+
+
+# ---- The evaluation, by hand -------------------------------------------------------------------------------
+
+
+def table_by_hand(name, rows):
+    """The numbers of the final table for one set of tasks."""
+    right = grouped(rows, [is_right(row.response) for row in rows])
+    shares = [mean(group) for group in right]
+    expected = {
+        "pass@1": mean(shares),
+        "+- (95 % interval)": 1.96 * statistics.pstdev(shares) / math.sqrt(len(shares)),
+        "tokens per response": mean(len(row.tokens) for row in rows),
+    }
+    if name != "greedy":
+        texts = grouped(rows, [row.response for row in rows])
+        applies = [short(row.number, row.response) for row in rows]
+        expected |= {
+            f"pass@{SAMPLES}": mean(any(group) for group in right),
+            "tasks all right or all wrong": mean(len(set(group)) == 1 for group in right),
+            "different responses per task": mean(len(set(group)) for group in texts),
+            "distinct bigrams": bigram_share([row.response for row in rows]),
+            "ended by itself": mean(row.ended for row in rows),
+            "rewards/points": mean(points(row.number, row.response) for row in rows),
+            "rewards/short": mean(x for x in applies if x is not None),
+        }
+    return {f"{name}: {metric}": x for metric, x in expected.items()}
+
+
+@pytest.mark.parametrize("part", ["before", "after"])
+def test_the_final_table_by_hand(trained, part):
+    """Every number of evaluation.json, from the texts; and who wrote them, in plain transformers."""
+    run = trained()
+    expected = {}
+    for name in SETS:
+        expected |= table_by_hand(name, run.parts[f"{part} {name}"])
+    assert run.table[part] == pytest.approx(expected, abs=1e-6)
+    assert list(run.table[part]) == list(expected)
+    policy = AutoModelForCausalLM.from_pretrained(
+        trained.lm if part == "before" else run.folder / "model"
+    ).eval()
+    for name in SETS:
+        for row in run.parts[f"{part} {name}"]:
+            with torch.no_grad():
+                logprobs, _ = plain_logprobs(policy, row)
+            near = 0.05 if name == "greedy" else 1e-4  # a temperature of 0.01 magnifies roundings
+            assert torch.allclose(logprobs, row.sampled, atol=near)
+    for metric in ("pass@1", f"pass@{SAMPLES}", "tasks all right or all wrong"):
+        assert 0 < expected[f"held-out: {metric}"] < 1
+    assert expected["held-out: pass@1"] < expected[f"held-out: pass@{SAMPLES}"]
+    assert 1 < expected["held-out: different responses per task"]
+    assert 0 < expected["held-out: ended by itself"] < 1
+
+
+def test_the_rest_of_the_final_table(trained):
+    run = trained()
+    assert set(run.table) == {"before", "after", "n", "judge", "decoding"}
+    assert run.table["n"] == 6
+    assert run.table["judge"] == run.args.judge_fn
+    assert run.table["decoding"] == "sampling, temperature 0.8, at most 9 tokens"
+    assert run.table["before"]["held-out: rewards/points"] != run.table["after"]["held-out: rewards/points"]
+
+
+def test_greedy_responses_are_the_likeliest_tokens(trained):
+    """One response to each held-out task; its tokens are the most probable ones."""
+    run = trained()
+    policy = AutoModelForCausalLM.from_pretrained(run.folder / "model").eval()
+    rows = run.parts["after greedy"]
+    assert [row.prompt for row in rows] == [row.prompt for row in run.parts["after held-out"][:6]]
+    for row in rows:
+        with torch.no_grad():
+            logits = policy(torch.tensor([row.ids + row.tokens])).logits[0, len(row.ids) - 1 : -1]
+        lead = logits.max(-1).values - logits[range(len(row.tokens)), row.tokens]
+        assert lead.max() < 0.1  # temperature 0.01 chooses among what is as good as equal
+        assert row.temperature == 0.01
+
+
+def test_the_tasks_of_the_evaluation(trained):
+    """6 of the 9 usable test rows, and all 5 harder ones, each once and in random order."""
+    run = trained()
+    held_out = [row["task"] for row in run.samples if row["set"] == "held-out"]
+    harder = [row["task"] for row in run.samples if row["set"] == "harder"]
+    greedy = [row["task"] for row in run.samples if row["set"] == "greedy"]
+    assert len(set(held_out)) == len(held_out) == 6
+    assert set(held_out) < {prompt_of("Exam", i) for i in range(20, 29)}
+    assert held_out != sorted(held_out)
+    assert sorted(harder) == [prompt_of("Hard", i) for i in range(60, 65)]
+    assert greedy == held_out
+    for part in ("before", "after"):
+        for name, tasks in (("held-out", held_out), ("harder", harder), ("greedy", greedy)):
+            prompts = [row.prompt for row in run.parts[f"{part} {name}"]]
+            assert prompts == tasks * (len(prompts) // len(tasks))
+
+
+def test_evaluation_samples(trained):
+    """All responses to each task, with what is known of them."""
+    run = trained()
+    for part in ("before", "after"):
+        for name in SETS:
+            rows, k = run.parts[f"{part} {name}"], 1 if name == "greedy" else SAMPLES
+            lines = [line for line in run.samples if line["set"] == name]
+            for i, line in enumerate(lines):
+                of_task = rows[i :: len(lines)]
+                assert len(of_task) == k
+                assert {row.prompt for row in of_task} == {line["task"]}
+                seen = line[part]
+                assert seen["responses"] == [row.response for row in of_task]
+                assert seen["right"] == [is_right(row.response) for row in of_task]
+                assert seen["ended"] == [row.ended for row in of_task]
+                assert seen["length"] == [len(row.tokens) for row in of_task]
+                assert seen["rewards/points"] == [points(row.number, row.response) for row in of_task]
+                applies = [short(row.number, row.response) for row in of_task]
+                # A reward that does not apply: null or NaN.
+                found = [None if x is None or math.isnan(x) else x for x in seen["rewards/short"]]
+                assert found == applies
+                assert set(line) == {"set", "task", "before", "after"}
+    assert all(line["set"] in SETS for line in run.samples)
+
+
+def test_samples_during_the_run(trained):
+    """After updates 1 and 2: the first 4 tasks of the evaluation, with its random numbers."""
+    run = trained()
+    samples = rows_of(run.folder, "samples.jsonl")
+    assert [row["update"] for row in samples] == [1] * 4 + [2] * 4
+    evaluated = [line for line in run.samples if line["set"] == "held-out"][:4]
+    assert [row["task"] for row in samples] == [line["task"] for line in evaluated] * 2
+    rows = run.parts["samples 1"][:4] + run.parts["samples 2"][:4]
+    for sample, row in zip(samples, rows, strict=True):
+        assert sample["response"] == row.response
+        assert sample["right"] is is_right(row.response)
+        assert sample["rewards/points"] == points(row.number, row.response)
+    # After the last update, the model and the random numbers are those of the evaluation.
+    after = [line["after"]["responses"][0] for line in evaluated]
+    assert [row["response"] for row in samples[4:]] == after
+    assert [row["response"] for row in samples[:4]] != after
+
+
+def test_the_same_random_numbers_before_and_after(trained):
+    """A policy that did not learn writes the same again. Another seed takes other tasks and numbers."""
+    frozen = trained(learning_rate=0.0)
+    assert frozen.table["before"] == frozen.table["after"]
+    for line in frozen.samples:
+        assert line["before"]["responses"] == line["after"]["responses"]
+    for name in SETS:
+        numbers = [trained().uniforms[f"{part} {name}"] for part in ("before", "after")]
+        assert torch.equal(*numbers)
+    other = trained(learning_rate=0.0, seed=4)
+    assert [line["task"] for line in frozen.samples] != [line["task"] for line in other.samples]
+    mine, theirs = (run.uniforms["before held-out"].flatten().tolist() for run in (frozen, other))
+    assert not set(mine) & set(theirs)
+
+
+def test_the_first_reward_is_the_judge_if_nobody_else_is(trained):
+    """Without --judge-fn a response is right if the first of --reward-fn gives 1 or more."""
+    run = trained(judge_fn=None)
+    assert run.table["judge"] == run.args.reward_fn[0]
+    for line in run.samples:
+        for part in ("before", "after"):
+            assert line[part]["right"] == [x >= 1 for x in line[part]["rewards/points"]]
+    assert 0 < run.table["after"]["held-out: pass@1"] < 1

@@ -1,0 +1,749 @@
+"""Whole runs of grpo_math.py on tiny models: groups, prompts, stop tokens, judges, published data."""
+
+import json
+import math
+from dataclasses import replace
+
+import datasets
+import pytest
+import torch
+import transformers
+from conftest import ROOT
+from run_tools import (
+    distance,
+    eos_prone,
+    reward_file,
+    rows_of,
+    same,
+    spy,
+    weights,
+    write_rows,
+)
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytest_plugins = ["run_fixtures"]
+SGD = dict(optimizer="torch.optim.SGD", max_grad_norm=None)
+ONE_STEP = dict(num_mini_batches=1, num_ppo_epochs=1, per_device_train_batch_size=8)
+NO_SAMPLES = dict(num_sample_generations=0)
+
+
+@pytest.fixture
+def script(scripts):
+    """grpo_math.py as a module."""
+    return scripts["grpo_math"]
+
+
+@pytest.fixture
+def rollouts(script, monkeypatch):
+    """The calls of rollout_tasks, one per update."""
+    return spy(monkeypatch, script, "rollout_tasks")
+
+
+def tasks_of(inputs):
+    """The tasks of a call of rollout_tasks."""
+    return inputs[3]
+
+
+def table_of(folder):
+    """evaluation.json of a run."""
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def chat(*turns):
+    """A list of messages."""
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+# ---- Learning rate 0 ---------------------------------------------------------------------------------------
+
+
+def test_learning_rate_0_changes_nothing(grpo, tiny_lm):
+    """The ratio of each token is 1, the KL is 0, and the weights stay bit-identical."""
+    _, folder, metrics = grpo(learning_rate=0.0)
+    assert len(metrics) == 2
+    for row in metrics:
+        assert abs(row["val/ratio"] - 1) < 1e-5
+        assert row["policy/approxkl_avg"] < 1e-10
+        assert row["policy/clipfrac_avg"] == 0
+        assert abs(row["objective/kl"]) < 1e-4
+    assert same(weights(folder / "model"), weights(tiny_lm()))
+
+
+def test_other_splits_of_the_batch_sample_the_same_tokens(grpo, rollouts):
+    """Other micro-batches and rollout batches: the same responses in the same order, and a ratio of 1."""
+    seen = []
+    splits = [(8, 4, 1, 2), (3, 2, 2, 2), (1, 1, 8, 1)]
+    for i, (rollout_size, n, accumulation, minibatches) in enumerate(splits):
+        rollouts.clear()
+        _, _, metrics = grpo(
+            f"run{i}",
+            learning_rate=0.0,
+            local_rollout_forward_batch_size=rollout_size,
+            per_device_train_batch_size=n,
+            gradient_accumulation_steps=accumulation,
+            num_mini_batches=minibatches,
+        )
+        assert abs(metrics[0]["val/ratio"] - 1) < 1e-4
+        seen.append([([task["ids"] for task in tasks_of(x)], responses) for x, (_, responses) in rollouts])
+    assert len(seen[0]) == 2
+    assert seen[0] == seen[1] == seen[2]
+
+
+# ---- Groups ------------------------------------------------------------------------------------------------
+
+
+def test_a_group_answers_one_task(grpo, rollouts, tiny_lm):
+    """Rows r, P + r, 2 P + r, ... are the k responses to task r, and they differ."""
+    grpo(num_generations=4)
+    inputs, (b, responses) = rollouts[0]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    prompts = [task["prompt"] for task in tasks_of(inputs)]
+    prompt_ids, mask = b["ids"][:, :-6], b["mask"][:, :-6]
+    assert torch.equal(prompt_ids[:2].repeat(4, 1), prompt_ids)
+    assert [tokenizer.decode(ids[m]) for ids, m in zip(prompt_ids, mask)] == prompts * 4
+    assert len(set(prompts)) == len(prompts) == 2
+    assert len(responses) == 8 and len(set(responses)) > 2
+
+
+def test_mixed_groups_are_noticed(grpo, script, monkeypatch):
+    """If a rollout orders its rows task by task, the run ends with an assertion."""
+    rollout_tasks = script.rollout_tasks
+
+    def task_by_task(*inputs):
+        b, responses = rollout_tasks(*inputs)
+        for name, x in b.items():
+            b[name] = x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+        return b, responses
+
+    monkeypatch.setattr(script, "rollout_tasks", task_by_task)
+    with pytest.raises(AssertionError, match="same prompt"):
+        grpo()
+
+
+def test_groups_without_a_signal_are_counted(grpo, tmp_path, capsys):
+    """frac_reward_zero_std is the share of tasks whose responses have equal scores. Most: a warning."""
+    equal = reward_file(tmp_path, "return [1.0] * len(prompts)", "equal")
+    _, _, rows = grpo("equal", reward_fn=equal, kl_coef=0.0)
+    assert rows[0]["frac_reward_zero_std"] == 1
+    assert rows[0]["grad_norm"] == 0
+    assert "all rewards are equal" in capsys.readouterr().out
+    one = reward_file(tmp_path, "return [float(i in (1, 3, 5)) for i in range(len(prompts))]", "one")
+    _, _, rows = grpo("one", reward_fn=one)
+    # Rows 1 and 5 are one group, and so are 3 and 7: only there a response differs. Of the pairs of
+    # neighboring rows, three differ.
+    assert rows[0]["frac_reward_zero_std"] == 0.75
+
+
+def test_rewarded_behaviour_is_learned(grpo, tmp_path):
+    """A reward for short responses makes them shorter, with one step per batch and no KL penalty."""
+    _, _, rows = grpo(
+        reward_fn=reward_file(tmp_path, "return [-len(r) / 10 for r in completions]"),
+        total_episodes=16 * 12,
+        per_device_train_batch_size=16,
+        num_mini_batches=1,
+        num_generations=4,
+        num_ppo_epochs=1,
+        learning_rate=1e-2,
+        kl_coef=0.0,
+        **NO_SAMPLES,
+    )
+    scores = [row["objective/scores"] for row in rows]
+    assert sum(scores[-2:]) / 2 > sum(scores[:2]) / 2 + 0.5
+
+
+# ---- Steps -------------------------------------------------------------------------------------------------
+
+
+def test_the_gradient_does_not_depend_on_micro_batches(grpo, tiny_lm, tmp_path):
+    """One step of SGD on 8 responses of different lengths: as 8, as 2 x 4 and as 8 x 1."""
+    lm = eos_prone(tiny_lm, tmp_path / "lm")
+    reward_fn = reward_file(tmp_path, "return [float(i * i % 5) for i in range(len(prompts))]")
+    trained = []
+    for n, accumulation in ((8, 1), (4, 2), (1, 8)):
+        _, folder, rows = grpo(
+            f"run{n}",
+            model_name_or_path=lm,
+            reward_fn=reward_fn,
+            per_device_train_batch_size=n,
+            gradient_accumulation_steps=accumulation,
+            num_mini_batches=1,
+            num_ppo_epochs=1,
+            total_episodes=8,
+            learning_rate=0.1,
+            **SGD,
+        )
+        trained.append(weights(folder / "model"))
+    assert rows[0]["completions/min_length"] < rows[0]["completions/max_length"]
+    assert distance(trained[0], trained[1]) < 2e-6
+    assert distance(trained[0], trained[2]) < 2e-6
+    assert distance(trained[0], weights(lm)) > 1e-3
+
+
+def test_number_of_steps(grpo, monkeypatch):
+    """num_mini_batches * num_ppo_epochs steps per update. Accumulation adds none."""
+    steps = spy(monkeypatch, torch.optim.SGD, "step")
+    grpo(
+        total_episodes=8,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_mini_batches=2,
+        num_ppo_epochs=3,
+        **SGD,
+    )
+    assert len(steps) == 2 * 3
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_gap_between_sampling_and_training_is_measured(grpo, script, monkeypatch, steps):
+    """Mean and maximum of the differences of log-probabilities, over the tokens of the responses only."""
+    sample_responses = script.sample_responses
+    lengths = []
+
+    def with_a_gap(*inputs):
+        b, responses, response_tokens = sample_responses(*inputs)
+        if len(responses) == 8 and not lengths:  # of the evaluation
+            lengths.append(None)
+        elif len(responses) == 8:
+            b["sampling_logprobs"][1, 0] -= 3
+            b["sampling_logprobs"][2] -= script.length_mask(b["lengths"], 6)[2].float()
+            lengths.append(b["lengths"].tolist())
+        return b, responses, response_tokens
+
+    monkeypatch.setattr(script, "sample_responses", with_a_gap)
+    flags = ONE_STEP | dict(num_ppo_epochs=steps)
+    _, _, [row] = grpo(learning_rate=0.0, total_episodes=8, kl_coef=0.0, **NO_SAMPLES, **flags)
+    lengths = lengths[1]
+    assert row["sampling/logprob_gap_max"] == pytest.approx(3, abs=1e-3)
+    assert row["sampling/logprob_gap_mean"] == pytest.approx((3 + lengths[2]) / sum(lengths), abs=1e-3)
+
+
+def test_clocks(grpo):
+    """Seconds of rollout and training add up, and speeds are what they say."""
+    _, _, rows = grpo()
+    for row in rows:
+        parts = row["perf/rollout_seconds"] + row["perf/train_seconds"]
+        assert row["perf/seconds"] == pytest.approx(parts)
+        tokens = 8 * row["completions/mean_length"]
+        assert row["perf/tokens_per_second"] * row["perf/seconds"] == pytest.approx(tokens)
+        assert row["eps"] * row["perf/seconds"] == pytest.approx(8, rel=0.2)
+        assert min(row["perf/rollout_seconds"], row["perf/train_seconds"], row["perf/peak_memory_mb"]) > 0
+
+
+# ---- The reference -----------------------------------------------------------------------------------------
+
+
+def test_without_a_penalty_nobody_has_a_reference(grpo):
+    """--kl-coef 0: no KL is logged, and no log-probabilities of a reference are computed."""
+    model, _, rows = grpo(kl_coef=0.0)
+    assert model.reference is None
+    assert not any("kl" in name and name.startswith("objective") for name in rows[0])
+
+
+def test_without_a_penalty_no_reference_is_loaded(grpo, script, monkeypatch):
+    """--kl-coef 0: the model is read once, not once more for a reference."""
+    loads = spy(monkeypatch, script, "load_model")
+    grpo(kl_coef=0.0)
+    assert len(loads) == 1
+
+
+def test_a_penalty_pulls_to_the_reference(grpo, script, monkeypatch):
+    """With equal advantages for all responses, a higher kl_coef leaves the policy closer to the reference."""
+    monkeypatch.setattr(script, "grpo_advantages", lambda rewards, k: torch.ones_like(rewards))
+    kl = []
+    for kl_coef in (1e-9, 50.0):
+        model, _, rows = grpo(
+            f"run{kl_coef}",
+            kl_coef=kl_coef,
+            per_device_train_batch_size=8,
+            num_mini_batches=1,
+            num_ppo_epochs=4,
+            total_episodes=32,
+            learning_rate=1e-2,
+            optimizer="torch.optim.SGD",
+            max_grad_norm=1.0,
+        )
+        kl.append(abs(rows[-1]["objective/kl"]))
+        assert not any(p.requires_grad for p in model.reference.parameters())
+    assert kl[1] < kl[0] / 2
+
+
+def test_lora(grpo, tiny_lm):
+    """The reference is the policy without its adapter: the KL starts at 0, and then moves."""
+    model, folder, rows = grpo(lora_r=4)
+    assert model.reference is None
+    assert abs(rows[0]["objective/kl"]) < 1e-4
+    assert abs(rows[1]["objective/kl"]) > 1e-3
+    merged = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    assert distance(merged, AutoModelForCausalLM.from_pretrained(tiny_lm()).state_dict()) > 1e-4
+    assert (folder / "adapter/adapter_config.json").exists()
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_shared_layers(grpo, tiny_lm, kl_coef):
+    """The embeddings and the first layer stay as they were."""
+    _, folder, _ = grpo(num_shared_layers=1, kl_coef=kl_coef)
+    before, after = weights(tiny_lm()), weights(folder / "model")
+    frozen = [name for name in before if "wte" in name or "wpe" in name or ".h.0." in name]
+    assert frozen and all(torch.equal(before[name], after[name]) for name in frozen)
+    assert any(not torch.equal(before[name], after[name]) for name in before if ".h.1." in name)
+
+
+@pytest.mark.parametrize("arch", ["gpt_neo", "opt", "bloom", "qwen2"])
+def test_architectures(grpo, tiny_lm, arch):
+    """A ratio of 1 before the first step, and a model that plain transformers loads."""
+    _, folder, rows = grpo(model_name_or_path=tiny_lm(arch), learning_rate=0.0, total_episodes=8)
+    assert rows[0]["val/ratio"] == pytest.approx(1, abs=1e-5)
+    AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+def test_bf16(grpo):
+    """Matmuls in bf16, weights in fp32."""
+    _, _, full = grpo("full", learning_rate=0.0, total_episodes=8)
+    model, folder, half = grpo("half", dtype="bfloat16", learning_rate=0.0, total_episodes=8)
+    entropies = [rows[0]["policy/entropy_avg"] for rows in (full, half)]
+    assert entropies[0] != entropies[1]
+    assert entropies[0] == pytest.approx(entropies[1], rel=0.2)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in weights(folder / "model").values()} == {torch.float32}
+
+
+# ---- Stop tokens -------------------------------------------------------------------------------------------
+
+
+def test_another_stop_token(grpo, rollouts):
+    """A response ends at the token of --stop-token-id; with --stop-token None, at its limit."""
+    grpo("first")
+    tokens = rollouts[0][1][0]["ids"][0, -6:].tolist()
+    stop = tokens[2]
+    rollouts.clear()
+    grpo("second", stop_token_id=stop)
+    b, _ = rollouts[0][1]
+    assert b["stopped"][0]
+    assert b["lengths"][0] == tokens.index(stop) + 1
+    rollouts.clear()
+    _, _, rows = grpo("third", stop_token=None)
+    assert not rollouts[0][1][0]["stopped"].any()
+    assert rows[0]["completions/min_length"] == 6
+    assert rows[0]["val/num_eos_tokens"] == 0
+
+
+def test_every_stop_token_of_the_model_ends_a_response(grpo, rollouts, tiny_lm, tmp_path):
+    """Those of generation_config and EOS. The text of a stop token does not reach the reward."""
+    grpo("first", learning_rate=0.0, total_episodes=8)
+    sampled = rollouts[0][1][0]["ids"][:, -6:]
+    stops = {sampled[0, 2].item(), sampled[3, 3].item()}
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm())
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    model.generation_config.eos_token_id = sorted(stops)
+    model.save_pretrained(tmp_path / "lm")
+    tokenizer.save_pretrained(tmp_path / "lm")
+    rollouts.clear()
+    grpo("second", model_name_or_path=str(tmp_path / "lm"), learning_rate=0.0, total_episodes=8)
+    b, responses = rollouts[0][1]
+    ended_by = set()
+    for i, tokens in enumerate(sampled.tolist()):
+        ends = [t for t, token in enumerate(tokens) if token in stops | {tokenizer.eos_token_id}]
+        length = ends[0] + 1 if ends else 6
+        ended_by |= {tokens[length - 1]} if ends else set()
+        assert b["lengths"][i] == length
+        assert b["stopped"][i].item() is bool(ends)
+        assert responses[i] == tokenizer.decode(tokens[: length - bool(ends)], skip_special_tokens=True)
+    assert ended_by >= stops
+
+
+# ---- Prompts -----------------------------------------------------------------------------------------------
+
+
+def tiny_qwen(folder):
+    """A random Qwen2 with a tokenizer of bytes, Qwen2.5's chat template and two stop tokens. -> its path"""
+    alphabet = sorted(ByteLevel.alphabet())
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = transformers.Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate([*special, *alphabet])},
+        merges=[],
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = (ROOT / "tests/data/templates/qwen2_5.jinja").read_text()
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        initializer_range=0.1,
+    )
+    model = transformers.Qwen2ForCausalLM(config)
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory):
+    """Folder of a tiny Qwen2 that was made for chats."""
+    return tiny_qwen(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture
+def load(script, qwen, tiny_lm):
+    """load(rows, is_chat, **flags) -> the tasks of these rows, with a tokenizer for chats or without."""
+
+    def run(rows, is_chat=False, **flags):
+        tokenizer = script.load_tokenizer(qwen if is_chat else tiny_lm())
+        flags = dict(prompt_template=None, system_prompt=None) | flags
+        return script.load_tasks(datasets.Dataset.from_list(rows), tokenizer, script.Args(**flags), "tasks")
+
+    return run
+
+
+def texts_of(tasks, folder):
+    """What the model reads."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [tokenizer.decode(task["ids"]) for task in tasks]
+
+
+def test_prompts_that_are_texts(load, tiny_lm):
+    """The column prompt is what the model reads, after the system prompt. Other columns go to the rewards."""
+    rows = [dict(prompt="1 + 2 =", answer="3"), dict(prompt=" 4 + 5 = ", answer="9")]
+    tasks = load(rows, prompt_template="{answer}")  # the template is for data without the column
+    assert [task["prompt"] for task in tasks] == texts_of(tasks, tiny_lm()) == ["1 + 2 =", " 4 + 5 = "]
+    assert [task["columns"] for task in tasks] == [dict(answer="3"), dict(answer="9")]
+    tasks = load(rows, system_prompt="Be brief.")
+    assert texts_of(tasks, tiny_lm()) == ["Be brief.\n\n1 + 2 =", "Be brief.\n\n 4 + 5 = "]
+    assert [task["prompt"] for task in tasks] == texts_of(tasks, tiny_lm())
+
+
+def test_prompts_of_a_template(load, tiny_lm, qwen):
+    """A text, or a user's message if the tokenizer has a chat template."""
+    rows = [dict(a=3, b=[4, 5], answer="12")]
+    flags = dict(prompt_template="Add {a} to {b}.")
+    [task] = load(rows, **flags)
+    assert [task["prompt"]] == texts_of([task], tiny_lm()) == ["Add 3 to [4, 5]."]
+    assert task["columns"] == rows[0]
+    [task] = load(rows, is_chat=True, system_prompt="Be brief.", **flags)
+    assert task["prompt"] == chat(("system", "Be brief."), ("user", "Add 3 to [4, 5]."))
+    [text] = texts_of([task], qwen)
+    turns = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nAdd 3 to [4, 5].<|im_end|>\n"
+    assert text == turns + "<|im_start|>assistant\n"
+    assert task["columns"] == rows[0]
+
+
+def test_prompts_that_are_chats(load, qwen):
+    """Lists of messages, with a system message of their own or that of the flag."""
+    own = chat(("system", "Think."), ("user", "1 + 1?"))
+    longer = chat(("user", "1 + 1?"), ("assistant", "2"), ("user", "And 2 + 2?"))
+    first, second = load([dict(prompt=own), dict(prompt=longer)], is_chat=True, system_prompt="Be brief.")
+    assert first["prompt"] == own
+    assert second["prompt"] == chat(("system", "Be brief."), *[(x["role"], x["content"]) for x in longer])
+    texts = texts_of([first, second], qwen)
+    assert "Think." in texts[0] and "Be brief." not in texts[0]
+    assert texts[1].count("<|im_start|>") == 5 and texts[1].endswith("<|im_end|>\n<|im_start|>assistant\n")
+    [plain] = load([dict(prompt=longer)], is_chat=True)
+    assert plain["prompt"] == longer
+
+
+def test_long_tasks_are_skipped(load, capsys):
+    """The limit counts the tokens of the whole prompt, with the system prompt."""
+    rows = [dict(prompt="1" + " + 1" * i) for i in range(6)]
+    lengths = [len(task["ids"]) for task in load(rows)]
+    assert lengths == sorted(set(lengths))
+    assert len(load(rows, max_prompt_length=lengths[3] - 1)) == 3
+    capsys.readouterr()
+    tasks = load(rows, max_prompt_length=lengths[3])
+    assert [len(task["ids"]) for task in tasks] == lengths[:4]
+    assert "skipped 2 of 6 rows: no prompt of at most --max-prompt-length" in capsys.readouterr().out
+    with_system = load(rows, max_prompt_length=lengths[3], system_prompt="Be.")
+    assert 0 < len(with_system) < 4
+
+
+@pytest.mark.parametrize("system_prompt", [None, "Be brief."])
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_rows_without_a_prompt_are_skipped(load, is_chat, system_prompt):
+    """No prompt, and none but white space: nothing is asked. A system prompt alone is no task."""
+    rows = [dict(prompt="1 + 1 ="), dict(prompt=None), dict(prompt=""), dict(prompt=" \n")]
+    tasks = load(rows, is_chat=is_chat, system_prompt=system_prompt)
+    assert len(tasks) == 1
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_neither_a_prompt_nor_a_template(load, script, is_chat):
+    """One line names the flag. Otherwise all tasks would be the same empty question."""
+    rows = [dict(question="1 + 1?", answer="2")]
+    with pytest.raises(script.UserError, match="--prompt-template"):
+        load(rows, is_chat=is_chat, system_prompt="Be brief.")
+
+
+def numbered(folder, train=12, test=12, **more):
+    """Tasks whose prompts begin with Train or Exam and a number. -> the path of the data, a str"""
+    rows = [dict(prompt=f"Train {i}:") for i in range(train)]
+    return write_rows(folder, train=rows, test=[dict(prompt=f"Exam {i}:") for i in range(test)], **more)
+
+
+def test_only_the_first_rows_are_trained_on(grpo, rollouts, tmp_path):
+    """--num-train-rows cuts the training tasks, and not the held-out ones."""
+    data = numbered(tmp_path / "data")
+    _, folder, _ = grpo(dataset_name=data, num_train_rows=3, num_examples=9, total_episodes=24, **NO_SAMPLES)
+    prompts = [task["prompt"] for inputs, _ in rollouts for task in tasks_of(inputs)]
+    assert len(prompts) == 12
+    assert set(prompts) == {"Train 0:", "Train 1:", "Train 2:"}
+    held_out = [
+        row["task"] for row in rows_of(folder, "evaluation_samples.jsonl") if row["set"] == "held-out"
+    ]
+    assert len(set(held_out)) == 9 and all(task.startswith("Exam") for task in held_out)
+    rollouts.clear()
+    grpo("more", dataset_name=data, num_train_rows=99, total_episodes=24, **NO_SAMPLES)
+    prompts = {task["prompt"] for inputs, _ in rollouts for task in tasks_of(inputs)}
+    assert prompts == {f"Train {i}:" for i in range(12)}
+
+
+@pytest.mark.parametrize("name, expected", [("openai/gsm8k:main", "main"), ("somebody/tasks", None)])
+def test_names_of_data_sets(script, monkeypatch, name, expected):
+    """NAME:CONFIG, or NAME alone. A folder may have a colon in its name."""
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names: asked.append(names))
+    script.load_data_set(name)
+    assert asked == [(name.partition(":")[0], expected)]
+
+
+def test_a_folder_with_a_colon(script, tmp_path):
+    data = numbered(tmp_path / "my:data", train=3)
+    assert len(script.load_splits(data)[0]) == 3
+
+
+# ---- The evaluation ----------------------------------------------------------------------------------------
+
+
+def test_metrics_and_samples(grpo, tiny_tasks):
+    """The names in the table of samples, in evaluation.json and in its texts."""
+    _, folder, rows = grpo(num_sample_generations=2, hard_dataset_name=tiny_tasks)
+    samples = rows_of(folder, "samples.jsonl")
+    assert {row["update"] for row in samples} == {1, 2}
+    assert list(samples[0]) == ["update", "task", "response", "right", "rewards/letters"]
+    table = table_of(folder)
+    assert set(table) == {"before", "after", "n", "judge", "decoding"}
+    assert table["n"] == 4
+    assert {name.split(":")[0] for name in table["after"]} == {"held-out", "harder", "greedy"}
+    lines = rows_of(folder, "evaluation_samples.jsonl")
+    assert [line["set"] for line in lines] == ["held-out"] * 4 + ["harder"] * 4 + ["greedy"] * 4
+    assert set(lines[0]["after"]) == {"responses", "right", "ended", "length", "rewards/letters", "extra"}
+    assert rows[0]["rewards/letters/mean"] == rows[0]["objective/scores"]
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_other_numbers_of_responses(grpo, samples):
+    """pass@k is of --num-eval-samples; with one response there is no pass@k, and no variety to measure."""
+    _, folder, _ = grpo(num_eval_samples=samples, total_episodes=8)
+    names = {name for name in table_of(folder)["before"] if name.startswith("held-out")}
+    assert ("held-out: different responses per task" in names) == (samples > 1)
+    assert ({f"held-out: pass@{samples}", "held-out: pass@1"} <= names) and len(names) in (3, 9)
+
+
+def test_a_judge_is_none_of_the_rewards(grpo, tmp_path):
+    """The judge is not trained on, and its verdict is what the table counts; 1 or more is right."""
+    [judge] = reward_file(tmp_path, "return [1.0 if len(c) % 2 else 0.99 for c in completions]", "judge")
+    _, folder, rows = grpo(judge_fn=judge)
+    _, plain, other_rows = grpo("plain")
+    assert [row["objective/scores"] for row in rows] == [row["objective/scores"] for row in other_rows]
+    assert same(weights(folder / "model"), weights(plain / "model"))
+    assert table_of(folder)["judge"] == judge
+    for line in rows_of(folder, "evaluation_samples.jsonl"):
+        assert line["after"]["right"] == [len(text) % 2 == 1 for text in line["after"]["responses"]]
+
+
+def test_a_judge_that_fails_at_the_end(script, small, tmp_path, monkeypatch):
+    """Nothing is lost: --resume with another judge evaluates and saves the model."""
+    broken = tmp_path / "broken"
+    body = f"""if os.path.exists('{broken}'):
+    return [float('nan')] * len(prompts)
+return [float(len(r)) for r in completions]"""
+    [judge_fn] = reward_file(tmp_path, body)
+    args = small("grpo_math", judge_fn=judge_fn, total_episodes=8, **NO_SAMPLES)
+    checkpoint = script.Run.checkpoint
+
+    def break_the_judge(self, *rest):
+        checkpoint(self, *rest)
+        broken.touch()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script.Run, "checkpoint", break_the_judge)
+        with pytest.raises(script.UserError, match="nan"):
+            script.train(args)
+    assert not (tmp_path / "run/model").exists()
+    [other] = reward_file(tmp_path, "return [0.0] * len(prompts)", "other")
+    _, folder = script.train(script.parse_args(["--resume", args.output_dir, "--judge-fn", other]))
+    assert (folder / "model/model.safetensors").exists()
+    assert table_of(folder)["judge"] == other
+    assert table_of(folder)["after"]["held-out: pass@1"] == 0
+
+
+HEALTHY = {
+    "env/reward_std": 0.1,
+    "frac_reward_zero_std": 0.8,
+    "completions/clipped_ratio": 0.5,
+    "val/ratio": 1.9,
+}
+
+
+@pytest.mark.parametrize(
+    "name, value, word",
+    [
+        ("env/reward_std", 0.0, "all rewards are equal"),
+        ("frac_reward_zero_std", 0.81, "raise --num-generations"),
+        ("completions/clipped_ratio", 0.51, "raise --response-length"),
+        ("val/ratio", 0.4, "lower --learning-rate"),
+        ("val/ratio", 2.1, "lower --learning-rate"),
+    ],
+)
+def test_each_warning_has_its_own_metric(script, name, value, word):
+    """No warning at the limits; beyond one of them, exactly one."""
+    assert script.task_warnings(HEALTHY) == {}
+    found = script.task_warnings(HEALTHY | {name: value})
+    assert list(found) == [name] and word in found[name]
+
+
+# ---- Recipes and published data ----------------------------------------------------------------------------
+
+
+def test_every_recipe_can_start(script):
+    """Its batch is whole groups, its reward functions exist, and no flag is wrong."""
+    for name in script.RECIPES:
+        args = script.parse_args([name])
+        assert args == replace(script.RECIPES[name], recipe=name)
+        size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
+        script.check_grpo_args(args, size)
+        script.load_reward_functions("--reward-fn", args.reward_fn, torch.device("cpu"))
+        assert size * args.num_ppo_epochs // args.num_generations >= 1
+    assert script.parse_args([]).recipe == "tiny"
+    assert script.parse_args(["--model-name-or-path", "x"]) == script.Args(model_name_or_path="x")
+
+
+def test_the_default_takes_one_step_and_has_no_reference(script):
+    """What the docstring promises: no KL, one optimizer step per batch."""
+    for args in [script.Args(), *script.RECIPES.values()]:
+        assert args.kl_coef == 0 and args.num_mini_batches == args.num_ppo_epochs == 1
+
+
+GSM8K = {  # as openai/gsm8k has them
+    "Natalia sold clips to 48 friends in April, and half as many in May. How many?": (
+        "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n48+24 = <<48+24=72>>72 in all.\n#### 72"
+    ),
+    "Weng earns $12 an hour. How much for 50 minutes?": "12/60 = $<<12/60=0.2>>0.2 a minute.\n#### 10",
+}
+COUNTDOWN = [
+    ([44, 19, 35], 98),
+    ([3, 7, 2], 12),
+]  # nums and target, as Jiayi-Pan/Countdown-Tasks-3to4 has them
+
+
+def gsm8k_rows():
+    return [dict(question=question, answer=answer) for question, answer in GSM8K.items()]
+
+
+def countdown_rows():
+    return [dict(nums=nums, target=target) for nums, target in COUNTDOWN]
+
+
+PUBLISHED = {  # recipe -> rows, a right response to the first one and a wrong one of the same length, prompts
+    "gsm8k-qwen-0.5b": (
+        gsm8k_rows,
+        (r"24 + 48. \boxed{72}", r"24 + 46. \boxed{70}"),
+        [
+            chat(("system", r"Think step by step, and put your final answer within \boxed{}."), ("user", x))
+            for x in GSM8K
+        ],
+    ),
+    "countdown-qwen-1.5b": (
+        countdown_rows,
+        ("<answer>44 + 19 + 35</answer>", "<answer>44 - 19 + 35</answer>"),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", PUBLISHED)
+def test_a_recipe_on_data_in_the_published_format(script, qwen, tmp_path, monkeypatch, recipe):
+    """Local rows, a tiny Qwen2, and given responses: the first ones are right for one of two tasks."""
+    make_rows, (right, wrong), prompts = PUBLISHED[recipe]
+    rows = make_rows() * 6
+    splits = dict(train=rows, test=rows) if recipe.startswith("gsm8k") else dict(train=rows * 2)
+    tokenizer = AutoTokenizer.from_pretrained(qwen)
+    forced = torch.tensor([[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in (right, wrong)])
+    step = iter([])
+
+    def next_tokens(probs, uniforms):
+        """The next token of the right text in even rows, which are first responses; else of the wrong one."""
+        nonlocal step
+        t = next(step, None)
+        if t is None:
+            step = iter(range(1, forced.shape[1]))
+            t = 0
+        return forced[torch.arange(len(probs)) % 2, t]
+
+    monkeypatch.setattr(script, "sample_tokens", next_tokens)
+    rollouts = spy(monkeypatch, script, "rollout_tasks")
+    args = replace(
+        script.parse_args([recipe]),
+        model_name_or_path=qwen,
+        dataset_name=write_rows(tmp_path / "data", **splits),
+        output_dir=str(tmp_path / "run"),
+        dtype="float32",
+        num_generations=2,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        total_episodes=8,
+        response_length=40,
+        num_examples=2,
+        num_eval_samples=2,
+        num_sample_generations=1,
+    )
+    _, folder = script.train(args)
+    [row] = rows_of(folder)
+    [(inputs, (b, responses))] = rollouts
+    assert responses == [right] * 4 + [wrong] * 4
+    first = [task["columns"] == rows[0] for task in tasks_of(inputs)]
+    assert b["scores"].tolist() == [float(x) for x in first] + [0.0] * 4
+    assert row["objective/scores"] == sum(first) / 8
+    assert row["completions/clipped_ratio"] == 0
+    for task in tasks_of(inputs):
+        messages = task["prompt"]
+        assert [message["role"] for message in messages] == ["system", "user"]
+        if prompts is None:
+            nums, target = task["columns"]["nums"], task["columns"]["target"]
+            question = f"Using the numbers {nums}, create an equation that equals {target}. You can"
+            assert messages[1]["content"].startswith(question)
+            assert "<answer> (1 + 2) / 3 </answer>" in messages[1]["content"]
+        else:
+            assert messages in prompts
+    for line in rows_of(folder, "evaluation_samples.jsonl"):
+        if line["set"] == "held-out":
+            is_first = "Natalia" in line["task"] or "[44, 19, 35]" in line["task"]
+            assert line["before"]["right"] == line["after"]["right"] == [is_first, False]
+    assert not math.isnan(row["grad_norm"])
+
+
+def test_recipe_tiny_on_a_few_tasks(script, tmp_path):
+    """The checkpoint solves some tasks at the start, with its own template and rewards."""
+    args = replace(
+        script.parse_args(["tiny"]),
+        output_dir=str(tmp_path / "run"),
+        per_device_train_batch_size=16,
+        gradient_accumulation_steps=1,
+        total_episodes=16,
+        num_examples=16,
+        num_eval_samples=4,
+    )
+    _, folder = script.train(args)
+    table = table_of(folder)
+    assert 0.02 < table["before"]["held-out: pass@1"] < 0.98
+    assert table["before"]["held-out: pass@1"] <= table["before"]["held-out: pass@4"]
+    assert table["before"]["held-out: ended by itself"] > 0.9
+    [row] = rows_of(folder)
+    assert row["completions/clipped_ratio"] < 0.5
+    for line in rows_of(folder, "evaluation_samples.jsonl"):
+        assert line["task"].startswith("user: ")
