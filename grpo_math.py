@@ -490,11 +490,13 @@ def sample_responses(policy, tokenizer, prompt_batch, stop_ids, args):
 
 @torch.no_grad()
 def rollout_tasks(model, tokenizer, reward, tasks, prompt_batch, stop_ids, args):
-    """Sample k responses to each task, reward them, and compute the log-probabilities that are called old.
+    """Sample k responses to each task, reward them, and compute old and reference log-probabilities.
 
-    tasks: what reward functions may read of each task (list of P dicts); prompt_batch, stop_ids: as in
-    sample_responses -> its dict with scores [k * P], the rewards/NAME that they are made of [k * P] and,
-    where they are needed, logprobs and ref_logprobs [k * P, T]; and responses (list of k * P str)
+    tasks: P dicts with prompt and columns, for reward functions; prompt_batch, stop_ids: as in
+    sample_responses. Returns
+    - the dict of sample_responses, with scores [k * P], the rewards that they are the sum of [k * P], as
+      rewards/NAME, and, if they are needed, logprobs and ref_logprobs [k * P, T]
+    - the responses, k * P str
     """
     b, responses, response_tokens = sample_responses(model.policy, tokenizer, prompt_batch, stop_ids, args)
     k = len(responses) // len(tasks)
@@ -566,16 +568,18 @@ def train(args):
         hard_rows = load_test_split(args.hard_dataset_name)
         hard_tasks = load_tasks(hard_rows, tokenizer, args, args.hard_dataset_name)
         held_out["harder"] = choose_tasks(hard_tasks, args)
-    all_tasks = train_tasks + sum(held_out.values(), [])
     policy, reference = load_policy_and_reference(
         args, args.model_name_or_path, wants_reference=args.kl_coef > 0
     )
-    check_context(policy, args.model_name_or_path, max_tokens=longest_prompt(all_tasks) + T)
+    longest = max(longest_prompt(tasks) for tasks in [train_tasks, *held_out.values()])
+    check_context(policy, args.model_name_or_path, max_tokens=longest + T)
     model = PolicyAndReference(policy, reference).to(device)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)
     progress = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     reward = load_reward_functions("--reward-fn", args.reward_fn, device, progress)
-    judge = load_reward_functions("--judge-fn", [args.judge_fn or args.reward_fn[0]], device, progress)
+    judge = None  # then the first reward function says what is right
+    if args.judge_fn is not None:
+        judge = load_reward_functions("--judge-fn", [args.judge_fn], device, progress)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device))
 
     # What the progress bar shows: label -> metric.
@@ -790,7 +794,8 @@ def add_sums(sums, metrics):
 def evaluate_tasks(model, tokenizer, reward, judge, tasks, stop_ids, args, accelerator):
     """Solve each task num_eval_samples times, with the same random numbers before and after training.
 
-    Each process takes its share of the tasks. A response is right if the judge gives it 1 or more.
+    Each process takes its share of the tasks. A response is right if the judge, or without one the first
+    reward function, gives it 1 or more.
     -> one dict per task, of all processes: task, responses (list of k str), and lists of k numbers: right,
     ended, length, rewards/NAME of each reward function (None: does not apply); extra: what functions logged
     """
@@ -807,13 +812,14 @@ def evaluate_tasks(model, tokenizer, reward, judge, tasks, stop_ids, args, accel
         b, responses, tokens = sample_responses(model.policy, tokenizer, prompt_batch, stop_ids, args)
         rewards = score_responses(reward, tasks * k, responses, tokens)
         extra = reward.extra  # columns that reward functions logged: name -> list of k * tasks
-        verdicts = score_responses(judge, tasks * k, responses, tokens)  # the judge has only one function
-        is_right = list(verdicts.values())[0] >= 1  # [k * tasks]
+        verdicts = rewards
+        if judge is not None:
+            verdicts = score_responses(judge, tasks * k, responses, tokens)
+        first_verdict = list(verdicts.values())[0]  # [k * tasks]
         columns = {f"rewards/{name}": values for name, values in rewards.items()}
-        columns |= {"right": is_right, "ended": b["stopped"], "length": b["lengths"]}
-        # Row j * len(tasks) + i is response j to task i.
+        columns |= {"right": first_verdict >= 1, "ended": b["stopped"], "length": b["lengths"]}
         columns = {name: x.tolist() for name, x in columns.items()}
-        for i, task in enumerate(tasks):
+        for i, task in enumerate(tasks):  # row j * len(tasks) + i is response j to task i
             record = {"task": plain_text(task["prompt"]), "responses": responses[i :: len(tasks)]}
             for name, values in columns.items():
                 record[name] = [None if x != x else x for x in values[i :: len(tasks)]]  # None instead of nan

@@ -2155,7 +2155,7 @@ def health_warnings(metrics, args, new_word):
     response, in at least 10 of them, and five times as common as before training.
     """
     warnings = {}
-    if metrics.get("objective/kl", 0) < -1:
+    if metrics["objective/kl"] < -1:
         warnings["objective/kl"] = (
             "the KL is negative: are tokens sampled from the distribution that is scored?"
         )
@@ -2171,8 +2171,7 @@ def health_warnings(metrics, args, new_word):
         warnings["frac_reward_zero_std"] = (
             "most prompts get equal rewards for all responses: raise --temperature or --rloo-k"
         )
-    should_end = getattr(args, "missing_eos_penalty", 0.0) is not None  # grpo_math.py has no such flag
-    if should_end and metrics["val/num_eos_tokens"] == 0:
+    if args.missing_eos_penalty is not None and metrics["val/num_eos_tokens"] == 0:
         warnings["val/num_eos_tokens"] = (
             "no response ended by itself: raise --response-length, or teach the policy EOS first"
         )

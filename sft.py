@@ -549,9 +549,7 @@ def train(args):
     tokenizer = build_tokenizer(args, train_data)
     model = build_language_model(args, tokenizer).to(device)
     if args.from_config:
-        check_tokenizer_survives(
-            tokenizer, model.lm, all_texts(held_out_data.select(range(min(10, len(held_out_data)))))
-        )
+        check_tokenizer_survives(tokenizer, model.lm, held_out_data)
     if args.num_train_rows is not None:
         train_data = train_data.select(range(min(args.num_train_rows, len(train_data))))
     documents = load_documents(train_data, tokenizer, args)
@@ -933,7 +931,7 @@ def build_tokenizer(args, rows):
     return tokenizer
 
 
-def check_tokenizer_survives(tokenizer, model, texts):
+def check_tokenizer_survives(tokenizer, model, rows):
     """Raise if the saved tokenizer will not be the one that the model learns with.
 
     Beside a model of some families (Qwen2, Phi-3), transformers ignores which tokenizer was saved and loads
@@ -943,7 +941,7 @@ def check_tokenizer_survives(tokenizer, model, texts):
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         reloaded = AutoTokenizer.from_pretrained(folder)
-    for text in texts[:100]:
+    for text in all_texts(rows.select(range(min(10, len(rows))))):
         if reloaded(text).input_ids != tokenizer(text).input_ids:
             raise UserError(
                 f"transformers would load this tokenizer as a {type(reloaded).__name__} beside a "
@@ -1084,10 +1082,8 @@ def find_end_tokens(model, tokenizer, documents):
     known = model.generation_config.eos_token_id
     ids = set(known if isinstance(known, list) else [known])
     ids = (ids | {tokenizer.eos_token_id}) - {None}
-    for _, labels in documents:
-        last = labels[last_label(labels)]
-        if last in special_ids(tokenizer):
-            ids.add(last)
+    last_tokens = {labels[last_label(labels)] for _, labels in documents}
+    ids |= last_tokens & special_ids(tokenizer)
     return sorted(ids) if len(ids) > 1 else ids.pop()
 
 

@@ -1861,8 +1861,8 @@ GRPO = [
         name="half a point is right",
         script="grpo_math",
         function="evaluate_tasks",
-        old="[0] >= 1",
-        new="[0] > 0",
+        old="first_verdict >= 1",
+        new="first_verdict > 0",
         test="runs/test_evaluation_grpo.py::test_the_final_table_by_hand[after]",
     ),
     Fault(
