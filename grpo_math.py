@@ -3,22 +3,24 @@
 GRPO is PPO without a value function: each task gets several responses, and a response is good if its reward
 is above the average of its group. If you know RLOO from rloo_tldr.py, this is what changes:
 
-1. Rewards are verifiable: a function looks at the response and says if the answer is right. There is no
-   reward model, nothing to label, and little for the policy to exploit (`data/math_rewards.py`).
+1. Rewards are verifiable: a function compares the final answer with the known one (`data/math_rewards.py`).
+   No reward model is trained, and nobody has to compare responses. There is no penalty for a missing EOS: a
+   response that is cut off before its answer is simply wrong.
 2. The advantage of a response is its reward minus the mean reward of its group, divided by the group's
-   standard deviation (`grpo_advantages`). If all responses to a task are right, or all wrong, they have no
-   policy gradient.
+   standard deviation (`grpo_advantages`). If all rewards of a group are equal, for example because all
+   responses are right, the advantages are 0 and the group teaches nothing.
 3. Every token is an action. All tokens of a response have its advantage, but each one has a ratio and a clip
    of its own, as in PPO. In RLOO the whole response has one.
-4. The loss is the mean over all tokens of the minibatch. A long response has more weight than a short one.
-   (Shao et al. took the mean of each response first.)
+4. The loss is the sum over all tokens of the minibatch, divided by the number of tokens (DAPO). With
+   ratios of 1, RLOO divides the same sum by the number of responses. In both, every token counts the same. In
+   Shao et al. every response counts the same, so the tokens of long responses count less.
 5. A KL penalty, if there is one, is a term of the loss (k3), not of the reward. By default there is none, as
-   in DAPO, and then no reference model is loaded.
-6. The default takes one optimizer step per batch of rollouts. Then the policy that is trained is still the
-   one that sampled: every ratio is 1, and clipping does nothing. Ratios matter with --num-mini-batches or
-   --num-ppo-epochs above 1.
-7. Before and after training, held-out tasks are solved several times each. pass@1 is how often a response is
-   right; pass@k, how often one of k is.
+   in DAPO, and then no reference model is needed.
+6. By default there is one optimizer step per batch of rollouts. The policy that is trained is then still the
+   one that sampled: every ratio is 1, and nothing is clipped. What is left is REINFORCE with the advantages
+   of point 2. Ratios matter with --num-mini-batches or --num-ppo-epochs above 1.
+7. Before and after training, held-out tasks are solved several times each. pass@1 is the share of responses
+   that are right; pass@k, the share of tasks with at least one right response among k.
 
     python grpo_math.py                              # recipe tiny: no download, no GPU, minutes on 2 cores
     python grpo_math.py --learning-rate 1e-4         # tiny with one change; every field of Args is a flag
@@ -29,7 +31,8 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
 
 Part I is the algorithm. Part II is infrastructure: models, rewards, data, processes, run folder, flags.
 Papers: DeepSeekMath (GRPO, Shao et al. 2024), DAPO (Yu et al. 2025), Understanding R1-Zero-Like Training
-(Dr. GRPO, Liu et al. 2025), Back to Basics (RLOO, Ahmadian et al. 2024).
+(Dr. GRPO, Liu et al. 2025), Back to Basics (RLOO, Ahmadian et al. 2024), PPO (Schulman et al. 2017),
+"Approximating KL divergence" (k3, Schulman 2020). TRL is Hugging Face's library of trainers.
 Results, metrics, variants, and which lines to change for what: docs/grpo_math.md.
 """
 
@@ -76,7 +79,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @dataclass
 class Args:
-    """The defaults are those of the recipe gsm8k-qwen-0.5b. Without any flag, the recipe is tiny."""
+    """The defaults are the recipe gsm8k-qwen-0.5b. Without the name of a recipe or a model, tiny is run."""
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # set from the first word of the command line
@@ -91,34 +94,34 @@ class Args:
     # Model
     model_name_or_path: str = "Qwen/Qwen2.5-0.5B-Instruct"  # initial policy: Hub name, folder, or LoRA folder
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
-    load_in_8bit: bool = False  # 8-bit frozen weights: the base model under LoRA, otherwise the reference
-    num_shared_layers: int = 0  # freeze embeddings and this many first layers; 0: freeze nothing
+    load_in_8bit: bool = False  # 8-bit frozen weights: with LoRA the base model, without it the reference
+    num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
     lora_target_modules: str = "all-linear"  # layers with an adapter: comma-separated names, or all-linear
 
     # Tasks and rewards
-    dataset_name: str = "openai/gsm8k:main"  # a Hub name, NAME:CONFIG, or a folder of jsonl files
+    dataset_name: str = "openai/gsm8k:main"  # Hub name, NAME:CONFIG, or folder; column prompt, and others
     num_train_rows: int | None = None  # train on the first N rows of the data set only; None: on all
     hard_dataset_name: str | None = None  # other held-out tasks, never trained on, for the final table
-    prompt_template: str | None = "{question}"  # a prompt from other columns, if there is no column `prompt`
-    system_prompt: str | None = (  # goes before each prompt
+    prompt_template: str | None = "{question}"  # makes prompts from other columns; None: the column prompt
+    system_prompt: str | None = (  # system message of each chat, or text before each prompt
         "Think step by step, and put your final answer within \\boxed{}."
     )
     reward_fn: list[str] = field(  # FILE.py:function ...; f(completions, **columns) -> one number for each
         default_factory=lambda: ["data/math_rewards.py:correct"]
     )
-    reward_weights: list[float] | None = None  # of the functions of --reward-fn; None: 1 each
-    judge_fn: str | None = None  # a response is right if it gives 1 or more; None: the first reward_fn
-    max_prompt_length: int = 512  # tasks with more tokens are skipped
+    reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
+    judge_fn: str | None = None  # in evaluation, 1 or more means right; None: the first reward_fn decides
+    max_prompt_length: int = 512  # tasks whose prompt has more tokens are skipped
     response_length: int = 512  # longest response, in tokens
     stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
-    stop_token_id: int | None = None  # end responses at this token id instead, and at no other
+    stop_token_id: int | None = None  # end responses at this token id only, instead of --stop-token
     temperature: float = 1.0  # sampling temperature; all log-probabilities use it too
 
-    # Batch = per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches x processes, in
-    # responses. Each task has num_generations of them.
+    # Responses per update = per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches
+    # x processes. Tasks per update = responses per update / num_generations.
     total_episodes: int = 100_000  # number of responses in the whole run, rounded up to whole batches
     per_device_train_batch_size: int = 8  # responses per forward and backward pass on one process
     gradient_accumulation_steps: int = 32  # micro-batches per optimizer step
@@ -128,11 +131,11 @@ class Args:
 
     # GRPO
     num_generations: int = 8  # responses per task, the size of a group; 2 or more
-    kl_coef: float = 0.0  # coefficient of the KL to the initial policy, in the loss; 0: no reference model
-    cliprange: float = 0.2  # epsilon of the clipped policy loss
+    kl_coef: float = 0.0  # coefficient of the KL to the initial policy, in the loss; 0: no KL penalty
+    cliprange: float = 0.2  # ratios are clipped to 1 +- this; no effect with one optimizer step per batch
 
     # Evaluation
-    num_examples: int = 256  # number of held-out tasks to solve before and after training
+    num_examples: int = 256  # number of held-out tasks to solve before and after training, per data set
     num_eval_samples: int = 8  # responses to each of them: the k of pass@k
 
     # Optimizer
@@ -167,7 +170,7 @@ RECIPES = {
         gradient_checkpointing=True,
         save_every=50,  # a checkpoint takes 18 GB
     ),
-    "countdown-qwen-1.5b": Args(  # the task, prompt and reward of TinyZero, with an instruction-tuned model
+    "countdown-qwen-1.5b": Args(  # TinyZero's task; without its reward for the format, and its first words
         model_name_or_path="Qwen/Qwen2.5-1.5B-Instruct",
         dataset_name="Jiayi-Pan/Countdown-Tasks-3to4",
         num_train_rows=50_000,
@@ -226,7 +229,7 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
         bias = bias.clamp(min=-1e4)  # models may forbid a token by -inf, but p log p would be 0 * -inf = nan
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])  # [N, H]
     flat_tokens = tokens.reshape(-1)  # [N]
-    # ChunkedLogprobs is an autograd.Function. In its forward, gradients are always off, so ask here.
+    # In the forward of an autograd.Function, torch.is_grad_enabled() is always False. So it is passed in.
     logprobs, entropies = ChunkedLogprobs.apply(
         flat_hidden, weight, flat_tokens, temperature, bias, torch.is_grad_enabled()
     )
@@ -249,8 +252,9 @@ def kl_per_token(logprobs, ref_logprobs, estimator):
 
 
 def weighted_sum(rewards, weights=None):
-    """The sum of weight * reward. dict: name -> [B], list of floats in the same order (None: 1 each) -> [B]
+    """The sum of weight * reward.
 
+    rewards: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
     A nan means that a reward does not apply to a row (the function returned None), and counts as 0.
     """
     weights = weights or [1.0] * len(rewards)
@@ -260,8 +264,12 @@ def weighted_sum(rewards, weights=None):
 def grpo_advantages(rewards, k):
     """(Reward - mean of its group) / (standard deviation of its group + 1e-4). [k * P] -> [k * P]
 
-    DeepSeekMath, section 4.1.2. The deviation has k - 1 in its denominator, as in TRL. Equal rewards in a
-    group give advantages of exactly 0, because this is computed in fp64: such a group teaches nothing.
+    DeepSeekMath, section 4.1.2. Rows are ordered as above. The deviation has k - 1 in its denominator, and
+    1e-4 avoids 0 / 0; both as in TRL. It is computed in fp64: in fp32, rounding would give groups with equal
+    rewards advantages that are not exactly 0.
+
+    The division gives more weight to tasks that are nearly always or nearly never solved. Dr. GRPO leaves it
+    out for that reason.
     """
     groups = rewards.double().view(k, -1)  # [k, P]
     mean, std = groups.mean(0), groups.std(0, correction=1)  # [P]
@@ -291,9 +299,9 @@ def sample_tokens(probs, uniforms):
         probs = F.pad(probs, (0, padding))
     blocks = probs.unflatten(1, (-1, 64))  # [B, blocks, 64]
 
-    # right=True never selects a block or a token of probability 0.
     block_ends = blocks.sum(2).cumsum(1)  # [B, blocks]
     target = uniforms.float()[:, None] * block_ends[:, -1:] * almost_one  # [B, 1]
+    # right=True never selects a block or a token of probability 0.
     block = torch.searchsorted(block_ends, target, right=True)  # [B, 1]
 
     block_starts = F.pad(block_ends, (1, 0))  # [B, blocks + 1]
@@ -338,7 +346,7 @@ def body_and_head(lm):
 
 
 def hidden_states(body, ids, mask, cache=None):
-    """Last hidden states of the tokens that are not in the cache yet.
+    """Hidden states of the last layer, for the tokens that are not in the cache yet.
 
     ids [B, L], bool mask [B, cached + L] -> [B, L, H]. Positions count only real tokens, not left padding.
     """
@@ -365,7 +373,7 @@ def response_logprobs(lm, ids, mask, T, temperature):
     hidden = hidden_states(body, ids, mask)
     hidden = hidden[:, -T - 1 : -1]  # the state at position t - 1 predicts token t
     tokens, valid = ids[:, -T:], mask[:, -T:]
-    # Only valid tokens go through the output layer, which is large. [number of valid tokens] each:
+    # Only valid tokens go through the output layer, which is large. Both are [number of valid tokens].
     valid_logprobs, valid_entropies = token_logprobs(
         hidden[valid], head.weight, tokens[valid], temperature, head.bias
     )
@@ -375,12 +383,12 @@ def response_logprobs(lm, ids, mask, T, temperature):
 
 
 class PolicyAndReference(nn.Module):
-    """Policy and reference. The forward pass, which DDP wraps, is the policy's."""
+    """The policy, and perhaps a reference model. The forward pass, which DDP wraps, is the policy's."""
 
     def __init__(self, policy, reference=None):
         super().__init__()
         self.policy = policy
-        self.reference = reference  # None: the policy without its LoRA adapter
+        self.reference = reference  # None: the policy without its LoRA adapter, or no reference at all
 
     def forward(self, ids, mask, T, temperature):
         """Returns logprobs and entropies of the responses, fp32 [B, T] each, 0 where masked."""
@@ -412,7 +420,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [P, H]
 
     # The model reads each prompt only once. Its keys and values serve all k responses, which are neighbors
-    # here; sample_responses brings the rows into the order of TRL.
+    # here. sample_responses puts the first responses to all prompts first.
     prompt_of_row = torch.arange(P, device=ids.device).repeat_interleave(k)  # [P * k]
     cache.batch_select_indices(prompt_of_row)
     hidden, mask = hidden[prompt_of_row], mask[prompt_of_row]
@@ -445,7 +453,8 @@ def sample_responses(policy, tokenizer, prompt_batch, stop_ids, args):
     """Sample k responses to each prompt, and decode them.
 
     prompt_batch: ids, bool mask [P, C], left-padded; uniforms [P, k, T]. Returns
-    - a dict of tensors [k * P, ...], with the first responses to all prompts first
+    - a dict of tensors, with the first responses to all prompts first: ids, mask [k * P, C + T]; lengths,
+      stopped [k * P]; sampling_logprobs [k * P, T]
     - the responses, k * P str
     - their token ids with the stop token, k * P lists
     """
@@ -469,14 +478,14 @@ def sample_responses(policy, tokenizer, prompt_batch, stop_ids, args):
     last_tokens = tokens.gather(1, lengths[:, None] - 1).squeeze(1)
     stopped = torch.isin(last_tokens, stop_ids)  # [k * P]
 
-    # 2. Decode, without the stop token: it is not part of the text, and a reward model adds its own EOS.
+    # 2. Decode, without the stop token: it is not part of the text. (A reward model adds its own EOS.)
     valid = length_mask(lengths, T)  # [k * P, T]
     has_text = length_mask(lengths - stopped.long(), T)  # [k * P, T]
-    prompt_tokens = [row[m].tolist() for row, m in zip(prompt_ids, prompt_mask)]
-    text_tokens = [row[m].tolist() for row, m in zip(tokens, has_text)]
+    prompt_tokens = [row[keep].tolist() for row, keep in zip(prompt_ids, prompt_mask)]
+    text_tokens = [row[keep].tolist() for row, keep in zip(tokens, has_text)]
     # decode needs the prompts: a tokenizer may drop the space at the beginning of what it decodes.
     _, responses = decode(tokenizer, prompt_tokens, text_tokens)  # list of k * P str
-    response_tokens = [row[m].tolist() for row, m in zip(tokens, valid)]
+    response_tokens = [row[keep].tolist() for row, keep in zip(tokens, valid)]
 
     b = {
         "ids": torch.cat([prompt_ids, tokens], 1),  # [k * P, C + T]
@@ -494,20 +503,24 @@ def rollout_tasks(model, tokenizer, reward, tasks, prompt_batch, stop_ids, args)
 
     tasks: P dicts with prompt and columns, for reward functions; prompt_batch, stop_ids: as in
     sample_responses. Returns
-    - the dict of sample_responses, with scores [k * P], the rewards that they are the sum of [k * P], as
-      rewards/NAME, and, if they are needed, logprobs and ref_logprobs [k * P, T]
+    - the dict of sample_responses, and in it
+        rewards/NAME [k * P]     of each reward function; nan: it does not apply to this response
+        scores [k * P]           their weighted sum: the reward of the response
+        logprobs [k * P, T]      old log-probabilities, if takes_several_steps
+        ref_logprobs [k * P, T]  if kl_coef is above 0
     - the responses, k * P str
     """
     b, responses, response_tokens = sample_responses(model.policy, tokenizer, prompt_batch, stop_ids, args)
     k = len(responses) // len(tasks)
-    # One entry per reward function: name -> [k * P]; nan: does not apply to a row.
-    rewards = score_responses(reward, tasks * k, responses, response_tokens)
+    # tasks * k is in the order of the responses: the first responses to all tasks come first.
+    rewards = score_responses(reward, tasks * k, responses, response_tokens)  # name -> [k * P]
     b["scores"] = weighted_sum(rewards, args.reward_weights)  # [k * P]
     b |= {f"rewards/{name}": values for name, values in rewards.items()}
 
-    # Old log-probabilities, the denominator of the ratio. With one optimizer step per batch, the update takes
-    # its own, because the policy has not changed since it sampled. With several steps they come from a
-    # forward pass like the update's: those from generation are rounded differently.
+    # Old log-probabilities, the denominator of the ratio. With one optimizer step per batch, the policy does
+    # not change before the update, and train uses its new log-probabilities as the old ones. With several
+    # steps they are computed here, by the same forward pass as in the update. Those from generation would not
+    # do, because they are rounded differently.
     num_rows, T = b["sampling_logprobs"].shape
     if takes_several_steps(args):
         b["logprobs"] = torch.zeros_like(b["sampling_logprobs"])  # [k * P, T]
@@ -545,10 +558,11 @@ def train(args):
     """The whole run, from the flags to the final table. -> (PolicyAndReference, run folder)"""
     accelerator = start_accelerator(args)
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-    n, T, k = args.per_device_train_batch_size, args.response_length, args.num_generations
+    n = args.per_device_train_batch_size  # rows of a forward and backward pass
+    T, k = args.response_length, args.num_generations
     local_batch_size = n * args.gradient_accumulation_steps * args.num_mini_batches
     check_grpo_args(args, local_batch_size)
-    B = local_batch_size * world  # episodes per update
+    B = local_batch_size * world  # responses ("episodes") per update
     P = B // k  # tasks per update
     updates = math.ceil(args.total_episodes / B)
 
@@ -561,7 +575,7 @@ def train(args):
     if args.num_train_rows is not None:
         train_rows = train_rows.select(range(min(args.num_train_rows, len(train_rows))))
     train_tasks = load_tasks(train_rows, tokenizer, args, args.dataset_name)
-    # Held-out tasks: some like those of training and, if there are any, harder ones.
+    # Held-out tasks: those of the training data set and, with --hard-dataset-name, harder ones.
     held_out_tasks = load_tasks(held_out_rows, tokenizer, args, args.dataset_name)
     held_out = {"held-out": choose_tasks(held_out_tasks, args)}
     if args.hard_dataset_name is not None:
@@ -575,11 +589,11 @@ def train(args):
     check_context(policy, args.model_name_or_path, max_tokens=longest + T)
     model = PolicyAndReference(policy, reference).to(device)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)
-    progress = transformers.TrainerState(max_steps=updates)  # reward functions may read it
-    reward = load_reward_functions("--reward-fn", args.reward_fn, device, progress)
-    judge = None  # then the first reward function says what is right
+    trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
+    reward = load_reward_functions("--reward-fn", args.reward_fn, device, trainer_state)
+    judge = None  # the first reward function decides what is right
     if args.judge_fn is not None:
-        judge = load_reward_functions("--judge-fn", [args.judge_fn], device, progress)
+        judge = load_reward_functions("--judge-fn", [args.judge_fn], device, trainer_state)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device))
 
     # What the progress bar shows: label -> metric.
@@ -600,12 +614,14 @@ def train(args):
             records = {}
             for name, tasks in held_out.items():
                 records[name] = evaluate_tasks(*inputs, tasks, stop_ids, args, accelerator)
-            # Nearly greedy decoding: does the policy know the answer, and only samples badly?
-            greedy = replace(args, temperature=0.01, num_eval_samples=1)
-            records["greedy"] = evaluate_tasks(*inputs, held_out["held-out"], stop_ids, greedy, accelerator)
+            # Nearly greedy decoding: does the policy know the answer, but lose it in sampling?
+            greedy_args = replace(args, temperature=0.01, num_eval_samples=1)
+            records["greedy"] = evaluate_tasks(
+                *inputs, held_out["held-out"], stop_ids, greedy_args, accelerator
+            )
         return records
 
-    before = evaluate_all()  # of the initial policy, in a resumed run too
+    before = evaluate_all()  # before run.restore: of the initial policy, in a resumed run too
 
     # `model` generates, `learner` is trained. On one process and with DDP they are the same module, and
     # copy_weights does nothing. FSDP2 and ZeRO-3 cannot generate from shards: there the learner is a
@@ -622,22 +638,23 @@ def train(args):
     for update in range(state["update"] + 1, updates + 1):
         # 1. Rollout. All random numbers are drawn for the global batch. Each process generates all k
         #    responses to its share of the tasks; then every process gets all responses. For a given B, the
-        #    result does not depend on the number of processes.
+        #    result does not depend on the number of processes, up to rounding.
         start_time = time.time()
         model.eval()
-        # The next P rows of an endless stream of shuffled epochs.
+        # The next P tasks of an endless stream: the data set is shuffled again after each pass.
         data_rows = stream_rows(len(train_tasks), start=(update - 1) * P, count=P, seed=args.seed)
         tasks = [train_tasks[row] for row in data_rows.tolist()]  # list of P
         prompt_batch = draw_groups(tasks, k, args, update)  # ids, mask [P, C]; uniforms [P, k, T]
         prompt_batch = {name: local_rows(x).to(device) for name, x in prompt_batch.items()}
-        progress.global_step = update - 1
+        trainer_state.global_step = update - 1
         with autocast:
             local, responses = rollout_tasks(
                 model, tokenizer, reward, local_rows(tasks), prompt_batch, stop_ids, args
             )
         # b: the rollouts of all processes, [B, ...] each
         b = {name: gather_groups(x, k, accelerator) for name, x in local.items()}
-        prompt_ids = b["ids"][:, :-T].view(k, P, -1)  # [k, P, C]
+        C = b["ids"].shape[1] - T
+        prompt_ids = b["ids"][:, :C].view(k, P, C)
         assert (prompt_ids == prompt_ids[0]).all(), "the rows of a group do not answer the same prompt"
         valid = length_mask(b["lengths"], T)  # [B, T]
         rollout_end = time.time()
@@ -647,8 +664,8 @@ def train(args):
 
         # 3. Update. Minibatches are drawn from the global batch, and need not contain whole groups; each
         #    process trains on its share, n rows at a time. The loss is the sum over this process's tokens,
-        #    divided by the number of tokens in the minibatch on all processes. So the gradient does not
-        #    depend on how a minibatch is split.
+        #    divided by the number of tokens in the minibatch on all processes (DAPO). So the gradient does
+        #    not depend on how a minibatch is split, up to rounding.
         learner.train()  # dropout is 0; this switches on gradient checkpointing
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, update, updates)
@@ -659,13 +676,13 @@ def train(args):
             for minibatch in order.split(B // args.num_mini_batches):
                 num_tokens = valid[minibatch].sum()
                 # Responses of similar length go into the same micro-batch. That saves padding.
-                by_length = local_rows(minibatch)
-                by_length = by_length[b["lengths"][by_length].argsort(stable=True)]
-                micro_batches = by_length.split(n)
+                local_minibatch = local_rows(minibatch)
+                by_length = b["lengths"][local_minibatch].argsort(stable=True)
+                micro_batches = local_minibatch[by_length].split(n)
                 for i, rows in enumerate(micro_batches):
                     is_last = i + 1 == len(micro_batches)
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
-                    end = prompt_ids.shape[2] + t
+                    end = C + t
                     with sync_gradients_if(is_last, accelerator, learner):
                         with autocast:
                             mb_logprobs, mb_entropies = learner(
@@ -705,7 +722,7 @@ def train(args):
                             "sampling/logprob_gap_mean": sampling_gap,
                         }
                         add_sums(metric_sums, token_metrics)
-                    if not ratio_was_checked:  # raises if old log-probabilities are not those of this policy
+                    if not ratio_was_checked:  # raises if b["logprobs"] are not those of this policy
                         check_first_ratio(log_ratio, args, device)
 
                 ratio_was_checked = True
@@ -719,13 +736,14 @@ def train(args):
         with autocast:
             check_outputs(update, model, b, T, args)  # raises if they are not finite any more
 
-        # 4. Log. Where TRL has a metric, it has TRL's name.
+        # 4. Log. Names are those of TRL: of RLOOTrainer 0.11, so that curves of rloo_tldr.py overlay, and of
+        #    GRPOTrainer (completions/*, rewards/*, frac_reward_zero_std).
         tokens_trained = valid.sum() * args.num_ppo_epochs
         metric_sums = accelerator.reduce(metric_sums)
         update_metrics = {name: x / tokens_trained for name, x in metric_sums.items()}
-        # var r = E[(r - 1)^2] - E[r - 1]^2
+        # var r = E[(r - 1)^2] - (E[r - 1])^2
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
-        score_std_of_groups = b["scores"].view(k, P).std(0, correction=0)  # [P]
+        scores = b["scores"].view(k, P)
         lengths = b["lengths"].float()
         all_responses = accelerate.utils.gather_object(responses)  # of all processes
         metrics = {
@@ -733,7 +751,7 @@ def train(args):
             "episode": update * B,
             "lr": optimizer.param_groups[0]["lr"],
             "eps": B / (time.time() - start_time),  # episodes per second
-            "objective/entropy": -b["sampling_logprobs"].sum(1).mean(),  # per response, 0 after its end
+            "objective/entropy": -b["sampling_logprobs"].sum(1).mean(),  # per response: -log p of the sample
             "objective/scores": b["scores"].mean(),
             **reward_metrics(b, reward, accelerator),
             **update_metrics,
@@ -741,8 +759,8 @@ def train(args):
             "val/num_eos_tokens": b["stopped"].sum(),
             "env/reward_mean": b["scores"].mean(),
             "env/reward_std": b["scores"].std(correction=0),
-            # The fraction of groups with equal rewards: all right, or all wrong. They teach nothing.
-            "frac_reward_zero_std": (score_std_of_groups < 1e-6).float().mean(),
+            # The fraction of groups with equal rewards. Their advantages are 0.
+            "frac_reward_zero_std": (scores == scores[0]).all(0).float().mean(),
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
@@ -752,19 +770,19 @@ def train(args):
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
         }
         if args.kl_coef > 0:
-            # Of whole responses. The loss has k3 per token, which is another estimate.
-            kl = torch.where(valid, b["sampling_logprobs"] - b["ref_logprobs"], 0.0).sum(1)  # [B]
-            metrics["objective/kl"] = kl.mean()
+            # k1, summed over each response. The loss has k3 per token, another estimate of the same KL.
+            kl = kl_per_token(b["sampling_logprobs"], b["ref_logprobs"], "k1")  # [B, T]
+            metrics["objective/kl"] = torch.where(valid, kl, 0.0).sum(1).mean()
             metrics["objective/kl_coef"] = args.kl_coef
         metrics = to_numbers(metrics)
         run.log(metrics, task_warnings(metrics))
         if is_sample_update(update, updates, args):
             # The same tasks each time, with the same random numbers: watch the responses change.
             first_tasks = held_out["held-out"][:4]
-            once = replace(args, num_eval_samples=1)
+            sample_args = replace(args, num_eval_samples=1)
             with autocast:
                 records = evaluate_tasks(
-                    model, tokenizer, reward, judge, first_tasks, stop_ids, once, accelerator
+                    model, tokenizer, reward, judge, first_tasks, stop_ids, sample_args, accelerator
                 )
             samples = [first_response(record) for record in records]
             run.table(f"samples after update {update}", samples, "samples.jsonl", update=update)
@@ -773,7 +791,7 @@ def train(args):
         run.checkpoint(update, parameters, optimizer, B)
 
     # 6. Evaluate on the same held-out tasks again, and save the model.
-    progress.global_step = updates
+    trainer_state.global_step = updates
     after = evaluate_all()
     if accelerator.is_main_process:
         report_tasks(run, before, after)
@@ -794,10 +812,15 @@ def add_sums(sums, metrics):
 def evaluate_tasks(model, tokenizer, reward, judge, tasks, stop_ids, args, accelerator):
     """Solve each task num_eval_samples times, with the same random numbers before and after training.
 
-    Each process takes its share of the tasks. A response is right if the judge, or without one the first
-    reward function, gives it 1 or more.
-    -> one dict per task, of all processes: task, responses (list of k str), and lists of k numbers: right,
-    ended, length, rewards/NAME of each reward function (None: does not apply); extra: what functions logged
+    Each process takes its share of the tasks, and gets the records of all. A response is right if the judge,
+    or without one the first reward function, gives it 1 or more.
+    -> one dict per task:
+        task          str, the prompt
+        responses     k str
+        right, ended  k bool
+        length        k numbers of tokens
+        rewards/NAME  k numbers, for each reward function; None: it does not apply
+        extra         dict: columns that reward functions logged, k values each
     """
     model.eval()
     rank, world = accelerator.process_index, accelerator.num_processes
@@ -822,7 +845,7 @@ def evaluate_tasks(model, tokenizer, reward, judge, tasks, stop_ids, args, accel
         for i, task in enumerate(tasks):  # row j * len(tasks) + i is response j to task i
             record = {"task": plain_text(task["prompt"]), "responses": responses[i :: len(tasks)]}
             for name, values in columns.items():
-                record[name] = [None if x != x else x for x in values[i :: len(tasks)]]  # None instead of nan
+                record[name] = [None if math.isnan(x) else x for x in values[i :: len(tasks)]]
             record["extra"] = {name: values[i :: len(tasks)] for name, values in extra.items()}
             records.append(record)
     return accelerate.utils.gather_object(records)
@@ -839,7 +862,7 @@ def task_metrics(records):
         "tokens per response": lengths.mean(),
     }
     k = right.shape[1]
-    if k > 1:
+    if k > 1:  # greedy decoding has one response per task
         responses = [response for record in records for response in record["responses"]]
         different = [len(set(record["responses"])) for record in records]
         ended = torch.tensor([record["ended"] for record in records]).float()  # [tasks, k]
@@ -865,7 +888,8 @@ def first_response(record):
 def distinct_bigrams(texts):
     """Different pairs of neighboring words / all pairs, in all texts (distinct-2, Li et al. 2016). -> float
 
-    It falls if a policy repeats itself, even if no two responses are equal. More texts have a lower value.
+    It falls if a policy repeats itself, even if no two responses are equal. It also falls with the number of
+    texts, so compare equal numbers only.
     """
     pairs = []
     for text in texts:
@@ -1003,7 +1027,7 @@ def load(what, function, name, **kwargs):
             first_line = "no such folder"
         top_folder = str(name).split("/")[0]
         if top_folder in ("checkpoints", "data") and not Path(resolve_path(top_folder)).exists():
-            first_line = f"the recipes named tiny need {top_folder}/ of the repository beside the script"
+            first_line = f"the recipes named tiny need {top_folder}/ from the repository next to the script"
         raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
 
 
@@ -1136,6 +1160,8 @@ def load_policy_and_reference(args, name, wants_reference=True):
         reference = load_model(AutoModelForCausalLM, name, **eight_bit)
     else:
         reference = None
+    if not wants_reference:
+        reference = None
     if reference is not None:
         reference.requires_grad_(False)
     if args.gradient_checkpointing:
@@ -1181,11 +1207,15 @@ def call_user_code(where, function, *inputs, **named_inputs):
     """function(*inputs, **named_inputs). If it raises, its traceback is printed: its author needs it."""
     try:
         return function(*inputs, **named_inputs)
-    except UserError:
+    except UserError:  # from a reward model, or from what we pass to the function: no traceback is needed
         raise
     except Exception as error:
         traceback.print_exc()
         raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
+
+
+# Columns of the tables of samples: log_extra cannot add one of these names.
+SAMPLE_COLUMNS = {"update", "prompt", "task", "response", "reference", "ended", "score", "right"}
 
 
 class RewardFunctions:
@@ -1194,15 +1224,19 @@ class RewardFunctions:
         def correct(prompts, completions, answer, **columns):
             return [float(text.endswith(right)) for text, right in zip(completions, answer)]
 
-    A function gets what it has parameters for of: prompts, completions, completion_ids and all columns of the
-    data but prompt, as lists with one entry per response; trainer_state, with the number of updates so far
-    (global_step) and in all (max_steps); log_metric(name, value), for metrics.jsonl; log_extra(column,
-    values), for the tables of samples. It returns a list: for each response a number, or None if it does not
-    apply to it. If a prompt is a chat, its completion is [{"role": "assistant", "content": ...}].
+    A function may have these parameters, in any order; **columns takes all of them:
+    - prompts, completions, completion_ids (lists of token ids), and every column of the data except prompt:
+      lists with one entry per response
+    - trainer_state: trainer_state.global_step is the number of updates so far, max_steps that of all
+    - log_metric(name, value): adds a number to metrics.jsonl
+    - log_extra(column, values): adds a column to the tables of samples, with one value per response
+
+    It returns one number per response, or None where it does not apply. In the example, prompts are texts. If
+    prompts are chats, each completion is a chat too: [{"role": "assistant", "content": text}].
     """
 
     def __init__(self, flag, functions, device, trainer_state=None):
-        """functions: dict of name -> function; flag: for error messages"""
+        """flag: for error messages; functions: dict of name -> function; trainer_state: for the functions"""
         self.flag = flag
         self.functions = functions
         self.device = device
@@ -1214,7 +1248,7 @@ class RewardFunctions:
         """Call all functions. -> dict: name of the function -> fp32 [B], nan where it does not apply
 
         prompts: B str or lists of messages; responses: B str; response_tokens: B lists of token ids; rows: B
-        dicts, the other columns of the data
+        dicts, the other columns of the data. Raises UserError if a function fails.
         """
         self.metrics, self.extra = {}, {}
         completions = []
@@ -1236,17 +1270,25 @@ class RewardFunctions:
         for name, function in self.functions.items():
             where = f"{self.flag} {name}"
             scores = call_user_code(where, function, **accepted_inputs(function, inputs, where))
-            rewards[name] = check_scores(scores, prompts, responses).to(self.device)
+            rewards[name] = check_scores(where, scores, prompts, responses).to(self.device)
         for column, values in self.extra.items():
             if len(values) != len(prompts):
                 raise UserError(f"{self.flag}: log_extra({column!r}, ...) needs {len(prompts)} values")
         return rewards
 
     def log_metric(self, name, value):
+        """For reward functions: log a number. metrics.jsonl has its mean over calls and processes."""
+        if not math.isfinite(value):
+            raise UserError(f"{self.flag}: log_metric({name!r}, {value!r}): not a finite number")
         self.metrics.setdefault(name, []).append(float(value))
 
     def log_extra(self, column, values):
-        self.extra[column] = list(values)
+        """For reward functions: add a column to the tables of samples. values: one per response"""
+        if column in SAMPLE_COLUMNS:
+            raise UserError(
+                f"{self.flag}: log_extra({column!r}, ...): the samples have such a column already"
+            )
+        self.extra[column] = [x if isinstance(x, (int, float)) else str(x) for x in values]
 
 
 def load_reward_functions(flag, names, device, trainer_state=None):
@@ -1261,58 +1303,67 @@ def load_reward_functions(flag, names, device, trainer_state=None):
 
 
 def accepted_inputs(function, inputs, where):
-    """Those inputs that a function has parameters for. Raises if it needs others."""
+    """The inputs to pass to a function: all if it has **columns, or else those that it names. -> dict
+
+    Raises UserError if it has a parameter for which there is no input.
+    """
     parameters = inspect.signature(function).parameters.values()
-    if not any(p.kind == p.VAR_KEYWORD for p in parameters):
-        inputs = {p.name: inputs[p.name] for p in parameters if p.name in inputs}
-    needed = [
-        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    ]
-    missing = [name for name in needed if name not in inputs]
-    old_names = {"responses": "completions", "answers": "completions", "contexts": "prompts"}
-    renamed = [f"{name} to {old_names[name]}" for name in missing if name in old_names]
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *inputs, **columns
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in starred]
+    missing = [name for name in required if name not in inputs]
+    trl_names = {"responses": "completions", "answers": "completions", "contexts": "prompts"}
+    renamed = [f"{name} to {trl_names[name]}" for name in missing if name in trl_names]
     if renamed:
         raise UserError(f"{where}: parameters have TRL's names: rename {', '.join(renamed)}")
     if missing:
-        columns = ", ".join(inputs)
         raise UserError(
-            f"{where} has the parameter {missing[0]}, but there is no such column; there are {columns}"
+            f"{where} has the parameter {', '.join(missing)}, but there is no such column; there are "
+            f"{', '.join(inputs)}"
         )
-    return inputs
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
+        return inputs
+    return {p.name: inputs[p.name] for p in parameters if p.name in inputs}
 
 
-def check_scores(scores, prompts, responses):
+def check_scores(where, scores, prompts, responses):
     """Check what a reward function returned: a finite number for each response, or None. -> fp32 [B]
 
-    It may be a list, an array or a tensor, of anything that float() accepts. None becomes nan.
+    where: flag and function, for error messages; scores: a list, array or tensor of B values that float()
+    accepts, or None, which becomes nan. Raises UserError.
     """
+    not_a_list = UserError(f"{where} must return a list, not {type(scores).__name__}")
+    if isinstance(scores, (str, dict)):
+        raise not_a_list
     try:
         scores = list(scores)
     except TypeError as error:
-        raise UserError(f"a reward function must return a list, not {type(scores).__name__}") from error
+        raise not_a_list from error
     if len(scores) != len(prompts):
-        raise UserError(f"a reward function must return {len(prompts)} numbers; it returned {len(scores)}")
+        raise UserError(f"{where} must return {len(prompts)} numbers; it returned {len(scores)}")
     numbers = []
     for score, prompt, response in zip(scores, prompts, responses):
         if score is None:
             numbers.append(math.nan)
             continue
-        where = f"for prompt {prompt!r} and response {response!r}"
+        row = f"for prompt {prompt!r} and response {response!r}"
         try:
             number = float(score)
         except (TypeError, ValueError, OverflowError) as error:
             kind = type(score).__name__
-            raise UserError(f"the reward is {score!r}, of type {kind}, not a number, {where}") from error
+            raise UserError(
+                f"{where}: the reward is {score!r}, of type {kind}, not a number, {row}"
+            ) from error
         if not abs(number) < 3e38:  # nan, or infinite in fp32
-            raise UserError(f"the reward is {number!r} {where}")
+            raise UserError(f"{where}: the reward is {number!r} {row}")
         numbers.append(number)
     return torch.tensor(numbers, dtype=torch.float32)
 
 
 def reward_metrics(b, reward, accelerator):
-    """rewards/NAME/mean of each reward over the rows to which it applies, and what log_metric got. -> dict
+    """The means of the rewards, and the metrics of log_metric. -> dict of name -> number
 
-    b: dict with rewards/NAME -> [B], of all processes; reward: RewardFunctions
+    b: dict with rewards/NAME -> [B], of all processes; reward: RewardFunctions. rewards/NAME/mean is over the
+    rows to which the function applies; 0 if there is none. All processes must call this.
     """
     metrics = {}
     for name, values in b.items():
@@ -1325,10 +1376,14 @@ def reward_metrics(b, reward, accelerator):
     return metrics | {name: sum(values) / len(values) for name, values in logged.items()}
 
 
-def score_responses(reward, posts, responses, response_tokens):
-    """Call RewardFunctions for one response to each post. -> dict: name of the function -> fp32 [B]"""
-    prompts = [post["prompt"] for post in posts]
-    columns = [post["columns"] for post in posts]
+def score_responses(reward, rows, responses, response_tokens):
+    """Call RewardFunctions for one response to each row. -> dict: name of the function -> fp32 [B]
+
+    rows: B dicts with prompt (str or list of messages) and columns (dict); response_tokens: B lists of ids.
+    An entry is nan if the function does not apply to the row.
+    """
+    prompts = [row["prompt"] for row in rows]
+    columns = [row["columns"] for row in rows]
     return reward(prompts, responses, response_tokens, columns)
 
 
@@ -1377,7 +1432,8 @@ def bos_ids(tokenizer):
 def tokenize(tokenizer, texts):
     """Token ids of each text, after BOS if the tokenizer puts it there. -> list of lists
 
-    BOS comes only once, also if a text brings its own. Nothing is added at the end, because a prompt goes on.
+    BOS is added only once, even if a text begins with it. Nothing is added at the end, because the response
+    follows there.
     """
     if not texts:
         return []  # tokenizers raise for an empty list
@@ -1410,27 +1466,37 @@ def report_skipped(total, kept, reason):
 
 
 def is_chat(value):
-    """True for a list of messages: dicts with role and content."""
+    """True for a list of messages: dicts with role and content, both str. Images and tool calls are not."""
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in value)
+    for message in value:
+        if not isinstance(message, dict):
+            return False
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            return False
+    return True
 
 
 def render_chat(tokenizer, messages, add_generation_prompt=False):
-    """The text of a list of messages, by the tokenizer's own chat template. -> str"""
+    """The text of a list of messages, by the tokenizer's own chat template. -> str
+
+    add_generation_prompt: end with the header of a new turn of the assistant. Raises UserError if there is no
+    template, or if it refuses the messages.
+    """
     if tokenizer.chat_template is None:
         raise UserError(
-            "the data has chat messages, but the tokenizer has no chat template: use a chat model, or save a "
-            "template with the tokenizer (set tokenizer.chat_template, then tokenizer.save_pretrained)"
+            f"the data has chats, but the tokenizer of {tokenizer.name_or_path} has no chat template: use a "
+            "chat model, or one that sft.py trained with --chat-template-path FILE"
         )
-    # A data set gives all messages the same keys, with None where there is nothing.
+    # datasets gives all messages the same keys, with None for those that a message did not have.
     messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except Exception as error:  # templates raise what they like: about roles, for example
-        raise UserError(f"the chat template refuses the messages {messages!r}: {error}") from error
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(f"the chat template refuses messages with the roles {roles}: {error}") from error
 
 
 def plain_text(prompt):
@@ -1508,13 +1574,13 @@ def choose_tasks(tasks, args):
     return [tasks[row] for row in stream_rows(len(tasks), start=0, count=count, seed=args.seed).tolist()]
 
 
-def longest_prompt(posts):
-    """The number of tokens of the longest prompt."""
-    return max(len(post["ids"]) for post in posts)
+def longest_prompt(rows):
+    """The number of tokens of the longest prompt. rows: dicts with ids"""
+    return max(len(row["ids"]) for row in rows)
 
 
 def generator_for(seed, *purpose):
-    """A random generator for one purpose, such as (seed, "tokens", update), apart from all others."""
+    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
     return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
 
 
@@ -1529,12 +1595,12 @@ def stream_rows(num_rows, start, count, seed):
     return torch.cat(epochs)[offset : offset + count]
 
 
-def draw_groups(posts, k, args, *purpose):
+def draw_groups(rows, k, args, *purpose):
     """Prompts padded on the left to the longest one, and random numbers to sample k responses to each.
 
-    posts: list of P -> dict: ids [P, C], bool mask [P, C], uniforms [P, k, T]
+    rows: P dicts with ids, the tokens of the prompt -> dict: ids [P, C], bool mask [P, C], uniforms [P, k, T]
     """
-    prompts = [post["ids"] for post in posts]
+    prompts = [row["ids"] for row in rows]
     P, C = len(prompts), max(len(ids) for ids in prompts)
     ids = torch.zeros(P, C, dtype=torch.long)
     mask = torch.zeros(P, C, dtype=torch.bool)
@@ -1630,8 +1696,8 @@ def make_optimizer(args, parameters):
 def make_learner(model, accelerator):
     """The module to train: the model itself or, for FSDP2 and ZeRO-3, a copy that will be cut into shards.
 
-    Shards cannot generate. So every process keeps a whole model for that, which gets the new weights after
-    each update (`copy_weights`). The copy leaves out the reference.
+    Sharded models cannot generate. So every process keeps a whole model for sampling, and copies the new
+    weights into it after each update (`copy_weights`). The copy leaves out the reference.
     """
     plugin = accelerator.state.deepspeed_plugin
     shards_weights = accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3)
@@ -2115,7 +2181,7 @@ def task_warnings(metrics):
     elif metrics["frac_reward_zero_std"] > 0.8:
         warnings["frac_reward_zero_std"] = (
             "most tasks are solved by all their responses or by none, and teach nothing: choose tasks that "
-            "the policy solves now and then, or raise --num-generations"
+            "the policy sometimes solves, or raise --num-generations"
         )
     if metrics["completions/clipped_ratio"] > 0.5:
         warnings["completions/clipped_ratio"] = (
@@ -2123,6 +2189,11 @@ def task_warnings(metrics):
         )
     if not 0.5 < metrics["val/ratio"] < 2:
         warnings["val/ratio"] = "the ratio is far from 1: lower --learning-rate or --num-ppo-epochs"
+    if metrics["sampling/logprob_gap_mean"] > 0.1:
+        warnings["sampling/logprob_gap_mean"] = (
+            "tokens were sampled with other log-probabilities than those of the update: does the model give "
+            "the same output with a cache as without?"
+        )
     return warnings
 
 
@@ -2199,6 +2270,11 @@ def check_grpo_args(args, local_batch_size):
         )
     if args.kl_coef < 0:
         raise UserError(f"--kl-coef must be 0 (no KL penalty) or more; it is {args.kl_coef}")
+    if args.load_in_8bit and not args.lora_r and args.kl_coef == 0:
+        raise UserError(
+            "--load-in-8bit: no weights are frozen without LoRA and without a reference; add --lora-r 16, or "
+            "--kl-coef 0.04"
+        )
 
 
 def check_reward_args(args):

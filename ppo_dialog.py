@@ -255,7 +255,7 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
         bias = bias.clamp(min=-1e4)  # models may forbid a token by -inf, but p log p would be 0 * -inf = nan
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])  # [N, H]
     flat_tokens = tokens.reshape(-1)  # [N]
-    # ChunkedLogprobs is an autograd.Function. In its forward, gradients are always off, so ask here.
+    # In the forward of an autograd.Function, torch.is_grad_enabled() is always False. So it is passed in.
     logprobs, entropies = ChunkedLogprobs.apply(
         flat_hidden, weight, flat_tokens, temperature, bias, torch.is_grad_enabled()
     )
@@ -355,9 +355,9 @@ def sample_tokens(probs, uniforms):
         probs = F.pad(probs, (0, padding))
     blocks = probs.unflatten(1, (-1, 64))  # [B, blocks, 64]
 
-    # right=True never selects a block or a token of probability 0.
     block_ends = blocks.sum(2).cumsum(1)  # [B, blocks]
     target = uniforms.float()[:, None] * block_ends[:, -1:] * almost_one  # [B, 1]
+    # right=True never selects a block or a token of probability 0.
     block = torch.searchsorted(block_ends, target, right=True)  # [B, 1]
 
     block_starts = F.pad(block_ends, (1, 0))  # [B, blocks + 1]
@@ -402,7 +402,7 @@ def body_and_head(lm):
 
 
 def hidden_states(body, ids, mask, cache=None):
-    """Last hidden states of the tokens that are not in the cache yet.
+    """Hidden states of the last layer, for the tokens that are not in the cache yet.
 
     ids [B, L], bool mask [B, cached + L] -> [B, L, H]. Positions count only real tokens, not left padding.
     """
@@ -429,7 +429,7 @@ def response_logprobs(lm, ids, mask, T, temperature):
     hidden = hidden_states(body, ids, mask)
     hidden = hidden[:, -T - 1 : -1]  # the state at position t - 1 predicts token t
     tokens, valid = ids[:, -T:], mask[:, -T:]
-    # Only valid tokens go through the output layer, which is large. [number of valid tokens] each:
+    # Only valid tokens go through the output layer, which is large. Both are [number of valid tokens].
     valid_logprobs, valid_entropies = token_logprobs(
         hidden[valid], head.weight, tokens[valid], temperature, head.bias
     )
@@ -444,7 +444,7 @@ class PolicyAndValue(nn.Module):
     def __init__(self, policy, reference=None, critic=None):
         super().__init__()
         self.policy = policy
-        self.reference = reference  # None: the policy without its LoRA adapter
+        self.reference = reference  # None: the policy without its LoRA adapter, or no reference at all
         self.critic = critic  # None: the value head reads the policy's hidden states
         if critic is None:
             hidden_size = body_and_head(policy)[1].weight.shape[1]
@@ -849,7 +849,7 @@ def train(args):
         tokens_trained = valid.sum() * args.num_ppo_epochs
         metric_sums = accelerator.reduce(metric_sums)
         update_metrics = {name: x / tokens_trained for name, x in metric_sums.items()}
-        # var r = E[(r - 1)^2] - E[r - 1]^2
+        # var r = E[(r - 1)^2] - (E[r - 1])^2
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
         kl_per_response = kl.sum(1).mean()
         # Generation computes one token at a time, with a cache. How far its log-probabilities are from those
@@ -1207,7 +1207,7 @@ def load(what, function, name, **kwargs):
             first_line = "no such folder"
         top_folder = str(name).split("/")[0]
         if top_folder in ("checkpoints", "data") and not Path(resolve_path(top_folder)).exists():
-            first_line = f"the recipes named tiny need {top_folder}/ of the repository beside the script"
+            first_line = f"the recipes named tiny need {top_folder}/ from the repository next to the script"
         raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
 
 
@@ -1340,6 +1340,8 @@ def load_policy_and_reference(args, name, wants_reference=True):
         reference = load_model(AutoModelForCausalLM, name, **eight_bit)
     else:
         reference = None
+    if not wants_reference:
+        reference = None
     if reference is not None:
         reference.requires_grad_(False)
     if args.gradient_checkpointing:
@@ -1458,11 +1460,15 @@ def call_user_code(where, function, *inputs, **named_inputs):
     """function(*inputs, **named_inputs). If it raises, its traceback is printed: its author needs it."""
     try:
         return function(*inputs, **named_inputs)
-    except UserError:
+    except UserError:  # from a reward model, or from what we pass to the function: no traceback is needed
         raise
     except Exception as error:
         traceback.print_exc()
         raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
+
+
+# Columns of the tables of samples: log_extra cannot add one of these names.
+SAMPLE_COLUMNS = {"update", "prompt", "task", "response", "reference", "ended", "score", "right"}
 
 
 class RewardFunctions:
@@ -1471,15 +1477,19 @@ class RewardFunctions:
         def correct(prompts, completions, answer, **columns):
             return [float(text.endswith(right)) for text, right in zip(completions, answer)]
 
-    A function gets what it has parameters for of: prompts, completions, completion_ids and all columns of the
-    data but prompt, as lists with one entry per response; trainer_state, with the number of updates so far
-    (global_step) and in all (max_steps); log_metric(name, value), for metrics.jsonl; log_extra(column,
-    values), for the tables of samples. It returns a list: for each response a number, or None if it does not
-    apply to it. If a prompt is a chat, its completion is [{"role": "assistant", "content": ...}].
+    A function may have these parameters, in any order; **columns takes all of them:
+    - prompts, completions, completion_ids (lists of token ids), and every column of the data except prompt:
+      lists with one entry per response
+    - trainer_state: trainer_state.global_step is the number of updates so far, max_steps that of all
+    - log_metric(name, value): adds a number to metrics.jsonl
+    - log_extra(column, values): adds a column to the tables of samples, with one value per response
+
+    It returns one number per response, or None where it does not apply. In the example, prompts are texts. If
+    prompts are chats, each completion is a chat too: [{"role": "assistant", "content": text}].
     """
 
     def __init__(self, flag, functions, device, trainer_state=None):
-        """functions: dict of name -> function; flag: for error messages"""
+        """flag: for error messages; functions: dict of name -> function; trainer_state: for the functions"""
         self.flag = flag
         self.functions = functions
         self.device = device
@@ -1491,7 +1501,7 @@ class RewardFunctions:
         """Call all functions. -> dict: name of the function -> fp32 [B], nan where it does not apply
 
         prompts: B str or lists of messages; responses: B str; response_tokens: B lists of token ids; rows: B
-        dicts, the other columns of the data
+        dicts, the other columns of the data. Raises UserError if a function fails.
         """
         self.metrics, self.extra = {}, {}
         completions = []
@@ -1513,17 +1523,25 @@ class RewardFunctions:
         for name, function in self.functions.items():
             where = f"{self.flag} {name}"
             scores = call_user_code(where, function, **accepted_inputs(function, inputs, where))
-            rewards[name] = check_scores(scores, prompts, responses).to(self.device)
+            rewards[name] = check_scores(where, scores, prompts, responses).to(self.device)
         for column, values in self.extra.items():
             if len(values) != len(prompts):
                 raise UserError(f"{self.flag}: log_extra({column!r}, ...) needs {len(prompts)} values")
         return rewards
 
     def log_metric(self, name, value):
+        """For reward functions: log a number. metrics.jsonl has its mean over calls and processes."""
+        if not math.isfinite(value):
+            raise UserError(f"{self.flag}: log_metric({name!r}, {value!r}): not a finite number")
         self.metrics.setdefault(name, []).append(float(value))
 
     def log_extra(self, column, values):
-        self.extra[column] = list(values)
+        """For reward functions: add a column to the tables of samples. values: one per response"""
+        if column in SAMPLE_COLUMNS:
+            raise UserError(
+                f"{self.flag}: log_extra({column!r}, ...): the samples have such a column already"
+            )
+        self.extra[column] = [x if isinstance(x, (int, float)) else str(x) for x in values]
 
 
 def load_reward_functions(flag, names, device, trainer_state=None):
@@ -1538,58 +1556,67 @@ def load_reward_functions(flag, names, device, trainer_state=None):
 
 
 def accepted_inputs(function, inputs, where):
-    """Those inputs that a function has parameters for. Raises if it needs others."""
+    """The inputs to pass to a function: all if it has **columns, or else those that it names. -> dict
+
+    Raises UserError if it has a parameter for which there is no input.
+    """
     parameters = inspect.signature(function).parameters.values()
-    if not any(p.kind == p.VAR_KEYWORD for p in parameters):
-        inputs = {p.name: inputs[p.name] for p in parameters if p.name in inputs}
-    needed = [
-        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    ]
-    missing = [name for name in needed if name not in inputs]
-    old_names = {"responses": "completions", "answers": "completions", "contexts": "prompts"}
-    renamed = [f"{name} to {old_names[name]}" for name in missing if name in old_names]
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *inputs, **columns
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in starred]
+    missing = [name for name in required if name not in inputs]
+    trl_names = {"responses": "completions", "answers": "completions", "contexts": "prompts"}
+    renamed = [f"{name} to {trl_names[name]}" for name in missing if name in trl_names]
     if renamed:
         raise UserError(f"{where}: parameters have TRL's names: rename {', '.join(renamed)}")
     if missing:
-        columns = ", ".join(inputs)
         raise UserError(
-            f"{where} has the parameter {missing[0]}, but there is no such column; there are {columns}"
+            f"{where} has the parameter {', '.join(missing)}, but there is no such column; there are "
+            f"{', '.join(inputs)}"
         )
-    return inputs
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
+        return inputs
+    return {p.name: inputs[p.name] for p in parameters if p.name in inputs}
 
 
-def check_scores(scores, prompts, responses):
+def check_scores(where, scores, prompts, responses):
     """Check what a reward function returned: a finite number for each response, or None. -> fp32 [B]
 
-    It may be a list, an array or a tensor, of anything that float() accepts. None becomes nan.
+    where: flag and function, for error messages; scores: a list, array or tensor of B values that float()
+    accepts, or None, which becomes nan. Raises UserError.
     """
+    not_a_list = UserError(f"{where} must return a list, not {type(scores).__name__}")
+    if isinstance(scores, (str, dict)):
+        raise not_a_list
     try:
         scores = list(scores)
     except TypeError as error:
-        raise UserError(f"a reward function must return a list, not {type(scores).__name__}") from error
+        raise not_a_list from error
     if len(scores) != len(prompts):
-        raise UserError(f"a reward function must return {len(prompts)} numbers; it returned {len(scores)}")
+        raise UserError(f"{where} must return {len(prompts)} numbers; it returned {len(scores)}")
     numbers = []
     for score, prompt, response in zip(scores, prompts, responses):
         if score is None:
             numbers.append(math.nan)
             continue
-        where = f"for prompt {prompt!r} and response {response!r}"
+        row = f"for prompt {prompt!r} and response {response!r}"
         try:
             number = float(score)
         except (TypeError, ValueError, OverflowError) as error:
             kind = type(score).__name__
-            raise UserError(f"the reward is {score!r}, of type {kind}, not a number, {where}") from error
+            raise UserError(
+                f"{where}: the reward is {score!r}, of type {kind}, not a number, {row}"
+            ) from error
         if not abs(number) < 3e38:  # nan, or infinite in fp32
-            raise UserError(f"the reward is {number!r} {where}")
+            raise UserError(f"{where}: the reward is {number!r} {row}")
         numbers.append(number)
     return torch.tensor(numbers, dtype=torch.float32)
 
 
 def reward_metrics(b, reward, accelerator):
-    """rewards/NAME/mean of each reward over the rows to which it applies, and what log_metric got. -> dict
+    """The means of the rewards, and the metrics of log_metric. -> dict of name -> number
 
-    b: dict with rewards/NAME -> [B], of all processes; reward: RewardFunctions
+    b: dict with rewards/NAME -> [B], of all processes; reward: RewardFunctions. rewards/NAME/mean is over the
+    rows to which the function applies; 0 if there is none. All processes must call this.
     """
     metrics = {}
     for name, values in b.items():
@@ -1674,10 +1701,15 @@ def load_splits(name):
 
 
 def is_chat(value):
-    """True for a list of messages: dicts with role and content."""
+    """True for a list of messages: dicts with role and content, both str. Images and tool calls are not."""
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in value)
+    for message in value:
+        if not isinstance(message, dict):
+            return False
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            return False
+    return True
 
 
 def bos_ids(tokenizer):
@@ -1778,7 +1810,7 @@ def turns_with_acts(turns, num_acts, args):
 
 
 def generator_for(seed, *purpose):
-    """A random generator for one purpose, such as (seed, "tokens", update), apart from all others."""
+    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
     return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
 
 
@@ -1908,8 +1940,8 @@ def make_optimizer(args, parameters):
 def make_learner(model, accelerator):
     """The module to train: the model itself or, for FSDP2 and ZeRO-3, a copy that will be cut into shards.
 
-    Shards cannot generate. So every process keeps a whole model for that, which gets the new weights after
-    each update (`copy_weights`). The copy leaves out the reference.
+    Sharded models cannot generate. So every process keeps a whole model for sampling, and copies the new
+    weights into it after each update (`copy_weights`). The copy leaves out the reference.
     """
     plugin = accelerator.state.deepspeed_plugin
     shards_weights = accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3)

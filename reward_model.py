@@ -16,8 +16,9 @@ If you know how to train a text classifier, this is what its use as a reward add
 
 2. A decoder is read at its last real token, found by the length of the text. Looking for `token != pad` would
    miss a real EOS, because many tokenizers use EOS as the padding token.
-3. A response is tokenized as in the rollouts that it will be scored in: prompt, response, EOS. If it
-   is too long it loses its beginning, never its EOS. A labeled text loses its end.
+3. A prompt and its response are tokenized as in the rollouts: prompt, response, EOS. (A chat ends as its chat
+   template ends it.) If they are too long, they lose their beginning, never their end. A labeled text loses
+   its end.
 4. A new head starts with weights of standard deviation 1 / sqrt(d + 1), so the first scores are about 1 in
    size (N+ paper, detail 11).
 5. All responses to a prompt are in the same forward pass, and the loss is the mean over their pairs. So a
@@ -358,19 +359,20 @@ class Classifier(nn.Module):
 class Row:
     """One training example: a text with its label, or two or more responses to one prompt, best first."""
 
-    texts: list[list[int]]  # token ids of each text; with responses, prompt included
+    texts: list[list[int]]  # token ids of the labeled text, or of prompt + response for each response
     label: int = 0  # number of the class, if there are labels
     margin: float = 0.0  # the column margin: by how much the score of the chosen response should be higher
 
 
 def preference_ids(tokenizer, prompts, responses, max_length):
-    """Token ids of prompt + response + EOS, by the same rule in training and in rollouts. -> list of lists
+    """Token ids of each prompt with its response, by the same rule in training and in rollouts.
 
-    A response that reached its length limit gets an EOS too, because its score is read there. Texts of more
-    than max_length tokens lose their beginning. Encoders (BERT's family) mark the ends in their own way.
-    If prompts and responses are chats (lists of messages), the chat template writes the text and its end.
+    prompts, responses: lists of str, which get EOS at the end; or lists of chats, which end as the chat
+    template ends them. Not empty. -> list of lists, each with the last max_length ids at most
+    A response that reached its length limit gets an EOS too, because its score is read there. Encoders (the
+    family of BERT) mark the ends in their own way.
     """
-    if is_chat(responses[0]):
+    if is_chat(responses[0]):  # then all are chats
         texts = [render_chat(tokenizer, [*prompt, *response]) for prompt, response in zip(prompts, responses)]
         return [ids[-max_length:] for ids in tokenize(tokenizer, texts)]
     is_encoder = tokenizer.eos_token_id is None or tokenizer.cls_token_id is not None
@@ -670,7 +672,7 @@ def load(what, function, name, **kwargs):
             first_line = "no such folder"
         top_folder = str(name).split("/")[0]
         if top_folder in ("checkpoints", "data") and not Path(resolve_path(top_folder)).exists():
-            first_line = f"the recipes named tiny need {top_folder}/ of the repository beside the script"
+            first_line = f"the recipes named tiny need {top_folder}/ from the repository next to the script"
         raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
 
 
@@ -881,7 +883,8 @@ def bos_ids(tokenizer):
 def tokenize(tokenizer, texts):
     """Token ids of each text, after BOS if the tokenizer puts it there. -> list of lists
 
-    BOS comes only once, also if a text brings its own. Nothing is added at the end, because a prompt goes on.
+    BOS is added only once, even if a text begins with it. Nothing is added at the end, because the response
+    follows there.
     """
     if not texts:
         return []  # tokenizers raise for an empty list
@@ -897,7 +900,7 @@ def report_skipped(total, kept, reason):
 
 
 def generator_for(seed, *purpose):
-    """A random generator for one purpose, such as (seed, "tokens", update), apart from all others."""
+    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
     return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
 
 
@@ -1084,27 +1087,37 @@ def load_answers(rows, args):
 
 
 def is_chat(value):
-    """True for a list of messages: dicts with role and content."""
+    """True for a list of messages: dicts with role and content, both str. Images and tool calls are not."""
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in value)
+    for message in value:
+        if not isinstance(message, dict):
+            return False
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            return False
+    return True
 
 
 def render_chat(tokenizer, messages, add_generation_prompt=False):
-    """The text of a list of messages, by the tokenizer's own chat template. -> str"""
+    """The text of a list of messages, by the tokenizer's own chat template. -> str
+
+    add_generation_prompt: end with the header of a new turn of the assistant. Raises UserError if there is no
+    template, or if it refuses the messages.
+    """
     if tokenizer.chat_template is None:
         raise UserError(
-            "the data has chat messages, but the tokenizer has no chat template: use a chat model, or save a "
-            "template with the tokenizer (set tokenizer.chat_template, then tokenizer.save_pretrained)"
+            f"the data has chats, but the tokenizer of {tokenizer.name_or_path} has no chat template: use a "
+            "chat model, or one that sft.py trained with --chat-template-path FILE"
         )
-    # A data set gives all messages the same keys, with None where there is nothing.
+    # datasets gives all messages the same keys, with None for those that a message did not have.
     messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except Exception as error:  # templates raise what they like: about roles, for example
-        raise UserError(f"the chat template refuses the messages {messages!r}: {error}") from error
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(f"the chat template refuses messages with the roles {roles}: {error}") from error
 
 
 def load_preference_rows(rows, tokenizer, args):
@@ -1120,15 +1133,15 @@ def load_preference_rows(rows, tokenizer, args):
 
     group_sizes, group_margins = [], []
     text_prompts, text_responses = [], []  # one per response, so that all are tokenized in one call
-    for prompt, group, margin in zip(prompts, groups, margins):
-        if "prompt" not in columns and group and is_chat(group[0]):
-            prompt = []  # both chats contain it
-        if is_comparison(prompt, group):
-            group_sizes.append(len(group))
+    for prompt, responses, margin in zip(prompts, groups, margins):
+        if isinstance(prompt, str) and responses and is_chat(responses[0]):
+            prompt = []  # chats contain their prompt, also if a column prompt repeats it as a text
+        if is_comparison(prompt, responses):
+            group_sizes.append(len(responses))
             group_margins.append(float(margin))
-            text_prompts.extend([prompt] * len(group))
-            text_responses.extend(group)
-    report_skipped(len(rows), len(group_sizes), "rows: not two responses to compare")
+            text_prompts.extend([prompt] * len(responses))
+            text_responses.extend(responses)
+    report_skipped(len(rows), len(group_sizes), "rows: fewer than two responses to compare, or a blank one")
     if not group_sizes:
         raise UserError(
             f"{args.dataset_name!r}: no row has two responses to compare (strings, or lists of messages, "
@@ -1144,11 +1157,14 @@ def load_preference_rows(rows, tokenizer, args):
 
 
 def is_comparison(prompt, responses):
-    """True if there is a prompt, and two or more responses to it, none of them blank: str, or chats."""
+    """True for two or more responses to one prompt, none of them blank: all are str, or all are chats.
+
+    A prompt of [] means that the chats contain it.
+    """
     if not isinstance(responses, list) or len(responses) < 2:
         return False
     if is_chat(prompt) or prompt == []:
-        return all(is_chat(response) for response in responses)
+        return all(is_chat(response) and response[-1]["content"].strip() for response in responses)
     if not isinstance(prompt, str):
         return False
     return all(isinstance(response, str) and response.strip() for response in responses)
@@ -1166,7 +1182,7 @@ def check_margins(margins, columns, args):
 
 
 def load_reference_rows(train_rows, tokenizer, args):
-    """Up to 1,000 responses whose mean score will be 0. -> list of Row
+    """Up to 1,000 responses. Their mean score is subtracted from all scores. -> list of Row
 
     They are the completions of --center-dataset-name, or the best responses of the training rows.
     """
@@ -1176,10 +1192,11 @@ def load_reference_rows(train_rows, tokenizer, args):
         flag = f"--center-dataset-name {args.center_dataset_name}"
         rows, _ = load_splits(args.center_dataset_name)
         if not {"prompt", "completion"} <= set(rows.column_names):
-            raise UserError(f"{flag}: it needs the columns prompt and completion")
+            raise UserError(f"{flag}: the data set needs the columns prompt and completion")
         prompts, completions = [], []
         for prompt, completion in zip(rows["prompt"], rows["completion"]):
-            are_texts = isinstance(prompt, str) and prompt and isinstance(completion, str) and completion
+            are_strings = isinstance(prompt, str) and isinstance(completion, str)
+            are_texts = are_strings and prompt and completion
             if are_texts or (is_chat(prompt) and is_chat(completion)):
                 prompts.append(prompt)
                 completions.append(completion)
@@ -1258,8 +1275,8 @@ def make_optimizer(args, parameters):
 def make_learner(model, accelerator):
     """The module to train: the model itself or, for FSDP2 and ZeRO-3, a copy that will be cut into shards.
 
-    Shards cannot generate. So every process keeps a whole model for that, which gets the new weights after
-    each update (`copy_weights`). The copy leaves out the reference.
+    Sharded models cannot generate. So every process keeps a whole model for sampling, and copies the new
+    weights into it after each update (`copy_weights`). The copy leaves out the reference.
     """
     plugin = accelerator.state.deepspeed_plugin
     shards_weights = accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3)

@@ -9,8 +9,9 @@ If you know PPO from ppo_sentiment.py, this is what changes:
 3. There is one reward per response: its score - kl_coef * (KL summed over its tokens). The KL is to the
    reference model, a frozen copy of the policy before RLOO. With --kl-in-loss, it is a term of the loss
    instead, as in GRPO.
-4. The score comes from a reward model that was trained on pairs of summaries (reward_model.py). Responses
-   without a stop token lose missing_eos_penalty, which is what teaches the policy to stop.
+4. The score comes from a reward model that was trained on pairs of summaries (reward_model.py), or is the
+   weighted sum of what your own functions return (--reward-fn). Responses without a stop token lose
+   missing_eos_penalty, which is what teaches the policy to stop. Prompts are texts, or chats.
 5. A policy can learn to please the reward model without getting better. So in the end a judge compares
    summaries of held-out posts with reference summaries, and the result is a win rate (`win_rate`).
 
@@ -89,12 +90,12 @@ class Args:
     # Models
     model_name_or_path: str = "EleutherAI/pythia-1b-deduped"  # tokenizer; policy if sft_model_path is None
     sft_model_path: str | None = None  # initial policy; the reference is a frozen copy of it
-    reward_model_path: str = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"  # one output
-    reward_fn: list[str] | None = None  # FILE.py:function ... instead; f(prompts, completions, **columns)
+    reward_model_path: str = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"  # has one output
+    reward_fn: list[str] | None = None  # instead: FILE.py:function ..., each f(completions, **columns)
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
     bf16: bool = False  # the same as --dtype bfloat16 (TRL's spelling)
-    load_in_8bit: bool = False  # 8-bit frozen weights: the base model under LoRA, otherwise the reference
+    load_in_8bit: bool = False  # 8-bit frozen weights: with LoRA the base model, without it the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
@@ -106,7 +107,7 @@ class Args:
     max_prompt_length: int = 512  # posts with more tokens are skipped (N+ paper, detail 2)
     response_length: int = 53  # longest response, in tokens
     stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
-    stop_token_id: int | None = None  # end responses at this token id instead, and at no other
+    stop_token_id: int | None = None  # end responses at this token id only, instead of --stop-token
     temperature: float = 0.7  # sampling temperature; all log-probabilities use it too
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches x processes
@@ -121,9 +122,9 @@ class Args:
     rloo_k: int = 2  # responses per prompt; 2 or more
     kl_coef: float = 0.05  # KL penalty coefficient
 
-    # In the reward, k1 leads to the gradient of KL(policy || reference) of whole responses. In the loss, each
-    # token counts alone, given its prefix. There k2 has the gradient of KL(policy || reference), k3 (as in
-    # GRPO) that of KL(reference || policy), and k1 none. All on average, for samples of the current policy.
+    # In the reward, k1 leads to the gradient of KL(policy || reference) of whole responses. In the loss, the
+    # KL is per token, given the tokens before it. On average over samples of the current policy, k2 then has
+    # the gradient of KL(policy || reference), k3 that of KL(reference || policy), and k1 has none.
     kl_in_loss: bool = False  # the KL is a term of the loss, not of the reward; needs k2 or k3
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1 in the reward; k2 or k3 (as in GRPO) in the loss
     missing_eos_penalty: float | None = None  # subtracted from the score of a response without a stop token
@@ -134,8 +135,8 @@ class Args:
     # Judge
     num_examples: int = 256  # number of held-out posts whose summaries are judged, before and after
     judge_fn: str | None = None  # FILE.py:function like --reward-fn; the response with the higher score wins
-    judge_model: str | None = None  # reward model (folder) or chat model; None: judge_fn, else reward
-    judge_url: str | None = None  # server of the chat model; None: OpenAI with its key, else Hugging Face
+    judge_model: str | None = None  # reward model (folder) or chat model; None: judge_fn, or else the reward
+    judge_url: str | None = None  # server of the chat model; None: OpenAI if its key is set, or Hugging Face
 
     # Optimizer
     learning_rate: float = 3e-6  # initial (or constant) learning rate
@@ -197,6 +198,9 @@ RECIPES = {
 #     pad    pad    TL;    DR:   | My     cat    EOS    pad    pad       length of the response: 3
 #
 # The hidden state of each token predicts the next one: "DR:" predicts "My".
+#
+# Each reward function gives a response a number, rewards/NAME; the sum of these is its score. What RLOO
+# maximizes, the reward, is the score minus the KL penalty.
 
 
 def response_lengths(tokens, stop_token_id):
@@ -225,7 +229,7 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
         bias = bias.clamp(min=-1e4)  # models may forbid a token by -inf, but p log p would be 0 * -inf = nan
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])  # [N, H]
     flat_tokens = tokens.reshape(-1)  # [N]
-    # ChunkedLogprobs is an autograd.Function. In its forward, gradients are always off, so ask here.
+    # In the forward of an autograd.Function, torch.is_grad_enabled() is always False. So it is passed in.
     logprobs, entropies = ChunkedLogprobs.apply(
         flat_hidden, weight, flat_tokens, temperature, bias, torch.is_grad_enabled()
     )
@@ -248,8 +252,9 @@ def kl_per_token(logprobs, ref_logprobs, estimator):
 
 
 def weighted_sum(rewards, weights=None):
-    """The sum of weight * reward. dict: name -> [B], list of floats in the same order (None: 1 each) -> [B]
+    """The sum of weight * reward.
 
+    rewards: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
     A nan means that a reward does not apply to a row (the function returned None), and counts as 0.
     """
     weights = weights or [1.0] * len(rewards)
@@ -295,9 +300,9 @@ def sample_tokens(probs, uniforms):
         probs = F.pad(probs, (0, padding))
     blocks = probs.unflatten(1, (-1, 64))  # [B, blocks, 64]
 
-    # right=True never selects a block or a token of probability 0.
     block_ends = blocks.sum(2).cumsum(1)  # [B, blocks]
     target = uniforms.float()[:, None] * block_ends[:, -1:] * almost_one  # [B, 1]
+    # right=True never selects a block or a token of probability 0.
     block = torch.searchsorted(block_ends, target, right=True)  # [B, 1]
 
     block_starts = F.pad(block_ends, (1, 0))  # [B, blocks + 1]
@@ -342,7 +347,7 @@ def body_and_head(lm):
 
 
 def hidden_states(body, ids, mask, cache=None):
-    """Last hidden states of the tokens that are not in the cache yet.
+    """Hidden states of the last layer, for the tokens that are not in the cache yet.
 
     ids [B, L], bool mask [B, cached + L] -> [B, L, H]. Positions count only real tokens, not left padding.
     """
@@ -369,7 +374,7 @@ def response_logprobs(lm, ids, mask, T, temperature):
     hidden = hidden_states(body, ids, mask)
     hidden = hidden[:, -T - 1 : -1]  # the state at position t - 1 predicts token t
     tokens, valid = ids[:, -T:], mask[:, -T:]
-    # Only valid tokens go through the output layer, which is large. [number of valid tokens] each:
+    # Only valid tokens go through the output layer, which is large. Both are [number of valid tokens].
     valid_logprobs, valid_entropies = token_logprobs(
         hidden[valid], head.weight, tokens[valid], temperature, head.bias
     )
@@ -379,12 +384,12 @@ def response_logprobs(lm, ids, mask, T, temperature):
 
 
 class PolicyAndReference(nn.Module):
-    """Policy and reference. The forward pass, which DDP wraps, is the policy's."""
+    """The policy, and perhaps a reference model. The forward pass, which DDP wraps, is the policy's."""
 
     def __init__(self, policy, reference=None):
         super().__init__()
         self.policy = policy
-        self.reference = reference  # None: the policy without its LoRA adapter
+        self.reference = reference  # None: the policy without its LoRA adapter, or no reference at all
 
     def forward(self, ids, mask, T, temperature):
         """Returns logprobs and entropies of the responses, fp32 [B, T] each, 0 where masked."""
@@ -416,7 +421,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [P, H]
 
     # The model reads each prompt only once. Its keys and values serve all k responses, which are neighbors
-    # here; sample_responses brings the rows into the order of TRL.
+    # here. sample_responses puts the first responses to all prompts first.
     prompt_of_row = torch.arange(P, device=ids.device).repeat_interleave(k)  # [P * k]
     cache.batch_select_indices(prompt_of_row)
     hidden, mask = hidden[prompt_of_row], mask[prompt_of_row]
@@ -449,7 +454,8 @@ def sample_responses(policy, tokenizer, prompt_batch, stop_ids, args):
     """Sample k responses to each prompt, and decode them.
 
     prompt_batch: ids, bool mask [P, C], left-padded; uniforms [P, k, T]. Returns
-    - a dict of tensors [k * P, ...], with the first responses to all prompts first
+    - a dict of tensors, with the first responses to all prompts first: ids, mask [k * P, C + T]; lengths,
+      stopped [k * P]; sampling_logprobs [k * P, T]
     - the responses, k * P str
     - their token ids with the stop token, k * P lists
     """
@@ -473,14 +479,14 @@ def sample_responses(policy, tokenizer, prompt_batch, stop_ids, args):
     last_tokens = tokens.gather(1, lengths[:, None] - 1).squeeze(1)
     stopped = torch.isin(last_tokens, stop_ids)  # [k * P]
 
-    # 2. Decode, without the stop token: it is not part of the text, and a reward model adds its own EOS.
+    # 2. Decode, without the stop token: it is not part of the text. (A reward model adds its own EOS.)
     valid = length_mask(lengths, T)  # [k * P, T]
     has_text = length_mask(lengths - stopped.long(), T)  # [k * P, T]
-    prompt_tokens = [row[m].tolist() for row, m in zip(prompt_ids, prompt_mask)]
-    text_tokens = [row[m].tolist() for row, m in zip(tokens, has_text)]
+    prompt_tokens = [row[keep].tolist() for row, keep in zip(prompt_ids, prompt_mask)]
+    text_tokens = [row[keep].tolist() for row, keep in zip(tokens, has_text)]
     # decode needs the prompts: a tokenizer may drop the space at the beginning of what it decodes.
     _, responses = decode(tokenizer, prompt_tokens, text_tokens)  # list of k * P str
-    response_tokens = [row[m].tolist() for row, m in zip(tokens, valid)]
+    response_tokens = [row[keep].tolist() for row, keep in zip(tokens, valid)]
 
     b = {
         "ids": torch.cat([prompt_ids, tokens], 1),  # [k * P, C + T]
@@ -494,19 +500,21 @@ def sample_responses(policy, tokenizer, prompt_batch, stop_ids, args):
 
 @torch.no_grad()
 def rollout_groups(model, tokenizer, reward, posts, prompt_batch, stop_ids, args):
-    """Sample k responses to each post, score them, and compute the log-probabilities that are called old.
+    """Sample k responses to each post, score them, and compute old and reference log-probabilities.
 
-    posts: P dicts with prompt, reference and columns, for reward functions; prompt_batch, stop_ids: as in
+    posts: P dicts with prompt and columns, for reward functions; prompt_batch, stop_ids: as in
     sample_responses. Returns
-    - the dict of sample_responses, with scores [k * P], the rewards that they are the sum of [k * P], as
-      rewards/NAME, logprobs and ref_logprobs [k * P, T]
+    - the dict of sample_responses, and in it
+        rewards/NAME [k * P]     of each reward function; nan: it does not apply to this response
+        scores [k * P]           their weighted sum
+        logprobs [k * P, T]      old log-probabilities, the denominator of the ratio
+        ref_logprobs [k * P, T]  of the reference
     - the responses, k * P str
     """
     b, responses, response_tokens = sample_responses(model.policy, tokenizer, prompt_batch, stop_ids, args)
     k = len(responses) // len(posts)
-    # One entry per reward function, or one for the reward model: name -> [k * P]; nan: does not apply.
-    # posts * k is in the order of the rows.
-    rewards = score_responses(reward, posts * k, responses, response_tokens)
+    # posts * k is in the order of the responses: the first responses to all posts come first.
+    rewards = score_responses(reward, posts * k, responses, response_tokens)  # name -> [k * P]
     b["scores"] = weighted_sum(rewards, args.reward_weights)  # [k * P]
     b |= {f"rewards/{name}": values for name, values in rewards.items()}
 
@@ -563,11 +571,11 @@ def train(args):
     check_context(policy, policy_name, max_tokens=longest_prompt(train_posts + held_out_posts) + T)
     model = PolicyAndReference(policy, reference).to(device)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)
-    progress = transformers.TrainerState(max_steps=updates)  # reward functions may read it
-    reward = load_summary_reward(args, device, progress)
+    trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
+    reward = load_summary_reward(args, device, trainer_state)
     judge_functions = None
     if args.judge_fn is not None:
-        judge_functions = load_reward_functions("--judge-fn", [args.judge_fn], device, progress)
+        judge_functions = load_reward_functions("--judge-fn", [args.judge_fn], device, trainer_state)
     judge = None
     if accelerator.is_main_process:  # so that a judge on a server is asked only once
         judge = load_summary_judge(args, tokenizer, reward, judge_functions, device)
@@ -585,8 +593,8 @@ def train(args):
 
     # Every process summarizes all held-out posts; only the main one has a judge and shows the result.
     held_out_posts = choose_held_out(held_out_posts, args)
-    # One summary per post. Drawn once, with all random numbers, so both evaluations use the same ones. A
-    # resumed run draws them again: they depend only on the seed and "held-out".
+    # The prompts, and the random numbers for one summary of each. Both evaluations use the same ones. So does
+    # a resumed run: they depend only on the seed and "held-out".
     held_out = draw_groups(held_out_posts, 1, args, "held-out")
     held_out = {name: x.to(device) for name, x in held_out.items()}
     with autocast:
@@ -617,10 +625,11 @@ def train(args):
         prompt_batch = draw_groups(posts, k, args, update)  # ids, mask [P, C]; uniforms [P, k, T]
         prompt_batch = {name: local_rows(x).to(device) for name, x in prompt_batch.items()}
         posts = local_rows(posts)
-        progress.global_step = update - 1
+        trainer_state.global_step = update - 1
         with autocast:
             local, responses = rollout_groups(model, tokenizer, reward, posts, prompt_batch, stop_ids, args)
-        if judge_functions is not None:  # only logged: falls if the policy over-optimizes the reward model
+        # Only logged. If it falls while the scores rise, the policy over-optimizes the reward.
+        if judge_functions is not None:
             local["judge_scores"] = score_texts(judge_functions, tokenizer, posts * k, responses)
         # b: the rollouts of all processes, [B, ...] each
         b = {name: gather_groups(x, k, accelerator) for name, x in local.items()}
@@ -719,7 +728,7 @@ def train(args):
         tokens_trained = valid.sum() * args.num_ppo_epochs
         update_metrics = {name: x / responses_trained for name, x in response_sums.items()}
         update_metrics |= {name: x / tokens_trained for name, x in token_sums.items()}
-        # var r = E[(r - 1)^2] - E[r - 1]^2
+        # var r = E[(r - 1)^2] - (E[r - 1])^2
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
         # Generation computes one token at a time, with a cache. How far its log-probabilities are from those
         # of the full forward pass:
@@ -776,7 +785,7 @@ def train(args):
         # 7. Save.
         run.checkpoint(update, parameters, optimizer, B)
 
-    progress.global_step = updates
+    trainer_state.global_step = updates
 
     # 8. Evaluate on the same held-out posts again, and save the model.
     with autocast:
@@ -800,7 +809,7 @@ def add_sums(sums, metrics):
 def evaluate_summaries(model, tokenizer, reward, judge, posts, prompt_batch, stop_ids, args):
     """Summarize the held-out posts, with the same random numbers before and after training.
 
-    -> metrics (dict of floats), one dict(prompt, response, ended, score) per post
+    judge: of load_summary_judge; None: no win rate -> metrics (dict of floats), and the summary_records
     """
     model.eval()
     b, responses = rollout_groups(model, tokenizer, reward, posts, prompt_batch, stop_ids, args)
@@ -872,7 +881,8 @@ def summary_records(posts, responses, b, extra):
 def distinct_bigrams(texts):
     """Different pairs of neighboring words / all pairs, in all texts (distinct-2, Li et al. 2016). -> float
 
-    It falls if a policy repeats itself, even if no two responses are equal. More texts have a lower value.
+    It falls if a policy repeats itself, even if no two responses are equal. It also falls with the number of
+    texts, so compare equal numbers only.
     """
     pairs = []
     for text in texts:
@@ -1049,7 +1059,7 @@ def load(what, function, name, **kwargs):
             first_line = "no such folder"
         top_folder = str(name).split("/")[0]
         if top_folder in ("checkpoints", "data") and not Path(resolve_path(top_folder)).exists():
-            first_line = f"the recipes named tiny need {top_folder}/ of the repository beside the script"
+            first_line = f"the recipes named tiny need {top_folder}/ from the repository next to the script"
         raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
 
 
@@ -1218,6 +1228,8 @@ def load_policy_and_reference(args, name, wants_reference=True):
         reference = load_model(AutoModelForCausalLM, name, **eight_bit)
     else:
         reference = None
+    if not wants_reference:
+        reference = None
     if reference is not None:
         reference.requires_grad_(False)
     if args.gradient_checkpointing:
@@ -1248,13 +1260,14 @@ def save_policy(policy, tokenizer, folder):
 
 
 def preference_ids(tokenizer, prompts, responses, max_length):
-    """Token ids of prompt + response + EOS, by the same rule in training and in rollouts. -> list of lists
+    """Token ids of each prompt with its response, by the same rule in training and in rollouts.
 
-    A response that reached its length limit gets an EOS too, because its score is read there. Texts of more
-    than max_length tokens lose their beginning. Encoders (BERT's family) mark the ends in their own way.
-    If prompts and responses are chats (lists of messages), the chat template writes the text and its end.
+    prompts, responses: lists of str, which get EOS at the end; or lists of chats, which end as the chat
+    template ends them. Not empty. -> list of lists, each with the last max_length ids at most
+    A response that reached its length limit gets an EOS too, because its score is read there. Encoders (the
+    family of BERT) mark the ends in their own way.
     """
-    if is_chat(responses[0]):
+    if is_chat(responses[0]):  # then all are chats
         texts = [render_chat(tokenizer, [*prompt, *response]) for prompt, response in zip(prompts, responses)]
         return [ids[-max_length:] for ids in tokenize(tokenizer, texts)]
     is_encoder = tokenizer.eos_token_id is None or tokenizer.cls_token_id is not None
@@ -1336,11 +1349,15 @@ def call_user_code(where, function, *inputs, **named_inputs):
     """function(*inputs, **named_inputs). If it raises, its traceback is printed: its author needs it."""
     try:
         return function(*inputs, **named_inputs)
-    except UserError:
+    except UserError:  # from a reward model, or from what we pass to the function: no traceback is needed
         raise
     except Exception as error:
         traceback.print_exc()
         raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
+
+
+# Columns of the tables of samples: log_extra cannot add one of these names.
+SAMPLE_COLUMNS = {"update", "prompt", "task", "response", "reference", "ended", "score", "right"}
 
 
 class RewardFunctions:
@@ -1349,15 +1366,19 @@ class RewardFunctions:
         def correct(prompts, completions, answer, **columns):
             return [float(text.endswith(right)) for text, right in zip(completions, answer)]
 
-    A function gets what it has parameters for of: prompts, completions, completion_ids and all columns of the
-    data but prompt, as lists with one entry per response; trainer_state, with the number of updates so far
-    (global_step) and in all (max_steps); log_metric(name, value), for metrics.jsonl; log_extra(column,
-    values), for the tables of samples. It returns a list: for each response a number, or None if it does not
-    apply to it. If a prompt is a chat, its completion is [{"role": "assistant", "content": ...}].
+    A function may have these parameters, in any order; **columns takes all of them:
+    - prompts, completions, completion_ids (lists of token ids), and every column of the data except prompt:
+      lists with one entry per response
+    - trainer_state: trainer_state.global_step is the number of updates so far, max_steps that of all
+    - log_metric(name, value): adds a number to metrics.jsonl
+    - log_extra(column, values): adds a column to the tables of samples, with one value per response
+
+    It returns one number per response, or None where it does not apply. In the example, prompts are texts. If
+    prompts are chats, each completion is a chat too: [{"role": "assistant", "content": text}].
     """
 
     def __init__(self, flag, functions, device, trainer_state=None):
-        """functions: dict of name -> function; flag: for error messages"""
+        """flag: for error messages; functions: dict of name -> function; trainer_state: for the functions"""
         self.flag = flag
         self.functions = functions
         self.device = device
@@ -1369,7 +1390,7 @@ class RewardFunctions:
         """Call all functions. -> dict: name of the function -> fp32 [B], nan where it does not apply
 
         prompts: B str or lists of messages; responses: B str; response_tokens: B lists of token ids; rows: B
-        dicts, the other columns of the data
+        dicts, the other columns of the data. Raises UserError if a function fails.
         """
         self.metrics, self.extra = {}, {}
         completions = []
@@ -1391,17 +1412,25 @@ class RewardFunctions:
         for name, function in self.functions.items():
             where = f"{self.flag} {name}"
             scores = call_user_code(where, function, **accepted_inputs(function, inputs, where))
-            rewards[name] = check_scores(scores, prompts, responses).to(self.device)
+            rewards[name] = check_scores(where, scores, prompts, responses).to(self.device)
         for column, values in self.extra.items():
             if len(values) != len(prompts):
                 raise UserError(f"{self.flag}: log_extra({column!r}, ...) needs {len(prompts)} values")
         return rewards
 
     def log_metric(self, name, value):
+        """For reward functions: log a number. metrics.jsonl has its mean over calls and processes."""
+        if not math.isfinite(value):
+            raise UserError(f"{self.flag}: log_metric({name!r}, {value!r}): not a finite number")
         self.metrics.setdefault(name, []).append(float(value))
 
     def log_extra(self, column, values):
-        self.extra[column] = list(values)
+        """For reward functions: add a column to the tables of samples. values: one per response"""
+        if column in SAMPLE_COLUMNS:
+            raise UserError(
+                f"{self.flag}: log_extra({column!r}, ...): the samples have such a column already"
+            )
+        self.extra[column] = [x if isinstance(x, (int, float)) else str(x) for x in values]
 
 
 def load_reward_functions(flag, names, device, trainer_state=None):
@@ -1416,58 +1445,67 @@ def load_reward_functions(flag, names, device, trainer_state=None):
 
 
 def accepted_inputs(function, inputs, where):
-    """Those inputs that a function has parameters for. Raises if it needs others."""
+    """The inputs to pass to a function: all if it has **columns, or else those that it names. -> dict
+
+    Raises UserError if it has a parameter for which there is no input.
+    """
     parameters = inspect.signature(function).parameters.values()
-    if not any(p.kind == p.VAR_KEYWORD for p in parameters):
-        inputs = {p.name: inputs[p.name] for p in parameters if p.name in inputs}
-    needed = [
-        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    ]
-    missing = [name for name in needed if name not in inputs]
-    old_names = {"responses": "completions", "answers": "completions", "contexts": "prompts"}
-    renamed = [f"{name} to {old_names[name]}" for name in missing if name in old_names]
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *inputs, **columns
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in starred]
+    missing = [name for name in required if name not in inputs]
+    trl_names = {"responses": "completions", "answers": "completions", "contexts": "prompts"}
+    renamed = [f"{name} to {trl_names[name]}" for name in missing if name in trl_names]
     if renamed:
         raise UserError(f"{where}: parameters have TRL's names: rename {', '.join(renamed)}")
     if missing:
-        columns = ", ".join(inputs)
         raise UserError(
-            f"{where} has the parameter {missing[0]}, but there is no such column; there are {columns}"
+            f"{where} has the parameter {', '.join(missing)}, but there is no such column; there are "
+            f"{', '.join(inputs)}"
         )
-    return inputs
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
+        return inputs
+    return {p.name: inputs[p.name] for p in parameters if p.name in inputs}
 
 
-def check_scores(scores, prompts, responses):
+def check_scores(where, scores, prompts, responses):
     """Check what a reward function returned: a finite number for each response, or None. -> fp32 [B]
 
-    It may be a list, an array or a tensor, of anything that float() accepts. None becomes nan.
+    where: flag and function, for error messages; scores: a list, array or tensor of B values that float()
+    accepts, or None, which becomes nan. Raises UserError.
     """
+    not_a_list = UserError(f"{where} must return a list, not {type(scores).__name__}")
+    if isinstance(scores, (str, dict)):
+        raise not_a_list
     try:
         scores = list(scores)
     except TypeError as error:
-        raise UserError(f"a reward function must return a list, not {type(scores).__name__}") from error
+        raise not_a_list from error
     if len(scores) != len(prompts):
-        raise UserError(f"a reward function must return {len(prompts)} numbers; it returned {len(scores)}")
+        raise UserError(f"{where} must return {len(prompts)} numbers; it returned {len(scores)}")
     numbers = []
     for score, prompt, response in zip(scores, prompts, responses):
         if score is None:
             numbers.append(math.nan)
             continue
-        where = f"for prompt {prompt!r} and response {response!r}"
+        row = f"for prompt {prompt!r} and response {response!r}"
         try:
             number = float(score)
         except (TypeError, ValueError, OverflowError) as error:
             kind = type(score).__name__
-            raise UserError(f"the reward is {score!r}, of type {kind}, not a number, {where}") from error
+            raise UserError(
+                f"{where}: the reward is {score!r}, of type {kind}, not a number, {row}"
+            ) from error
         if not abs(number) < 3e38:  # nan, or infinite in fp32
-            raise UserError(f"the reward is {number!r} {where}")
+            raise UserError(f"{where}: the reward is {number!r} {row}")
         numbers.append(number)
     return torch.tensor(numbers, dtype=torch.float32)
 
 
 def reward_metrics(b, reward, accelerator):
-    """rewards/NAME/mean of each reward over the rows to which it applies, and what log_metric got. -> dict
+    """The means of the rewards, and the metrics of log_metric. -> dict of name -> number
 
-    b: dict with rewards/NAME -> [B], of all processes; reward: RewardFunctions
+    b: dict with rewards/NAME -> [B], of all processes; reward: RewardFunctions. rewards/NAME/mean is over the
+    rows to which the function applies; 0 if there is none. All processes must call this.
     """
     metrics = {}
     for name, values in b.items():
@@ -1488,10 +1526,14 @@ def load_summary_reward(args, device, trainer_state=None):
     return RewardFunctions("--reward-model-path", {"reward_model": score}, device)
 
 
-def score_responses(reward, posts, responses, response_tokens):
-    """Call RewardFunctions for one response to each post. -> dict: name of the function -> fp32 [B]"""
-    prompts = [post["prompt"] for post in posts]
-    columns = [post["columns"] for post in posts]
+def score_responses(reward, rows, responses, response_tokens):
+    """Call RewardFunctions for one response to each row. -> dict: name of the function -> fp32 [B]
+
+    rows: B dicts with prompt (str or list of messages) and columns (dict); response_tokens: B lists of ids.
+    An entry is nan if the function does not apply to the row.
+    """
+    prompts = [row["prompt"] for row in rows]
+    columns = [row["columns"] for row in rows]
     return reward(prompts, responses, response_tokens, columns)
 
 
@@ -1558,14 +1600,16 @@ def without_foreign_judge(args):
 
 
 def score_texts(functions, tokenizer, posts, texts, weights=None):
-    """The weighted sum of the scores of one text for each post. RewardFunctions, ... -> fp32 [B]
+    """The score of one text for each post: the weighted sum of its rewards. -> fp32 [B]
 
-    nan if no function applies to a text.
+    functions: RewardFunctions; posts: B dicts; texts: B str. The functions get the texts tokenized again,
+    without a stop token. In training, a text to which no function applies has the score 0; here nan, so that
+    no judge decides by it.
     """
     token_ids = tokenizer(list(texts), add_special_tokens=False).input_ids
-    scores = score_responses(functions, posts, texts, token_ids)
-    has_no_score = torch.stack(list(scores.values())).isnan().all(0)  # [B]
-    return weighted_sum(scores, weights).masked_fill(has_no_score, math.nan)
+    rewards = score_responses(functions, posts, texts, token_ids)  # name -> [B]
+    has_no_reward = torch.stack(list(rewards.values())).isnan().all(0)  # [B]
+    return weighted_sum(rewards, weights).masked_fill(has_no_reward, math.nan)
 
 
 def score_judge(functions, tokenizer, weights=None):
@@ -1723,7 +1767,8 @@ def bos_ids(tokenizer):
 def tokenize(tokenizer, texts):
     """Token ids of each text, after BOS if the tokenizer puts it there. -> list of lists
 
-    BOS comes only once, also if a text brings its own. Nothing is added at the end, because a prompt goes on.
+    BOS is added only once, even if a text begins with it. Nothing is added at the end, because the response
+    follows there.
     """
     if not texts:
         return []  # tokenizers raise for an empty list
@@ -1756,27 +1801,37 @@ def report_skipped(total, kept, reason):
 
 
 def is_chat(value):
-    """True for a list of messages: dicts with role and content."""
+    """True for a list of messages: dicts with role and content, both str. Images and tool calls are not."""
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in value)
+    for message in value:
+        if not isinstance(message, dict):
+            return False
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            return False
+    return True
 
 
 def render_chat(tokenizer, messages, add_generation_prompt=False):
-    """The text of a list of messages, by the tokenizer's own chat template. -> str"""
+    """The text of a list of messages, by the tokenizer's own chat template. -> str
+
+    add_generation_prompt: end with the header of a new turn of the assistant. Raises UserError if there is no
+    template, or if it refuses the messages.
+    """
     if tokenizer.chat_template is None:
         raise UserError(
-            "the data has chat messages, but the tokenizer has no chat template: use a chat model, or save a "
-            "template with the tokenizer (set tokenizer.chat_template, then tokenizer.save_pretrained)"
+            f"the data has chats, but the tokenizer of {tokenizer.name_or_path} has no chat template: use a "
+            "chat model, or one that sft.py trained with --chat-template-path FILE"
         )
-    # A data set gives all messages the same keys, with None where there is nothing.
+    # datasets gives all messages the same keys, with None for those that a message did not have.
     messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except Exception as error:  # templates raise what they like: about roles, for example
-        raise UserError(f"the chat template refuses the messages {messages!r}: {error}") from error
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(f"the chat template refuses messages with the roles {roles}: {error}") from error
 
 
 def plain_text(prompt):
@@ -1787,17 +1842,22 @@ def plain_text(prompt):
 
 
 def load_posts(rows, tokenizer, args):
-    """The posts that are short enough, as a list of dict:
+    """The posts that are short enough. -> list of dict, each with
 
-    ids: token ids of the prompt; prompt: as in the data, a str or a list of messages; reference: str, "" if
-    there is none; columns: dict with all other columns of the row, for reward functions.
+        ids        token ids of the prompt
+        prompt     as in the data: a str, or a list of messages
+        reference  str; "" if there is none
+        columns    dict with all other columns of the row, for reward functions
+
+    Raises UserError if there is no column prompt, or no post that is short enough.
     """
-    columns = rows.column_names
-    if "prompt" not in columns:
-        raise UserError(f"data set {args.dataset_name!r} needs a column prompt; it has {', '.join(columns)}")
+    names = rows.column_names
+    if "prompt" not in names:
+        raise UserError(f"data set {args.dataset_name!r} needs a column prompt; it has {', '.join(names)}")
     candidates, texts = [], []
     for row in rows:
-        prompt, reference = row.pop("prompt"), row.get("completion")
+        prompt = row.pop("prompt")  # what is left are the columns for reward functions
+        reference = row.get("completion")
         if is_chat(reference):
             reference = reference[-1]["content"]
         if not isinstance(reference, str):
@@ -1820,9 +1880,9 @@ def load_posts(rows, tokenizer, args):
     return posts
 
 
-def longest_prompt(posts):
-    """The number of tokens of the longest prompt."""
-    return max(len(post["ids"]) for post in posts)
+def longest_prompt(rows):
+    """The number of tokens of the longest prompt. rows: dicts with ids"""
+    return max(len(row["ids"]) for row in rows)
 
 
 def choose_held_out(posts, args):
@@ -1834,7 +1894,7 @@ def choose_held_out(posts, args):
 
 
 def generator_for(seed, *purpose):
-    """A random generator for one purpose, such as (seed, "tokens", update), apart from all others."""
+    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
     return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
 
 
@@ -1849,12 +1909,12 @@ def stream_rows(num_rows, start, count, seed):
     return torch.cat(epochs)[offset : offset + count]
 
 
-def draw_groups(posts, k, args, *purpose):
+def draw_groups(rows, k, args, *purpose):
     """Prompts padded on the left to the longest one, and random numbers to sample k responses to each.
 
-    posts: list of P -> dict: ids [P, C], bool mask [P, C], uniforms [P, k, T]
+    rows: P dicts with ids, the tokens of the prompt -> dict: ids [P, C], bool mask [P, C], uniforms [P, k, T]
     """
-    prompts = [post["ids"] for post in posts]
+    prompts = [row["ids"] for row in rows]
     P, C = len(prompts), max(len(ids) for ids in prompts)
     ids = torch.zeros(P, C, dtype=torch.long)
     mask = torch.zeros(P, C, dtype=torch.bool)
@@ -1950,8 +2010,8 @@ def make_optimizer(args, parameters):
 def make_learner(model, accelerator):
     """The module to train: the model itself or, for FSDP2 and ZeRO-3, a copy that will be cut into shards.
 
-    Shards cannot generate. So every process keeps a whole model for that, which gets the new weights after
-    each update (`copy_weights`). The copy leaves out the reference.
+    Sharded models cannot generate. So every process keeps a whole model for sampling, and copies the new
+    weights into it after each update (`copy_weights`). The copy leaves out the reference.
     """
     plugin = accelerator.state.deepspeed_plugin
     shards_weights = accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3)

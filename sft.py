@@ -109,12 +109,12 @@ class Args:
 
     # Data
     dataset_name: str = "stanfordnlp/imdb"  # columns text | prompt, completion | messages | dialog
-    num_train_rows: int | None = None  # use only the first so many rows of the data set; None: all
+    num_train_rows: int | None = None  # use only the first N training rows; None: all
     max_length: int = 512  # tokens per row; longer documents are cut, and lose their EOS
     packing: bool = True  # fill rows with several documents that do not see each other
-    completion_only_loss: bool = True  # False: learn the prompt too (of a chat, its assistant's turns)
-    chat_template_path: str | None = None  # file with a chat template, for a tokenizer that has none
-    utterance_end: str = " <EOU>"  # ends each utterance (RL4LMs); eos: the EOS token (DialoGPT)
+    completion_only_loss: bool = True  # False: learn the prompt too (in a chat, its assistant's turns)
+    chat_template_path: str | None = None  # file with a chat template, instead of the tokenizer's own
+    utterance_end: str = " <EOU>"  # text after each utterance, as in RL4LMs; eos: EOS, as in DialoGPT
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes, in packed rows
     num_train_epochs: float = 1.0  # epochs over the packed rows
@@ -367,9 +367,9 @@ def completion_documents(rows, tokenizer, args):
 def chat_documents(rows, tokenizer, args):
     """Columns messages, or prompt and completion as lists of messages. -> list of (ids, labels)
 
-    The tokenizer's chat template writes the conversation. Labels are on the assistant's turns and the mark
-    that ends each of them; with prompt and completion, on the turns of the completion. If the template has no
-    such mark, EOS ends the last turn. special_ids and find_end_tokens (Part II) know the marks.
+    The tokenizer's chat template writes the conversation. Labels are on the assistant's turns, each with its
+    end-of-turn token, such as `<|im_end|>`; with prompt and completion, on the turns of the completion. If
+    the last turn does not end in a special token, EOS is put there. Earlier turns then end without one.
     """
     conversations = []  # pairs: messages, index of the first message to learn from
     if "messages" in rows.column_names:
@@ -380,57 +380,61 @@ def chat_documents(rows, tokenizer, args):
                 first_learned = len(prompt) if args.completion_only_loss else 0
                 conversations.append((prompt + completion, first_learned))
     report_skipped(len(rows), len(conversations), "rows: no list of messages (dicts with role and content)")
-    marks = special_ids(tokenizer)
-    num_turns, num_learned = 0, 0  # of the assistant
+    special = special_ids(tokenizer)
+    num_assistant_turns, num_learned_turns = 0, 0
     documents = []
     for messages, first_learned in conversations:
         ids, labels = [], []
-        num_turns += sum(message["role"] == "assistant" for message in messages[first_learned:])
         for text, is_learned in chat_parts(tokenizer, messages, first_learned):
             if ids:
                 part = tokenizer(text, add_special_tokens=False).input_ids
-            else:  # with BOS in front if the tokenizer puts it there, but not twice if the template did
+            else:  # the first part has BOS, once: from the template, or else from the tokenizer
                 part = tokenize(tokenizer, [text])[0]
             ids.extend(part)
             labels.extend(part if is_learned else [-100] * len(part))
-            num_learned += is_learned
-        end = last_label(labels) + 1
-        if end > 0 and labels[end - 1] not in marks:
-            # The last turn has no mark: put EOS there, and drop what follows.
+            num_learned_turns += is_learned
+        end = last_labeled_position(labels) + 1  # 0 if no turn is learned
+        if end > 0 and labels[end - 1] not in special:
+            # There is no end-of-turn token: put EOS after the last turn, and drop what follows.
             ids = ids[:end] + [tokenizer.eos_token_id]
             labels = labels[:end] + [tokenizer.eos_token_id]
         documents.append((ids, labels))
-    reason = "turns of the assistant: the chat template writes them otherwise when more messages follow"
-    report_skipped(num_turns, num_learned, reason)
+        num_assistant_turns += sum(message["role"] == "assistant" for message in messages[first_learned:])
+    reason = "turns of the assistant: no message before them, or rendered otherwise than they are generated"
+    report_skipped(num_assistant_turns, num_learned_turns, reason)
     return documents
 
 
-def last_label(labels):
+def last_labeled_position(labels):
     """The position of the last label that is not -100; -1 if there is none."""
     return max((i for i, label in enumerate(labels) if label != -100), default=-1)
 
 
 def chat_parts(tokenizer, messages, first_learned=0):
-    """A conversation as the chat template writes it, cut into parts. -> list of (text, is it learned?)
+    r"""A conversation as the chat template writes it, cut into parts. -> list of (text, bool: is it learned)
 
-    In ChatML, what a policy generates after `<|im_start|>assistant` is learned, up to the mark `<|im_end|>`:
+    first_learned: the first message from which to learn. Together, the parts are the conversation. What a
+    policy would generate is learned; in ChatML, for example:
 
-        <|im_start|>user What is 2 + 3?<|im_end|> <|im_start|>assistant  It is 5.<|im_end|>
-        ------------------- before: not learned ----------------------  ----- turn -------
+        not learned    <|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n
+        learned        It is 5.<|im_end|>
+        not learned    \n
     """
     conversation = render_chat(tokenizer, messages)
     parts = []
     position = 0  # in the conversation
     for i, message in enumerate(messages):
-        if message["role"] != "assistant" or i < first_learned or i == 0:
+        if message["role"] != "assistant" or i < first_learned:
+            continue
+        if i == 0:  # there is no prompt
             continue
         before = render_chat(tokenizer, messages[:i], add_generation_prompt=True)
         after = render_chat(tokenizer, messages[: i + 1])
         if not after.startswith(before) or not conversation.startswith(after):
-            # The template writes this turn otherwise than it is generated. Those of thinking models drop its
-            # thoughts when more messages follow. Nobody generates such a turn, so it is not learned.
+            # The turn differs from what a policy would generate here. For example, the templates of thinking
+            # models drop the thoughts of earlier turns. Do not learn it.
             continue
-        turn = after[len(before) :].rstrip()  # nobody generates a line break after the mark
+        turn = after[len(before) :].rstrip()  # generation stops before the line break that ends a turn
         parts.append((conversation[position : len(before)], False))
         parts.append((turn, True))
         position = len(before) + len(turn)
@@ -471,11 +475,12 @@ def load_documents(rows, tokenizer, args):
     A document that is cut loses its EOS, because it does not end there. Label -100: nothing to learn here.
     """
     columns = set(rows.column_names)
+    has_completions = {"prompt", "completion"} <= columns
     if "text" in columns:
         documents = text_documents(rows, tokenizer, args)
-    elif "messages" in columns or ({"prompt", "completion"} <= columns and any(map(is_chat, rows["prompt"]))):
+    elif "messages" in columns or (has_completions and any(is_chat(prompt) for prompt in rows["prompt"])):
         documents = chat_documents(rows, tokenizer, args)
-    elif {"prompt", "completion"} <= columns:
+    elif has_completions:
         documents = completion_documents(rows, tokenizer, args)
     elif "dialog" in columns:
         documents = dialog_documents(rows, tokenizer, args)
@@ -548,7 +553,7 @@ def train(args):
     train_data, held_out_data = load_splits(args.dataset_name)
     tokenizer = build_tokenizer(args, train_data)
     model = build_language_model(args, tokenizer).to(device)
-    if args.from_config:
+    if args.from_config:  # otherwise model and tokenizer came together
         check_tokenizer_survives(tokenizer, model.lm, held_out_data)
     if args.num_train_rows is not None:
         train_data = train_data.select(range(min(args.num_train_rows, len(train_data))))
@@ -590,8 +595,8 @@ def train(args):
         row_numbers = stream_rows(len(rows), start=(update - 1) * B, count=B, seed=args.seed)  # [B]
         row_numbers = row_numbers[rank * B // world : (rank + 1) * B // world]
         micro_batches = []
-        for chosen in row_numbers.split(n):
-            micro_batches.append(collate_rows([rows[i] for i in chosen], device))
+        for numbers in row_numbers.split(n):
+            micro_batches.append(collate_rows([rows[i] for i in numbers], device))
         num_tokens = sum((mb["labels"] != -100).sum() for mb in micro_batches)
         num_tokens = accelerator.reduce(num_tokens)  # labels in the batch of all processes
 
@@ -631,7 +636,7 @@ def train(args):
             "perplexity": perplexity(mean_loss),
             "grad_norm": grad_norm,
             "perf/seconds": seconds,
-            "perf/tokens_per_second": num_tokens.item() / seconds,
+            "perf/tokens_per_second": num_tokens.item() / seconds,  # tokens with a label
             "perf/peak_memory_mb": peak_memory_mb(device),
         }
         run.log(metrics)
@@ -642,10 +647,12 @@ def train(args):
     with autocast:
         after = held_out_metrics(model, held_out_rows, accelerator, args)
     if not math.isfinite(after["loss"]):
-        raise UserError("the loss of the trained model is not finite, it is not saved; lower --learning-rate")
+        raise UserError(
+            "the trained model is not saved, because its held-out loss is not finite: lower --learning-rate"
+        )
     if accelerator.is_main_process:
         report_held_out(run, before, after, len(held_out))
-        stop_ids = find_end_tokens(model.lm, tokenizer, documents)
+        stop_ids = find_end_tokens(model.lm, tokenizer, documents, args.max_length)
         samples = write_samples(model.lm, tokenizer, held_out[: args.num_samples], stop_ids)
         report_samples(run, samples)
         save_language_model(model.lm, tokenizer, run.folder / "model", args, stop_ids)
@@ -676,13 +683,14 @@ def held_out_metrics(model, rows, accelerator, args):
 def write_samples(model, tokenizer, documents, stop_ids):
     """Continue each prompt by sampling, up to 40 tokens. -> one dict(prompt, completion) per document
 
-    stop_ids: the tokens that end a completion. The prompt is what comes before the last run of labels. A
-    document that has labels on all of it is continued after its first 8 tokens.
+    stop_ids: the tokens that end a completion. The prompt is all that comes before the completion, or before
+    the last learned turn of a chat. A document that has labels on all of it is continued after its first 8
+    tokens.
     """
     context = context_length(model)
     samples = []
     for ids, labels in documents:
-        prompt_length = last_label(labels) + 1
+        prompt_length = last_labeled_position(labels) + 1
         while prompt_length > 0 and labels[prompt_length - 1] != -100:
             prompt_length -= 1
         if prompt_length == 0:
@@ -833,7 +841,7 @@ def load(what, function, name, **kwargs):
             first_line = "no such folder"
         top_folder = str(name).split("/")[0]
         if top_folder in ("checkpoints", "data") and not Path(resolve_path(top_folder)).exists():
-            first_line = f"the recipes named tiny need {top_folder}/ of the repository beside the script"
+            first_line = f"the recipes named tiny need {top_folder}/ from the repository next to the script"
         raise UserError(f"cannot load the {what} {name!r} (a folder, or a Hub name): {first_line}") from error
 
 
@@ -932,10 +940,10 @@ def build_tokenizer(args, rows):
 
 
 def check_tokenizer_survives(tokenizer, model, rows):
-    """Raise if the saved tokenizer will not be the one that the model learns with.
+    """Raise UserError if the tokenizer, saved and loaded again, gives other tokens.
 
-    Beside a model of some families (Qwen2, Phi-3), transformers ignores which tokenizer was saved and loads
-    the family's own, which cuts texts into other tokens.
+    For models of some families (Qwen2, Phi-3), transformers ignores which tokenizer was saved, and loads the
+    family's own. rows: a data set; the texts of its first 10 rows are compared.
     """
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
@@ -944,8 +952,8 @@ def check_tokenizer_survives(tokenizer, model, rows):
     for text in all_texts(rows.select(range(min(10, len(rows))))):
         if reloaded(text).input_ids != tokenizer(text).input_ids:
             raise UserError(
-                f"transformers would load this tokenizer as a {type(reloaded).__name__} beside a "
-                f"{model.config.model_type} model, and cut texts into other tokens: use another model type"
+                f"with a {model.config.model_type} model, transformers would load this tokenizer as a "
+                f"{type(reloaded).__name__}, and texts would have other tokens: use another model type"
             )
 
 
@@ -1071,18 +1079,22 @@ def build_language_model(args, tokenizer):
 
 
 def special_ids(tokenizer):
-    """The ids of all special tokens, also of those without a role, such as Llama 3's <|eot_id|>. -> set"""
+    """The ids of all special tokens, also of those that are not EOS, BOS, ... (<|eot_id|>). -> set of int"""
     added = tokenizer.added_tokens_decoder.items()
     return set(tokenizer.all_special_ids) | {i for i, token in added if token.special}
 
 
-def find_end_tokens(model, tokenizer, documents):
-    """The ids of the tokens that end a response: EOS, and the special tokens that end the documents' last
-    turns, such as <|im_end|>. -> an id, or a list of several, as generation_config has it"""
-    known = model.generation_config.eos_token_id
-    ids = set(known if isinstance(known, list) else [known])
+def find_end_tokens(model, tokenizer, documents, max_length):
+    """The ids of the tokens that end a response. -> an id, or a list of several: what generation_config takes
+
+    They are EOS, those of the model's generation_config, and the special tokens at the end of what is learned
+    of a document, such as <|im_end|>. documents: list of (ids, labels) with one label or more
+    """
+    eos = model.generation_config.eos_token_id  # an id, a list of ids, or None
+    ids = set(eos if isinstance(eos, list) else [eos])
     ids = (ids | {tokenizer.eos_token_id}) - {None}
-    last_tokens = {labels[last_label(labels)] for _, labels in documents}
+    uncut = [labels for _, labels in documents if len(labels) < max_length]  # longer ones may have been cut
+    last_tokens = {labels[last_labeled_position(labels)] for labels in uncut}
     ids |= last_tokens & special_ids(tokenizer)
     return sorted(ids) if len(ids) > 1 else ids.pop()
 
@@ -1133,7 +1145,8 @@ def bos_ids(tokenizer):
 def tokenize(tokenizer, texts):
     """Token ids of each text, after BOS if the tokenizer puts it there. -> list of lists
 
-    BOS comes only once, also if a text brings its own. Nothing is added at the end, because a prompt goes on.
+    BOS is added only once, even if a text begins with it. Nothing is added at the end, because the response
+    follows there.
     """
     if not texts:
         return []  # tokenizers raise for an empty list
@@ -1149,27 +1162,37 @@ def report_skipped(total, kept, reason):
 
 
 def is_chat(value):
-    """True for a list of messages: dicts with role and content."""
+    """True for a list of messages: dicts with role and content, both str. Images and tool calls are not."""
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in value)
+    for message in value:
+        if not isinstance(message, dict):
+            return False
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            return False
+    return True
 
 
 def render_chat(tokenizer, messages, add_generation_prompt=False):
-    """The text of a list of messages, by the tokenizer's own chat template. -> str"""
+    """The text of a list of messages, by the tokenizer's own chat template. -> str
+
+    add_generation_prompt: end with the header of a new turn of the assistant. Raises UserError if there is no
+    template, or if it refuses the messages.
+    """
     if tokenizer.chat_template is None:
         raise UserError(
-            "the data has chat messages, but the tokenizer has no chat template: use a chat model, or save a "
-            "template with the tokenizer (set tokenizer.chat_template, then tokenizer.save_pretrained)"
+            f"the data has chats, but the tokenizer of {tokenizer.name_or_path} has no chat template: use a "
+            "chat model, or one that sft.py trained with --chat-template-path FILE"
         )
-    # A data set gives all messages the same keys, with None where there is nothing.
+    # datasets gives all messages the same keys, with None for those that a message did not have.
     messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except Exception as error:  # templates raise what they like: about roles, for example
-        raise UserError(f"the chat template refuses the messages {messages!r}: {error}") from error
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(f"the chat template refuses messages with the roles {roles}: {error}") from error
 
 
 def load_dialogs(rows):
@@ -1194,7 +1217,7 @@ def load_dialogs(rows):
 
 
 def generator_for(seed, *purpose):
-    """A random generator for one purpose, such as (seed, "tokens", update), apart from all others."""
+    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
     return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
 
 
@@ -1277,8 +1300,8 @@ def make_optimizer(args, parameters):
 def make_learner(model, accelerator):
     """The module to train: the model itself or, for FSDP2 and ZeRO-3, a copy that will be cut into shards.
 
-    Shards cannot generate. So every process keeps a whole model for that, which gets the new weights after
-    each update (`copy_weights`). The copy leaves out the reference.
+    Sharded models cannot generate. So every process keeps a whole model for sampling, and copies the new
+    weights into it after each update (`copy_weights`). The copy leaves out the reference.
     """
     plugin = accelerator.state.deepspeed_plugin
     shards_weights = accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3)

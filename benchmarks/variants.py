@@ -1,12 +1,13 @@
 """GRPO and its variants: each change of docs/grpo_math.md, run on the default job with seeds 1, 2, 3.
 
     python benchmarks/variants.py --jobs 2        # all runs, each on one thread; what is there already is kept
-    python benchmarks/variants.py --only RLOO     # variants whose name contains this word
+    python benchmarks/variants.py --only RLOO     # variants whose name contains this word ("GRPO": only this one)
     python benchmarks/variants.py --table         # only print the table of the runs that are there
 
 A variant is a block under "Lines to change" on that page, applied to a copy of grpo_math.py, or flags, or
 both. A run is kept as results/grpo-variants/NAME/seedN (GRPO as it is: results/grpo-math-tiny/seedN): args.json,
-evaluation.json and metrics.jsonl.gz.
+evaluation.json and metrics.jsonl.gz; of GRPO as it is, and of rewards that can be hacked, also the responses to
+the held-out tasks, evaluation_samples.jsonl.gz.
 """
 
 import argparse
@@ -126,8 +127,12 @@ def run(name, seed):
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(copy, "run/args.json"), folder)
         shutil.copy(Path(copy, evaluation, "evaluation.json"), folder)
-        metrics = Path(copy, "run/metrics.jsonl").read_bytes()
-        (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(metrics, mtime=0))
+        kept = ["metrics.jsonl"]
+        if name == "GRPO" or name in HACKS:
+            kept.append("evaluation_samples.jsonl")
+        for file in kept:
+            content = Path(copy, "run", file).read_bytes()
+            (folder / f"{file}.gz").write_bytes(gzip.compress(content, mtime=0))
     print(f"{name}, seed {seed}: {row(name)}", flush=True)
 
 
@@ -165,7 +170,10 @@ if __name__ == "__main__":
     parser.add_argument("--table", action="store_true", help="only print the table")
     flags = parser.parse_args()
     if not flags.table:
-        jobs = [(name, seed) for name in VARIANTS | HACKS if flags.only in name for seed in seeds_of(name)]
+        names = [name for name in VARIANTS | HACKS if flags.only in name]
+        if flags.only in names:
+            names = [flags.only]
+        jobs = [(name, seed) for name in names for seed in seeds_of(name)]
         with ThreadPoolExecutor(flags.jobs) as pool:
             list(pool.map(lambda job: run(*job), jobs))
     print(table())

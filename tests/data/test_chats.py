@@ -207,6 +207,34 @@ def test_a_model_learns_a_chat(scripts, sft, chat_lm, family, tmp_path):
     assert tokenizer.chat_template == build_tokenizer(family).chat_template
 
 
+def test_what_ends_a_response(scripts, chat_lm, family):
+    """The last token that is learned, if it is special: not what follows it, nor where a document was cut."""
+    tokenizer = build_tokenizer(family)
+    model = transformers.AutoModelForCausalLM.from_pretrained(chat_lm(family))
+    model.generation_config.eos_token_id = None
+    eos, end = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(FAMILIES[family][4])
+    start = tokenizer.convert_tokens_to_ids(FAMILIES[family][3][0])  # a special token that ends nothing
+    assert start not in (eos, end)
+    learned = ([9, 20, end, 21, start], [-100, 20, end, -100, -100])  # a line break follows, for example
+    cut = ([9, 20, 20, 20, 20, start], [-100, 20, 20, 20, 20, start])
+    stops = scripts["sft"].find_end_tokens(model, tokenizer, [learned, cut], 6)
+    assert stops == (eos if eos == end else sorted({eos, end}))
+
+
+def test_messages_that_are_not_texts(scripts, capsys):
+    """Tool calls and images cannot be learned: such rows are skipped, and the screen says how many."""
+    tokenizer = build_tokenizer("qwen2_5")
+    call = chat((USER, "What is the weather?"), (ASSISTANT, None))
+    [(ids, _)] = documents_of(scripts["sft"], tokenizer, {"messages": call}, {"messages": chat(*TURNS)})
+    assert "It is 5." in tokenizer.decode(ids)
+    assert "skipped 1 of 2 rows: no list of messages" in capsys.readouterr().out
+    picture = chat(
+        (USER, [{"type": "text", "text": "What is it?"}]), (ASSISTANT, [{"type": "text", "text": "A"}])
+    )
+    with pytest.raises(scripts["sft"].UserError, match="no text to learn from"):
+        documents_of(scripts["sft"], tokenizer, {"messages": picture})
+
+
 def test_a_template_for_a_tokenizer_without_one(sft, tmp_path, capsys, scripts):
     """--chat-template-path gives it one, which is saved; without it, one line says what to do."""
     rows = [{"messages": chat(*TURNS)}] * 20
@@ -313,7 +341,7 @@ def test_chats_without_a_template(scripts, tiny_lm, name, tmp_path, capsys):
     if name == "sft":
         words += ["--max-length", "64"]
     line = one_line(scripts[name], words, capsys)
-    assert "the data has chat messages, but the tokenizer has no chat template" in line
+    assert "the data has chats, but the tokenizer of " in line
 
 
 # ---- reward_model.py ---------------------------------------------------------------------------------------
@@ -335,6 +363,24 @@ def test_preferences_between_chats(scripts, family):
     for text, turns in zip(ids[0], [TURNS, (*TURNS[:3], worse)]):
         assert tokenizer.decode(text) == tokenizer.apply_chat_template(chat(*turns), tokenize=False)
         assert text.count(tokenizer.bos_token_id) == (FAMILIES[family][0] is not None)
+
+
+def test_preferences_whose_chats_repeat_the_prompt(scripts, capsys):
+    """The columns of HuggingFaceH4/ultrafeedback_binarized: prompt is a text, and the chats contain it."""
+    script, tokenizer = scripts["reward_model"], build_tokenizer("llama3")
+    chosen, rejected, blank = (chat(TURNS[0], (ASSISTANT, text)) for text in ("It is 5.", "No idea.", " "))
+    rows = [
+        {"prompt": TURNS[0][1], "chosen": chosen, "rejected": rejected},
+        {"prompt": TURNS[0][1], "chosen": chosen, "rejected": blank},
+    ]
+    [row] = script.load_preference_rows(
+        datasets.Dataset.from_list(rows), tokenizer, script.Args(max_length=200)
+    )
+    for text, messages in zip(row.texts, (chosen, rejected), strict=True):
+        assert tokenizer.decode(text) == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert (
+        "skipped 1 of 2 rows: fewer than two responses to compare, or a blank one" in capsys.readouterr().out
+    )
 
 
 def test_a_reward_model_scores_chats_as_it_learned_them(scripts, reward, chat_lm, tmp_path):

@@ -176,6 +176,7 @@ CASES = {
         "3 responses of 8": (dict(num_generations=3), "3 must be 2 or more and divide the 8 episodes"),
         "16 responses of 8": (dict(num_generations=16), "--num-generations 16 must be 2 or more and divide"),
         "negative KL": (dict(kl_coef=-0.1), "--kl-coef must be 0 (no KL penalty) or more; it is -0.1"),
+        "8 bit without frozen weights": (dict(load_in_8bit=True, kl_coef=0.0), "no weights are frozen"),
         "no prompt, no template": (dict(dataset_name="DATA/questions"), "--prompt-template"),
         "template, no such column": (
             dict(dataset_name="DATA/questions", prompt_template="{task}"),
@@ -437,7 +438,9 @@ def test_an_output_folder_that_is_a_file(script, small, capsys, tmp_path):
     [
         ("return None", "must return a list, not NoneType"),
         ("return 0.5", "must return a list, not float"),
-        ("return 'good'", "the reward is 'g', of type str, not a number, for prompt "),
+        ("return 'good'", "must return a list, not str"),
+        ("return {0: 1.0, 1: 1.0, 2: 0.0, 3: 1.0}", "must return a list, not dict"),
+        ("return ['a'] * len(prompts)", "the reward is 'a', of type str, not a number, for prompt "),
         ("return [1.0]", "must return 4 numbers; it returned 1"),
         ("return [[1.0]] * len(prompts)", "the reward is [1.0], of type list, not a number, for prompt "),
         ("return [float('inf')] * len(prompts)", "the reward is inf for prompt "),

@@ -1041,7 +1041,7 @@ def test_margins_stay_with_their_pairs(scripts, world, capsys):
     for row, data_row in zip(loaded, kept, strict=True):
         pair = [data_row["chosen"], data_row["rejected"]]
         assert row.texts == response_ids(tokenizer, data_row["prompt"], pair, 512)
-    assert "skipped 2 of 6 rows: not two responses to compare" in capsys.readouterr().out
+    assert "skipped 2 of 6 rows: fewer than two responses to compare" in capsys.readouterr().out
     rankings = rankings_of("train", 4)
     loaded = script.load_preference_rows(Dataset.from_list(rankings), tokenizer, script.Args())
     assert [len(row.texts) for row in loaded] == [3, 2, 4, 3]

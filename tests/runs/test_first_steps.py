@@ -45,7 +45,7 @@ def test_a_script_alone(tmp_path):
     lines = end.stderr.splitlines()
     assert len(lines) == 1
     assert "'checkpoints/reviews-lm'" in lines[0]
-    assert "need checkpoints/ of the repository beside the script" in lines[0]
+    assert "need checkpoints/ from the repository next to the script" in lines[0]
 
 
 def test_a_wrong_folder_is_not_a_missing_data(scripts, tmp_path, monkeypatch, capsys):

@@ -247,6 +247,13 @@ def test_without_a_penalty_no_reference_is_loaded(grpo, script, monkeypatch):
     assert len(loads) == 1
 
 
+def test_shared_layers_without_a_penalty(grpo):
+    """The first layers are frozen, but there is no reference model in memory."""
+    model, _, _ = grpo(kl_coef=0.0, num_shared_layers=1)
+    assert model.reference is None
+    assert not all(p.requires_grad for p in model.policy.parameters())
+
+
 def test_a_penalty_pulls_to_the_reference(grpo, script, monkeypatch):
     """With equal advantages for all responses, a higher kl_coef leaves the policy closer to the reference."""
     monkeypatch.setattr(script, "grpo_advantages", lambda rewards, k: torch.ones_like(rewards))
@@ -587,6 +594,7 @@ HEALTHY = {
     "frac_reward_zero_std": 0.8,
     "completions/clipped_ratio": 0.5,
     "val/ratio": 1.9,
+    "sampling/logprob_gap_mean": 0.1,
 }
 
 
@@ -598,6 +606,7 @@ HEALTHY = {
         ("completions/clipped_ratio", 0.51, "raise --response-length"),
         ("val/ratio", 0.4, "lower --learning-rate"),
         ("val/ratio", 2.1, "lower --learning-rate"),
+        ("sampling/logprob_gap_mean", 0.11, "with a cache"),
     ],
 )
 def test_each_warning_has_its_own_metric(script, name, value, word):

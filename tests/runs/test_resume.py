@@ -1,6 +1,7 @@
 """Runs that are stopped and continued end with the same bits as a run that was never stopped."""
 
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -197,6 +198,23 @@ def test_resume_from_an_older_checkpoint(script, small, monkeypatch):
     resume(script, folder / "checkpoints/000002")
     assert [row["update"] for row in rows_of(folder)] == [1, 2, 3, 4]
     assert_same_run(whole, folder)
+
+
+def test_resume_from_an_older_checkpoint_forgets_the_newer_ones(script, small, monkeypatch):
+    """They are gone before the first update: a kill in it must not bring them back by `--resume latest`."""
+    flags = dict(total_episodes=32, save_every=1, keep_checkpoints=4)
+    _, folder = script.train(small("ppo_sentiment", **flags, learning_rate=0.0))
+    numbers = ["000001", "000002", "000003", "000004"]
+    for number in numbers[:3]:  # the last checkpoint alone is left of a finished run
+        shutil.copytree(folder / "checkpoints/000004", folder / "checkpoints" / number, dirs_exist_ok=True)
+        state = torch.load(folder / "checkpoints" / number / "state.pt", weights_only=True)
+        torch.save(state | dict(update=int(number)), folder / "checkpoints" / number / "state.pt")
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == numbers
+    monkeypatch.setattr(script.Run, "log", lambda *inputs: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        resume(script, folder / "checkpoints/000002")
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == numbers[:2]
+    assert [row["update"] for row in rows_of(folder)] == [1, 2]
 
 
 def test_resume_latest(script, small, monkeypatch, tmp_path):

@@ -248,7 +248,8 @@ def test_old_names_of_parameters_of_a_judge(scripts, small, capsys, tmp_path):
 @pytest.mark.parametrize("name", RL)
 def test_a_parameter_without_a_column(scripts, small, capsys, tmp_path, name):
     """One line names it, and the columns that there are."""
-    text = "def mine(completions, solution, **columns):\n    return [0.0] * 4\n"
+    parameters = "completions, solution, **columns" if name == "grpo_math" else "completions, solution"
+    text = f"def mine({parameters}):\n    return [0.0] * 4\n"
     data = numbered_data(name, tmp_path / "data")
     args = small(name, dataset_name=data, reward_fn=function_file(tmp_path, text, "mine"))
     line = one_line(scripts[name], flags_of(args), capsys)
@@ -438,6 +439,21 @@ def test_a_function_that_never_applies(recorded, tmp_path, name):
         assert not re.search(r"\b(NaN|Infinity)\b", path.read_text()), f"{path.name} is no JSON"
 
 
+def test_the_judge_of_an_update_gets_what_the_reward_gets(recorded, tmp_path):
+    """judge/scores: each response with its own post, and the mean of what the judge returns."""
+    data = numbered_data("rloo_tldr", tmp_path / "data")
+    flags = dict(rloo_k=3, per_device_train_batch_size=6, total_episodes=12)
+    flags |= dict(reward_fn=reward_file(tmp_path, RECORD), judge_fn=reward_file(tmp_path, RECORD, "judge")[0])
+    folder, _ = recorded("rloo_tldr", dataset_name=data, **flags)
+    [rewarded] = [call for call in rows_of(tmp_path, "reward.py.calls") if len(call["prompts"]) == 12]
+    [judged] = [call for call in rows_of(tmp_path, "judge.py.calls") if len(call["prompts"]) == 12]
+    assert len(set(zip(rewarded["prompts"], rewarded["completions"]))) > 4
+    for name in ("prompts", "completions", "number", "tags"):
+        assert judged[name] == rewarded[name]
+    [row] = rows_of(folder)
+    assert row["judge/scores"] == pytest.approx(mean([len(text) % 5 for text in judged["completions"]]))
+
+
 def test_the_weighted_sum_is_the_judge(recorded, tmp_path):
     """Without a judge, the win rate of rloo_tldr.py compares weighted sums."""
     rows = []
@@ -529,3 +545,34 @@ def mine(completions, log_extra):
     args = small("ppo_sentiment", reward_fn=function_file(tmp_path, text, "mine"))
     line = one_line(script, flags_of(args), capsys)
     assert "--reward-fn: log_extra('words', ...) needs 4 values" in line
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("log_metric('x', float('nan'))", "log_metric('x', nan): not a finite number"),
+        (
+            "log_extra('score', completions)",
+            "log_extra('score', ...): the samples have such a column already",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", RL)
+def test_what_cannot_be_logged(scripts, small, capsys, tmp_path, name, line, message):
+    """It is refused in the first call, before training, and one line says what."""
+    text = f"def mine(completions, log_metric, log_extra):\n    {line}\n    return [0.0] * len(completions)\n"
+    args = small(name, reward_fn=function_file(tmp_path, text, "mine"))
+    assert f"--reward-fn: {message}" in one_line(scripts[name], flags_of(args), capsys)
+
+
+def test_logged_columns_can_be_written(script):
+    """Numbers stay numbers; of anything else, the text is kept, so that JSON can hold it."""
+
+    def mine(completions, log_extra):
+        log_extra("words", [{1}, 2])
+        log_extra("share", (0.5, torch.tensor(3)))
+        return [0.0] * len(completions)
+
+    functions = script.RewardFunctions("--reward-fn", {"mine": mine}, CPU)
+    functions(["p", "q"], ["a", "b"], [[1], [2]], [{}, {}])
+    assert functions.extra == {"words": ["{1}", 2], "share": [0.5, "tensor(3)"]}

@@ -1,0 +1,51 @@
+"""How often responses to the arithmetic tasks have worked steps, and how often they are right with and without.
+
+    python benchmarks/worked_steps.py      # of the runs of grpo_math.py in results/grpo-math-tiny
+
+A response has steps if it has more than one line. The table has one row per set of tasks, before and after
+training, over all responses of all seeds.
+"""
+
+import gzip
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNS = ROOT / "results/grpo-math-tiny"
+
+
+def responses_of(lines, name, when):
+    """All responses to a set of tasks, "before" or "after". -> list of (has steps, is right)"""
+    found = []
+    for line in lines:
+        if line["set"] == name:
+            answers = line[when]
+            for response, right in zip(answers["responses"], answers["right"]):
+                found.append(("\n" in response.strip(), right))
+    return found
+
+
+def share(found, has_steps):
+    """How often responses with (without) steps are right. -> float, nan if there are none"""
+    right = [right for steps, right in found if steps == has_steps]
+    return sum(right) / len(right) if right else float("nan")
+
+
+def table(lines):
+    """The markdown table."""
+    rows = [["tasks", "", "responses", "with steps", "right, with steps", "right, without steps"]]
+    rows.append(["---"] * len(rows[0]))
+    for name in ("held-out", "harder", "greedy"):
+        for when in ("before", "after"):
+            found = responses_of(lines, name, when)
+            with_steps = sum(steps for steps, _ in found) / len(found)
+            cells = [f"{with_steps:.3f}", f"{share(found, True):.3f}", f"{share(found, False):.3f}"]
+            rows.append([name, when, f"{len(found):,}", *cells])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+if __name__ == "__main__":
+    lines = []
+    for path in sorted(RUNS.glob("seed*/evaluation_samples.jsonl.gz")):
+        lines += [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    print(table(lines))
