@@ -24,7 +24,7 @@ If you know how to train a text classifier, this is what its use as a reward add
 5. All responses to a prompt are in the same forward pass, and the loss is the mean over their pairs. So a
    prompt with many responses counts no more than one with two (InstructGPT).
 6. Preferences say nothing about where 0 is. The mean score of reference responses is saved as reward_offset
-   in config.json, and rloo_tldr.py subtracts it (N+ paper, detail 13). Plain transformers ignores it.
+   in config.json, and rloo_tldr.py subtracts it (N+ paper, detail 15). Plain transformers ignores it.
 7. PPO asks for the reward of the beginnings of texts. --min-prefix-length cuts the training texts at random
    tokens, so that a classifier learns to judge beginnings too.
 

@@ -104,7 +104,7 @@ class Args:
 
     # Data
     dataset_name: str = "trl-lib/tldr"  # columns prompt, completion: texts, or chats (lists of messages)
-    max_prompt_length: int = 512  # posts with more tokens are skipped (N+ paper, detail 2)
+    max_prompt_length: int = 512  # posts with more tokens are skipped; the limit of N+, detail 2
     response_length: int = 53  # longest response, in tokens
     stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
     stop_token_id: int | None = None  # end responses at this token id only, instead of --stop-token
@@ -1305,7 +1305,7 @@ def load_reward_model(name, batch_size, device):
     """A reward model as a function: prompts, completions (lists of str, or of chats) -> list of floats.
 
     It reads text, tokenized with its own tokenizer, so it need not share the policy's. reward_model.py saved
-    the mean score of reference summaries as reward_offset. It is subtracted (N+ paper, detail 13).
+    the mean score of reference summaries as reward_offset. It is subtracted (N+ paper, detail 15).
     """
     config = load("model", transformers.AutoConfig.from_pretrained, base_model_name(name))
     settings = {} if is_classifier(config) else {"num_labels": 1}

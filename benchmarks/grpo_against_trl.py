@@ -58,14 +58,13 @@ def train_ours(seed, updates, folder):
     return after, [row["perf/seconds"] for row in rows]
 
 
-def train_trl(seed, updates, folder):
-    """Run TRL's GRPOTrainer, then the evaluation of grpo_math.py. -> the same"""
+def trl_trainer(args, updates, folder, callbacks):
+    """TRL's GRPOTrainer for the job of grpo_math.py. args: Args of grpo_math.py -> trainer, tokenizer"""
     import datasets
     import transformers
     import trl
 
     script = load_script()
-    args = settings(seed, updates)
     [reward] = [script.load_function("--reward-fn", name) for name in args.reward_fn]
     config = trl.GRPOConfig(
         output_dir=folder,
@@ -79,7 +78,7 @@ def train_trl(seed, updates, folder):
         weight_decay=0.01,
         max_grad_norm=args.max_grad_norm,
         max_steps=updates,
-        seed=seed,
+        seed=args.seed,
         bf16=False,
         gradient_checkpointing=False,
         use_cpu=True,
@@ -88,6 +87,25 @@ def train_trl(seed, updates, folder):
         disable_tqdm=True,
         logging_steps=1,
     )
+    tokenizer = script.load_tokenizer(args.model_name_or_path)
+    trainer = trl.GRPOTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(
+            ROOT / args.model_name_or_path, dtype="float32"
+        ),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=datasets.load_dataset(str(ROOT / args.dataset_name))["train"],
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+    return trainer, tokenizer
+
+
+def train_trl(seed, updates, folder):
+    """Run TRL's GRPOTrainer, then the evaluation of grpo_math.py. -> the same"""
+    import transformers
+
+    args = settings(seed, updates)
     ends = []
 
     class Clock(transformers.TrainerCallback):
@@ -97,16 +115,7 @@ def train_trl(seed, updates, folder):
         def on_step_end(self, *inputs, **named_inputs):
             ends.append(time.time())
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(ROOT / args.model_name_or_path, dtype="float32")
-    tokenizer = script.load_tokenizer(args.model_name_or_path)
-    trainer = trl.GRPOTrainer(
-        model=model,
-        reward_funcs=reward,
-        args=config,
-        train_dataset=datasets.load_dataset(str(ROOT / args.dataset_name))["train"],
-        processing_class=tokenizer,
-        callbacks=[Clock()],
-    )
+    trainer, tokenizer = trl_trainer(args, updates, folder, [Clock()])
     trainer.train()
     return evaluate(trainer.model, tokenizer, args), [end - start for start, end in zip(ends, ends[1:])]
 

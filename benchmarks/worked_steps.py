@@ -14,6 +14,14 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "results/grpo-math-tiny"
 
 
+def read_lines():
+    """The lines of evaluation_samples.jsonl of all runs. -> list of dict"""
+    lines = []
+    for path in sorted(RUNS.glob("seed*/evaluation_samples.jsonl.gz")):
+        lines += [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    return lines
+
+
 def responses_of(lines, name, when):
     """All responses to a set of tasks, "before" or "after". -> list of (has steps, is right)"""
     found = []
@@ -26,9 +34,9 @@ def responses_of(lines, name, when):
 
 
 def share(found, has_steps):
-    """How often responses with (without) steps are right. -> float, nan if there are none"""
+    """How often responses with (without) steps are right. -> float, None if there are none"""
     right = [right for steps, right in found if steps == has_steps]
-    return sum(right) / len(right) if right else float("nan")
+    return sum(right) / len(right) if right else None
 
 
 def table(lines):
@@ -39,13 +47,11 @@ def table(lines):
         for when in ("before", "after"):
             found = responses_of(lines, name, when)
             with_steps = sum(steps for steps, _ in found) / len(found)
-            cells = [f"{with_steps:.3f}", f"{share(found, True):.3f}", f"{share(found, False):.3f}"]
+            cells = [with_steps, share(found, True), share(found, False)]
+            cells = ["none" if x is None else f"{x:.3f}" for x in cells]
             rows.append([name, when, f"{len(found):,}", *cells])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 if __name__ == "__main__":
-    lines = []
-    for path in sorted(RUNS.glob("seed*/evaluation_samples.jsonl.gz")):
-        lines += [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
-    print(table(lines))
+    print(table(read_lines()))

@@ -90,7 +90,8 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     known |= {"nproc_per_node", "num_processes", "multi_gpu", "cpu", "config_file"}  # launchers
     # Flags of the programs in benchmarks/.
     known |= {"peers", "other", "only", "rounds", "batches", "results"}
-    known |= {"show", "save", "signals", "minutes"}
+    known |= {"show", "save", "signals", "minutes", "trl", "jobs", "seeds", "side"}
+    known |= {"no_deps", "target"}  # pip
     for script in scripts.values():
         for field in script.Args.__dataclass_fields__.values():
             known |= {field.name, f"no_{field.name}"}
@@ -524,6 +525,15 @@ def test_the_five_seeds_of_grpo_are_those_of_the_files():
         assert cells_of(page, name) == [f"{value:.{digits}f}" for value in values]
     for run in runs:
         assert run["after"]["held-out: pass@1"] - run["before"]["held-out: pass@1"] > 0.3
+
+
+@pytest.mark.parametrize("program", ["worked_steps", "grpo_against_trl"])
+def test_the_other_tables_of_grpo_are_those_of_the_files(program):
+    """benchmarks/worked_steps.py and grpo_against_trl.py print them from the committed results."""
+    module = load_program(f"benchmarks/{program}.py")
+    table = module.table(module.read_lines()) if program == "worked_steps" else module.table()
+    assert len(table.splitlines()) > 4
+    assert set(table.splitlines()) <= set(DOCS["grpo_math"].splitlines())
 
 
 def test_the_hacked_reward_of_grpo_is_that_of_the_file():

@@ -1,15 +1,12 @@
 """Tests for the faults of mutate.py that no other test would notice."""
 
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
 
-import mutate
 import pytest
 import torch
-from conftest import PPO, RL, ROOT, SCRIPTS, module_with
-from known_faults import FAULTS
+from conftest import PPO, RL, SCRIPTS, module_with
 from run_tools import (
     eos_prone,
     rows_of,
@@ -360,22 +357,3 @@ def test_the_estimator_of_a_kl_in_the_loss(scripts, small, monkeypatch):
     scripts["rloo_tldr"].train(small("rloo_tldr", total_episodes=8, kl_in_loss=True, kl_estimator="k3"))
     estimators = [inputs[2] for inputs, _ in calls]
     assert estimators == ["k1"] + ["k3"] * 4  # 2 epochs of 2 minibatches
-
-
-# ---- The table of faults -----------------------------------------------------------------------------------
-
-
-def test_every_fault_finds_its_text():
-    """And its test is a function in the file it names."""
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
-    for fault in FAULTS:
-        source = (ROOT / f"{fault.script}.py").read_text()
-        assert mutate.with_fault(source, fault) != source
-        assert mutate.test_exists(fault), fault.test
-
-
-def test_every_fault_was_killed():
-    """mutations.jsonl has one line for each fault, and the test that noticed it."""
-    lines = [json.loads(line) for line in mutate.RESULTS.read_text().splitlines()]
-    assert [line["fault"] for line in lines] == [fault.name for fault in FAULTS]
-    assert all(line["killed_by"] for line in lines)

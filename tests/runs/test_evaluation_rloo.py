@@ -966,6 +966,16 @@ def test_verdicts_of_a_chat_judge_stay_with_their_posts(script, monkeypatch):
     assert sorted(question for question, _ in asked) != questions  # the seed
 
 
+def test_a_chat_judge_reads_the_text_of_a_chat(script, monkeypatch):
+    """Not the list of messages as Python writes it."""
+    asked = chat_with(monkeypatch, lambda question: "A")
+    messages = [dict(role="system", content="Be brief."), dict(role="user", content="What is\n2 + 3?")]
+    judge = script.chat_judge(script.Args(judge_url="http://here/v1", judge_model="m"))
+    judge([dict(prompt=messages, reference="5")], ["It is 5."])
+    [(question, _)] = asked
+    assert "system: Be brief.\n\nuser: What is\n2 + 3?" in question and "{" not in question
+
+
 def test_a_chat_judge_in_a_run(trained, monkeypatch):
     """It is asked about each evaluated post twice, never about training posts; --judge-fn is still logged."""
     asked = chat_with(monkeypatch, lambda question: "A" if "Exam 2" in question[:200] else "B")

@@ -240,6 +240,20 @@ def test_without_a_penalty_nobody_has_a_reference(grpo):
     assert not any("kl" in name and name.startswith("objective") for name in rows[0])
 
 
+@pytest.mark.parametrize("minibatches, epochs", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_ratios_are_to_the_policy_that_sampled(grpo, minibatches, epochs):
+    """After the first of several steps they are not 1, whether epochs or minibatches make several steps."""
+    _, _, [row] = grpo(
+        total_episodes=8,
+        num_mini_batches=minibatches,
+        num_ppo_epochs=epochs,
+        per_device_train_batch_size=8 // minibatches,
+        **NO_SAMPLES,
+    )
+    moved = row["policy/approxkl_avg"]
+    assert (moved > 1e-4) if minibatches * epochs > 1 else (moved == 0)
+
+
 def test_without_a_penalty_no_reference_is_loaded(grpo, script, monkeypatch):
     """--kl-coef 0: the model is read once, not once more for a reference."""
     loads = spy(monkeypatch, script, "load_model")

@@ -847,6 +847,13 @@ def test_gradients_that_are_not_finite_are_skipped(ppo, script, monkeypatch, cap
     assert "update 1: gradient not finite, step skipped (1 in a row)" in capsys.readouterr().out
     assert all(torch.isfinite(x).all() for x in weights(folder / "model").values())
 
+    calls.clear()
+    broken = {2, 3, 4, 6}
+    ppo("often", total_episodes=16, **SGD)
+    printed = capsys.readouterr().out
+    assert printed.count("(1 in a row)") == 2 and printed.count("(3 in a row)") == 1
+    assert "(4 in a row)" not in printed
+
     broken = range(1000)
     with pytest.raises(script.UserError, match="5 gradients in a row were not finite"):
         ppo("always", total_episodes=16, **SGD)

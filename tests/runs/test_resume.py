@@ -1,9 +1,11 @@
 """Runs that are stopped and continued end with the same bits as a run that was never stopped."""
 
+import json
 import random
 import shutil
 import signal
 import time
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -185,7 +187,7 @@ def test_kill_while_a_checkpoint_is_written(script, small, monkeypatch):
 # ---- Which checkpoint, which flags -------------------------------------------------------------------------
 
 
-def test_resume_from_an_older_checkpoint(script, small, monkeypatch):
+def test_resume_from_an_older_checkpoint(script, small, monkeypatch, capsys):
     """--resume RUN/checkpoints/NUMBER continues from there, with the same end."""
     flags = dict(total_episodes=32, save_every=1, keep_checkpoints=4)
     _, whole = script.train(small("ppo_sentiment", "whole", **flags))
@@ -195,7 +197,10 @@ def test_resume_from_an_older_checkpoint(script, small, monkeypatch):
     monkeypatch.undo()
     folder = whole.parent / "again"
     assert sorted(path.name for path in (folder / "checkpoints").iterdir())[-1] == "000003"
-    resume(script, folder / "checkpoints/000002")
+    # A path as people type it: relative, and not the shortest one.
+    monkeypatch.chdir(folder)
+    resume(script, f"checkpoints/../../{folder.name}/checkpoints/000002")
+    assert "resumed after update 2," in capsys.readouterr().out
     assert [row["update"] for row in rows_of(folder)] == [1, 2, 3, 4]
     assert_same_run(whole, folder)
 
@@ -245,6 +250,33 @@ def test_flags_that_would_change_the_result_are_refused(script, small):
     assert script.parse_args([*resume_flags, "--save-every", "7"]).save_every == 7
     again = script.parse_args([*resume_flags, "--learning-rate", str(args.learning_rate)])
     assert (again.output_dir, again.dataset_name) == (args.output_dir, args.dataset_name)
+
+
+MAY_CHANGE = {  # no effect on the result, or a longer run; of the two about micro-batches, see the next test
+    *("save_every", "keep_checkpoints", "log_with", "total_episodes", "num_train_epochs"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "judge_fn", "judge_model", "judge_url"),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_flag_that_would_change_the_result_is_refused(scripts, small, tmp_path, monkeypatch, name):
+    """Each field of Args in turn has another value than in the saved run."""
+    module = scripts[name]
+    args = small(name)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "args.json").write_text(json.dumps({"args": asdict(args)}))
+    refused = []
+    names = [field.name for field in fields(module.Args) if field.name != "resume"]
+    for name_of_field in names:
+        other = replace(args, resume=str(saved), **{name_of_field: "another value"})
+        monkeypatch.setattr(module.tyro, "cli", lambda *inputs, other=other, **named_inputs: other)
+        try:
+            module.parse_args(["--resume", str(saved)])
+        except module.UserError as error:
+            assert f"would change {name_of_field};" in str(error)
+            refused.append(name_of_field)
+    assert set(refused) == set(names) - MAY_CHANGE
 
 
 @pytest.mark.parametrize("name", ["ppo_sentiment", "sft"])

@@ -529,10 +529,17 @@ def test_what_functions_log(scripts, small, monkeypatch, tmp_path, name):
         text = row[TEXT[name]]
         assert row["first letter"] == text[:1]
         assert row["length"] == len(text)
+    evaluated = rows_of(folder, "evaluation_samples.jsonl")
     if name == "rloo_tldr":
-        for row in rows_of(folder, "evaluation_samples.jsonl"):
+        for row in evaluated:
             assert row["length after"] == len(row["after"])
             assert row["first letter after"] == row["after"][:1]
+    if name == "grpo_math":  # several responses to each task
+        for row in evaluated:
+            for record in (row["before"], row["after"]):
+                assert record["extra"]["length"] == [len(text) for text in record["responses"]]
+                assert record["extra"]["first letter"] == [text[:1] for text in record["responses"]]
+        assert {len(row["before"]["responses"]) for row in evaluated} == {1, 2}
 
 
 def test_a_column_of_another_length(script, small, capsys, tmp_path):
