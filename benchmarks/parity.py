@@ -1,0 +1,238 @@
+"""Does a script learn as TRL's trainer does? Many seeds of both on the same job, and a test of equivalence.
+
+    python benchmarks/parity.py run grpo --seeds 1-3 --jobs 2 --trl FOLDER     # adds what is not there yet
+    python benchmarks/parity.py power grpo --seeds 1-3    # from a pilot: the seeds that 80 % power takes
+    python benchmarks/parity.py table                     # the table of docs/parity.md
+    python benchmarks/parity.py plot                      # docs/parity-JOB.png
+
+A job is one model, reward, data set, batch, number of epochs and minibatches, learning rate, schedule, clip, KL
+setting, temperature and length for all sides (parity_jobs.py). A side is our script or a trainer of TRL, as it ships.
+Every run has its own process with one thread. Its policy is copied every few updates, and after training all copies
+answer the same held-out prompts with the same random numbers, whatever the side and the seed. So score, KL, entropy and
+length of all sides are measured by one program.
+
+A line of results/parity/JOB.jsonl is one run. FOLDER: `pip install --no-deps --target FOLDER trl==1.16.0`.
+Needs scipy.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean, median, stdev
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results/parity"
+PLAN = ROOT / "results/parity/plan.json"
+METRICS = {  # of a measurement: name -> title
+    "score": "score",
+    "kl": "KL to the initial policy, nats per response",
+    "entropy": "entropy, nats per token",
+    "length": "tokens per response",
+}
+
+
+# ---- Runs --------------------------------------------------------------------------------------------------
+
+
+def read(job):
+    """The runs of a job that are there. -> list of dict, in the order of side and seed"""
+    path = RESULTS / f"{job}.jsonl"
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted(rows, key=lambda row: (row["side"], row["seed"]))
+
+
+def run_one(job, side, seed, trl):
+    """One run in a process of its own, with one thread. Its line is added to the results."""
+    words = [sys.executable, str(ROOT / "benchmarks/parity_jobs.py"), job, side, str(seed)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if side != "ours":
+        environment["PYTHONPATH"] = str(trl)
+    end = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=ROOT)
+    if end.returncode:
+        raise RuntimeError(f"{job}, {side}, seed {seed}:\n{end.stdout[-2000:]}{end.stderr[-3000:]}")
+    row = json.loads(end.stdout.splitlines()[-1])
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    with open(RESULTS / f"{job}.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(f"{job}, {side}, seed {seed}: {row['seconds']:.0f} s, {row['final']}", flush=True)
+
+
+def run_all(job, seeds, jobs, trl, only):
+    """All runs of a job that are not there yet, `jobs` at a time."""
+    from parity_jobs import JOBS
+
+    done = {(row["side"], row["seed"]) for row in read(job)}
+    sides = [side for side in JOBS[job].sides if only in (None, side)]
+    todo = [(side, seed) for seed in seeds for side in sides if (side, seed) not in done]
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda run: run_one(job, *run, trl), todo))
+
+
+# ---- Statistics --------------------------------------------------------------------------------------------
+
+
+def difference(ours, theirs):
+    """Mean of ours - mean of theirs, with a 90 % interval (Welch's t). -> difference, low, high
+
+    ours, theirs: one number per seed. If the whole interval lies within +- the margin, both of the one-sided tests
+    at 5 % reject a difference as large as the margin: the sides are equivalent (TOST, Schuirmann 1987).
+    """
+    from scipy.stats import ttest_ind
+
+    result = ttest_ind(ours, theirs, equal_var=False)
+    interval = result.confidence_interval(0.9)
+    return mean(ours) - mean(theirs), interval.low, interval.high
+
+
+def power(sd, margin, seeds):
+    """How likely the 90 % interval lies within the margin, if the sides are equal. -> float from 0 to 1
+
+    sd: standard deviation over seeds, the same for both sides; seeds: runs per side. The interval's half width is taken
+    at the expected sd.
+    """
+    from scipy.stats import norm, t
+
+    error = sd * (2 / seeds) ** 0.5
+    room = margin - t.ppf(0.95, 2 * seeds - 2) * error  # how far the difference may be off
+    return max(0.0, 2 * norm.cdf(room / error) - 1) if error > 0 else 1.0
+
+
+def seeds_for_power(sd, margin, most=10):
+    """The fewest seeds per side with a power of 80 %; None if `most` are not enough."""
+    for seeds in range(3, most + 1):
+        if power(sd, margin, seeds) >= 0.8:
+            return seeds
+    return None
+
+
+def print_power(job, seeds):
+    """What a pilot says: the gain, the spread over seeds, and the power for margins of the final score and KL."""
+    rows = [row for row in read(job) if row["seed"] in seeds]
+    sides = sorted({row["side"] for row in rows})
+    for metric in ("score", "kl"):
+        start = mean(row["curve"][0][metric] for row in rows)
+        gain = mean(row["final"][metric] for row in rows) - start
+        # The larger spread of the sides, because the plan must hold for both.
+        sd = max(stdev(row["final"][metric] for row in rows if row["side"] == side) for side in sides)
+        print(f"{job}, {metric}: start {start:.4f}, gain {gain:.4f}, largest sd over seeds {sd:.4f}")
+        for share in (0.05, 0.1, 0.2):
+            margin = share * abs(gain)
+            powers = ", ".join(f"{seeds} seeds {power(sd, margin, seeds):.2f}" for seeds in (5, 8, 10))
+            need = seeds_for_power(sd, margin)
+            print(f"  margin {share:.0%} of the gain = {margin:.4f}: power {powers}; 80 % takes {need} seeds")
+
+
+# ---- Table and figures -------------------------------------------------------------------------------------
+
+
+def verdict(low, high, margin):
+    """What an interval says about a margin."""
+    if -margin < low and high < margin:
+        return "equivalent"
+    if low > 0 or high < 0:
+        return "different"
+    return "inconclusive"
+
+
+def table():
+    """The markdown table: for each job and peer the final score and KL, and the seconds."""
+    from parity_jobs import JOBS
+
+    plan = json.loads(PLAN.read_text())
+    head = [
+        "job",
+        "peer",
+        "metric",
+        "ours",
+        "peer's",
+        "difference (90 % interval)",
+        "margin",
+        "verdict",
+        "time, peer / ours",
+    ]
+    lines = [head, ["---"] * len(head)]
+    for job, planned in plan.items():
+        rows = [row for row in read(job) if row["seed"] in planned["seeds"]]
+        for side in [name for name in JOBS[job].sides if name != "ours"]:
+            ours, theirs = ([row for row in rows if row["side"] == name] for name in ("ours", side))
+            if len(theirs) < 2:
+                continue
+            ratio = median(row["seconds"] for row in theirs) / median(row["seconds"] for row in ours)
+            for metric in ("score", "kl"):
+                a, b = ([row["final"][metric] for row in half] for half in (ours, theirs))
+                delta, low, high = difference(a, b)
+                margin = planned["margin"][metric]
+                lines.append([
+                    job, side, METRICS[metric].split(",")[0],
+                    f"{mean(a):.4f} ({len(a)} seeds, sd {stdev(a):.4f})",
+                    f"{mean(b):.4f} ({len(b)} seeds, sd {stdev(b):.4f})",
+                    f"{delta:+.4f} ({low:+.4f} to {high:+.4f})",
+                    f"{margin:.4f}", verdict(low, high, margin), f"{ratio:.2f}",
+                ])  # fmt: skip
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def plot(job):
+    """docs/parity-JOB.png: median and 10 to 90 % band of each side, over episodes and over minutes."""
+    import numpy as np
+    from matplotlib.figure import Figure
+    from parity_jobs import JOBS
+
+    rows = read(job)
+    figure = Figure(figsize=(15, 3.6), layout="constrained")
+    axes = figure.subplots(1, len(METRICS) + 1)
+    for side in JOBS[job].sides:
+        runs = [row for row in rows if row["side"] == side]
+        if not runs:
+            continue
+        episodes = [point["episode"] for point in runs[0]["curve"]]
+        for axis, (metric, title) in zip(axes, METRICS.items()):
+            values = np.array([[point[metric] for point in row["curve"]] for row in runs])  # [seeds, points]
+            low, middle, high = np.quantile(values, [0.1, 0.5, 0.9], axis=0)
+            [line] = axis.plot(episodes, middle, label=f"{side} ({len(runs)} seeds)")
+            axis.fill_between(episodes, low, high, alpha=0.25, color=line.get_color())
+            axis.set(title=title, xlabel="episodes (responses)")
+        minutes = np.array([[point["seconds"] / 60 for point in row["curve"]] for row in runs])
+        scores = np.array([[point["score"] for point in row["curve"]] for row in runs])
+        axes[-1].plot(np.median(minutes, 0), np.median(scores, 0), label=side)
+    axes[-1].set(title="median score", xlabel="minutes of training, one thread")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.title.set_fontsize(9)
+    axes[0].legend(fontsize=8)
+    figure.suptitle(f"{JOBS[job].title}: median and 10 to 90 % band over seeds")
+    figure.savefig(ROOT / f"docs/parity-{job}.png", dpi=100)
+
+
+def seed_range(text):
+    """1-3 or 5 -> list of int"""
+    first, _, last = text.partition("-")
+    return list(range(int(first), int(last or first) + 1))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Our scripts and TRL's trainers on the same jobs.")
+    parser.add_argument("what", choices=["run", "power", "table", "plot"])
+    parser.add_argument("job", nargs="?")
+    parser.add_argument("--seeds", type=seed_range, default=[1, 2, 3])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--side", help="only this side")
+    parser.add_argument("--trl", type=Path, help="folder with TRL 1.16")
+    flags = parser.parse_args()
+    if flags.what == "run":
+        run_all(flags.job, flags.seeds, flags.jobs, flags.trl, flags.side)
+    elif flags.what == "power":
+        print_power(flags.job, flags.seeds)
+    elif flags.what == "table":
+        print(table())
+    else:
+        from parity_jobs import JOBS
+
+        for job in [flags.job] if flags.job else JOBS:
+            plot(job)

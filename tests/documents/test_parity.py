@@ -1,0 +1,147 @@
+"""benchmarks/parity.py: the statistics, the measurement that all sides share, and the committed results."""
+
+import copy
+import json
+import sys
+from dataclasses import replace
+from statistics import mean
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import parity  # noqa: E402
+import parity_jobs  # noqa: E402
+
+
+def test_the_interval_is_that_of_welch():
+    """An example by hand: means 3 and 8, variances 2.5 and 10, 5 and 5 runs, 5.882 degrees of freedom."""
+    delta, low, high = parity.difference([1, 2, 3, 4, 5], [4, 6, 8, 10, 12])
+    assert delta == -5
+    assert (low + high) / 2 == pytest.approx(-5)
+    t, error = 1.9484, (2.5 / 5 + 10 / 5) ** 0.5  # t: 95 % quantile
+    assert high - low == pytest.approx(2 * t * error, rel=1e-3)
+
+
+@pytest.mark.parametrize("sd, margin, seeds", [(0.01, 0.02, 10), (0.02, 0.02, 10), (0.01, 0.02, 5)])
+def test_the_power_is_that_of_a_simulation(sd, margin, seeds):
+    """How often the interval of two equal sides lies within the margin."""
+    generator = np.random.default_rng(1)
+    verdicts = []
+    for _ in range(1000):
+        ours, theirs = generator.normal(0.5, sd, (2, seeds))
+        _, low, high = parity.difference(ours.tolist(), theirs.tolist())
+        verdicts.append(parity.verdict(low, high, margin) == "equivalent")
+    assert parity.power(sd, margin, seeds) == pytest.approx(mean(verdicts), abs=0.08)
+
+
+def test_seeds_for_power():
+    assert parity.power(0.01, 0.02, 4) < 0.8 <= parity.power(0.01, 0.02, 5)
+    assert parity.seeds_for_power(0.01, 0.02) == 5
+    assert parity.seeds_for_power(0.1, 0.02) is None
+
+
+@pytest.mark.parametrize(
+    "low, high, word",
+    [
+        (-0.01, 0.019, "equivalent"),
+        (0.001, 0.019, "equivalent"),  # a real difference, but less than the margin
+        (0.001, 0.021, "different"),
+        (-0.03, -0.001, "different"),
+        (-0.03, 0.001, "inconclusive"),
+    ],
+)
+def test_verdicts(low, high, word):
+    assert parity.verdict(low, high, 0.02) == word
+
+
+SMALL = dict(
+    grpo=dict(
+        total_episodes=48, per_device_train_batch_size=16, gradient_accumulation_steps=1, num_eval_samples=1
+    ),
+    rloo=dict(total_episodes=48, per_device_train_batch_size=8),
+)
+
+
+@pytest.mark.parametrize("job", SMALL)
+def test_our_side_of_a_job(monkeypatch, job):
+    """Copies of the policy before the first update and after each; the KL begins at 0."""
+    rows_of = parity_jobs.JOBS[job].load_rows
+    few = replace(parity_jobs.JOBS[job], k=2, load_rows=lambda *inputs: rows_of(*inputs)[:70])
+    monkeypatch.setitem(parity_jobs.JOBS, job, few)
+    script = parity_jobs.importlib.import_module(few.script)
+    monkeypatch.setattr(script, "copy_weights", script.copy_weights)  # train_ours replaces it
+    row = parity_jobs.run(job, "ours", 1, learning_rate=1e-2, **SMALL[job])
+    assert (row["job"], row["side"], row["seed"], row["updates"]) == (job, "ours", 1, 3)
+    assert [point["episode"] for point in row["curve"]] == [0, 16, 32, 48]
+    assert row["curve"][0]["kl"] == 0 and row["curve"][0]["seconds"] == 0
+    assert row["curve"][3]["kl"] > 0 and row["final"]["kl"] > 0
+    assert row["seconds"] == row["curve"][3]["seconds"] > row["curve"][2]["seconds"] > 0
+    assert row["held_out_responses"] == 140
+    assert ("gold" in row["final"]) == (job == "rloo")
+
+
+def test_a_measurement_by_hand():
+    """Score, KL, entropy and length of 70 rows, 3 responses each, against a plain forward pass per row."""
+    script = parity_jobs.importlib.import_module("grpo_math")
+    job = parity_jobs.JOBS["grpo"]
+    args = replace(script.RECIPES["tiny"], seed=5)
+    tokenizer = script.load_tokenizer(args.model_name_or_path)
+    reference, _ = script.load_policy_and_reference(args, args.model_name_or_path, wants_reference=False)
+    reference.eval()
+    policy = copy.deepcopy(reference)
+    torch.manual_seed(0)
+    for p in policy.parameters():
+        p.data += 0.02 * torch.randn_like(p)
+    rows = job.load_rows(script, script.load_splits(args.dataset_name)[1], tokenizer, args)[:70]
+    batches = []
+    sample = script.sample_responses
+
+    def recorded(*inputs):
+        batches.append(sample(*inputs))
+        return batches[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "sample_responses", recorded)
+        scores = job.scores(script, args)
+        found = parity_jobs.measure(script, args, policy, reference, tokenizer, rows, 3, scores)
+    expected = {"score": [], "kl": [], "entropy": [], "length": [], "ended": []}
+    answers = [row["columns"]["answer"] for row in rows[:64]] * 3 + [
+        row["columns"]["answer"] for row in rows[64:]
+    ] * 3
+    T = args.response_length
+    for b, responses, _ in batches:
+        for i, response in enumerate(responses):
+            ids = b["ids"][i][b["mask"][i]][None]
+            length = int(b["mask"][i, -T:].sum())
+            tokens = ids[0, -length:]
+            logs = []
+            for model in (policy, reference):
+                with torch.no_grad():
+                    logs.append(model(ids).logits[0, -length - 1 : -1].log_softmax(-1))
+            mine, theirs = (x.gather(1, tokens[:, None]).sum().item() for x in logs)
+            expected["kl"].append(mine - theirs)
+            expected["entropy"] += (-(logs[0].exp() * logs[0]).sum(-1)).tolist()
+            expected["length"].append(length)
+            expected["ended"].append(float(tokens[-1] in script.find_stop_tokens(args, tokenizer, policy)))
+            expected["score"].append(float(f"<answer>{answers[len(expected['score'])]}</answer>" in response))
+    assert len(expected["score"]) == 210 and 0 < mean(expected["score"]) < 1
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(mean(values), abs=1e-4), name
+
+
+def test_the_page_has_the_table_of_the_results():
+    """docs/parity.md has the lines that benchmarks/parity.py prints, and the margins are the plan's."""
+    page = (ROOT / "docs/parity.md").read_text()
+    head, rule, *lines = parity.table().splitlines()
+    for line in lines:
+        assert head in page and rule in page and line in page
+    for job, planned in json.loads(parity.PLAN.read_text()).items():
+        rows = parity.read(job)
+        for side in parity_jobs.JOBS[job].sides:
+            seeds = [row["seed"] for row in rows if row["side"] == side]
+            assert len(seeds) == len(set(seeds))
+            assert set(seeds) <= {*planned["pilot_seeds"], *planned["seeds"]}
+            assert not set(planned["pilot_seeds"]) & set(planned["seeds"])
