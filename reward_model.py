@@ -562,7 +562,8 @@ def train(args):
             )
         run.write_evaluation(evaluation)
         save_reward_model(model.model, tokenizer, args, run.folder / "model")
-        run.plot("loss", "accuracy", "lr")
+        titles = {"loss": "loss", "accuracy": "accuracy on the batch", "lr": "learning rate"}
+        run.plot(titles, set_points={})
     run.finish()
     return model.model, run.folder
 
@@ -1502,15 +1503,31 @@ class Run:
         numbers = {name: x for name, x in numbers.items() if isinstance(x, (int, float))}
         self.accelerator.log(numbers, step=self.updates)
 
-    def plot(self, *names):
-        """curves.png: the named metrics over the updates."""
+    def plot(self, titles, set_points):
+        """curves.png: metrics over the updates, each value and the mean of the last ones.
+
+        titles: metric -> title with the unit; set_points: metric -> value to draw as a dashed line, or None
+        """
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
         rows = [json.loads(line) for line in open(self.folder / "metrics.jsonl")]
-        for axis, name in zip(figure.subplots(1, len(names)), names):
-            axis.plot([row["update"] for row in rows], [row[name] for row in rows])
-            axis.set(title=name, xlabel="update")
+        window = max(1, len(rows) // 20)
+        figure = Figure(figsize=(4 * len(titles), 3.2), layout="constrained")
+        figure.suptitle(f"{SCRIPT}.py {self.args.recipe}, seed {self.args.seed}")
+        for axis, (name, title) in zip(figure.subplots(1, len(titles)), titles.items()):
+            points = [(row["update"], row[name]) for row in rows if name in row]
+            updates = [update for update, _ in points]
+            values = [value for _, value in points]
+            last_values = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
+            axis.plot(updates, values, color="tab:blue", alpha=0.3)
+            axis.plot(updates, [sum(part) / len(part) for part in last_values], color="tab:blue")
+            target = set_points.get(name)
+            if target is not None:
+                axis.axhline(target, color="gray", linestyle="--", label=f"target {target:g}")
+                axis.legend()
+            axis.set_title(title, fontsize=10)
+            axis.set_xlabel("update")
+            axis.grid(alpha=0.3)
         figure.savefig(self.folder / "curves.png", dpi=120)
 
     def check_gradient(self, update, grad_norm):
@@ -1668,7 +1685,7 @@ class Run:
         for path in (self.folder / "checkpoints").glob("*"):
             if path.name.startswith(".") or int(path.name) > update:
                 shutil.rmtree(path)
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "tokens.jsonl"):
             if (self.folder / name).exists():
                 lines = (self.folder / name).read_text().splitlines(keepends=True)
                 complete = [line for line in lines if line.endswith("\n")]  # a kill can tear the last one

@@ -781,6 +781,10 @@ def train(args):
                     model, tokenizer, reward, None, held_out_posts[:3], first_three, stop_ids, args
                 )
             run.table(f"samples after update {update}", records, "samples.jsonl", update=update)
+            token_columns = {"KL": token_kl, "advantage": advantages[:, None].expand(B, T)}
+            first_group = range(0, B, P)  # the k responses to the first post
+            with autocast:
+                save_tokens(run, update, model, tokenizer, b, first_group, token_columns)
 
         # 7. Save.
         run.checkpoint(update, parameters, optimizer, B)
@@ -2272,15 +2276,31 @@ class Run:
         numbers = {name: x for name, x in numbers.items() if isinstance(x, (int, float))}
         self.accelerator.log(numbers, step=self.updates)
 
-    def plot(self, *names):
-        """curves.png: the named metrics over the updates."""
+    def plot(self, titles, set_points):
+        """curves.png: metrics over the updates, each value and the mean of the last ones.
+
+        titles: metric -> title with the unit; set_points: metric -> value to draw as a dashed line, or None
+        """
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
         rows = [json.loads(line) for line in open(self.folder / "metrics.jsonl")]
-        for axis, name in zip(figure.subplots(1, len(names)), names):
-            axis.plot([row["update"] for row in rows], [row[name] for row in rows])
-            axis.set(title=name, xlabel="update")
+        window = max(1, len(rows) // 20)
+        figure = Figure(figsize=(4 * len(titles), 3.2), layout="constrained")
+        figure.suptitle(f"{SCRIPT}.py {self.args.recipe}, seed {self.args.seed}")
+        for axis, (name, title) in zip(figure.subplots(1, len(titles)), titles.items()):
+            points = [(row["update"], row[name]) for row in rows if name in row]
+            updates = [update for update, _ in points]
+            values = [value for _, value in points]
+            last_values = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
+            axis.plot(updates, values, color="tab:blue", alpha=0.3)
+            axis.plot(updates, [sum(part) / len(part) for part in last_values], color="tab:blue")
+            target = set_points.get(name)
+            if target is not None:
+                axis.axhline(target, color="gray", linestyle="--", label=f"target {target:g}")
+                axis.legend()
+            axis.set_title(title, fontsize=10)
+            axis.set_xlabel("update")
+            axis.grid(alpha=0.3)
         figure.savefig(self.folder / "curves.png", dpi=120)
 
     def check_gradient(self, update, grad_norm):
@@ -2438,7 +2458,7 @@ class Run:
         for path in (self.folder / "checkpoints").glob("*"):
             if path.name.startswith(".") or int(path.name) > update:
                 shutil.rmtree(path)
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "tokens.jsonl"):
             if (self.folder / name).exists():
                 lines = (self.folder / name).read_text().splitlines(keepends=True)
                 complete = [line for line in lines if line.endswith("\n")]  # a kill can tear the last one
@@ -2482,6 +2502,45 @@ def is_sample_update(update, updates, args):
     """True in about num_sample_generations updates of the run, evenly spaced."""
     count = args.num_sample_generations
     return count > 0 and update % max(1, updates // count) == 0
+
+
+def save_tokens(run, update, model, tokenizer, b, rows, columns):
+    """Append some responses of the batch to tokens.jsonl, token by token. report.py shows them.
+
+    Call it after the update. rows: which responses, a list or range of int; columns: name -> [B, T], what to
+    save for each token. Its log-probability before the update, and ratio and entropy after it, are added.
+    """
+    rows = list(rows)
+    ids, mask = b["ids"][rows], b["mask"][rows]
+    T = b["sampling_logprobs"].shape[1]
+    C = ids.shape[1] - T
+    old_logprobs = b.get("logprobs", b["sampling_logprobs"])[rows]
+    outputs = model(ids, mask, T, run.args.temperature)
+    new_logprobs, entropies = outputs[0], outputs[1]
+    columns = {name: x[rows] for name, x in columns.items()}
+    columns["logprob"] = old_logprobs
+    columns["ratio"] = (new_logprobs - old_logprobs).exp()
+    columns["entropy"] = entropies
+
+    lines = []
+    for i, row in enumerate(rows):
+        length = int(b["lengths"][row])
+        response = ids[i, C : C + length].tolist()
+        line = {
+            "update": update,
+            "prompt": tokenizer.decode(ids[i, :C][mask[i, :C]].tolist()),
+            "tokens": token_pieces(tokenizer, response),
+            "score": float(b["scores"][row]),
+        }
+        line |= {name: [round(value, 4) for value in x[i, :length].tolist()] for name, x in columns.items()}
+        lines.append(line)
+    run.append("tokens.jsonl", lines)
+
+
+def token_pieces(tokenizer, ids):
+    """The text that each token adds. Decoding each token by itself would lose spaces with some tokenizers."""
+    texts = [tokenizer.decode(ids[:end]) for end in range(len(ids) + 1)]
+    return [text[len(before) :] for before, text in zip(texts, texts[1:])]
 
 
 def health_warnings(metrics, args, new_word):
@@ -2585,7 +2644,15 @@ def report_summaries(run, posts, before, after):
     }
     run.write_evaluation(about)
     run.write("evaluation_samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    run.plot("objective/scores", "objective/kl", "val/num_eos_tokens", "completions/mean_length")
+    titles = {
+        "objective/scores": "score",
+        "objective/kl": "KL to the reference, nats per response",
+        "completions/clipped_ratio": "responses without a stop token, fraction",
+        "completions/mean_length": "tokens per response",
+    }
+    if args.judge_fn is not None:
+        titles["judge/scores"] = "gold score (--judge-fn)"
+    run.plot(titles, set_points={})
 
 
 def describe_decoding(args):

@@ -1527,15 +1527,31 @@ class Run:
         numbers = {name: x for name, x in numbers.items() if isinstance(x, (int, float))}
         self.accelerator.log(numbers, step=self.updates)
 
-    def plot(self, *names):
-        """curves.png: the named metrics over the updates."""
+    def plot(self, titles, set_points):
+        """curves.png: metrics over the updates, each value and the mean of the last ones.
+
+        titles: metric -> title with the unit; set_points: metric -> value to draw as a dashed line, or None
+        """
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
         rows = [json.loads(line) for line in open(self.folder / "metrics.jsonl")]
-        for axis, name in zip(figure.subplots(1, len(names)), names):
-            axis.plot([row["update"] for row in rows], [row[name] for row in rows])
-            axis.set(title=name, xlabel="update")
+        window = max(1, len(rows) // 20)
+        figure = Figure(figsize=(4 * len(titles), 3.2), layout="constrained")
+        figure.suptitle(f"{SCRIPT}.py {self.args.recipe}, seed {self.args.seed}")
+        for axis, (name, title) in zip(figure.subplots(1, len(titles)), titles.items()):
+            points = [(row["update"], row[name]) for row in rows if name in row]
+            updates = [update for update, _ in points]
+            values = [value for _, value in points]
+            last_values = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
+            axis.plot(updates, values, color="tab:blue", alpha=0.3)
+            axis.plot(updates, [sum(part) / len(part) for part in last_values], color="tab:blue")
+            target = set_points.get(name)
+            if target is not None:
+                axis.axhline(target, color="gray", linestyle="--", label=f"target {target:g}")
+                axis.legend()
+            axis.set_title(title, fontsize=10)
+            axis.set_xlabel("update")
+            axis.grid(alpha=0.3)
         figure.savefig(self.folder / "curves.png", dpi=120)
 
     def check_gradient(self, update, grad_norm):
@@ -1693,7 +1709,7 @@ class Run:
         for path in (self.folder / "checkpoints").glob("*"):
             if path.name.startswith(".") or int(path.name) > update:
                 shutil.rmtree(path)
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "tokens.jsonl"):
             if (self.folder / name).exists():
                 lines = (self.folder / name).read_text().splitlines(keepends=True)
                 complete = [line for line in lines if line.endswith("\n")]  # a kill can tear the last one
@@ -1726,7 +1742,12 @@ def report_held_out(run, before, after, num_documents):
     run.table(f"{num_documents} held-out documents", comparison)
     about = {"before": before, "after": after, "n": num_documents}
     run.write_evaluation(about)
-    run.plot("loss", "mean_token_accuracy", "lr")
+    titles = {
+        "loss": "loss, nats per token",
+        "mean_token_accuracy": "accuracy of the next token",
+        "lr": "learning rate",
+    }
+    run.plot(titles, set_points={})
 
 
 def report_samples(run, samples):

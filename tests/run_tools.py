@@ -210,7 +210,7 @@ def assert_same_run(one, other):
     for name in files:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
     assert timeless(rows_of(one)) == timeless(rows_of(other))
-    for name in ("samples.jsonl", "evaluation.json", "evaluation_samples.jsonl"):
+    for name in ("samples.jsonl", "tokens.jsonl", "evaluation.json", "evaluation_samples.jsonl"):
         assert (one / name).exists() == (other / name).exists()
         if (one / name).exists():
             assert (one / name).read_text() == (other / name).read_text(), name

@@ -1647,8 +1647,8 @@ VARIETY = [
         name="samples after the checkpoint are kept",
         script="ppo_dialog",
         function="Run.forget_after",
-        old='("metrics.jsonl", "samples.jsonl")',
-        new='("metrics.jsonl",)',
+        old='("metrics.jsonl", "samples.jsonl", "tokens.jsonl")',
+        new='("metrics.jsonl", "tokens.jsonl")',
         test="runs/test_resume.py::test_what_came_after_the_checkpoint_is_forgotten[ppo_dialog]",
     ),
     Fault(

@@ -887,6 +887,7 @@ def test_run_folder(ppo, script, curves):
         "args.json",
         "metrics.jsonl",
         "samples.jsonl",
+        "tokens.jsonl",
         "evaluation.json",
         "evaluation_samples.jsonl",
         "curves.png",

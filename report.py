@@ -1,0 +1,1130 @@
+"""Show what a run did, on one HTML page: findings, answers before and after, curves, numbers of each token.
+
+    python report.py runs/ppo_sentiment/tiny-s1-20260101-120000    # writes report.html into that folder
+    python report.py RUN1 RUN2 --output compare.html               # several runs, their curves overlaid
+    python report.py RUN --diagnose                                # only the findings, on the screen
+
+A run is a folder that one of the scripts wrote. The page is one file that needs no network. If
+results/reference_bands.json knows the recipe, a gray band behind the curves shows healthy runs with other
+seeds.
+"""
+
+import argparse
+import gzip
+import json
+import math
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, stdev
+
+ROOT = Path(__file__).resolve().parent
+BANDS = ROOT / "results/reference_bands.json"
+MAX_POINTS = 300  # per curve, so that the page stays small
+MAX_PAIRS = 300  # answers before and after, per run
+MAX_TOKEN_LINES = 48  # responses in the token microscope, per run
+MAX_BYTES = 2_000_000
+
+# What the charts show, in this order: group -> metric -> (title with unit, what to look for).
+METRICS = {
+    "Does it learn?": {
+        "objective/scores": (
+            "score per response",
+            "What the policy is trained to raise, after clipping and penalties. It rises and levels off.",
+        ),
+        "judge/scores": (
+            "gold score",
+            "A second opinion that the policy is not trained on. If it falls while the score rises, "
+            "the policy exploits the reward.",
+        ),
+        "objective/kl": (
+            "KL to the reference, nats per response",
+            "How far the policy is from where it began. 0 at first, never clearly negative, near its target.",
+        ),
+        "objective/kl_coef": (
+            "KL coefficient",
+            "Rises while the KL is above its target, and falls while it is below.",
+        ),
+        "policy/entropy_avg": (
+            "entropy, nats per token",
+            "How undecided the policy is. It falls slowly. Near 0, all responses are alike.",
+        ),
+        "frac_reward_zero_std": (
+            "groups with equal rewards, fraction",
+            "These prompts teach nothing: all their responses are equally good.",
+        ),
+        "loss": ("loss, nats per token or pair", "It should fall, and level off."),
+        "accuracy": ("accuracy on the batch", ""),
+        "mean_token_accuracy": ("accuracy of the next token", ""),
+    },
+    "How large are the steps?": {
+        "val/ratio": (
+            "probability ratio, new / old",
+            "Near 1. The mean of a few large ratios can hide many small ones: see its variance.",
+        ),
+        "val/ratio_var": ("variance of the ratio", "Large values: the policy moves too far in one update."),
+        "policy/approxkl_avg": ("approximate KL between new and old policy, nats per token", ""),
+        "policy/clipfrac_avg": (
+            "tokens or responses clipped, fraction",
+            "0 if the policy does not move at all. Above 0.3, most of the update is thrown away.",
+        ),
+        "loss/policy_avg": ("policy loss", "Near 0, because advantages are. Its size says little."),
+        "loss/value_avg": (
+            "value loss",
+            "The critic's error. It should fall at first. It rises again when scores spread.",
+        ),
+        "val/clipfrac_avg": ("values clipped, fraction", ""),
+        "grad_norm": ("gradient norm before clipping", "Single peaks are harmless, a steady rise is not."),
+        "lr": ("learning rate", ""),
+    },
+    "What do the responses look like?": {
+        "completions/mean_length": (
+            "tokens per response",
+            "A steady rise may mean that the reward pays for length.",
+        ),
+        "completions/clipped_ratio": ("responses without a stop token, fraction", ""),
+        "val/num_eos_tokens": ("responses with a stop token, per batch", ""),
+        "completions/distinct_2": (
+            "different word pairs, fraction",
+            "If it falls, responses repeat each other.",
+        ),
+        "completions/new_word_share": (
+            "responses with the commonest new word, fraction",
+            "A word that spreads is the most visible sign of an exploited reward.",
+        ),
+        "env/reward_std": ("standard deviation of the reward", "0: there is nothing to learn from."),
+    },
+    "Do rollout and update agree?": {
+        "sampling/logprob_gap_mean": (
+            "log-probability gap, mean, nats per token",
+            "How far the log-probabilities of rollout and update differ: about 1e-6 in fp32, 0.01 in bf16. "
+            "If it is larger, the two compute different distributions.",
+        ),
+        "sampling/logprob_gap_max": ("log-probability gap, largest, nats per token", ""),
+    },
+    "How fast is it?": {
+        "perf/seconds": ("seconds per update", ""),
+        "perf/tokens_per_second": ("tokens generated per second", ""),
+        "perf/peak_memory_mb": ("peak memory, MB", ""),
+    },
+}
+
+
+# ---- Reading runs ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What a run folder holds."""
+
+    folder: Path
+    name: str
+    script: str  # "ppo_sentiment"
+    args: dict
+    about: dict  # args.json
+    metrics: list  # of dict, one per update
+    evaluation: dict
+    pairs: list  # of dict: prompt, before, score, after, score after
+    samples: list  # of dict: update and texts
+    tokens: list  # of dict: update, prompt, tokens, and one list of numbers per column
+    band: dict = field(default_factory=dict)  # metric -> (updates, 5 %, 50 %, 95 %)
+
+    def values(self, metric):
+        """The values of a metric over the updates. -> list of float, without those that are not finite"""
+        values = [row.get(metric) for row in self.metrics]
+        return [x for x in values if isinstance(x, (int, float)) and math.isfinite(x)]
+
+    def target(self, metric):
+        """The value that a flag asks for, if there is one."""
+        if metric == "objective/kl":
+            return self.args.get("kl_target")
+        return None
+
+
+def read_lines(folder, name):
+    """The rows of a file of JSON lines, perhaps compressed; [] if there is none. Skips a torn last line."""
+    for path, opener in ((folder / name, open), (folder / f"{name}.gz", gzip.open)):
+        if path.exists():
+            with opener(path, "rt") as file:
+                return [json.loads(line) for line in file if line.endswith("\n")]
+    return []
+
+
+def read_json(folder, name):
+    path = folder / name
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def read_run(folder):
+    """A run folder -> Run. Exits with one line if it is none."""
+    folder = Path(folder)
+    metrics = read_lines(folder, "metrics.jsonl")
+    if not metrics:
+        raise SystemExit(f"{folder}: no metrics.jsonl. A run is a folder that one of the scripts wrote")
+    about = read_json(folder, "args.json")
+    command = about.get("command") or ["run"]
+    args = about.get("args", {})
+    run = Run(
+        folder=folder,
+        name=f"{folder.parent.name}/{folder.name}" if folder.parent.name else folder.name,
+        script=Path(command[0]).stem,
+        args=args,
+        about=about,
+        metrics=metrics,
+        evaluation=read_json(folder, "evaluation.json"),
+        pairs=to_pairs(read_lines(folder, "evaluation_samples.jsonl")),
+        samples=read_lines(folder, "samples.jsonl"),
+        tokens=read_lines(folder, "tokens.jsonl"),
+    )
+    bands = json.loads(BANDS.read_text()) if BANDS.exists() else {}
+    run.band = bands.get(f"{run.script} {args.get('recipe')}", {}).get("metrics", {})
+    return run
+
+
+def to_pairs(rows):
+    """Rows of evaluation_samples.jsonl of any script -> dicts: prompt, before, score, after, score after"""
+    pairs = []
+    for row in rows:
+        if isinstance(row.get("before"), dict):  # grpo_math.py: several responses per task
+            reward = next((name for name in row["before"] if name.startswith("rewards/")), "right")
+            for k in range(len(row["before"]["responses"])):
+                pairs.append({
+                    "prompt": row["task"],
+                    "before": row["before"]["responses"][k],
+                    "score": number(row["before"][reward][k]),
+                    "after": row["after"]["responses"][k],
+                    "score after": number(row["after"][reward][k]),
+                })  # fmt: skip
+        elif "before" in row:
+            pairs.append({
+                "prompt": row.get("prompt") or row.get("last") or "",
+                "before": row["before"],
+                "score": number(row.get("score")),
+                "after": row["after"],
+                "score after": number(row.get("score after")),
+            })  # fmt: skip
+    return pairs
+
+
+def number(x):
+    """A float, or None for what is none: missing or not finite."""
+    return float(x) if isinstance(x, (int, float)) and math.isfinite(x) else None
+
+
+# ---- Findings ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Finding:
+    """Something that looks wrong."""
+
+    title: str
+    evidence: str
+    causes: list  # the likeliest first
+    entry: str  # of docs/debugging.md
+
+
+def part_mean(values, start, end):
+    """Mean of a part of a list, by fractions of its length. At least one value."""
+    first = min(int(start * len(values)), len(values) - 1)
+    last = max(first + 1, math.ceil(end * len(values)))
+    return mean(values[first:last])
+
+
+def early_and_late(run, metric):
+    """Means over the first 5 % and the last 20 % of a run. -> two floats, or None, None"""
+    values = run.values(metric)
+    if not values:
+        return None, None
+    return part_mean(values, 0, 0.05), part_mean(values, 0.8, 1)
+
+
+def find_problems(run):
+    """What looks wrong in a run, the most direct evidence first. -> list of Finding"""
+    checks = [
+        check_sampling,
+        check_kl_sign,
+        check_first_kl,
+        check_rewards_differ,
+        check_step_size,
+        check_score,
+        check_gold_score,
+        check_words,
+        check_kl_target,
+        check_entropy,
+        check_endings,
+        check_lengths,
+        check_critic,
+        check_loss,
+    ]
+    found = []
+    for check in checks:
+        finding = check(run)
+        if finding is not None:
+            found.append(finding)
+    return found
+
+
+def check_sampling(run):
+    gaps = run.values("sampling/logprob_gap_mean")
+    if not gaps:
+        return None
+    in_bf16 = run.args.get("dtype") != "float32" or run.args.get("bf16")
+    limit = 0.1 if in_bf16 else 0.001
+    if max(gaps) <= limit:
+        return None
+    return Finding(
+        "Rollout and update compute different distributions",
+        f"Log-probabilities of the sampled tokens differ by up to {max(gaps):.3g} nats per token between the "
+        f"two (mean of a batch); {limit:g} would be normal.",
+        [
+            "sampling and scoring use another temperature, or only one of them uses top-k or top-p",
+            "dropout is on in one of them",
+            "positions, padding or the attention mask differ, or the cache holds wrong keys",
+            "the weights used for generation are not those that are trained",
+        ],
+        "rollout-and-update-disagree",
+    )
+
+
+def check_kl_sign(run):
+    values = run.values("objective/kl")
+    if not values or min(values) > -0.3:
+        return None
+    worst = min(values)
+    negative = mean(x < 0 for x in values)
+    return Finding(
+        "The KL is negative",
+        f"Down to {worst:.3g} nats per response, and negative in {negative:.0%} of the updates. By chance, a "
+        "batch's mean is only slightly negative.",
+        [
+            "the tokens are not sampled from the distribution that is scored: temperature, top-k, top-p",
+            "tokens after the end of the response are counted",
+            "the penalty has the wrong sign, so the policy learns tokens that are rare under itself",
+        ],
+        "negative-kl",
+    )
+
+
+def check_first_kl(run):
+    rows = [row for row in run.metrics if row.get("update") == 1 and "objective/kl" in row]
+    if not rows or abs(rows[0]["objective/kl"]) < 0.01:
+        return None
+    return Finding(
+        "The KL is not 0 in the first update",
+        f"It is {rows[0]['objective/kl']:.3g} nats per response, before anything was trained.",
+        [
+            "the reference is not the initial policy: another checkpoint, or an adapter left on",
+            "dropout is on in one of the two",
+            "one of them runs in another precision, or with other padding",
+        ],
+        "kl-not-zero-at-the-start",
+    )
+
+
+def check_rewards_differ(run):
+    stds = run.values("env/reward_std")
+    equal = run.values("frac_reward_zero_std")
+    if stds and mean(x == 0 for x in stds) > 0.5:
+        return Finding(
+            "All rewards are equal",
+            f"The standard deviation of the reward is 0 in {mean(x == 0 for x in stds):.0%} of the updates.",
+            [
+                "the reward function cannot read the responses: another format, or truncated texts",
+                "the task is too hard or too easy for this policy",
+                "the reward model is constant: a head that was not trained, or not loaded",
+            ],
+            "equal-rewards",
+        )
+    if equal and part_mean(equal, 0, 0.2) > 0.6:
+        return Finding(
+            "Most groups have equal rewards from the start",
+            f"{part_mean(equal, 0, 0.2):.0%} of the groups in the first fifth of the run teach nothing.",
+            [
+                "the task is too hard or too easy for this policy: mix in other tasks",
+                "the temperature is low, so the responses to a prompt are alike",
+                "too few responses per prompt",
+            ],
+            "groups-without-variance",
+        )
+    return None
+
+
+def check_step_size(run):
+    variance = run.values("val/ratio_var")
+    clipped = run.values("policy/clipfrac_avg")
+    moved = run.values("policy/approxkl_avg")
+    if moved and max(moved) < 1e-9 and takes_several_steps(run):
+        return Finding(
+            "The policy does not move",
+            f"The new policy equals the old one in every update: approximate KL at most {max(moved):.1g}.",
+            [
+                "the learning rate is 0 or far too small",
+                "the optimizer does not hold the parameters that are used: another copy, or frozen",
+                "all advantages are 0",
+            ],
+            "policy-does-not-move",
+        )
+    too_far = variance and part_mean(variance, 0, 1) > 0.5
+    too_much_clipped = clipped and part_mean(clipped, 0, 1) > 0.35
+    if too_far or too_much_clipped:
+        return Finding(
+            "The steps are too large",
+            f"In the mean, the variance of the ratio is {mean(variance):.2g} and {mean(clipped):.0%} of the "
+            "ratios are clipped.",
+            [
+                "the learning rate is too high, or there are too many epochs per batch",
+                "old log-probabilities are stale: of another model, an earlier update or another temperature",
+                "advantages are not normalized, so the gradient is large",
+            ],
+            "steps-too-large",
+        )
+    return None
+
+
+def takes_several_steps(run):
+    return run.args.get("num_ppo_epochs", 1) * run.args.get("num_mini_batches", 1) > 1
+
+
+def score_gain(run):
+    """How much the score rose, in standard deviations of the reward at the start. None without scores."""
+    early, late = early_and_late(run, "objective/scores")
+    spread = run.values("env/reward_std")
+    if early is None or not spread:
+        return None
+    return (late - early) / max(part_mean(spread, 0, 0.1), 1e-8)
+
+
+def gain_is_clear(run):
+    """True if the score rose by more than two standard errors: on held-out prompts, or else in training."""
+    both = [pair for pair in run.pairs if None not in (pair["score"], pair["score after"])]
+    if len(both) > 1:
+        gains = [pair["score after"] - pair["score"] for pair in both]
+        return mean(gains) > 2 * stdev(gains) / len(gains) ** 0.5
+    values = run.values("objective/scores")
+    early, late = early_and_late(run, "objective/scores")
+    last = values[int(0.8 * len(values)) :]
+    num_early = math.ceil(0.05 * len(values))
+    error = stdev(last) * (1 / num_early + 1 / len(last)) ** 0.5
+    return late - early > 2 * error
+
+
+def check_score(run):
+    gain = score_gain(run)
+    if gain is None or gain > 0.15 or len(run.metrics) < 10 or gain_is_clear(run):
+        return None
+    early, late = early_and_late(run, "objective/scores")
+    evidence = f"It was {early:.3g} in the first updates and {late:.3g} in the last fifth of the run"
+    if gain < -0.15:
+        return Finding(
+            "The score falls",
+            f"{evidence}, {-gain:.1f} standard deviations of the reward less.",
+            [
+                "the loss or the advantages have the wrong sign",
+                "the learning rate is too high: the policy has come apart (look at its entropy and KL)",
+                "rewards reach the wrong responses or tokens: on padding, off by one, shuffled",
+            ],
+            "score-falls",
+        )
+    early_kl, late_kl = early_and_late(run, "objective/kl")
+    causes = [
+        "rewards reach the wrong responses or tokens: on padding, off by one, shuffled",
+        "the learning rate is too low, or the run too short",
+        "the KL penalty is too strong: the policy stays at its reference",
+        "the reward does not depend on what the policy can change",
+    ]
+    moved = run.values("policy/approxkl_avg")
+    if late_kl is not None and late_kl < 0.3 and moved and mean(moved) < 1e-4:
+        causes = [causes[1], causes[2], causes[0], causes[3]]
+        evidence += f", and the policy hardly left its reference (KL {late_kl:.2g})"
+    return Finding("The score does not rise", f"{evidence}.", causes, "score-does-not-rise")
+
+
+def check_gold_score(run):
+    early, late = early_and_late(run, "judge/scores")
+    values = run.values("judge/scores")
+    gain = score_gain(run)
+    if values and gain is not None and gain > 0.15:
+        window = max(1, len(values) // 10)
+        means = [mean(values[i : i + window]) for i in range(len(values) - window + 1)]
+        best = max(means)
+        if best - late > 0.3 * max(best - early, 1e-8) and best - late > 0.1:
+            return Finding(
+                "The score rises, and the gold score falls",
+                f"The gold score reached {best:.3g} and ended at {late:.3g}, while the score rose.",
+                [
+                    "the reward model is too weak: the policy has found what it gets wrong",
+                    "the policy is too far from its reference: raise the KL coefficient, or stop earlier",
+                ],
+                "over-optimization",
+            )
+    return None
+
+
+def check_words(run):
+    word = run.evaluation.get("commonest new word", {})
+    new_word_shares = run.values("completions/new_word_share") or [0.0]
+    share = word.get("after", part_mean(new_word_shares, 0.8, 1))
+    share_before = word.get("before", part_mean(new_word_shares, 0, 0.05))
+    spreads = share > 0.15 and share > 2 * share_before
+    early, late = distinct_pairs(run)
+    repeats = early is not None and late < 0.75 * early
+    if not (spreads or repeats):
+        return None
+    evidence = []
+    if spreads:
+        name = re.sub(r'^.*"(.*)"$', r"“\1”", word.get("metric", "A new word"))
+        evidence.append(f"{name} is in {share:.0%} of the responses, before training in {share_before:.0%}.")
+    if repeats:
+        evidence.append(f"The fraction of different word pairs fell from {early:.2f} to {late:.2f}.")
+    return Finding(
+        "The responses become alike",
+        " ".join(evidence),
+        [
+            "the policy exploits the reward: some words are worth more than what they say",
+            "the KL penalty is too weak, or missing",
+            "the learning rate is too high",
+        ],
+        "reward-hacking",
+    )
+
+
+def distinct_pairs(run):
+    """The fraction of different word pairs before and after, on held-out prompts if possible. -> two floats
+
+    Arithmetic has few words, so there it says nothing.
+    """
+    if run.script == "grpo_math":
+        return None, None
+    before, after = run.evaluation.get("before") or {}, run.evaluation.get("after") or {}
+    for name in ("distinct bigrams", "distinct2"):
+        if name in before and name in after:
+            return before[name], after[name]
+    return early_and_late(run, "completions/distinct_2")
+
+
+def check_kl_target(run):
+    target = run.target("objective/kl")
+    values = run.values("objective/kl")
+    if not target or len(values) < 10:
+        return None
+    late = part_mean(values, 0.5, 1)
+    if late < 1.3 * target:
+        return None
+    coefficients = run.values("objective/kl_coef")
+    falls = coefficients and coefficients[-1] < coefficients[len(coefficients) // 2]
+    causes = [
+        "the coefficient starts too low, or --kl-horizon is too long for a run of this length",
+        "the learning rate is too high",
+        "the KL penalty does not reach the rewards, or has the wrong sign",
+    ]
+    if falls:
+        causes.insert(0, "the coefficient moves the wrong way: it falls while the KL is above its target")
+    return Finding(
+        "The KL is above its target",
+        f"{late:.3g} in the second half of the run, target {target:g}. The coefficient went from "
+        f"{coefficients[0]:.3g} to {coefficients[-1]:.3g}.",
+        causes,
+        "kl-above-target",
+    )
+
+
+def check_entropy(run):
+    early, late = early_and_late(run, "policy/entropy_avg")
+    if early is None or early <= 0:
+        return None
+    change = late / early
+    gain = score_gain(run) or 0
+    if change > 1.6:
+        return Finding(
+            "The entropy rises",
+            f"From {early:.3g} to {late:.3g} nats per token: the policy becomes more random.",
+            [
+                "the loss or the KL penalty has the wrong sign",
+                "the learning rate is too high: the policy comes apart",
+                "rewards are noise: they do not depend on the responses they are paid for",
+            ],
+            "entropy-rises",
+        )
+    if change < 0.25 and gain < 0.5:
+        return Finding(
+            "The entropy collapses",
+            f"From {early:.3g} to {late:.3g} nats per token, without a gain in score.",
+            [
+                "the policy exploits one response that is always paid",
+                "the KL penalty is too weak, or the learning rate too high",
+            ],
+            "entropy-collapses",
+        )
+    return None
+
+
+def check_endings(run):
+    clipped = run.values("completions/clipped_ratio")
+    wants_end = run.args.get("missing_eos_penalty") is not None or run.script == "grpo_math"
+    if not clipped:
+        return None
+    early, late = early_and_late(run, "completions/clipped_ratio")
+    if (wants_end and late > 0.5) or late > early + 0.3:
+        return Finding(
+            "Responses do not end",
+            f"{late:.0%} of the responses reach the length limit without a stop token, {early:.0%} at first.",
+            [
+                "the policy has not learned a stop token: the supervised model was trained without one, "
+                "or with the pad token masked out that is also the stop token",
+                "the response length is too short for this task",
+                "the stop token of the rollout is another one than the model's",
+                "the reward grows with length",
+            ],
+            "responses-do-not-end",
+        )
+    return None
+
+
+def check_lengths(run):
+    early, late = early_and_late(run, "completions/mean_length")
+    gain = score_gain(run)
+    if early is None or gain is None or run.script == "grpo_math":
+        return None
+    if late < 0.5 * early:
+        return Finding(
+            "Responses become short",
+            f"From {early:.1f} to {late:.1f} tokens.",
+            ["the reward pays for short responses", "each token costs a KL penalty that is too high"],
+            "lengths",
+        )
+    if late > 1.8 * early:
+        return Finding(
+            "Responses become long",
+            f"From {early:.1f} to {late:.1f} tokens.",
+            ["the reward grows with length", "the KL penalty has the wrong sign: each token is paid for"],
+            "lengths",
+        )
+    return None
+
+
+def check_critic(run):
+    values = run.values("loss/value_avg")
+    if len(values) < 20 or run.args.get("vf_coef") is None:
+        return None
+    early, late = part_mean(values, 0, 0.05), part_mean(values, 0.8, 1)
+    if late < 1.5 * early:
+        return None
+    return Finding(
+        "The critic gets worse",
+        f"The value loss rises from {early:.3g} to {late:.3g}.",
+        [
+            "the learning rate is too high for the value head",
+            "values are aligned with other tokens than the returns: off by one, or padding",
+            "the scores spread out more and more: clip or whiten them",
+        ],
+        "critic",
+    )
+
+
+def check_loss(run):
+    values = run.values("loss")
+    if len(values) < 10:
+        return None
+    early, late = part_mean(values, 0, 0.05), part_mean(values, 0.8, 1)
+    if late < early:
+        return None
+    return Finding(
+        "The loss does not fall",
+        f"From {early:.3g} to {late:.3g}.",
+        [
+            "the learning rate is too high or too low",
+            "labels are shifted twice, or not at all",
+            "all labels are masked, or the wrong ones",
+        ],
+        "loss-does-not-fall",
+    )
+
+
+# ---- Curves ------------------------------------------------------------------------------------------------
+
+
+def thin(items):
+    """At most MAX_POINTS items, evenly spaced, with the last one."""
+    step = math.ceil(len(items) / MAX_POINTS)
+    return items[::-1][::step][::-1] if step > 1 else items
+
+
+def chart(metric, title, runs, colors):
+    """A Bokeh figure of one metric over the updates, or None if no run has it."""
+    from bokeh.models import HoverTool, Span
+    from bokeh.plotting import figure
+
+    runs = [run for run in runs if run.values(metric)]
+    if not runs:
+        return None
+    plot = figure(height=230, sizing_mode="stretch_width", tools="", toolbar_location=None, title=title)
+    band = next((run.band[metric] for run in runs if metric in run.band), None)
+    if band is not None:
+        color = "#bbbbbb"
+        plot.varea(band["update"], band["5"], band["95"], color=color, alpha=0.4)
+        plot.line(band["update"], band["50"], color=color, line_width=1)
+    for run in runs:
+        rows = thin([row for row in run.metrics if number(row.get(metric)) is not None])
+        updates = [row["update"] for row in rows]
+        values = [row[metric] for row in rows]
+        line = plot.line(updates, values, color=colors[run.name], line_width=1.5)
+        tooltips = [("", run.name), ("update", "@x"), (title, "@y{0.0000a}")]
+        plot.add_tools(HoverTool(renderers=[line], tooltips=tooltips, mode="vline"))
+        if run.target(metric):
+            plot.add_layout(Span(location=run.target(metric), dimension="width", line_dash="dashed"))
+            plot.title.text = f"{title}; dashed: target"
+    plot.xaxis.axis_label = "update"
+    return plot
+
+
+def histogram(title, before, after):
+    """A Bokeh figure: how a number is distributed before and after the run."""
+    from bokeh.plotting import figure
+
+    low, high = min(before + after), max(before + after)
+    width = (high - low) / 24 or 1.0
+    plot = figure(height=230, sizing_mode="stretch_width", tools="", toolbar_location=None, title=title)
+    for name, values, color in (("before", before, "#8c8c8c"), ("after", after, "#1f77b4")):
+        counts = Counter(min(23, int((x - low) / width)) for x in values)
+        bins = sorted(counts)
+        plot.quad(
+            left=[low + width * i for i in bins],
+            right=[low + width * (i + 1) for i in bins],
+            bottom=0,
+            top=[counts[i] / len(values) for i in bins],
+            color=color,
+            alpha=0.5,
+            legend_label=name,
+        )
+    plot.yaxis.axis_label = "fraction of responses"
+    plot.legend.background_fill_alpha = 0.6
+    plot.legend.label_text_font_size = "8pt"
+    return plot
+
+
+# ---- Samples -----------------------------------------------------------------------------------------------
+
+
+def new_words(pairs, count=12):
+    """The words whose share of the responses grew most. -> list of (word, share before, share after)"""
+    shares = []
+    for side in ("before", "after"):
+        counts = Counter()
+        for pair in pairs:
+            counts.update(set(re.findall(r"[a-z']+", pair[side].lower())))
+        shares.append({word: n / len(pairs) for word, n in counts.items()})
+    before, after = shares
+    spread = [
+        word for word in after if after[word] > 2 * before.get(word, 0)
+    ]  # leaves out most function words
+    growth = sorted(spread, key=lambda word: (before.get(word, 0) - after[word], word))
+    return [(word, before.get(word, 0), after[word]) for word in growth[:count]]
+
+
+def samples_over_time(run):
+    """Responses to the same prompts in several updates. -> list of (prompt, [(update, text, score), ...])"""
+    prompts = {}
+    for row in run.samples:
+        prompt = row.get("prompt") or row.get("query") or row.get("task") or row.get("last") or ""
+        text = row.get("response") or row.get("model response") or row.get("answer") or row.get("completion")
+        score = next((row[name] for name in row if "score" in name or name.startswith("rewards/")), None)
+        if text is not None:
+            prompts.setdefault(str(prompt), []).append((row["update"], text, number(score)))
+    return list(prompts.items())
+
+
+def token_data(run):
+    """What the token microscope shows. -> dict: columns, and lines with texts and numbers"""
+    lines = run.tokens
+    while len(lines) > MAX_TOKEN_LINES:  # leave out every other update, but not the last one
+        updates = sorted({line["update"] for line in lines})
+        if len(updates) == 1:
+            break
+        kept = updates[::-1][::2]
+        lines = [line for line in lines if line["update"] in kept]
+    first = lines[0] if lines else {}
+    columns = [name for name, x in first.items() if isinstance(x, list) and name != "tokens"]
+    clean = []
+    for line in lines[:MAX_TOKEN_LINES]:
+        numbers = {name: [number(x) for x in line.get(name, [])] for name in columns}
+        clean.append({**line, **numbers, "score": number(line.get("score"))})
+    return {"columns": columns, "lines": clean}
+
+
+# ---- The page ----------------------------------------------------------------------------------------------
+
+
+def page(runs):
+    """The whole page as HTML."""
+    try:
+        from bokeh.embed import components
+        from bokeh.palettes import Category10
+        from bokeh.resources import Resources
+        from jinja2 import Environment
+    except ImportError as error:
+        raise SystemExit(f"report.py needs bokeh and jinja2: pip install bokeh jinja2 ({error})") from error
+
+    colors = {run.name: Category10[10][i % 10] for i, run in enumerate(runs)}
+    plots = {}  # name -> Bokeh figure
+    groups = []  # (title, list of (name of the plot, help))
+    known = {metric for metrics in METRICS.values() for metric in metrics}
+    others = {metric: (metric, "") for run in runs for metric in run.metrics[-1] if metric not in known}
+    not_shown = {"update", "episode", "eps", "epoch", "step"}
+    others = {metric: titles for metric, titles in others.items() if metric not in not_shown}
+    for group, metrics in [*METRICS.items(), ("Everything else", others)]:
+        charts = []
+        for metric, (title, text) in metrics.items():
+            plot = chart(metric, title, runs, colors)
+            if plot is not None:
+                plots[metric] = plot
+                charts.append((metric, text))
+        groups.append((group, charts))
+
+    views = []
+    for i, run in enumerate(runs):
+        histograms = []
+        if run.pairs:
+            for title, values in (("score", pair_scores(run)), ("words per response", pair_lengths(run))):
+                if values[0] and values[1]:
+                    plots[f"{i} {title}"] = histogram(title, *values)
+                    histograms.append(f"{i} {title}")
+        views.append({
+            "run": run,
+            "findings": find_problems(run),
+            "comparison": comparison(run),
+            "words": new_words(run.pairs) if run.pairs else [],
+            "over_time": samples_over_time(run),
+            "histograms": histograms,
+        })  # fmt: skip
+    data = [{"pairs": run.pairs[:MAX_PAIRS], "tokens": token_data(run)} for run in runs]
+
+    script, divs = components(plots)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(TEMPLATE).render(
+        title=", ".join(run.name for run in runs),
+        runs=runs,
+        views=views,
+        groups=groups,
+        divs=divs,
+        colors=colors,
+        script=script,
+        bokeh=Resources(mode="inline", components=["bokeh"]).render_js(),
+        data=json.dumps(data).replace("</", "<\\/"),
+        style=STYLE,
+        program=PROGRAM,
+    )
+
+
+def pair_scores(run):
+    """Scores before and after. -> two lists of float"""
+    before = [pair["score"] for pair in run.pairs if pair["score"] is not None]
+    after = [pair["score after"] for pair in run.pairs if pair["score after"] is not None]
+    return before, after
+
+
+def pair_lengths(run):
+    """Words before and after. -> two lists of int"""
+    before = [len(pair["before"].split()) for pair in run.pairs]
+    after = [len(pair["after"].split()) for pair in run.pairs]
+    return before, after
+
+
+def comparison(run):
+    """evaluation.json as rows. -> list of (metric, before, after)"""
+    before, after = run.evaluation.get("before"), run.evaluation.get("after")
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return []
+    return [(name, before[name], after[name]) for name in before if name in after]
+
+
+def describe_findings(run):
+    """The findings as text for the screen."""
+    findings = find_problems(run)
+    if not findings:
+        return f"{run.name}: nothing looks wrong"
+    lines = [f"{run.name}: {len(findings)} findings"]
+    for finding in findings:
+        lines += ["", f"{finding.title}. {finding.evidence}", "Likely causes:"]
+        lines += [f"  {i}. {cause}" for i, cause in enumerate(finding.causes, 1)]
+        lines += [f"  See docs/debugging.md#{finding.entry}"]
+    return "\n".join(lines)
+
+
+STYLE = """
+:root { --line: #ddd; --soft: #f6f7f9; --text: #1c2733; --good: #2e7d32; --bad: #b23b00; }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); }
+body { margin: 0 auto; padding: 1rem; max-width: 1200px; }
+h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
+h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
+nav a { margin-right: 1rem; }
+table { border-collapse: collapse; display: block; overflow-x: auto; }
+td, th { border-bottom: 1px solid var(--line); padding: .2rem .7rem .2rem 0; }
+td, th { text-align: left; vertical-align: top; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); gap: 1rem; }
+.columns { display: flex; flex-wrap: wrap; gap: 0 3rem; }
+.chart p, .note { color: #5a6672; font-size: .85rem; margin: .2rem 0; }
+.finding { border-left: 4px solid var(--bad); background: var(--soft); padding: .6rem 1rem; margin: .7rem 0; }
+.healthy { border-left: 4px solid var(--good); background: var(--soft); padding: .6rem 1rem; }
+.pair { display: grid; gap: .8rem; grid-template-columns: 1fr 1fr 1fr; }
+.pair { border-top: 1px solid var(--line); padding: .5rem 0; }
+.pair div, .line, td.text { white-space: pre-wrap; overflow-wrap: anywhere; }
+.score { font-variant-numeric: tabular-nums; color: #5a6672; font-size: .85rem; }
+.token { border-radius: 3px; cursor: default; } .token:hover { outline: 2px solid #555; }
+.line { margin: .5rem 0 1rem; font: 14px/1.9 ui-monospace, monospace; }
+#tip { position: fixed; display: none; z-index: 9; white-space: pre; font: .8rem ui-monospace, monospace; }
+#tip { background: #fff; border: 1px solid #888; padding: .3rem .6rem; box-shadow: 0 2px 8px #0003; }
+select, button { font: inherit; padding: .2rem .5rem; margin: .2rem .4rem .2rem 0; }
+@media (max-width: 640px) { .pair { grid-template-columns: 1fr; } body { padding: .6rem; } }
+"""
+
+
+PROGRAM = r"""
+const data = JSON.parse(document.getElementById("data").textContent);
+const tip = document.getElementById("tip");
+const format = (x) => (x === null || x === undefined ? "-" : Number(x.toPrecision(4)).toString());
+
+function add(parent, tag, className, text) {
+  const element = document.createElement(tag);
+  element.className = className;
+  if (text !== undefined) element.textContent = text;
+  parent.append(element);
+  return element;
+}
+
+// Answers before and after, sorted.
+const orders = {
+  "as they come": null,
+  "largest gain": (a) => a["score"] - a["score after"],
+  "largest loss": (a) => a["score after"] - a["score"],
+  "best after": (a) => -a["score after"],
+  "worst after": (a) => a["score after"],
+};
+function showPairs(box) {
+  const pairs = [...data[box.dataset.run].pairs];
+  const order = orders[box.querySelector("select").value];
+  if (order) pairs.sort((a, b) => order(a) - order(b));
+  const list = box.querySelector(".list");
+  list.replaceChildren();
+  for (const pair of pairs.slice(0, Number(box.dataset.count))) {
+    const row = add(list, "div", "pair");
+    add(row, "div", "", pair.prompt);
+    for (const side of [["before", "score"], ["after", "score after"]]) {
+      const cell = add(row, "div", "", pair[side[0]]);
+      add(cell, "span", "score", `\n${side[0]}: ${format(pair[side[1]])}`);
+    }
+  }
+}
+for (const box of document.querySelectorAll(".pairs")) {
+  const select = box.querySelector("select");
+  for (const name of Object.keys(orders)) add(select, "option", "", name);
+  select.addEventListener("change", () => showPairs(box));
+  box.querySelector("button").addEventListener("click", () => {
+    box.dataset.count = Number(box.dataset.count) + 20;
+    showPairs(box);
+  });
+  showPairs(box);
+}
+
+// The token microscope. Blue is above the neutral value, red below.
+function tokenColor(x, neutral, scale) {
+  if (x === null || x === undefined) return "transparent";
+  const strength = Math.min(1, Math.abs(x - neutral) / scale);
+  return x >= neutral ? `rgba(31, 119, 180, ${0.75 * strength})` : `rgba(214, 39, 40, ${0.75 * strength})`;
+}
+function showTokens(box) {
+  const tokens = data[box.dataset.run].tokens;
+  const [update, column] = [...box.querySelectorAll("select")].map((select) => select.value);
+  const neutral = column === "ratio" ? 1 : 0;
+  const lines = tokens.lines.filter((line) => String(line.update) === update);
+  // The scale is the same for all updates, so that colors can be compared. A few outliers may saturate.
+  const sizes = tokens.lines.flatMap((line) => line[column]).filter((x) => x !== null);
+  const sorted = sizes.map((x) => Math.abs(x - neutral)).sort((a, b) => a - b);
+  const scale = sorted[Math.floor(0.98 * (sorted.length - 1))] || 1;
+  box.querySelector(".scale").textContent =
+    `blue: above ${neutral}, red: below; the full color is ${format(scale)} or more from ${neutral}`;
+  const list = box.querySelector(".list");
+  list.replaceChildren();
+  for (const line of lines) {
+    const row = add(list, "div", "line");
+    add(row, "span", "score", `${line.prompt} `);
+    line.tokens.forEach((text, i) => {
+      const token = add(row, "span", "token", text);
+      token.style.background = tokenColor(line[column][i], neutral, scale);
+      const numbers = tokens.columns.map((name) => `${name.padEnd(10)}${format(line[name][i])}`);
+      token.dataset.tip = [JSON.stringify(text), ...numbers].join("\n");
+    });
+    add(row, "span", "score", `  score ${format(line.score)}`);
+  }
+}
+for (const box of document.querySelectorAll(".tokens")) {
+  const tokens = data[box.dataset.run].tokens;
+  const [updates, columns] = box.querySelectorAll("select");
+  for (const update of new Set(tokens.lines.map((line) => line.update))) add(updates, "option", "", update);
+  for (const column of tokens.columns) add(columns, "option", "", column);
+  if (tokens.columns.includes("reward")) columns.value = "reward";
+  updates.addEventListener("change", () => showTokens(box));
+  columns.addEventListener("change", () => showTokens(box));
+  showTokens(box);
+}
+function showTip(event) {
+  const text = event.target.dataset && event.target.dataset.tip;
+  tip.style.display = text ? "block" : "none";
+  if (!text) return;
+  tip.textContent = text;
+  tip.style.left = Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8) + "px";
+  const below = event.clientY + 16;
+  const fits = below + tip.offsetHeight < innerHeight;
+  tip.style.top = (fits ? below : event.clientY - tip.offsetHeight - 10) + "px";
+}
+document.addEventListener("mouseover", showTip);
+document.addEventListener("click", showTip);
+"""
+
+
+TEMPLATE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<link rel="icon" href="data:,">
+<style>{{ style | safe }}</style>
+{{ bokeh | safe }}
+</head>
+<body>
+<h1>{{ title }}</h1>
+<nav><a href="#findings">Findings</a><a href="#answers">Before and after</a><a href="#curves">Curves</a>
+<a href="#tokens">Tokens</a><a href="#time">Over time</a></nav>
+<table>
+<tr><th>run<th>script<th>recipe<th>seed<th>updates<th>command
+{% for run in runs %}
+<tr><td><b style="color: {{ colors[run.name] }}">&#9632;</b> {{ run.name }}<td>{{ run.script }}.py
+<td>{{ run.args.recipe }}<td>{{ run.args.seed }}<td>{{ run.metrics[-1]["update"] }}
+<td><code>{{ (run.about.command or []) | join(" ") }}</code>
+{% endfor %}
+</table>
+
+<h2 id="findings">Findings</h2>
+{% for view in views %}
+{% if runs | length > 1 %}<h3>{{ view.run.name }}</h3>{% endif %}
+{% if not view.findings %}
+<p class="healthy">Nothing looks wrong in the numbers. Read the answers all the same.</p>
+{% endif %}
+{% for finding in view.findings %}
+<div class="finding"><b>{{ finding.title }}.</b> {{ finding.evidence }}<br>Likely causes:
+<ol>{% for cause in finding.causes %}<li>{{ cause }}{% endfor %}</ol>
+<span class="note">docs/debugging.md#{{ finding.entry }}</span></div>
+{% endfor %}
+{% endfor %}
+
+<h2 id="answers">Before and after</h2>
+{% for view in views %}
+{% if runs | length > 1 %}<h3>{{ view.run.name }}</h3>{% endif %}
+<div class="columns">
+{% if view.comparison %}
+<div><p class="note">{{ view.run.evaluation.n }} held-out prompts; {{ view.run.evaluation.decoding }}</p>
+<table><tr><th>metric<th>before<th>after
+{% for name, before, after in view.comparison %}
+<tr><td>{{ name }}<td class="number">{{ "%.3f" | format(before) }}
+<td class="number">{{ "%.3f" | format(after) }}
+{% endfor %}
+</table></div>
+{% endif %}
+{% if view.words %}
+<div><p class="note">Words that spread: in how many responses they are</p>
+<table><tr><th>word<th>before<th>after
+{% for word, before, after in view.words %}
+<tr><td>{{ word }}<td class="number">{{ "%.1f" | format(100 * before) }} %
+<td class="number">{{ "%.1f" | format(100 * after) }} %
+{% endfor %}
+</table></div>
+{% endif %}
+</div>
+<div class="charts">
+{% for name in view.histograms %}<div class="chart">{{ divs[name] | safe }}</div>{% endfor %}
+</div>
+{% if view.run.pairs %}
+<h3>Answers to the same prompts</h3>
+<div class="pairs" data-run="{{ loop.index0 }}" data-count="8">Sort by <select></select>
+<div class="list"></div><button>Show more</button></div>
+{% else %}
+<p class="note">This run has no evaluation_samples.jsonl: it did not finish, or its script writes none.</p>
+{% endif %}
+{% endfor %}
+
+<h2 id="curves">Curves</h2>
+<p>{% for run in runs %}<b style="color: {{ colors[run.name] }}">&#9632;</b> {{ run.name }} {% endfor %}
+{% if runs[0].band %}<b style="color: #bbbbbb">&#9632;</b> 5 to 95 % of healthy seeds of
+{{ runs[0].script }}.py {{ runs[0].args.recipe }}{% endif %}</p>
+{% for group, charts in groups if charts %}
+<h3>{{ group }}</h3>
+<div class="charts">
+{% for name, text in charts %}<div class="chart">{{ divs[name] | safe }}<p>{{ text }}</p></div>{% endfor %}
+</div>
+{% endfor %}
+
+<h2 id="tokens">Tokens</h2>
+<p class="note">Responses that the policy learned from, token by token. Point at a token or tap it to see its
+numbers. reward: the KL penalty, and on the last token the score. KL: log-probability minus the reference's.
+value: what the critic expected. return: what came. ratio, entropy: after the update.</p>
+{% for view in views %}
+{% if runs | length > 1 %}<h3>{{ view.run.name }}</h3>{% endif %}
+{% if view.run.tokens %}
+<div class="tokens" data-run="{{ loop.index0 }}">Update <select></select> color by <select></select>
+<span class="note scale"></span><div class="list"></div></div>
+{% else %}
+<p class="note">This run has no tokens.jsonl.</p>
+{% endif %}
+{% endfor %}
+
+<h2 id="time">The same prompts over time</h2>
+{% for view in views %}
+{% if runs | length > 1 %}<h3>{{ view.run.name }}</h3>{% endif %}
+{% for prompt, rows in view.over_time %}
+<h3>{{ prompt }}</h3>
+<table>{% for update, text, score in rows %}
+<tr><td class="number">{{ update }}<td class="text">{{ text }}
+<td class="number">{% if score is not none %}{{ "%.2f" | format(score) }}{% endif %}
+{% endfor %}</table>
+{% endfor %}
+{% endfor %}
+<div id="tip"></div>
+<script type="application/json" id="data">{{ data | safe }}</script>
+{{ script | safe }}
+<script>{{ program | safe }}</script>
+</body>
+</html>
+"""
+
+
+# ---- Command line ------------------------------------------------------------------------------------------
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    parser.add_argument(
+        "--output", type=Path, help="the page; default: report.html in the first run's folder"
+    )
+    parser.add_argument("--diagnose", action="store_true", help="print the findings, and write no page")
+    flags = parser.parse_args(argv)
+    runs = [read_run(folder) for folder in flags.runs]
+    if flags.diagnose:
+        print("\n\n".join(describe_findings(run) for run in runs))
+        return
+    output = flags.output or runs[0].folder / "report.html"
+    text = page(runs)
+    output.write_text(text)
+    size = len(text.encode())
+    if size > MAX_BYTES:
+        print(f"{output} has {size / 1e6:.1f} MB: compare fewer runs at a time", file=sys.stderr)
+    print(f"wrote {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""report.py: what it finds in committed runs, and the page in a real browser."""
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT))
+import report  # noqa: E402
+
+HEALTHY = [
+    *(f"ppo-sentiment-tiny/seed{seed}" for seed in range(1, 6)),
+    *(f"ppo-dialog-tiny/seed{seed}" for seed in range(1, 4)),
+    *(f"rloo-tiny/seed{seed}" for seed in range(1, 4)),
+    *(f"grpo-math-tiny/seed{seed}" for seed in range(1, 6)),
+]
+
+
+def titles(folder):
+    return [finding.title for finding in report.find_problems(report.read_run(ROOT / "results" / folder))]
+
+
+# ---- Findings ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", HEALTHY)
+def test_nothing_is_found_in_a_healthy_run(folder):
+    assert titles(folder) == []
+
+
+def test_an_exploited_reward_is_found():
+    """One word is in most of the responses, and the KL is far above its target."""
+    assert titles("ppo-sentiment-hacked") == ["The responses become alike", "The KL is above its target"]
+
+
+def test_over_optimization_is_found():
+    """The score of a weak reward model rises, and the gold score falls."""
+    assert titles("rloo-weak-reward") == ["The score rises, and the gold score falls"]
+
+
+def write_run(folder, args=(), **columns):
+    """A run folder. columns: metric -> function of the fraction of the run that is over. -> its path"""
+    folder.mkdir()
+    defaults = {"objective/scores": lambda x: x, "env/reward_std": lambda x: 1.0}
+    columns = defaults | {name.replace("__", "/"): function for name, function in columns.items()}
+    rows = []
+    for update in range(1, 101):
+        rows.append({"update": update} | {name: f((update - 1) / 99) for name, f in columns.items()})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    about = {"args": {"recipe": "none", "dtype": "float32"} | dict(args), "command": ["ppo_sentiment.py"]}
+    (folder / "args.json").write_text(json.dumps(about))
+    return folder
+
+
+CASES = {  # a change of a healthy run -> title of what is found, or None
+    "healthy": ({}, {}, None),
+    "sampler": ({"sampling__logprob_gap_mean": lambda x: 0.02}, {}, "Rollout and update compute"),
+    "sampler in bf16": ({"sampling__logprob_gap_mean": lambda x: 0.02}, {"dtype": "bfloat16"}, None),
+    "KL negative": ({"objective__kl": lambda x: -2 * x}, {}, "The KL is negative"),
+    "KL by chance negative": ({"objective__kl": lambda x: -0.1 * (x > 0)}, {}, None),
+    "KL at the start": ({"objective__kl": lambda x: 0.4}, {}, "The KL is not 0 in the first update"),
+    "equal rewards": ({"env__reward_std": lambda x: 0.0}, {}, "All rewards are equal"),
+    "equal groups": ({"frac_reward_zero_std": lambda x: 0.9}, {}, "Most groups have equal rewards"),
+    "equal groups at the end": ({"frac_reward_zero_std": lambda x: 0.9 * x}, {}, None),
+    "no steps": (
+        {"policy__approxkl_avg": lambda x: 0.0},
+        {"num_ppo_epochs": 4},
+        "The policy does not move",
+    ),
+    "one step": ({"policy__approxkl_avg": lambda x: 0.0}, {"num_ppo_epochs": 1}, None),
+    "large steps": (
+        {"val__ratio_var": lambda x: 3.0, "policy__clipfrac_avg": lambda x: 0.1},
+        {},
+        "The steps are too large",
+    ),
+    "falls": ({"objective__scores": lambda x: -x}, {}, "The score falls"),
+    "flat": ({"objective__scores": lambda x: 0.1 * (-1) ** round(99 * x)}, {}, "The score does not rise"),
+    "small but clear gain": ({"objective__scores": lambda x: 0.1 * x}, {}, None),
+    "above target": (
+        {"objective__kl": lambda x: 10 * x, "objective__kl_coef": lambda x: 0.1 + x},
+        {"kl_target": 4.0},
+        "The KL is above its target",
+    ),
+    "near target": (
+        {"objective__kl": lambda x: 4.4 * min(1, 3 * x), "objective__kl_coef": lambda x: 0.1},
+        {"kl_target": 4.0},
+        None,
+    ),
+    "entropy up": ({"policy__entropy_avg": lambda x: 1 + x}, {}, "The entropy rises"),
+    "entropy down with a gain": ({"policy__entropy_avg": lambda x: 1.01 - x}, {}, None),
+    "no end": (
+        {"completions__clipped_ratio": lambda x: 0.9},
+        {"missing_eos_penalty": 1.0},
+        "Responses do not end",
+    ),
+    "no end is wanted": ({"completions__clipped_ratio": lambda x: 1.0}, {}, None),
+    "short": ({"completions__mean_length": lambda x: 20 - 18 * x}, {}, "Responses become short"),
+    "long": ({"completions__mean_length": lambda x: 20 + 30 * x}, {}, "Responses become long"),
+    "critic": ({"loss__value_avg": lambda x: 1 + x}, {"vf_coef": 0.1}, "The critic gets worse"),
+    "loss": ({"loss": lambda x: 2 + x}, {}, "The loss does not fall"),
+    "word": ({"completions__new_word_share": lambda x: 0.5 * x}, {}, "The responses become alike"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_finding(tmp_path, case):
+    columns, args, title = CASES[case]
+    run = report.read_run(write_run(tmp_path / "run", args, **columns))
+    found = [finding.title for finding in report.find_problems(run)]
+    if title is None:
+        assert found == []
+    else:
+        assert len(found) == 1 and found[0].startswith(title)
+
+
+def test_no_run(tmp_path):
+    with pytest.raises(SystemExit, match="no metrics.jsonl"):
+        report.main([str(tmp_path)])
+
+
+def test_diagnose_prints_findings(capsys):
+    report.main([str(ROOT / "results/rloo-weak-reward"), "--diagnose"])
+    out = capsys.readouterr().out
+    assert "1 findings" in out and "1. the reward model is too weak" in out
+    report.main([str(ROOT / "results/rloo-tiny/seed1"), "--diagnose"])
+    assert "nothing looks wrong" in capsys.readouterr().out
+
+
+# ---- The page ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_page(tmp_path_factory):
+    """A page of two runs, one of them with tokens and with texts that look like HTML. -> path of the page"""
+    pytest.importorskip("bokeh")
+    root = tmp_path_factory.mktemp("report")
+    run = write_run(root / "one", {"kl_target": 4.0}, objective__kl=lambda x: 4 * x)
+    for update in (1, 100):
+        line = {
+            "update": update,
+            "prompt": "Is <b> bold?",
+            "tokens": [" yes", "</script>", "<i>"],
+            "score": 2.5,
+        }
+        line |= {
+            "reward": [0.1, -0.2, 2.0],
+            "ratio": [1.0, 1.5, update / 100],
+            "advantage": [1.0, None, -1.0],
+        }
+        with open(run / "tokens.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+    pairs = []
+    for i in range(12):
+        pairs.append(
+            {"prompt": f"prompt {i}", "before": "dull", "score": i, "after": "superb", "score after": 11 - i}
+        )
+    (run / "evaluation_samples.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    samples = [
+        {"update": update, "prompt": "a <p>", "response": f"<u>{update}", "score": 1.0}
+        for update in (50, 100)
+    ]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+    other = write_run(root / "two", objective__scores=lambda x: -x)
+    report.main([str(run), str(other), "--output", str(root / "page.html")])
+    return root / "page.html"
+
+
+def test_the_page_needs_no_network(small_page):
+    text = small_page.read_text()
+    assert not re.search(r"<(script|link|img)\b[^>]*(src|href)=.?(https?:)?//", text)
+    assert small_page.stat().st_size < report.MAX_BYTES
+
+
+def test_a_default_run_fits(tmp_path):
+    """The largest committed run, with 512 pairs."""
+    report.main([str(ROOT / "results/ppo-sentiment-tiny/seed1"), "--output", str(tmp_path / "page.html")])
+    assert (tmp_path / "page.html").stat().st_size < report.MAX_BYTES
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium, driven by selenium. Skips if there is none."""
+    webdriver = pytest.importorskip("selenium.webdriver")
+    from selenium.webdriver.chrome.service import Service
+
+    programs = [shutil.which("chromium"), shutil.which("chromedriver")]
+    if None in programs:
+        pytest.skip("no chromium and chromedriver on the PATH")
+    options = webdriver.ChromeOptions()
+    options.binary_location = programs[0]
+    for flag in ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(programs[1]))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(params=[(1200, 900), (390, 844)], ids=["desktop", "phone"])
+def opened(browser, small_page, request):
+    """The page, opened from the file system at the width of a desktop or a phone."""
+    width, height = request.param
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get(f"file://{small_page}")
+    return browser
+
+
+def texts(driver, selector):
+    return [element.text for element in driver.find_elements("css selector", selector)]
+
+
+def test_in_a_browser(opened):
+    """No error, no horizontal scrolling, curves of both runs, and findings of the one that fails."""
+    errors = [entry for entry in opened.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+    assert errors == []
+    assert opened.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    loaded = opened.execute_script(
+        "return performance.getEntriesByType('resource').map((entry) => entry.name)"
+    )
+    assert [name for name in loaded if not name.startswith(("file:", "data:", "blob:"))] == []
+    assert any("The score falls" in text for text in texts(opened, ".finding"))
+    assert len(opened.find_elements("css selector", ".bk-Figure")) >= 4
+
+
+def test_tokens_in_a_browser(opened):
+    """Texts are shown as they are. Pointing at a token shows its numbers; the switches change colors."""
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.support.ui import Select
+
+    tokens = opened.find_elements("css selector", ".token")
+    assert [token.get_attribute("textContent") for token in tokens] == [" yes", "</script>", "<i>"]
+    opened.execute_script("arguments[0].scrollIntoView({block: 'center'})", tokens[1])
+    ActionChains(opened).move_to_element(tokens[1]).perform()
+    tip = opened.find_element("id", "tip")
+    assert tip.is_displayed()
+    assert re.findall(r"^(\w+) +(\S+)$", tip.text, re.M) == [
+        ("reward", "-0.2"),
+        ("ratio", "1.5"),
+        ("advantage", "-"),
+    ]
+
+    def colors():
+        return [
+            token.value_of_css_property("background-color")
+            for token in opened.find_elements("css selector", ".token")
+        ]
+
+    by_reward = colors()
+    update, column = [Select(element) for element in opened.find_elements("css selector", ".tokens select")]
+    assert column.first_selected_option.text == "reward"
+    assert "31, 119, 180" in by_reward[2] and "214, 39, 40" in by_reward[1]
+    column.select_by_visible_text("ratio")
+    assert "214, 39, 40" in colors()[2]  # 0.01 in update 1
+    update.select_by_visible_text("100")
+    assert "214, 39, 40" not in colors()[2]
+
+
+def test_pairs_in_a_browser(opened):
+    """Eight pairs first, then all; sorted by gain, the largest comes first."""
+    from selenium.webdriver.support.ui import Select
+
+    assert len(texts(opened, ".pair")) == 8
+    Select(opened.find_element("css selector", ".pairs select")).select_by_visible_text("largest gain")
+    assert texts(opened, ".pair")[0].startswith("prompt 0\n")
+    button = opened.find_element("css selector", ".pairs button")
+    opened.execute_script("arguments[0].click()", button)
+    assert texts(opened, ".pair")[-1].startswith("prompt 11\n")
