@@ -5,13 +5,15 @@
     python benchmarks/parity.py table                     # the table of docs/parity.md
     python benchmarks/parity.py plot                      # docs/parity-JOB.png
 
-A job is one model, reward, data set, batch, number of epochs and minibatches, learning rate, schedule, clip, KL
-setting, temperature and length for all sides (parity_jobs.py). A side is our script or a trainer of TRL, as it ships.
-Every run has its own process with one thread. Its policy is copied every few updates, and after training all copies
-answer the same held-out prompts with the same random numbers, whatever the side and the seed. So score, KL, entropy and
-length of all sides are measured by one program.
+A job is one model, reward, data set, batch, number of epochs and minibatches, learning rate, schedule, clip,
+KL setting, temperature and length for all sides (parity_jobs.py). A side is our script or a trainer of TRL,
+as it ships. Some jobs have more sides: our script with TRL's way of doing something, so that a difference
+has a name. Every run has its own process with one thread. Its policy is copied every few updates, and after
+training all copies answer the same held-out prompts with the same random numbers, whatever the side and the
+seed. So score, KL, entropy and length of all sides are measured by one program.
 
-A line of results/parity/JOB.jsonl is one run. FOLDER: `pip install --no-deps --target FOLDER trl==1.16.0`.
+A line of results/parity/JOB.jsonl is one run. FOLDER: `pip install --no-deps --target FOLDER trl==1.16.0`;
+the job critic needs trl==1.12.0.
 Needs scipy.
 """
 
@@ -27,12 +29,6 @@ from statistics import mean, median, stdev
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results/parity"
 PLAN = ROOT / "results/parity/plan.json"
-METRICS = {  # of a measurement: name -> title
-    "score": "score",
-    "kl": "KL to the initial policy, nats per response",
-    "entropy": "entropy, nats per token",
-    "length": "tokens per response",
-}
 
 
 # ---- Runs --------------------------------------------------------------------------------------------------
@@ -51,7 +47,7 @@ def run_one(job, side, seed, trl):
     """One run in a process of its own, with one thread. Its line is added to the results."""
     words = [sys.executable, str(ROOT / "benchmarks/parity_jobs.py"), job, side, str(seed)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if side != "ours":
+    if not side.startswith("ours"):
         environment["PYTHONPATH"] = str(trl)
     end = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=ROOT)
     if end.returncode:
@@ -112,10 +108,12 @@ def seeds_for_power(sd, margin, most=10):
 
 
 def print_power(job, seeds):
-    """What a pilot says: the gain, the spread over seeds, and the power for margins of the final score and KL."""
+    """What a pilot says: the gain, the spread over seeds, and the power for margins of the final metrics."""
+    from parity_jobs import JOBS
+
     rows = [row for row in read(job) if row["seed"] in seeds]
     sides = sorted({row["side"] for row in rows})
-    for metric in ("score", "kl"):
+    for metric in JOBS[job].tested:
         start = mean(row["curve"][0][metric] for row in rows)
         gain = mean(row["final"][metric] for row in rows) - start
         # The larger spread of the sides, because the plan must hold for both.
@@ -141,12 +139,13 @@ def verdict(low, high, margin):
 
 
 def table():
-    """The markdown table: for each job and peer the final score and KL, and the seconds."""
+    """The markdown table: for each job, side of ours and peer, the tested final metrics and the seconds."""
     from parity_jobs import JOBS
 
     plan = json.loads(PLAN.read_text())
     head = [
         "job",
+        "side",
         "peer",
         "metric",
         "ours",
@@ -159,23 +158,29 @@ def table():
     lines = [head, ["---"] * len(head)]
     for job, planned in plan.items():
         rows = [row for row in read(job) if row["seed"] in planned["seeds"]]
-        for side in [name for name in JOBS[job].sides if name != "ours"]:
-            ours, theirs = ([row for row in rows if row["side"] == name] for name in ("ours", side))
-            if len(theirs) < 2:
+        for side, peer in pairs(JOBS[job].sides):
+            ours, theirs = ([row for row in rows if row["side"] == name] for name in (side, peer))
+            if min(len(ours), len(theirs)) < 2:
                 continue
             ratio = median(row["seconds"] for row in theirs) / median(row["seconds"] for row in ours)
-            for metric in ("score", "kl"):
+            for metric in JOBS[job].tested:
                 a, b = ([row["final"][metric] for row in half] for half in (ours, theirs))
                 delta, low, high = difference(a, b)
                 margin = planned["margin"][metric]
                 lines.append([
-                    job, side, METRICS[metric].split(",")[0],
+                    job, side, peer, JOBS[job].metrics[metric].split(",")[0],
                     f"{mean(a):.4f} ({len(a)} seeds, sd {stdev(a):.4f})",
                     f"{mean(b):.4f} ({len(b)} seeds, sd {stdev(b):.4f})",
                     f"{delta:+.4f} ({low:+.4f} to {high:+.4f})",
                     f"{margin:.4f}", verdict(low, high, margin), f"{ratio:.2f}",
                 ])  # fmt: skip
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def pairs(sides):
+    """Each of our sides with each peer. -> list of (side, peer)"""
+    ours = [name for name in sides if name.startswith("ours")]
+    return [(side, peer) for peer in sides if peer not in ours for side in ours]
 
 
 def plot(job):
@@ -185,23 +190,25 @@ def plot(job):
     from parity_jobs import JOBS
 
     rows = read(job)
-    figure = Figure(figsize=(15, 3.6), layout="constrained")
-    axes = figure.subplots(1, len(METRICS) + 1)
+    metrics = JOBS[job].metrics
+    first = next(iter(metrics))
+    figure = Figure(figsize=(3 * (len(metrics) + 1), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(metrics) + 1)
     for side in JOBS[job].sides:
         runs = [row for row in rows if row["side"] == side]
         if not runs:
             continue
         episodes = [point["episode"] for point in runs[0]["curve"]]
-        for axis, (metric, title) in zip(axes, METRICS.items()):
+        for axis, (metric, title) in zip(axes, metrics.items()):
             values = np.array([[point[metric] for point in row["curve"]] for row in runs])  # [seeds, points]
             low, middle, high = np.quantile(values, [0.1, 0.5, 0.9], axis=0)
             [line] = axis.plot(episodes, middle, label=f"{side} ({len(runs)} seeds)")
             axis.fill_between(episodes, low, high, alpha=0.25, color=line.get_color())
-            axis.set(title=title, xlabel="episodes (responses)")
+            axis.set(title=title, xlabel=JOBS[job].unit)
         minutes = np.array([[point["seconds"] / 60 for point in row["curve"]] for row in runs])
-        scores = np.array([[point["score"] for point in row["curve"]] for row in runs])
-        axes[-1].plot(np.median(minutes, 0), np.median(scores, 0), label=side)
-    axes[-1].set(title="median score", xlabel="minutes of training, one thread")
+        values = np.array([[point[first] for point in row["curve"]] for row in runs])
+        axes[-1].plot(np.median(minutes, 0), np.median(values, 0), label=side)
+    axes[-1].set(title=f"median {first}", xlabel="minutes of training, one thread")
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.title.set_fontsize(9)
@@ -223,7 +230,7 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=seed_range, default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--side", help="only this side")
-    parser.add_argument("--trl", type=Path, help="folder with TRL 1.16")
+    parser.add_argument("--trl", type=Path, help="folder with the TRL that the job needs")
     flags = parser.parse_args()
     if flags.what == "run":
         run_all(flags.job, flags.seeds, flags.jobs, flags.trl, flags.side)
@@ -235,4 +242,5 @@ if __name__ == "__main__":
         from parity_jobs import JOBS
 
         for job in [flags.job] if flags.job else JOBS:
-            plot(job)
+            if read(job):
+                plot(job)

@@ -2,8 +2,8 @@
 
     python benchmarks/parity_jobs.py grpo ours 1      # one run: job, side, seed; its last line is the result
 
-A side is a function (args, updates, snapshots) -> nothing. It trains as long as args say, and lets `snapshots` see the
-policy before the first update and after each update.
+A side is a function (script, args, updates, snapshots) -> nothing. It trains as long as args say, and lets
+`snapshots` see the policy before the first update and after each update.
 """
 
 import copy
@@ -12,12 +12,17 @@ import json
 import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from parity_snapshots import Snapshots
@@ -30,8 +35,13 @@ sys.path.insert(0, str(ROOT))
 # ---- Sides -------------------------------------------------------------------------------------------------
 
 
-def train_ours(script, args, updates, snapshots):
-    """One of our scripts. copy_weights is called before the first update, and after the steps of each."""
+def train_ours(script, args, updates, snapshots, patches=()):
+    """One of our scripts that sample. copy_weights is called before the first update, and after each.
+
+    patches: changes of the script, each a list of (old lines, new lines)
+    """
+    if patches:
+        script = patched(script, patches)
     count = 0
     copy_weights = script.copy_weights
 
@@ -41,8 +51,166 @@ def train_ours(script, args, updates, snapshots):
         snapshots.see(count, model.policy)
         count += 1
 
-    script.copy_weights = copy_and_see
-    script.train(args)
+    with mock.patch.object(script, "copy_weights", copy_and_see):
+        script.train(args)
+
+
+def patched(script, patches):
+    """A copy of a script in which lines are replaced. patches: lists of (old, new) -> module"""
+    source = Path(script.__file__).read_text()
+    for old, new in sum(patches, []):
+        if source.count(old) != 1:
+            raise ValueError(f"these lines are not in {script.__name__}.py exactly once:\n{old}")
+        source = source.replace(old, new)
+    module = types.ModuleType(f"{script.__name__}_patched")
+    module.__file__ = script.__file__
+    sys.modules[module.__name__] = module  # dataclasses look for it there
+    exec(compile(source, script.__file__, "exec"), module.__dict__)
+    return module
+
+
+# What TRL's PPO does in another way than ppo_sentiment.py.
+
+RANDOM_VALUE_HEAD = [
+    (
+        "        nn.init.zeros_(self.value_head.weight)\n        nn.init.zeros_(self.value_head.bias)\n",
+        "",
+    ),
+]
+UNBIASED_VARIANCE = [
+    (
+        "    variance = masked_mean((values - mean) ** 2, mask)\n",
+        "    variance = masked_mean((values - mean) ** 2, mask) * mask.sum() / (mask.sum() - 1)\n",
+    ),
+]
+# The score is at the token after EOS. Its value is that of the whole response. It is trained like the others,
+# and the value loss is a mean of its own.
+SCORE_AFTER_EOS = [
+    (
+        "    last = lengths[:, None] - 1  # [B, 1]\n",
+        "    last = lengths[:, None].clamp(max=kl.shape[1] - 1)  # [B, 1]\n",
+    ),
+    (
+        'advantages, returns = gae(rewards, b["values"], valid, args.gamma, args.lam)',
+        'has_value = length_mask(b["lengths"] + 1, T)\n'
+        '        advantages, returns = gae(rewards, b["values"], has_value, args.gamma, args.lam)',
+    ),
+    (
+        "                        loss = (policy_loss + args.vf_coef * value_loss).sum() / num_tokens\n",
+        "                        v = has_value[rows]\n"
+        "                        longer_value_loss = clipped_value_loss(\n"
+        '                            mb_values[v], b["values"][rows][v], returns[rows][v],\n'
+        "                            args.cliprange_value,\n"
+        "                        )\n"
+        "                        num_values = has_value[minibatch].sum()\n"
+        "                        loss = policy_loss.sum() / num_tokens\n"
+        "                        loss = loss + args.vf_coef * longer_value_loss.sum() / num_values\n",
+    ),
+]
+
+
+def train_critic_ours(script, args, updates, snapshots, patches=(), reward_head=False):
+    """ppo_sentiment.py with a critic of its own, on the prompts and the reward of rloo_tldr.py.
+
+    script: rloo_tldr.py; args: its flags; reward_head: the values begin as the scores of the reward model,
+    not as 0
+    """
+    ppo = importlib.import_module("ppo_sentiment")
+    if patches:
+        ppo = patched(ppo, patches)
+    tokenizer = script.load_tokenizer(args.model_name_or_path)
+    post_lists = [script.load_posts(rows, tokenizer, args) for rows in script.load_splits(args.dataset_name)]
+    longest = max(len(post["ids"]) for posts in post_lists for post in posts)
+    names = {x.name for x in fields(args)} & {x.name for x in fields(ppo.Args)}
+    flags = {name: getattr(args, name) for name in names}
+    ppo_args = ppo.Args(
+        **flags,
+        value_model_path=args.reward_model_path,
+        query_min_length=longest,  # prompts are not cut
+        query_max_length=longest,
+        response_min_length=args.response_length,
+        num_eval_prompts=4,
+        kl_target=None,
+    )
+
+    def load_prompts(rows, tokenizer, ppo_args):
+        return script.load_posts(rows, tokenizer, args)
+
+    def load_reward(ppo_args, device, trainer_state=None):
+        return script.load_summary_reward(args, device, trainer_state)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.multiple(ppo, load_reviews=load_prompts, load_reward=load_reward),
+    ):
+        if reward_head:  # ppo_sentiment.py loads a head that it finds next to the critic
+            critic = Path(folder, "critic")
+            shutil.copytree(ROOT / args.reward_model_path, critic)
+            head = centered_reward_model(script, args).score.state_dict()
+            ppo.save_file(head, critic / "value_head.safetensors")
+            ppo_args = replace(ppo_args, value_model_path=str(critic))
+        train_ours(ppo, ppo_args, updates, snapshots)
+
+
+def centered_reward_model(script, args):
+    """The reward model of rloo_tldr.py, with reward_offset in the bias of its head. -> transformers model"""
+    model = script.load_model(script.AutoModelForSequenceClassification, args.reward_model_path).eval()
+    model.score.bias = torch.nn.Parameter(torch.tensor([-model.config.reward_offset]))
+    return model
+
+
+class RewardAfterEos(torch.nn.Module):
+    """The reward of rloo_tldr.py for TRL's PPOTrainer: a response that was cut off is scored at an EOS.
+
+    PPOTrainer asks the module that base_model_prefix names for hidden states, and then `score` for the
+    scores. It reads the score at the last token of a response.
+    """
+
+    base_model_prefix = "states"
+
+    def __init__(self, model, eos_id):
+        super().__init__()
+        self.model, self.eos_id = model, eos_id
+        self.score = model.score
+
+    def states(self, input_ids, attention_mask, **named_inputs):
+        """[B, L] each -> hidden_states of the last layer, [B, L, H].
+
+        A response without EOS fills the last column. Its state there is that of an EOS after it.
+        """
+        ids = torch.nn.functional.pad(input_ids, (0, 1), value=self.eos_id)
+        mask = torch.nn.functional.pad(attention_mask, (0, 1), value=True)
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+        output = self.model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions)
+        hidden = output.last_hidden_state  # [B, L + 1, H]
+        was_cut = attention_mask[:, -1].bool() & (input_ids[:, -1] != self.eos_id)  # [B]
+        last = torch.where(was_cut[:, None], hidden[:, -1], hidden[:, -2])  # [B, H]
+        return types.SimpleNamespace(hidden_states=[torch.cat([hidden[:, :-2], last[:, None]], 1)])
+
+
+def train_supervised_ours(script, args, updates, snapshots):
+    """sft.py or reward_model.py.
+
+    make_learner gets the model before the first update, and Run.checkpoint is the end of an update.
+    """
+    make_learner, checkpoint = script.make_learner, script.Run.checkpoint
+    inner = None
+
+    def make_and_see(model, accelerator):
+        nonlocal inner
+        [inner] = model.children()  # the transformers model
+        snapshots.see(0, inner)
+        return make_learner(model, accelerator)
+
+    def checkpoint_and_see(run, update, *inputs, **named_inputs):
+        snapshots.see(update, inner)
+        return checkpoint(run, update, *inputs, **named_inputs)
+
+    with (
+        mock.patch.object(script, "make_learner", make_and_see),
+        mock.patch.object(script.Run, "checkpoint", checkpoint_and_see),
+    ):
+        script.train(args)
 
 
 def callback_of(snapshots, steps_per_update):
@@ -51,11 +219,11 @@ def callback_of(snapshots, steps_per_update):
 
     class See(transformers.TrainerCallback):
         def on_train_begin(self, args, state, control, model=None, **named_inputs):
-            snapshots.see(0, model)
+            snapshots.see(0, getattr(model, "policy", model))  # PPOTrainer wraps the policy
 
         def on_step_end(self, args, state, control, model=None, **named_inputs):
             if state.global_step % steps_per_update == 0:
-                snapshots.see(state.global_step // steps_per_update, model)
+                snapshots.see(state.global_step // steps_per_update, getattr(model, "policy", model))
 
     return See()
 
@@ -125,27 +293,179 @@ def train_rloo_trl(script, args, updates, snapshots):
 
 
 def train_rloo_trl_old(script, args, updates, snapshots):
-    """TRL 0.11.4's RLOOTrainer, in an environment of its own: parity_trl_old.py."""
-    if "TRL_PYTHON" not in os.environ:
-        raise SystemExit("TRL_PYTHON must name the Python of an environment with TRL 0.11.4")
+    """TRL 0.11.4's RLOOTrainer."""
     tokenizer = script.load_tokenizer(args.model_name_or_path)
     train_rows, _ = script.load_splits(args.dataset_name)
     posts = script.load_posts(train_rows, tokenizer, args)
-    with tempfile.TemporaryDirectory() as folder:
-        settings = asdict(args) | {"updates": updates, "rows": [post["ids"] for post in posts]}
-        Path(folder, "settings.json").write_text(json.dumps(settings))
-        words = [os.environ["TRL_PYTHON"], str(ROOT / "benchmarks/parity_trl_old.py"), folder]
-        environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
-        end = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if end.returncode:
-            raise SystemExit(end.stdout[-2000:] + end.stderr[-3000:])
-        copies = torch.load(Path(folder, "copies.pt"), weights_only=True)
+    settings = asdict(args) | {"updates": updates, "rows": [post["ids"] for post in posts]}
+    copies = train_trl_old("rloo", settings)
     for update, seconds, weights in copies:
         weights["lm_head.weight"] = weights.pop("embed_out.weight")  # its name in newer versions of GPT-NeoX
         snapshots.copies.append((update, seconds, weights))
 
 
+def train_ppo_trl_old(script, args, updates, snapshots):
+    """TRL 0.11.4's PPOTrainer, which takes prompts, responses and scores batch by batch."""
+    tokenizer = script.load_tokenizer(args.model_name_or_path)
+    train_rows, _ = script.load_splits(args.dataset_name)
+    reviews = script.load_reviews(train_rows, tokenizer, args)
+    B = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
+    other = replace(args, seed=args.seed + 1000)  # not the prompts of our run with this seed
+    batches = []  # of each update: prompts (lists of ids), and the longest length of each response
+    for update in range(1, updates + 1):
+        numbers = script.stream_rows(len(reviews), start=(update - 1) * B, count=B, seed=other.seed)
+        batch = script.draw_batch([reviews[i] for i in numbers], other, update)
+        prompts = [ids[mask].tolist() for ids, mask in zip(batch["ids"], batch["mask"])]
+        batches.append({"prompts": prompts, "limits": batch["max_new_tokens"].tolist()})
+    snapshots.copies += train_trl_old("ppo", asdict(args) | {"updates": updates, "batches": batches})
+
+
+def train_trl_old(algorithm, settings):
+    """parity_trl_old.py in an environment of its own. -> list of (update, seconds, weights)"""
+    if "TRL_PYTHON" not in os.environ:
+        raise SystemExit("TRL_PYTHON must name the Python of an environment with TRL 0.11.4")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "settings.json").write_text(json.dumps(settings))
+        words = [os.environ["TRL_PYTHON"], str(ROOT / "benchmarks/parity_trl_old.py"), algorithm, folder]
+        environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
+        end = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if end.returncode:
+            raise SystemExit(end.stdout[-2000:] + end.stderr[-3000:])
+        return torch.load(Path(folder, "copies.pt"), weights_only=True)
+
+
+def train_critic_trl(script, args, updates, snapshots):
+    """TRL 1.12's PPOTrainer. Its critic begins as the reward model, with its head. script: rloo_tldr.py"""
+    import datasets
+    import transformers
+    import trl
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    assert trl.__version__.startswith("1.12."), f"this side needs TRL 1.12, not {trl.__version__}"
+    config = PPOConfig(
+        output_dir=args.output_dir,
+        # With gradient accumulation, the minibatches of TRL 1.12 make no optimizer step of their own. So a
+        # micro-batch is as large as the batch, and each minibatch is a part of it.
+        per_device_train_batch_size=args.per_device_train_batch_size * args.num_mini_batches,
+        gradient_accumulation_steps=1,
+        num_mini_batches=args.num_mini_batches,
+        num_ppo_epochs=args.num_ppo_epochs,
+        total_episodes=args.total_episodes,
+        local_rollout_forward_batch_size=args.local_rollout_forward_batch_size,
+        response_length=args.response_length,
+        temperature=args.temperature,
+        stop_token="eos",
+        missing_eos_penalty=args.missing_eos_penalty,
+        kl_coef=args.kl_coef,
+        cliprange=args.cliprange,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type=args.lr_scheduler_type,
+        weight_decay=0.0,  # AdamW without it is Adam
+        seed=args.seed,
+        num_sample_generations=0,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1,
+    )
+    tokenizer = script.load_tokenizer(args.model_name_or_path)
+    tokenizer.padding_side = "left"
+    train_rows, held_out = (
+        datasets.Dataset.from_dict(
+            {"input_ids": [post["ids"] for post in script.load_posts(rows, tokenizer, args)]}
+        )
+        for rows in script.load_splits(args.dataset_name)
+    )
+    policy, reference = (
+        transformers.AutoModelForCausalLM.from_pretrained(ROOT / args.model_name_or_path, dtype="float32")
+        for _ in range(2)
+    )
+    trainer = PPOTrainer(
+        args=config,
+        processing_class=tokenizer,
+        model=policy,
+        ref_model=reference,
+        reward_model=RewardAfterEos(centered_reward_model(script, args), tokenizer.eos_token_id),
+        value_model=centered_reward_model(script, args),
+        train_dataset=train_rows,
+        eval_dataset=held_out,
+        callbacks=[callback_of(snapshots, 1)],
+    )
+    trainer.train()
+
+
+def supervised_settings(args, updates):
+    """The settings that TRL 1.16's SFTConfig and RewardConfig share. -> dict"""
+    return dict(
+        output_dir=args.output_dir,
+        per_device_train_batch_size=args.per_device_train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        max_length=args.max_length,
+        max_steps=updates,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type=args.lr_scheduler_type,
+        warmup_steps=math.ceil(args.warmup_ratio * updates),
+        weight_decay=0.01,
+        max_grad_norm=args.max_grad_norm,
+        seed=args.seed,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=updates,
+    )
+
+
+def train_sft_trl(script, args, updates, snapshots):
+    """TRL 1.16's SFTTrainer, from the weights that sft.py starts from with this seed."""
+    import trl
+
+    torch.manual_seed(args.seed)
+    tokenizer = script.load_tokenizer(args.model_name_or_path)
+    model = script.build_language_model(args, tokenizer).lm
+    rows, _ = script.load_splits(args.dataset_name)
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=trl.SFTConfig(**supervised_settings(args, updates), packing=False),
+        train_dataset=rows.select_columns(["prompt", "completion"]),
+        processing_class=tokenizer,
+        callbacks=[callback_of(snapshots, 1)],
+    )
+    trainer.train()
+
+
+def train_reward_trl(script, args, updates, snapshots):
+    """TRL 1.16's RewardTrainer, from the weights that reward_model.py starts from with this seed."""
+    import trl
+
+    torch.manual_seed(args.seed)
+    tokenizer = script.load_tokenizer(args.model_name_or_path)
+    model, _ = script.build_classifier(args, tokenizer, None)
+    rows, _ = script.load_splits(args.dataset_name)
+    trainer = trl.RewardTrainer(
+        model=model,
+        args=trl.RewardConfig(**supervised_settings(args, updates)),
+        train_dataset=rows.select_columns(["prompt", "chosen", "rejected"]),
+        processing_class=tokenizer,
+        callbacks=[callback_of(snapshots, 1)],
+    )
+    trainer.train()
+
+
 # ---- Jobs --------------------------------------------------------------------------------------------------
+
+
+SAMPLED = {  # metrics of responses: name -> title
+    "score": "score",
+    "kl": "KL to the initial policy, nats per response",
+    "entropy": "entropy, nats per token",
+    "length": "tokens per response",
+}
 
 
 @dataclass
@@ -153,11 +473,18 @@ class Job:
     """A job that our script and trainers of TRL can do."""
 
     title: str
-    script: str  # its name; the job is its recipe tiny
-    k: int  # responses to each held-out prompt in the last measurement
-    sides: dict[str, Callable]  # "ours" first
-    load_rows: Callable  # (script, data set, tokenizer, args) -> all held-out rows
-    scores: Callable  # (script, args) -> dict: name -> RewardFunctions; the first one is the score
+    script: str  # its name
+    sides: dict[str, Callable]  # "ours" first; names of patched sides begin with "ours" too
+    meter: Callable  # (job, script, args) -> model, function that measures it, how many held-out rows
+    recipe: str = "tiny"
+    changes: dict = field(default_factory=dict)  # flags that differ from the recipe's
+    metrics: dict[str, str] = field(default_factory=lambda: SAMPLED)  # in the figure: name -> title
+    tested: tuple[str, str] = ("score", "kl")  # metrics of the table
+    unit: str = "episodes (responses)"
+    k: int = 1  # responses to each held-out prompt in the last measurement
+    load_rows: Callable = None  # (script, data set, tokenizer, args) -> all held-out rows
+    scores: Callable = None  # (script, args) -> dict: name -> RewardFunctions; the first one is the score
+    respond: Callable = None  # samples responses, see respond_in_groups
 
 
 def grpo_scores(script, args):
@@ -173,28 +500,208 @@ def rloo_scores(script, args):
     }
 
 
+def ppo_scores(script, args):
+    """The classifier's logit, clipped as in training, and the probability of a second classifier."""
+    reward = script.load_reward(args, torch.device("cpu"))
+    judge = script.load_judge(args, torch.device("cpu"))
+
+    def clipped(*texts):
+        return {name: x.clamp(-args.score_clip, args.score_clip) for name, x in reward(*texts).items()}
+
+    def judged(prompts, responses, response_tokens, rows):
+        return {"judge": judge(prompts, responses)}
+
+    return {"score": clipped, "judge": judged}
+
+
+def respond_in_groups(script, args, policy, tokenizer, rows, k, start):
+    """Sample k responses to each row of grpo_math.py or rloo_tldr.py.
+
+    start: number of the first row -> dict of tensors (ids, mask [B, C + T]; lengths, stopped [B]), and what
+    RewardFunctions need: prompts, responses, response_tokens, rows (lists of B)
+    """
+    stop_ids = script.find_stop_tokens(args, tokenizer, policy)
+    batch = script.draw_groups(rows, k, args, "parity", start)
+    b, responses, tokens = script.sample_responses(policy, tokenizer, batch, stop_ids, args)
+    rows = rows * k
+    return b, ([row["prompt"] for row in rows], responses, tokens, [row["columns"] for row in rows])
+
+
+def respond_to_reviews(script, args, policy, tokenizer, rows, k, start):
+    """The same for ppo_sentiment.py: prompts are cut at random and responses have random limits."""
+    rows = rows * k
+    batch = script.draw_batch(rows, args, "parity", start)
+    model = script.PolicyAndValue(policy, policy)
+    stop_id = script.find_stop_token(args, tokenizer)
+
+    def no_reward(prompts, *texts):
+        return {"none": torch.zeros(len(prompts))}
+
+    b, prompts, responses = script.rollout(model, tokenizer, no_reward, rows, batch, stop_id, args)
+    T = args.response_length
+    tokens = [ids[mask].tolist() for ids, mask in zip(b["ids"][:, -T:], b["mask"][:, -T:])]
+    return b, (prompts, responses, tokens, [row["columns"] for row in rows])
+
+
+def sampling_meter(job, script, args):
+    """Measures a policy by its responses to held-out prompts."""
+    tokenizer = script.load_tokenizer(args.model_name_or_path)
+    policy, _ = script.load_policy_and_reference(args, args.model_name_or_path, wants_reference=False)
+    policy.eval()
+    reference = copy.deepcopy(policy)
+    _, held_out = script.load_splits(args.dataset_name)
+    rows = job.load_rows(script, held_out, tokenizer, args)
+    scores = job.scores(script, args)
+
+    def measure_policy(is_last):
+        k = job.k if is_last else 1
+        return measure(job.respond, script, args, policy, reference, tokenizer, rows, k, scores)
+
+    return policy, measure_policy, len(rows) * job.k
+
+
+def sft_meter(job, script, args):
+    """Measures a language model by its loss on held-out documents, in nats per token."""
+    accelerator = script.start_accelerator(args)
+    tokenizer = script.load_tokenizer(args.model_name_or_path)
+    model = script.build_language_model(args, tokenizer)
+    _, held_out = script.load_splits(args.dataset_name)
+    documents = script.load_documents(held_out, tokenizer, args)
+    rows = script.pack(documents, args.max_length, args.packing)
+
+    def measure_model(is_last):
+        found = script.held_out_metrics(model, rows, accelerator, args)
+        return {"loss": found["loss"], "accuracy": found["mean_token_accuracy"]}
+
+    return model.lm, measure_model, len(rows)
+
+
+def reward_meter(job, script, args):
+    """Measures a reward model by loss and accuracy on held-out pairs."""
+    accelerator = script.start_accelerator(args)
+    tokenizer = script.load_tokenizer(args.model_name_or_path)
+    model = script.Classifier(script.build_classifier(args, tokenizer, None)[0])
+    _, held_out = script.load_splits(args.dataset_name)
+    rows = script.load_preference_rows(held_out, tokenizer, args)
+
+    def measure_model(is_last):
+        scores = script.score_rows(model, rows, accelerator, nullcontext()).squeeze(-1)  # [N, 2], best first
+        found = script.preference_metrics(scores, script.find_responses(rows), torch.zeros(len(rows)))
+        return {name: values.mean().item() for name, values in found.items()}
+
+    return model.model, measure_model, len(rows)
+
+
+PPO_PATCHES = [RANDOM_VALUE_HEAD, UNBIASED_VARIANCE]
+SHORT = dict(num_examples=4, num_sample_generations=0)  # our evaluations are not needed
+
 JOBS = {
     "grpo": Job(
         title="GRPO on arithmetic",
         script="grpo_math",
+        changes=SHORT,
         k=8,
         sides={"ours": train_ours, "TRL 1.16 GRPOTrainer": train_grpo_trl},
+        meter=sampling_meter,
         load_rows=lambda script, rows, tokenizer, args: script.load_tasks(
             rows, tokenizer, args, args.dataset_name
         ),
         scores=grpo_scores,
+        respond=respond_in_groups,
     ),
     "rloo": Job(
         title="RLOO on the tiny TL;DR",
         script="rloo_tldr",
+        changes=SHORT,
         k=8,
         sides={
             "ours": train_ours,
             "TRL 1.16 RLOOTrainer": train_rloo_trl,
             "TRL 0.11 RLOOTrainer": train_rloo_trl_old,
         },
+        meter=sampling_meter,
         load_rows=lambda script, rows, tokenizer, args: script.load_posts(rows, tokenizer, args),
         scores=rloo_scores,
+        respond=respond_in_groups,
+    ),
+    "ppo": Job(
+        title="PPO on film reviews",
+        script="ppo_sentiment",
+        # TRL 0.11 clips the first gradient only: it keeps the parameters in an iterator, which is then empty.
+        changes=dict(num_eval_prompts=4, num_sample_generations=0, max_grad_norm=None),
+        k=8,
+        sides={
+            "ours": train_ours,
+            "ours, TRL's value head and variance": partial(train_ours, patches=PPO_PATCHES),
+            "TRL 0.11 PPOTrainer": train_ppo_trl_old,
+        },
+        meter=sampling_meter,
+        load_rows=lambda script, rows, tokenizer, args: script.load_reviews(rows, tokenizer, args)[:512],
+        scores=ppo_scores,
+        respond=respond_to_reviews,
+    ),
+    "critic": Job(
+        title="PPO with a critic of its own, on the tiny TL;DR",
+        script="rloo_tldr",  # prompts and reward; the algorithm is that of ppo_sentiment.py
+        changes=SHORT
+        | dict(
+            optimizer="torch.optim.Adam",
+            max_grad_norm=None,  # TRL 1.12's PPOTrainer has no clipping of gradients
+            per_device_train_batch_size=32,
+            total_episodes=5_120,
+            num_mini_batches=4,
+            num_ppo_epochs=4,
+            learning_rate=1e-4,
+        ),
+        k=8,
+        sides={
+            "ours": train_critic_ours,
+            "ours, TRL's value head and variance": partial(
+                train_critic_ours, patches=[UNBIASED_VARIANCE], reward_head=True
+            ),
+            "ours, all of TRL's ways": partial(
+                train_critic_ours, patches=[UNBIASED_VARIANCE, SCORE_AFTER_EOS], reward_head=True
+            ),
+            "TRL 1.12 PPOTrainer": train_critic_trl,
+        },
+        meter=sampling_meter,
+        load_rows=lambda script, rows, tokenizer, args: script.load_posts(rows, tokenizer, args),
+        scores=rloo_scores,
+        respond=respond_in_groups,
+    ),
+    "sft": Job(
+        title="Supervised fine-tuning on the tiny TL;DR",
+        script="sft",
+        recipe="tiny-tldr",
+        changes=dict(
+            train_tokenizer=0,
+            model_name_or_path="checkpoints/tldr-sft",  # only its tokenizer
+            packing=False,
+            num_train_epochs=5.0,
+            per_device_train_batch_size=48,  # the data have 50 batches
+            num_eval_rows=4,
+            num_samples=0,
+        ),
+        sides={"ours": train_supervised_ours, "TRL 1.16 SFTTrainer": train_sft_trl},
+        meter=sft_meter,
+        metrics={"loss": "held-out loss, nats per token", "accuracy": "held-out accuracy of tokens"},
+        tested=("loss", "accuracy"),
+        unit="documents",
+    ),
+    "reward": Job(
+        title="Reward model of the tiny TL;DR",
+        script="reward_model",
+        recipe="tiny-tldr",
+        changes=dict(per_device_train_batch_size=40, num_train_epochs=1.0),  # the data have 250 batches
+        sides={"ours": train_supervised_ours, "TRL 1.16 RewardTrainer": train_reward_trl},
+        meter=reward_meter,
+        metrics={
+            "loss": "held-out loss, nats",
+            "accuracy": "held-out accuracy",
+            "margin": "chosen - rejected score",
+        },
+        tested=("loss", "accuracy"),
+        unit="pairs",
     ),
 }
 
@@ -203,23 +710,19 @@ JOBS = {
 
 
 @torch.no_grad()
-def measure(script, args, policy, reference, tokenizer, rows, k, scores):
+def measure(respond, script, args, policy, reference, tokenizer, rows, k, scores):
     """Sample k responses to each held-out row. -> dict: score, kl, entropy, length, ended
 
     score: mean of the reward per response; kl: nats per response, k1; entropy: nats per token, of the whole
     distribution; length: tokens with the stop token; ended: fraction that stopped by themselves.
     """
     args = replace(args, seed=SEED)
-    stop_ids = script.find_stop_tokens(args, tokenizer, policy)
     T = args.response_length
     found = {name: [] for name in [*scores, "kl", "entropy", "length", "ended"]}
     for start in range(0, len(rows), 64):
-        part = rows[start : start + 64]
-        batch = script.draw_groups(part, k, args, "parity", start)
-        b, responses, tokens = script.sample_responses(policy, tokenizer, batch, stop_ids, args)
+        b, texts = respond(script, args, policy, tokenizer, rows[start : start + 64], k, start)
         for name, reward in scores.items():
-            values = script.score_responses(reward, part * k, responses, tokens)
-            found[name].append(script.weighted_sum(values))
+            found[name].append(script.weighted_sum(reward(*texts)))
         inputs = b["ids"], b["mask"], T, args.temperature
         logprobs, entropies, _ = script.response_logprobs(policy, *inputs)
         ref_logprobs, _, _ = script.response_logprobs(reference, *inputs)
@@ -231,14 +734,23 @@ def measure(script, args, policy, reference, tokenizer, rows, k, scores):
     return {name: torch.cat(values).mean().item() for name, values in found.items()}
 
 
+def count_updates(script, args, batch):
+    """Updates of a run, as our scripts count them. batch: responses or rows per update"""
+    if hasattr(args, "total_episodes"):
+        return math.ceil(args.total_episodes / batch)
+    rows, _ = script.load_splits(args.dataset_name)
+    return max(1, round(args.num_train_epochs * len(rows) / batch))
+
+
 def run(name, side, seed, **changes):
     """One run and its measurements. changes: flags that differ from the job's -> dict, a line of results/parity"""
     job = JOBS[name]
     script = importlib.import_module(job.script)
-    flags = dict(recipe="tiny", seed=seed, save_every=0, num_examples=4, num_sample_generations=0)
-    args = replace(script.RECIPES["tiny"], **(flags | changes))
-    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
-    updates = math.ceil(args.total_episodes / batch)
+    flags = dict(recipe=job.recipe, seed=seed, save_every=0) | job.changes | changes
+    args = replace(script.RECIPES[job.recipe], **flags)
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    batch *= getattr(args, "num_mini_batches", 1)
+    updates = count_updates(script, args, batch)
     snapshots = Snapshots(updates)
     with tempfile.TemporaryDirectory() as folder:
         args = replace(args, output_dir=f"{folder}/run")
@@ -248,21 +760,14 @@ def run(name, side, seed, **changes):
     )
     memory = max(own, child) / 1024
 
-    tokenizer = script.load_tokenizer(args.model_name_or_path)
-    policy, _ = script.load_policy_and_reference(args, args.model_name_or_path, wants_reference=False)
-    policy.eval()
-    reference = copy.deepcopy(policy)
-    _, held_out = script.load_splits(args.dataset_name)
-    rows = job.load_rows(script, held_out, tokenizer, args)
-    scores = job.scores(script, args)
+    model, measure_now, held_out_responses = job.meter(job, script, args)
     curve = []
     for update, seconds, weights in snapshots.copies:
-        missing, _ = policy.load_state_dict(weights, strict=False)  # older versions have buffers besides
+        missing, _ = model.load_state_dict(weights, strict=False)  # older versions have buffers besides
         assert not missing, missing
-        point = measure(script, args, policy, reference, tokenizer, rows, 1, scores)
+        point = measure_now(is_last=False)
         curve.append({"update": update, "episode": update * batch, "seconds": seconds, **point})
     assert curve[-1]["update"] == updates, "the policy after the last update was not copied"
-    final = measure(script, args, policy, reference, tokenizer, rows, job.k, scores)
     return {
         "job": name,
         "side": side,
@@ -270,8 +775,8 @@ def run(name, side, seed, **changes):
         "updates": updates,
         "seconds": curve[-1]["seconds"],
         "peak_memory_mb": memory,
-        "held_out_responses": len(rows) * job.k,
-        "final": final,
+        "held_out_responses": held_out_responses,
+        "final": measure_now(is_last=True),
         "curve": curve,
     }
 

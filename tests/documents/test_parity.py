@@ -62,25 +62,123 @@ SMALL = dict(
         total_episodes=48, per_device_train_batch_size=16, gradient_accumulation_steps=1, num_eval_samples=1
     ),
     rloo=dict(total_episodes=48, per_device_train_batch_size=8),
+    ppo=dict(total_episodes=48, per_device_train_batch_size=4, num_ppo_epochs=1),
+    critic=dict(total_episodes=48, per_device_train_batch_size=4, num_ppo_epochs=1),
 )
+SIDES = [("grpo", "ours"), ("rloo", "ours"), ("ppo", "ours"), ("critic", "ours, all of TRL's ways")]
 
 
-@pytest.mark.parametrize("job", SMALL)
-def test_our_side_of_a_job(monkeypatch, job):
+@pytest.mark.parametrize("job, side", SIDES)
+def test_our_sides_of_a_job(monkeypatch, job, side):
     """Copies of the policy before the first update and after each; the KL begins at 0."""
+    count = 70 if job in ("grpo", "rloo") else 10
     rows_of = parity_jobs.JOBS[job].load_rows
-    few = replace(parity_jobs.JOBS[job], k=2, load_rows=lambda *inputs: rows_of(*inputs)[:70])
+    few = replace(parity_jobs.JOBS[job], k=2, load_rows=lambda *inputs: rows_of(*inputs)[:count])
     monkeypatch.setitem(parity_jobs.JOBS, job, few)
-    script = parity_jobs.importlib.import_module(few.script)
-    monkeypatch.setattr(script, "copy_weights", script.copy_weights)  # train_ours replaces it
-    row = parity_jobs.run(job, "ours", 1, learning_rate=1e-2, **SMALL[job])
-    assert (row["job"], row["side"], row["seed"], row["updates"]) == (job, "ours", 1, 3)
+    row = parity_jobs.run(job, side, 1, learning_rate=1e-2, **SMALL[job])
+    assert (row["job"], row["side"], row["seed"], row["updates"]) == (job, side, 1, 3)
     assert [point["episode"] for point in row["curve"]] == [0, 16, 32, 48]
     assert row["curve"][0]["kl"] == 0 and row["curve"][0]["seconds"] == 0
     assert row["curve"][3]["kl"] > 0 and row["final"]["kl"] > 0
     assert row["seconds"] == row["curve"][3]["seconds"] > row["curve"][2]["seconds"] > 0
-    assert row["held_out_responses"] == 140
-    assert ("gold" in row["final"]) == (job == "rloo")
+    assert row["held_out_responses"] == 2 * count
+    assert ("gold" in row["final"]) == (job in ("rloo", "critic"))
+    assert ("judge" in row["final"]) == (job == "ppo")
+    assert set(few.metrics) <= set(row["curve"][0])
+
+
+@pytest.mark.parametrize("job", ["sft", "reward"])
+def test_our_side_of_a_supervised_job(tmp_path, job):
+    """The held-out loss falls, and the first copy is that of random weights."""
+    script = parity_jobs.importlib.import_module(parity_jobs.JOBS[job].script)
+    splits = script.load_splits(str(ROOT / script.RECIPES["tiny-tldr"].dataset_name))
+    for name, rows, count in zip(("train", "test"), splits, (48, 20)):
+        lines = [json.dumps(row) + "\n" for row in rows.select(range(count))]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    flags = dict(dataset_name=str(tmp_path), num_train_epochs=2.0, per_device_train_batch_size=16)
+    if job == "reward":
+        flags["center_dataset_name"] = None
+    row = parity_jobs.run(job, "ours", 1, **flags)
+    assert row["updates"] == 6 and row["held_out_responses"] == 20
+    assert [point["episode"] for point in row["curve"]] == [16 * update for update in range(7)]
+    assert row["curve"][0]["loss"] > row["curve"][-1]["loss"] == row["final"]["loss"] > 0
+    assert set(parity_jobs.JOBS[job].metrics) == set(row["final"])
+    if job == "sft":
+        assert row["curve"][0]["loss"] == pytest.approx(np.log(1024), abs=0.2)
+
+
+def test_trls_ways_change_what_they_name():
+    """Value head, variance of whitened advantages, and the position of the score."""
+    ours = parity_jobs.importlib.import_module("ppo_sentiment")
+    trls = parity_jobs.patched(
+        ours,
+        [
+            parity_jobs.RANDOM_VALUE_HEAD,
+            parity_jobs.UNBIASED_VARIANCE,
+            parity_jobs.SCORE_AFTER_EOS,
+        ],
+    )
+    args = replace(ours.RECIPES["tiny"])
+    heads = [script.build_policy_and_value(args, 32).value_head.weight for script in (ours, trls)]
+    assert not heads[0].any() and heads[1].all()
+
+    values, mask = torch.tensor([[1.0, 2.0, 4.0, 9.0]]), torch.tensor([[True, True, True, False]])
+    whitened = trls.masked_whiten(values, mask)[mask]
+    assert whitened.std(correction=1).item() == pytest.approx(1)
+    assert ours.masked_whiten(values, mask)[mask].std(correction=0).item() == pytest.approx(1)
+
+    scores, kl, lengths = torch.tensor([5.0, 7.0]), torch.ones(2, 3), torch.tensor([1, 3])
+    assert ours.token_rewards(scores, kl, lengths, 0.5).tolist() == [[4.5, 0, 0], [-0.5, -0.5, 6.5]]
+    # After EOS; a response that was cut off has no token there.
+    assert trls.token_rewards(scores, kl, lengths, 0.5).tolist() == [[-0.5, 5, 0], [-0.5, -0.5, 6.5]]
+    with pytest.raises(ValueError, match="exactly once"):
+        parity_jobs.patched(ours, [[("no such line", "")]])
+
+
+def test_trls_trainer_gets_the_same_reward():
+    """RewardAfterEos, read at the last token, scores responses as rloo_tldr.py does, ended or cut off."""
+    job = parity_jobs.JOBS["critic"]
+    script = parity_jobs.importlib.import_module("rloo_tldr")
+    args = script.RECIPES["tiny"]
+    tokenizer = script.load_tokenizer(args.model_name_or_path)
+    policy, _ = script.load_policy_and_reference(args, args.model_name_or_path, wants_reference=False)
+    rows = job.load_rows(script, script.load_splits(args.dataset_name)[1], tokenizer, args)[:20]
+    b, texts = job.respond(script, args, policy.eval(), tokenizer, rows, 1, 0)
+    assert 0 < b["stopped"].sum() < 20
+    expected = script.weighted_sum(job.scores(script, args)["score"](*texts))
+
+    model = parity_jobs.RewardAfterEos(
+        parity_jobs.centered_reward_model(script, args), tokenizer.eos_token_id
+    )
+    ids = torch.where(b["mask"], b["ids"], 0)
+    with torch.no_grad():
+        states = model.states(ids, b["mask"], use_cache=False).hidden_states[-1]
+    last = ids.shape[1] - args.response_length + b["lengths"] - 1
+    scores = model.score(states[torch.arange(20), last]).squeeze(1)
+    assert torch.allclose(scores, expected, atol=1e-4)
+
+
+def test_all_of_our_sides_are_compared_with_each_peer():
+    pairs = parity.pairs({"ours": 0, "ours, changed": 0, "TRL": 0, "TRL, older": 0})
+    assert pairs == [
+        ("ours", "TRL"),
+        ("ours, changed", "TRL"),
+        ("ours", "TRL, older"),
+        ("ours, changed", "TRL, older"),
+    ]
+
+
+@pytest.mark.parametrize("job", ["ppo", "sft"])
+def test_a_figure_shows_the_metrics_of_its_job(monkeypatch, tmp_path, job):
+    """Two runs a side, of made-up numbers."""
+    metrics = parity_jobs.JOBS[job].metrics
+    curve = [{"episode": i, "seconds": i, **dict.fromkeys(metrics, i)} for i in range(3)]
+    rows = [{"side": side, "seed": 1, "curve": curve} for side in parity_jobs.JOBS[job].sides] * 2
+    monkeypatch.setattr(parity, "read", lambda job: rows)
+    monkeypatch.setattr(parity, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    parity.plot(job)
+    assert (tmp_path / f"docs/parity-{job}.png").stat().st_size > 10_000
 
 
 def test_a_measurement_by_hand():
@@ -106,7 +204,8 @@ def test_a_measurement_by_hand():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "sample_responses", recorded)
         scores = job.scores(script, args)
-        found = parity_jobs.measure(script, args, policy, reference, tokenizer, rows, 3, scores)
+        inputs = script, args, policy, reference, tokenizer, rows, 3, scores
+        found = parity_jobs.measure(job.respond, *inputs)
     expected = {"score": [], "kl": [], "entropy": [], "length": [], "ended": []}
     answers = [row["columns"]["answer"] for row in rows[:64]] * 3 + [
         row["columns"]["answer"] for row in rows[64:]
