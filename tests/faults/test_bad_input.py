@@ -40,6 +40,7 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
     write_rows(root / "chats", train=chats)
     write_rows(root / "short", train=short_text, test=short_text)
     write_rows(root / "pairs", train=[dict(prompt=REVIEW, chosen=" good", rejected=" bad")] * 8)
+    write_rows(root / "no-completions", train=[dict(prompt=REVIEW, completion="")] * 8)
     write_rows(root / "empty-pairs", train=[dict(prompt=REVIEW, chosen=" ", rejected=" bad")] * 8)
     (root / "broken").mkdir()
     (root / "broken/train.jsonl").write_text('{"text": "a film"}\n{"text": \n')
@@ -212,6 +213,10 @@ CASES = {
         "config, no value": (dict(from_config="gpt2 n_layer"), "n_layer"),
         "config, heads": (dict(from_config="gpt2 n_layer=1 n_embd=30 n_head=4"), "30"),
         "tokenizer alone": (dict(train_tokenizer=300), "--train-tokenizer"),
+        "tokenizer, negative": (dict(train_tokenizer=-1), "--train-tokenizer must be 0"),
+        "negative rank": (dict(lora_r=-1), "--lora-r must be 0"),
+        "negative samples": (dict(num_samples=-1), "--num-samples must be 0"),
+        "blank end": (dict(utterance_end=" "), "--utterance-end must not be empty"),
         "packing in windows": (
             dict(
                 train_tokenizer=300,
@@ -228,6 +233,8 @@ CASES = {
         "shard, form": (dict(train_shard="half"), "half"),
         "shard, number": (dict(train_shard="2/2"), "2/2"),
         "shard, of none": (dict(train_shard="0/0"), "0/0"),
+        "shard, too many": (dict(train_shard="0/49"), "--train-shard 0/49: there are only 48 training rows"),
+        "negative rank": (dict(lora_r=-1), "--lora-r must be 0"),
         "one label": (
             dict(label_names="only", from_config="distilbert dim=32 n_layers=1 n_heads=4 hidden_dim=64"),
             "label",
@@ -242,6 +249,14 @@ CASES = {
         "center data": (
             dict(model_name_or_path="DATA/lm", dataset_name="DATA/pairs", center_dataset_name=MISSING),
             MISSING,
+        ),
+        "center data, empty": (
+            dict(
+                model_name_or_path="DATA/lm",
+                dataset_name="DATA/pairs",
+                center_dataset_name="DATA/no-completions",
+            ),
+            "no row has a prompt and a completion",
         ),
         "center data, columns": (
             dict(model_name_or_path="DATA/lm", dataset_name="DATA/pairs", center_dataset_name="DATA/pairs"),
