@@ -18,7 +18,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 
 ROOT = Path(__file__).resolve().parent
 BANDS = ROOT / "results/reference_bands.json"
@@ -129,7 +129,8 @@ class Run:
     pairs: list  # of dict: prompt, before, score, after, score after
     samples: list  # of dict: update and texts
     tokens: list  # of dict: update, prompt, tokens, and one list of numbers per column
-    band: dict = field(default_factory=dict)  # metric -> (updates, 5 %, 50 %, 95 %)
+    band: dict = field(default_factory=dict)  # metric -> update, 5, 50, 95: lists, of healthy runs
+    band_args: dict = field(default_factory=dict)  # the flags of these runs
 
     def values(self, metric):
         """The values of a metric over the updates. -> list of float, without those that are not finite"""
@@ -179,7 +180,9 @@ def read_run(folder):
         tokens=read_lines(folder, "tokens.jsonl"),
     )
     bands = json.loads(BANDS.read_text()) if BANDS.exists() else {}
-    run.band = bands.get(f"{run.script} {args.get('recipe')}", {}).get("metrics", {})
+    band = bands.get(f"{run.script} {args.get('recipe')}", {})
+    run.band = band.get("metrics", {})
+    run.band_args = band.get("args", {})
     return run
 
 
@@ -252,12 +255,14 @@ def find_problems(run):
         check_score,
         check_gold_score,
         check_words,
+        check_coefficient,
         check_kl_target,
         check_entropy,
         check_endings,
         check_lengths,
         check_critic,
         check_loss,
+        check_band,
     ]
     found = []
     for check in checks:
@@ -413,7 +418,9 @@ def gain_is_clear(run):
 
 def check_score(run):
     gain = score_gain(run)
-    if gain is None or gain > 0.15 or len(run.metrics) < 10 or gain_is_clear(run):
+    if gain is None or gain > 0.15 or len(run.metrics) < 10:
+        return None
+    if gain_is_clear(run) or is_in_band(run, "objective/scores"):
         return None
     early, late = early_and_late(run, "objective/scores")
     evidence = f"It was {early:.3g} in the first updates and {late:.3g} in the last fifth of the run"
@@ -470,7 +477,7 @@ def check_words(run):
     share_before = word.get("before", part_mean(new_word_shares, 0, 0.05))
     spreads = share > 0.15 and share > 2 * share_before
     early, late = distinct_pairs(run)
-    repeats = early is not None and late < 0.75 * early
+    repeats = early is not None and late < 0.75 * early and not is_in_band(run, "completions/distinct_2")
     if not (spreads or repeats):
         return None
     evidence = []
@@ -505,6 +512,31 @@ def distinct_pairs(run):
     return early_and_late(run, "completions/distinct_2")
 
 
+def check_coefficient(run):
+    target = run.target("objective/kl")
+    rows = [row for row in run.metrics if "objective/kl" in row and "objective/kl_coef" in row]
+    if not target or len(rows) < 10:
+        return None
+    against = []  # for each update with a clear error: does the coefficient move against it?
+    for row, next_row in zip(rows, rows[1:]):
+        error = row["objective/kl"] / target - 1
+        step = next_row["objective/kl_coef"] - row["objective/kl_coef"]
+        if abs(error) > 0.05 and step != 0:
+            against.append(error * step < 0)
+    if not against or mean(against) < 0.5:
+        return None
+    return Finding(
+        "The KL coefficient moves the wrong way",
+        f"In {mean(against):.0%} of the updates it falls while the KL is above its target {target:g}, or rises "
+        "while the KL is below.",
+        [
+            "the error of the controller has the wrong sign",
+            "the controller reads another KL than the one that is logged: per token, or of one process",
+        ],
+        "kl-coefficient",
+    )
+
+
 def check_kl_target(run):
     target = run.target("objective/kl")
     values = run.values("objective/kl")
@@ -514,14 +546,11 @@ def check_kl_target(run):
     if late < 1.3 * target:
         return None
     coefficients = run.values("objective/kl_coef")
-    falls = coefficients and coefficients[-1] < coefficients[len(coefficients) // 2]
     causes = [
         "the coefficient starts too low, or --kl-horizon is too long for a run of this length",
         "the learning rate is too high",
         "the KL penalty does not reach the rewards, or has the wrong sign",
     ]
-    if falls:
-        causes.insert(0, "the coefficient moves the wrong way: it falls while the KL is above its target")
     return Finding(
         "The KL is above its target",
         f"{late:.3g} in the second half of the run, target {target:g}. The coefficient went from "
@@ -622,6 +651,85 @@ def check_critic(run):
         ],
         "critic",
     )
+
+
+MAY_DIFFER = {
+    "seed",
+    "output_dir",
+    "resume",
+    "num_sample_generations",
+    "save_every",
+    "keep_checkpoints",
+    "log_with",
+}
+TOLD_ELSEWHERE = {  # metrics whose distance from the band says little by itself
+    "objective/kl_coef", "sampling/logprob_gap_mean", "sampling/logprob_gap_max", "loss/policy_avg",
+    "completions/min_length", "completions/max_length", "val/num_eos_tokens", "objective/rlhf_reward",
+    "objective/non_score_reward", "env/reward_mean", "val/clipfrac_avg", "grad_norm",
+    "completions/new_word_share",
+}  # fmt: skip
+
+
+def check_band(run):
+    """Metrics far from those of healthy runs with the same flags."""
+    if not has_flags_of_band(run):
+        return None
+    far = {}
+    for metric in run.band:
+        if metric not in TOLD_ELSEWHERE:
+            far[metric] = distance_from_band(run, metric)
+    worst = sorted((metric for metric in far if far[metric] > 0.75), key=lambda metric: -far[metric])[:3]
+    if not worst:
+        return None
+    evidence = []
+    for metric in worst:
+        value, low, high = last_value_and_band(run, metric)
+        evidence.append(
+            f"{metric} ends at {value:.3g}, healthy runs are between {low:.3g} and {high:.3g} there"
+        )
+    return Finding(
+        "Not like healthy runs with the same flags",
+        "; ".join(evidence) + ".",
+        [
+            "a change of the script: undo it step by step until the curves are back in the band",
+            "other data, models or versions of libraries than those of this repository",
+            "chance: the band is of ten seeds only",
+        ],
+        "outside-the-band",
+    )
+
+
+def has_flags_of_band(run):
+    """True if there is a band, and its runs had the same flags."""
+    shared = (set(run.args) & set(run.band_args)) - MAY_DIFFER
+    return bool(run.band and run.args) and all(run.args[name] == run.band_args[name] for name in shared)
+
+
+def is_in_band(run, metric):
+    """True if healthy runs with the same flags look alike in this metric."""
+    return metric in run.band and has_flags_of_band(run) and distance_from_band(run, metric) < 0.5
+
+
+def distance_from_band(run, metric):
+    """How far a metric is outside of the band, in widths of it: the median of the later half. 0: inside"""
+    by_update = {row["update"]: number(row.get(metric)) for row in run.metrics}
+    band = run.band[metric]
+    points = list(zip(band["update"], band["5"], band["95"]))
+    points = [point for point in points if by_update.get(point[0]) is not None]
+    distances = []
+    for update, low, high in points[len(points) // 2 :]:
+        outside = max(low - by_update[update], by_update[update] - high, 0.0)
+        width = max(high - low, 1e-3 * abs(high), 1e-9)
+        distances.append(outside / width)
+    return median(distances) if distances else 0.0
+
+
+def last_value_and_band(run, metric):
+    """The last value that can be compared. -> value, 5 %, 95 %"""
+    by_update = {row["update"]: row.get(metric) for row in run.metrics}
+    band = run.band[metric]
+    i = max(i for i, update in enumerate(band["update"]) if update in by_update)
+    return by_update[band["update"][i]], band["5"][i], band["95"][i]
 
 
 def check_loss(run):

@@ -80,9 +80,19 @@ CASES = {  # a change of a healthy run -> title of what is found, or None
     "flat": ({"objective__scores": lambda x: 0.1 * (-1) ** round(99 * x)}, {}, "The score does not rise"),
     "small but clear gain": ({"objective__scores": lambda x: 0.1 * x}, {}, None),
     "above target": (
-        {"objective__kl": lambda x: 10 * x, "objective__kl_coef": lambda x: 0.1 + x},
+        {"objective__kl": lambda x: 10 * (x > 0), "objective__kl_coef": lambda x: 0.1 + x},
         {"kl_target": 4.0},
         "The KL is above its target",
+    ),
+    "coefficient up": (
+        {"objective__kl": lambda x: 3 * x, "objective__kl_coef": lambda x: 0.1 + x},
+        {"kl_target": 4.0},
+        "The KL coefficient moves the wrong way",
+    ),
+    "coefficient down": (
+        {"objective__kl": lambda x: 3 * x, "objective__kl_coef": lambda x: 0.1 - 0.05 * x},
+        {"kl_target": 4.0},
+        None,
     ),
     "near target": (
         {"objective__kl": lambda x: 4.4 * min(1, 3 * x), "objective__kl_coef": lambda x: 0.1},
@@ -114,6 +124,40 @@ def test_each_finding(tmp_path, case):
         assert found == []
     else:
         assert len(found) == 1 and found[0].startswith(title)
+
+
+@pytest.mark.parametrize(
+    "value, rate, is_found",
+    [(2.5, 0.1, False), (3.6, 0.1, False), (6.0, 0.1, True), (-1.0, 0.1, True), (6.0, 0.2, False)],
+)
+def test_distance_from_the_band(tmp_path, monkeypatch, value, rate, is_found):
+    """The band of this metric is from 2 to 3. Other flags than those of the healthy runs: no comparison."""
+    band = {"update": [1, 50, 100], "5": [2.0] * 3, "50": [2.5] * 3, "95": [3.0] * 3}
+    flags = {"recipe": "none", "learning_rate": 0.1, "seed": 1}
+    bands = {"ppo_sentiment none": {"seeds": 10, "args": flags, "metrics": {"objective/entropy": band}}}
+    (tmp_path / "bands.json").write_text(json.dumps(bands))
+    monkeypatch.setattr(report, "BANDS", tmp_path / "bands.json")
+    args = {"learning_rate": rate, "seed": 2}
+    run = report.read_run(write_run(tmp_path / "run", args, objective__entropy=lambda x: value))
+    found = report.find_problems(run)
+    assert [finding.title for finding in found] == ["Not like healthy runs with the same flags"] * is_found
+    if is_found:
+        evidence = f"objective/entropy ends at {value:.3g}, healthy runs are between 2 and 3"
+        assert evidence in found[0].evidence
+
+
+def test_healthy_runs_excuse_what_a_limit_would_not(tmp_path, monkeypatch):
+    """A flat score is a finding, unless the score of healthy runs with the same flags is as flat."""
+    flat = dict(objective__scores=lambda x: 0.1 * (-1) ** round(99 * x))
+    folder = write_run(tmp_path / "run", **flat)
+    assert [finding.title for finding in report.find_problems(report.read_run(folder))] == [
+        "The score does not rise"
+    ]
+    band = {"update": [1, 50, 100], "5": [-0.2] * 3, "50": [0.0] * 3, "95": [0.2] * 3}
+    bands = {"ppo_sentiment none": {"args": {"recipe": "none"}, "metrics": {"objective/scores": band}}}
+    (tmp_path / "bands.json").write_text(json.dumps(bands))
+    monkeypatch.setattr(report, "BANDS", tmp_path / "bands.json")
+    assert report.find_problems(report.read_run(folder)) == []
 
 
 def test_no_run(tmp_path):

@@ -1,0 +1,53 @@
+"""exercises.py: the solutions pass, and common mistakes fail with their name."""
+
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT))
+import exercises  # noqa: E402
+
+NAMES = list(exercises.EXERCISES)
+MISTAKES = [(name, i) for name in NAMES for i in range(len(exercises.EXERCISES[name].mistakes))]
+
+
+def test_there_are_eight_with_five_mistakes_each():
+    assert len(NAMES) == 8
+    assert all(len(exercise.mistakes) >= 5 for exercise in exercises.EXERCISES.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_solution_is_right(scripts, tmp_path, monkeypatch, capsys, name):
+    """First a stub is written, which is not right yet; then the solution takes its place."""
+    monkeypatch.chdir(tmp_path)
+    exercises.main([name])
+    path = tmp_path / f"my_{name}.py"
+    assert f"wrote my_{name}.py" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        exercises.main([name])
+    assert "still the stub" in capsys.readouterr().out
+    script = exercises.EXERCISES[name].script
+    path.write_text(f"from {script} import *\n\n\n{exercises.solution(name)}\n")
+    exercises.main([name])
+    assert "is right" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name, i", MISTAKES)
+def test_a_mistake_is_found_and_named(name, i):
+    mistake, old, new = exercises.EXERCISES[name].mistakes[i]
+    function = exercises.with_mistake(name, old, new)
+    assert exercises.difference(name, function) is not None
+    assert exercises.recognize(name, function) == mistake
+
+
+def test_other_errors_are_shown(tmp_path):
+    path = tmp_path / "my_gae.py"
+    path.write_text("def gae(rewards, values, mask, gamma, lam):\n    return rewards.nowhere\n")
+    text, is_right = exercises.check("gae", path)
+    assert not is_right and "it raised" in text and "nowhere" in text and "common mistake" not in text
+    path.write_text("def gae(rewards, values, mask, gamma, lam):\n    return rewards\n")
+    text, is_right = exercises.check("gae", path)
+    assert not is_right and "it returned" in text and "the formula says" in text
+    path.write_text("gae = None\n")
+    assert exercises.check("gae", path) == (f"{path} has no function gae", False)
