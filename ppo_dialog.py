@@ -2439,6 +2439,7 @@ def is_sample_update(update, updates, args):
     return count > 0 and update % max(1, updates // count) == 0
 
 
+@torch.no_grad()
 def save_tokens(run, update, model, tokenizer, b, rows, columns):
     """Append some responses of the batch to tokens.jsonl, token by token. report.py shows them.
 

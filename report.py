@@ -527,8 +527,8 @@ def check_coefficient(run):
         return None
     return Finding(
         "The KL coefficient moves the wrong way",
-        f"In {mean(against):.0%} of the updates it falls while the KL is above its target {target:g}, or rises "
-        "while the KL is below.",
+        f"In {mean(against):.0%} of the updates it falls while the KL is above its target {target:g}, or it "
+        "rises while the KL is below.",
         [
             "the error of the controller has the wrong sign",
             "the controller reads another KL than the one that is logged: per token, or of one process",
