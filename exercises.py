@@ -13,6 +13,7 @@ import ast
 import functools
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ class Exercise:
     draw: Callable  # random generator -> inputs of the function
     formula: Callable  # the same inputs -> what the function should return, as lists
     mistakes: list  # of (what it is, old text, new text): common mistakes, as changes of the solution
+    hint: str  # what the reader needs to know besides the docstring
 
 
 # ---- Inputs ------------------------------------------------------------------------------------------------
@@ -139,6 +141,7 @@ EXERCISES = {
             ("all tokens up to the end are counted", ".amin(1)", ".amax(1)"),
             ("tokens that are not the stop token are looked for", "torch.isin(", "~torch.isin("),
         ],
+        "A response without the stop token has length T.",
     ),
     "kl_per_token": Exercise(
         "rloo_tldr",
@@ -155,6 +158,7 @@ EXERCISES = {
             ("k3 lacks its - 1", "torch.expm1(-log_ratio)", "torch.exp(-log_ratio)"),
             ("the two models are swapped", "logprobs - ref_logprobs", "ref_logprobs - logprobs"),
         ],
+        "With the log-ratio x = logprob - ref_logprob:\nk1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x",
     ),
     "token_rewards": Exercise(
         "ppo_sentiment",
@@ -179,6 +183,7 @@ EXERCISES = {
                 "mask * -kl_coef * kl",
             ),
         ],
+        "kl is nan after the end of a response. The result is 0 there.",
     ),
     "masked_whiten": Exercise(
         "ppo_sentiment",
@@ -204,6 +209,9 @@ EXERCISES = {
                 "torch.rsqrt(variance * mask.sum() / (mask.sum() - 1) + 1e-8)",
             ),
         ],
+        "values is nan outside the mask, and the result is 0 there. Divide by sqrt(variance + "
+        "1e-8), with the\n"
+        "population variance. Only shift_mean=True is checked here.",
     ),
     "gae": Exercise(
         "ppo_sentiment",
@@ -230,6 +238,11 @@ EXERCISES = {
                 "values = values.float()",
             ),
         ],
+        "rewards and values are nan outside the mask. Both results are 0 there. From the last token "
+        "to the first:\n"
+        "delta_t = reward_t + gamma * value_(t+1) - value_t, advantage_t = delta_t + gamma * lam * "
+        "advantage_(t+1),\n"
+        "return_t = advantage_t + value_t",
     ),
     "clipped_policy_loss": Exercise(
         "ppo_sentiment",
@@ -251,6 +264,8 @@ EXERCISES = {
                 "ratio = log_ratio",
             ),
         ],
+        "ratio = exp(logprob - old_logprob). The loss is the larger of -advantage * ratio and\n"
+        "-advantage * (ratio clipped to 1 +- cliprange).",
     ),
     "rloo_advantages": Exercise(
         "rloo_tldr",
@@ -258,6 +273,13 @@ EXERCISES = {
         by_list(naive.rloo_advantages),
         [
             ("the rows are read prompt by prompt", "view(rloo_k, -1)", "view(-1, rloo_k).T"),
+            (
+                "rows next to each other are taken for a group",
+                "rewards = rewards.float().view(rloo_k, -1)  # [k, P]\n"
+                "    sum_of_others = rewards.sum(0) - rewards",
+                "rewards = rewards.float().view(-1, rloo_k)\n"
+                "    sum_of_others = rewards.sum(1, keepdim=True) - rewards",
+            ),
             (
                 "the mean of all responses, not of the others",
                 "sum_of_others / (rloo_k - 1)",
@@ -267,6 +289,9 @@ EXERCISES = {
             ("the response's own reward is counted", "rewards.sum(0) - rewards", "rewards.sum(0)"),
             ("the mean of the batch", "(rewards - baselines)", "(rewards - rewards.mean())"),
         ],
+        "k = 3 responses to each of P = 4 prompts are in this order: the first responses to all "
+        "prompts, then the\n"
+        "second responses to all prompts, then the third ones. So rows 0, P and 2 P answer the same prompt.",
     ),
     "grpo_advantages": Exercise(
         "grpo_math",
@@ -279,6 +304,10 @@ EXERCISES = {
             ("divided by the variance", "(std + 1e-4)", "(std**2 + 1e-4)"),
             ("the mean of the batch", "(groups - mean)", "(groups - groups.mean())"),
         ],
+        "k = 3 responses to each of P = 4 tasks are in this order: the first responses to all "
+        "tasks, then the\n"
+        "second responses to all tasks, then the third ones. So rows 0, P and 2 P answer the same task.\n"
+        "The standard deviation has k - 1 in its denominator.",
     ),
 }
 
@@ -296,7 +325,8 @@ def stub(name):
     source = solution(name)
     docstring = ast.parse(source).body[0].body[0]
     head = "\n".join(source.splitlines()[: docstring.end_lineno])
-    return f"import torch\n\n\n{head}\n    raise NotImplementedError\n"
+    hint = "".join(f"    # {line}\n" for line in EXERCISES[name].hint.splitlines())
+    return f"import torch\n\n\n{head}\n{hint}    raise NotImplementedError\n"
 
 
 # ---- Checking ----------------------------------------------------------------------------------------------
@@ -393,8 +423,16 @@ def check(name, path):
         return f"{path} is still the stub: replace `raise NotImplementedError` by your code", False
     lines = [f"{name} is wrong. For the inputs"]
     lines += [f"  {x}" for x in inputs]
-    lines += ["it returned" if not isinstance(returned, Exception) else "it raised", f"  {returned!r}"]
-    lines += ["and the formula says", f"  {tuple(right) if len(right) > 1 else right[0]}"]
+    if isinstance(returned, Exception):
+        lines += ["it raised", "".join(traceback.format_exception(returned))]
+    else:
+        shapes = [tuple(x.shape) if torch.is_tensor(x) else type(x).__name__ for x in returned]
+        lines += ["it returned", *[f"  {x}" for x in returned], f"  of shape {shapes}"]
+    lines += [
+        "and the formula says",
+        *[f"  {x}" for x in right],
+        f"  of shape {[tuple(x.shape) for x in right]}",
+    ]
     mistake = recognize(name, function)
     if mistake is not None:
         lines.append(f"This is a common mistake: {mistake}.")

@@ -774,7 +774,7 @@ def train(args):
                 "advantage": advantages,
             }
             with autocast:
-                save_tokens(run, update, model, tokenizer, b, range(min(4, B)), token_columns)
+                save_tokens(run, update, model, tokenizer, b, range(min(4, B)), scores, token_columns)
 
         # 7. Adapt the KL coefficient for the next update, and save.
         if args.kl_target is not None:
@@ -1980,25 +1980,26 @@ class Run:
         numbers = {name: x for name, x in numbers.items() if isinstance(x, (int, float))}
         self.accelerator.log(numbers, step=self.updates)
 
-    def plot(self, titles, set_points):
-        """curves.png: metrics over the updates, each value and the mean of the last ones.
+    def plot(self, titles, targets):
+        """curves.png: metrics over the updates, each value, and the mean of the last 5 % of the run.
 
-        titles: metric -> title with the unit; set_points: metric -> value to draw as a dashed line, or None
+        titles: metric -> title with the unit; targets: metric -> value to draw as a dashed line, or None
         """
         from matplotlib.figure import Figure
 
-        rows = [json.loads(line) for line in open(self.folder / "metrics.jsonl")]
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         window = max(1, len(rows) // 20)
         figure = Figure(figsize=(4 * len(titles), 3.2), layout="constrained")
         figure.suptitle(f"{SCRIPT}.py {self.args.recipe}, seed {self.args.seed}")
-        for axis, (name, title) in zip(figure.subplots(1, len(titles)), titles.items()):
+        axes = figure.subplots(1, len(titles), squeeze=False)[0]
+        for axis, (name, title) in zip(axes, titles.items()):
             points = [(row["update"], row[name]) for row in rows if name in row]
             updates = [update for update, _ in points]
             values = [value for _, value in points]
             last_values = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
             axis.plot(updates, values, color="tab:blue", alpha=0.3)
             axis.plot(updates, [sum(part) / len(part) for part in last_values], color="tab:blue")
-            target = set_points.get(name)
+            target = targets.get(name)
             if target is not None:
                 axis.axhline(target, color="gray", linestyle="--", label=f"target {target:g}")
                 axis.legend()
@@ -2209,33 +2210,38 @@ def is_sample_update(update, updates, args):
 
 
 @torch.no_grad()
-def save_tokens(run, update, model, tokenizer, b, rows, columns):
+def save_tokens(run, update, model, tokenizer, b, rows, scores, columns):
     """Append some responses of the batch to tokens.jsonl, token by token. report.py shows them.
 
-    Call it after the update. rows: which responses, a list or range of int; columns: name -> [B, T], what to
-    save for each token. Its log-probability before the update, and ratio and entropy after it, are added.
+    rows: which responses, a list or range of int; scores [B]: what they were paid; columns: name -> [B, T],
+    what to save for each token. Added are its log-probability under the policy that sampled it, and its ratio
+    and the entropy under the new policy: call this after the update.
     """
-    rows = list(rows)
-    ids, mask = b["ids"][rows], b["mask"][rows]
+    rows = torch.tensor(list(rows))
     T = b["sampling_logprobs"].shape[1]
-    C = ids.shape[1] - T
+    C = b["ids"].shape[1] - T
+    new_logprobs, entropies = [], []
+    for part in rows.split(run.args.per_device_train_batch_size):
+        outputs = model(b["ids"][part], b["mask"][part], T, run.args.temperature)
+        new_logprobs.append(outputs[0])
+        entropies.append(outputs[1])
+    # With one step per batch, grpo_math.py has no old log-probabilities. Those from generation are close.
     old_logprobs = b.get("logprobs", b["sampling_logprobs"])[rows]
-    outputs = model(ids, mask, T, run.args.temperature)
-    new_logprobs, entropies = outputs[0], outputs[1]
     columns = {name: x[rows] for name, x in columns.items()}
     columns["logprob"] = old_logprobs
-    columns["ratio"] = (new_logprobs - old_logprobs).exp()
-    columns["entropy"] = entropies
+    columns["ratio"] = (torch.cat(new_logprobs) - old_logprobs).exp()
+    columns["entropy"] = torch.cat(entropies)
 
     lines = []
-    for i, row in enumerate(rows):
+    for i, row in enumerate(rows.tolist()):
         length = int(b["lengths"][row])
-        response = ids[i, C : C + length].tolist()
+        prompt = b["ids"][row, :C][b["mask"][row, :C]].tolist()
+        response = b["ids"][row, C : C + length].tolist()
         line = {
             "update": update,
-            "prompt": tokenizer.decode(ids[i, :C][mask[i, :C]].tolist()),
+            "prompt": tokenizer.decode(prompt),
             "tokens": token_pieces(tokenizer, response),
-            "score": float(b["scores"][row]),
+            "score": float(scores[row]),
         }
         line |= {name: [round(value, 4) for value in x[i, :length].tolist()] for name, x in columns.items()}
         lines.append(line)
@@ -2243,9 +2249,20 @@ def save_tokens(run, update, model, tokenizer, b, rows, columns):
 
 
 def token_pieces(tokenizer, ids):
-    """The text that each token adds. Decoding each token by itself would lose spaces with some tokenizers."""
-    texts = [tokenizer.decode(ids[:end]) for end in range(len(ids) + 1)]
-    return [text[len(before) :] for before, text in zip(texts, texts[1:])]
+    """The text that each token adds. Decoding each token by itself would lose spaces with some tokenizers.
+
+    A character of several tokens belongs to the last of them.
+    """
+    pieces = []
+    shown = ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end])
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
+            pieces.append("")  # not a whole character yet
+        else:
+            pieces.append(text[len(shown) :])
+            shown = text
+    return pieces
 
 
 def health_warnings(metrics, args, new_word):
@@ -2347,7 +2364,7 @@ def report_evaluation(run, before, after):
         "policy/entropy_avg": "entropy, nats per token",
         "loss/value_avg": "value loss",
     }
-    run.plot(titles, set_points={"objective/kl": args.kl_target})
+    run.plot(titles, targets={"objective/kl": args.kl_target})
 
 
 # ---- Command line ------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from statistics import mean, median, stdev
 ROOT = Path(__file__).resolve().parent
 BANDS = ROOT / "results/reference_bands.json"
 MAX_POINTS = 300  # per curve, so that the page stays small
-MAX_PAIRS = 300  # answers before and after, per run
+MAX_PAIRS = 600  # answers before and after, per run
 MAX_TOKEN_LINES = 48  # responses in the token microscope, per run
 MAX_BYTES = 2_000_000
 
@@ -149,18 +149,26 @@ def read_lines(folder, name):
     for path, opener in ((folder / name, open), (folder / f"{name}.gz", gzip.open)):
         if path.exists():
             with opener(path, "rt") as file:
-                return [json.loads(line) for line in file if line.endswith("\n")]
+                lines = [line for line in file if line.endswith("\n")]
+            return [parse(path, line) for line in lines]
     return []
 
 
 def read_json(folder, name):
     path = folder / name
-    return json.loads(path.read_text()) if path.exists() else {}
+    return parse(path, path.read_text()) if path.exists() else {}
+
+
+def parse(path, text):
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise SystemExit(f"{path} is damaged: {error}") from error
 
 
 def read_run(folder):
     """A run folder -> Run. Exits with one line if it is none."""
-    folder = Path(folder)
+    folder = Path(folder).resolve()
     metrics = read_lines(folder, "metrics.jsonl")
     if not metrics:
         raise SystemExit(f"{folder}: no metrics.jsonl. A run is a folder that one of the scripts wrote")
@@ -169,7 +177,7 @@ def read_run(folder):
     args = about.get("args", {})
     run = Run(
         folder=folder,
-        name=f"{folder.parent.name}/{folder.name}" if folder.parent.name else folder.name,
+        name=f"{folder.parent.name}/{folder.name}",
         script=Path(command[0]).stem,
         args=args,
         about=about,
@@ -247,6 +255,7 @@ def early_and_late(run, metric):
 def find_problems(run):
     """What looks wrong in a run, the most direct evidence first. -> list of Finding"""
     checks = [
+        check_numbers,
         check_sampling,
         check_kl_sign,
         check_first_kl,
@@ -272,12 +281,30 @@ def find_problems(run):
     return found
 
 
+def check_numbers(run):
+    bad = Counter()
+    for row in run.metrics:
+        bad.update(metric for metric, x in row.items() if isinstance(x, float) and not math.isfinite(x))
+    if not bad:
+        return None
+    counts = ", ".join(f"{metric} in {count}" for metric, count in bad.most_common(4))
+    return Finding(
+        "Some numbers are not finite",
+        f"Of {len(run.metrics)} updates: {counts}.",
+        [
+            "the learning rate is too high",
+            "a product overflows: use --dtype float32, and look for logarithms of 0",
+            "a reward function returns nan",
+        ],
+        "not-finite",
+    )
+
+
 def check_sampling(run):
     gaps = run.values("sampling/logprob_gap_mean")
     if not gaps:
         return None
-    in_bf16 = run.args.get("dtype") != "float32" or run.args.get("bf16")
-    limit = 0.1 if in_bf16 else 0.001
+    limit = 0.1 if may_use_bf16(run) else 0.001
     if max(gaps) <= limit:
         return None
     return Finding(
@@ -294,16 +321,27 @@ def check_sampling(run):
     )
 
 
+def may_use_bf16(run):
+    """True unless the flags say float32: "auto" depends on the machine."""
+    return run.args.get("dtype") != "float32" or bool(run.args.get("bf16"))
+
+
 def check_kl_sign(run):
+    """By chance, the mean of a batch may be negative. The mean of a tenth of the run may not."""
     values = run.values("objective/kl")
-    if not values or min(values) > -0.3:
+    if not values:
         return None
-    worst = min(values)
+    window = math.ceil(len(values) / 10)
+    means = [mean(values[i : i + window]) for i in range(len(values) - window + 1)]
+    worst = min(means)
+    noise = stdev(values) / window**0.5 if len(values) > 1 else 0.0
+    if worst > -max(0.1, 3 * noise):
+        return None
     negative = mean(x < 0 for x in values)
     return Finding(
         "The KL is negative",
-        f"Down to {worst:.3g} nats per response, and negative in {negative:.0%} of the updates. By chance, a "
-        "batch's mean is only slightly negative.",
+        f"In the mean of {window} updates it is as low as {worst:.3g} nats per response. It is negative in "
+        f"{negative:.0%} of all updates.",
         [
             "the tokens are not sampled from the distribution that is scored: temperature, top-k, top-p",
             "tokens after the end of the response are counted",
@@ -314,12 +352,13 @@ def check_kl_sign(run):
 
 
 def check_first_kl(run):
-    rows = [row for row in run.metrics if row.get("update") == 1 and "objective/kl" in row]
-    if not rows or abs(rows[0]["objective/kl"]) < 0.01:
+    first = [number(row.get("objective/kl")) for row in run.metrics if row.get("update") == 1]
+    limit = 0.2 if may_use_bf16(run) else 0.01
+    if not first or first[0] is None or abs(first[0]) < limit:
         return None
     return Finding(
         "The KL is not 0 in the first update",
-        f"It is {rows[0]['objective/kl']:.3g} nats per response, before anything was trained.",
+        f"It is {first[0]:.3g} nats per response, before anything was trained.",
         [
             "the reference is not the initial policy: another checkpoint, or an adapter left on",
             "dropout is on in one of the two",
@@ -372,13 +411,15 @@ def check_step_size(run):
             ],
             "policy-does-not-move",
         )
-    too_far = variance and part_mean(variance, 0, 1) > 0.5
-    too_much_clipped = clipped and part_mean(clipped, 0, 1) > 0.35
-    if too_far or too_much_clipped:
+    evidence = []
+    if variance and mean(variance) > 0.5:
+        evidence.append(f"The variance of the ratio is {mean(variance):.2g} in the mean of all updates.")
+    if clipped and mean(clipped) > 0.35:
+        evidence.append(f"{mean(clipped):.0%} of the ratios are clipped.")
+    if evidence:
         return Finding(
             "The steps are too large",
-            f"In the mean, the variance of the ratio is {mean(variance):.2g} and {mean(clipped):.0%} of the "
-            "ratios are clipped.",
+            " ".join(evidence),
             [
                 "the learning rate is too high, or there are too many epochs per batch",
                 "old log-probabilities are stale: of another model, an earlier update or another temperature",
@@ -402,29 +443,38 @@ def score_gain(run):
     return (late - early) / max(part_mean(spread, 0, 0.1), 1e-8)
 
 
-def gain_is_clear(run):
-    """True if the score rose by more than two standard errors: on held-out prompts, or else in training."""
+def clear_change(run):
+    """1 if the score rose by more than two standard errors, -1 if it fell by as much, else 0.
+
+    On held-out prompts if there are any, or else on the batches.
+    """
     both = [pair for pair in run.pairs if None not in (pair["score"], pair["score after"])]
     if len(both) > 1:
         gains = [pair["score after"] - pair["score"] for pair in both]
-        return mean(gains) > 2 * stdev(gains) / len(gains) ** 0.5
-    values = run.values("objective/scores")
-    early, late = early_and_late(run, "objective/scores")
-    last = values[int(0.8 * len(values)) :]
-    num_early = math.ceil(0.05 * len(values))
-    error = stdev(last) * (1 / num_early + 1 / len(last)) ** 0.5
-    return late - early > 2 * error
+        change, error = mean(gains), stdev(gains) / len(gains) ** 0.5
+    else:
+        values = run.values("objective/scores")
+        last = values[int(0.8 * len(values)) :]
+        if len(last) < 2:
+            return 0
+        early, late = early_and_late(run, "objective/scores")
+        num_early = math.ceil(0.05 * len(values))
+        change, error = late - early, stdev(last) * (1 / num_early + 1 / len(last)) ** 0.5
+    if abs(change) <= 2 * error:
+        return 0
+    return 1 if change > 0 else -1
 
 
 def check_score(run):
     gain = score_gain(run)
     if gain is None or gain > 0.15 or len(run.metrics) < 10:
         return None
-    if gain_is_clear(run) or is_in_band(run, "objective/scores"):
+    change = clear_change(run)
+    if change == 1 or is_in_band(run, "objective/scores"):
         return None
     early, late = early_and_late(run, "objective/scores")
     evidence = f"It was {early:.3g} in the first updates and {late:.3g} in the last fifth of the run"
-    if gain < -0.15:
+    if change == -1 and gain < -0.15:
         return Finding(
             "The score falls",
             f"{evidence}, {-gain:.1f} standard deviations of the reward less.",
@@ -435,7 +485,7 @@ def check_score(run):
             ],
             "score-falls",
         )
-    early_kl, late_kl = early_and_late(run, "objective/kl")
+    _, late_kl = early_and_late(run, "objective/kl")
     causes = [
         "rewards reach the wrong responses or tokens: on padding, off by one, shuffled",
         "the learning rate is too low, or the run too short",
@@ -450,24 +500,29 @@ def check_score(run):
 
 
 def check_gold_score(run):
-    early, late = early_and_late(run, "judge/scores")
+    """Compare the end with the best tenth of the run. Noise alone must not look like a fall."""
     values = run.values("judge/scores")
     gain = score_gain(run)
-    if values and gain is not None and gain > 0.15:
-        window = max(1, len(values) // 10)
-        means = [mean(values[i : i + window]) for i in range(len(values) - window + 1)]
-        best = max(means)
-        if best - late > 0.3 * max(best - early, 1e-8) and best - late > 0.1:
-            return Finding(
-                "The score rises, and the gold score falls",
-                f"The gold score reached {best:.3g} and ended at {late:.3g}, while the score rose.",
-                [
-                    "the reward model is too weak: the policy has found what it gets wrong",
-                    "the policy is too far from its reference: raise the KL coefficient, or stop earlier",
-                ],
-                "over-optimization",
-            )
-    return None
+    if len(values) < 10 or gain is None or gain < 0.15:
+        return None
+    window = math.ceil(len(values) / 10)
+    means = [mean(values[i : i + window]) for i in range(len(values) - window + 1)]
+    steps = [after - before for before, after in zip(values, values[1:])]
+    error = stdev(steps) / 2**0.5 * (2 / window) ** 0.5  # of the difference of two means
+    best, late = max(means), means[-1]
+    fall = best - late
+    # 4 standard errors, because the best one of many means is above the truth
+    if fall < 4 * error or fall < 0.3 * (best - means[0]):
+        return None
+    return Finding(
+        "The score rises, and the gold score falls",
+        f"The gold score reached {best:.3g} and ended at {late:.3g}, while the score rose.",
+        [
+            "the reward model is too weak: the policy has found what it gets wrong",
+            "the policy is too far from its reference: raise the KL coefficient, or stop earlier",
+        ],
+        "over-optimization",
+    )
 
 
 def check_words(run):
@@ -475,7 +530,8 @@ def check_words(run):
     new_word_shares = run.values("completions/new_word_share") or [0.0]
     share = word.get("after", part_mean(new_word_shares, 0.8, 1))
     share_before = word.get("before", part_mean(new_word_shares, 0, 0.05))
-    spreads = share > 0.15 and share > 2 * share_before
+    enough = run.evaluation.get("n", 100) * share >= 10  # responses
+    spreads = share > 0.15 and share > 2 * share_before and enough
     early, late = distinct_pairs(run)
     repeats = early is not None and late < 0.75 * early and not is_in_band(run, "completions/distinct_2")
     if not (spreads or repeats):
@@ -514,7 +570,7 @@ def distinct_pairs(run):
 
 def check_coefficient(run):
     target = run.target("objective/kl")
-    rows = [row for row in run.metrics if "objective/kl" in row and "objective/kl_coef" in row]
+    rows = [row for row in run.metrics if {"objective/kl", "objective/kl_coef"} <= row.keys()]
     if not target or len(rows) < 10:
         return None
     against = []  # for each update with a clear error: does the coefficient move against it?
@@ -539,13 +595,12 @@ def check_coefficient(run):
 
 def check_kl_target(run):
     target = run.target("objective/kl")
-    values = run.values("objective/kl")
-    if not target or len(values) < 10:
+    values, coefficients = run.values("objective/kl"), run.values("objective/kl_coef")
+    if not target or len(values) < 10 or not coefficients:
         return None
     late = part_mean(values, 0.5, 1)
     if late < 1.3 * target:
         return None
-    coefficients = run.values("objective/kl_coef")
     causes = [
         "the coefficient starts too low, or --kl-horizon is too long for a run of this length",
         "the learning rate is too high",
@@ -565,7 +620,6 @@ def check_entropy(run):
     if early is None or early <= 0:
         return None
     change = late / early
-    gain = score_gain(run) or 0
     if change > 1.6:
         return Finding(
             "The entropy rises",
@@ -577,7 +631,7 @@ def check_entropy(run):
             ],
             "entropy-rises",
         )
-    if change < 0.25 and gain < 0.5:
+    if change < 0.25 and score_gain(run) is not None and clear_change(run) < 1:
         return Finding(
             "The entropy collapses",
             f"From {early:.3g} to {late:.3g} nats per token, without a gain in score.",
@@ -614,8 +668,7 @@ def check_endings(run):
 
 def check_lengths(run):
     early, late = early_and_late(run, "completions/mean_length")
-    gain = score_gain(run)
-    if early is None or gain is None or run.script == "grpo_math":
+    if early is None or run.script == "grpo_math":  # worked steps are longer than bare answers
         return None
     if late < 0.5 * early:
         return Finding(
@@ -700,7 +753,9 @@ def check_band(run):
 
 
 def has_flags_of_band(run):
-    """True if there is a band, and its runs had the same flags."""
+    """True if there is a band, and its runs had the same flags. They had one process each."""
+    if run.about.get("world_size", 1) != 1:
+        return False
     shared = (set(run.args) & set(run.band_args)) - MAY_DIFFER
     return bool(run.band and run.args) and all(run.args[name] == run.band_args[name] for name in shared)
 
@@ -726,9 +781,9 @@ def distance_from_band(run, metric):
 
 def last_value_and_band(run, metric):
     """The last value that can be compared. -> value, 5 %, 95 %"""
-    by_update = {row["update"]: row.get(metric) for row in run.metrics}
+    by_update = {row["update"]: number(row.get(metric)) for row in run.metrics}
     band = run.band[metric]
-    i = max(i for i, update in enumerate(band["update"]) if update in by_update)
+    i = max(i for i, update in enumerate(band["update"]) if by_update.get(update) is not None)
     return by_update[band["update"][i]], band["5"][i], band["95"][i]
 
 
@@ -737,7 +792,8 @@ def check_loss(run):
     if len(values) < 10:
         return None
     early, late = part_mean(values, 0, 0.05), part_mean(values, 0.8, 1)
-    if late < early:
+    last = values[int(0.8 * len(values)) :]
+    if late < early - 2 * stdev(last) / len(last) ** 0.5:
         return None
     return Finding(
         "The loss does not fall",
@@ -769,7 +825,7 @@ def chart(metric, title, runs, colors):
     if not runs:
         return None
     plot = figure(height=230, sizing_mode="stretch_width", tools="", toolbar_location=None, title=title)
-    band = next((run.band[metric] for run in runs if metric in run.band), None)
+    band = runs[0].band.get(metric)
     if band is not None:
         color = "#bbbbbb"
         plot.varea(band["update"], band["5"], band["95"], color=color, alpha=0.4)
@@ -836,11 +892,11 @@ def samples_over_time(run):
     """Responses to the same prompts in several updates. -> list of (prompt, [(update, text, score), ...])"""
     prompts = {}
     for row in run.samples:
-        prompt = row.get("prompt") or row.get("query") or row.get("task") or row.get("last") or ""
-        text = row.get("response") or row.get("model response") or row.get("answer") or row.get("completion")
+        prompt = next((row[name] for name in ("prompt", "query", "task", "last") if name in row), "")
+        texts = [row[name] for name in ("response", "model response", "answer", "completion") if name in row]
         score = next((row[name] for name in row if "score" in name or name.startswith("rewards/")), None)
-        if text is not None:
-            prompts.setdefault(str(prompt), []).append((row["update"], text, number(score)))
+        if texts and "update" in row:
+            prompts.setdefault(str(prompt), []).append((row["update"], texts[0], number(score)))
     return list(prompts.items())
 
 
@@ -875,6 +931,9 @@ def page(runs):
     except ImportError as error:
         raise SystemExit(f"report.py needs bokeh and jinja2: pip install bokeh jinja2 ({error})") from error
 
+    for i, run in enumerate(runs):  # names are keys of colors
+        if run.name in [other.name for other in runs[:i]]:
+            run.name = f"{run.name} ({i + 1})"
     colors = {run.name: Category10[10][i % 10] for i, run in enumerate(runs)}
     plots = {}  # name -> Bokeh figure
     groups = []  # (title, list of (name of the plot, help))
@@ -920,8 +979,9 @@ def page(runs):
         colors=colors,
         script=script,
         bokeh=Resources(mode="inline", components=["bokeh"]).render_js(),
-        data=json.dumps(data).replace("</", "<\\/"),
+        data=json.dumps(data).replace("<", "\\u003c"),
         style=STYLE,
+        max_pairs=MAX_PAIRS,
         program=PROGRAM,
     )
 
@@ -945,12 +1005,17 @@ def comparison(run):
     before, after = run.evaluation.get("before"), run.evaluation.get("after")
     if not isinstance(before, dict) or not isinstance(after, dict):
         return []
-    return [(name, before[name], after[name]) for name in before if name in after]
+    names = [
+        name for name in before if number(before[name]) is not None and number(after.get(name)) is not None
+    ]
+    return [(name, before[name], after[name]) for name in names]
 
 
 def describe_findings(run):
     """The findings as text for the screen."""
     findings = find_problems(run)
+    if not findings and len(run.metrics) < 10:
+        return f"{run.name}: too few updates to judge ({len(run.metrics)})"
     if not findings:
         return f"{run.name}: nothing looks wrong"
     lines = [f"{run.name}: {len(findings)} findings"]
@@ -1121,7 +1186,10 @@ TEMPLATE = """<!doctype html>
 {% for view in views %}
 {% if runs | length > 1 %}<h3>{{ view.run.name }}</h3>{% endif %}
 {% if not view.findings %}
-<p class="healthy">Nothing looks wrong in the numbers. Read the answers all the same.</p>
+{% if view.run.metrics | length < 10 %}
+<p class="note">Too few updates to judge: {{ view.run.metrics | length }}.</p>
+{% else %}<p class="healthy">Nothing looks wrong in the numbers. Read the answers all the same.</p>{% endif %}
+
 {% endif %}
 {% for finding in view.findings %}
 <div class="finding"><b>{{ finding.title }}.</b> {{ finding.evidence }}<br>Likely causes:
@@ -1158,6 +1226,7 @@ TEMPLATE = """<!doctype html>
 </div>
 {% if view.run.pairs %}
 <h3>Answers to the same prompts</h3>
+<p class="note">{{ [view.run.pairs | length, max_pairs] | min }} of {{ view.run.pairs | length }}</p>
 <div class="pairs" data-run="{{ loop.index0 }}" data-count="8">Sort by <select></select>
 <div class="list"></div><button>Show more</button></div>
 {% else %}
@@ -1167,8 +1236,8 @@ TEMPLATE = """<!doctype html>
 
 <h2 id="curves">Curves</h2>
 <p>{% for run in runs %}<b style="color: {{ colors[run.name] }}">&#9632;</b> {{ run.name }} {% endfor %}
-{% if runs[0].band %}<b style="color: #bbbbbb">&#9632;</b> 5 to 95 % of healthy seeds of
-{{ runs[0].script }}.py {{ runs[0].args.recipe }}{% endif %}</p>
+{% if runs[0].band %}<b style="color: #bbbbbb">&#9632;</b> 5 to 95 % of healthy runs of
+{{ runs[0].script }}.py {{ runs[0].args.recipe }}, with its default flags{% endif %}</p>
 {% for group, charts in groups if charts %}
 <h3>{{ group }}</h3>
 <div class="charts">
@@ -1178,7 +1247,8 @@ TEMPLATE = """<!doctype html>
 
 <h2 id="tokens">Tokens</h2>
 <p class="note">Responses that the policy learned from, token by token. Point at a token or tap it to see its
-numbers. reward: the KL penalty, and on the last token the score. KL: log-probability minus the reference's.
+numbers. reward: the KL penalty, and on the last token the score. KL: the log-ratio, log-probability minus the
+reference's.
 value: what the critic expected. return: what came. ratio, entropy: after the update.</p>
 {% for view in views %}
 {% if runs | length > 1 %}<h3>{{ view.run.name }}</h3>{% endif %}

@@ -563,7 +563,7 @@ def train(args):
         run.write_evaluation(evaluation)
         save_reward_model(model.model, tokenizer, args, run.folder / "model")
         titles = {"loss": "loss", "accuracy": "accuracy on the batch", "lr": "learning rate"}
-        run.plot(titles, set_points={})
+        run.plot(titles, targets={})
     run.finish()
     return model.model, run.folder
 
@@ -1503,25 +1503,26 @@ class Run:
         numbers = {name: x for name, x in numbers.items() if isinstance(x, (int, float))}
         self.accelerator.log(numbers, step=self.updates)
 
-    def plot(self, titles, set_points):
-        """curves.png: metrics over the updates, each value and the mean of the last ones.
+    def plot(self, titles, targets):
+        """curves.png: metrics over the updates, each value, and the mean of the last 5 % of the run.
 
-        titles: metric -> title with the unit; set_points: metric -> value to draw as a dashed line, or None
+        titles: metric -> title with the unit; targets: metric -> value to draw as a dashed line, or None
         """
         from matplotlib.figure import Figure
 
-        rows = [json.loads(line) for line in open(self.folder / "metrics.jsonl")]
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         window = max(1, len(rows) // 20)
         figure = Figure(figsize=(4 * len(titles), 3.2), layout="constrained")
         figure.suptitle(f"{SCRIPT}.py {self.args.recipe}, seed {self.args.seed}")
-        for axis, (name, title) in zip(figure.subplots(1, len(titles)), titles.items()):
+        axes = figure.subplots(1, len(titles), squeeze=False)[0]
+        for axis, (name, title) in zip(axes, titles.items()):
             points = [(row["update"], row[name]) for row in rows if name in row]
             updates = [update for update, _ in points]
             values = [value for _, value in points]
             last_values = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
             axis.plot(updates, values, color="tab:blue", alpha=0.3)
             axis.plot(updates, [sum(part) / len(part) for part in last_values], color="tab:blue")
-            target = set_points.get(name)
+            target = targets.get(name)
             if target is not None:
                 axis.axhline(target, color="gray", linestyle="--", label=f"target {target:g}")
                 axis.legend()

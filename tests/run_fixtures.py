@@ -29,10 +29,10 @@ def signal_handlers():
         yield
 
 
-def check_names(run, titles, set_points):
+def check_names(run, titles, targets):
     """In place of Run.plot, whose drawing takes longer than a small run: only check that it could draw."""
     assert all(name in row for row in rows_of(run.folder) for name in titles)
-    assert set(set_points) <= set(titles)
+    assert set(targets) <= set(titles)
     (run.folder / "curves.png").touch()
 
 

@@ -329,10 +329,34 @@ def test_the_speed_tables_are_those_of_the_files(capsys):
 
 
 def test_the_ratios_of_the_readme_are_those_of_the_speed_page():
+    """With one significant digit."""
     table = README.split("\n## Speed")[1].split("\n## ")[0]
-    ratios = re.findall(r"\d+\.\d\d(?= *[;|])", table)
-    assert ratios
-    assert all(f"| {ratio} (" in DOCS["speed"] for ratio in ratios)
+    ratios = re.findall(r"(?<=[|;] )\d+(?= *[;|])", table)
+    assert len(ratios) == 8
+    exact = [float(ratio) for ratio in re.findall(r"\| (\d+\.\d\d) \(", DOCS["speed"])]
+    assert {int(ratio) for ratio in ratios} <= {round(ratio) for ratio in exact}
+
+
+def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
+    """The first four answers; known faults and those that notice them; blind faults; kills."""
+    lines = (ROOT / "results/ppo-sentiment-tiny/seed1/evaluation_samples.jsonl").read_text().splitlines()
+    rows = re.findall(r"^\| (.*\*\*) \| (\*\*.*\*\*) \| (\S+) → (\S+) \|$", README, re.M)
+    assert len(rows) == 4
+    for line, (before, after, *scores) in zip(map(json.loads, lines), rows):
+        plain = " ".join(before.replace("**", " ").split()).replace(" ", "")
+        assert plain == (line["prompt"] + line["before"]).replace(" ", "")
+        assert after.strip("*") == line["after"].strip()
+        assert scores == [f"{line['score']:.1f}", f"{line['score after']:.1f}"]
+
+    faults = [json.loads(line) for line in open(ROOT / "tests/faults/mutations.jsonl")]
+    assert f"all {len(faults)} known faults" in README and all(fault["killed_by"] for fault in faults)
+    kills = [json.loads(line) for line in open(ROOT / "results/reliability/kills.jsonl")]
+    assert f"{len(kills)} kills" in README and all(kill["same"] for kill in kills)
+    noticed = []
+    for path in sorted((ROOT / "results/blind-faults").glob("*.outcomes.jsonl")):
+        outcomes = [json.loads(line) for line in path.read_text().splitlines()]
+        noticed.append(sum(outcome["killed_by"] is not None for outcome in outcomes))
+    assert f"{', '.join(map(str, noticed[:-1]))} and {noticed[-1]} on the first try" in README
 
 
 # ---- Ablations ---------------------------------------------------------------------------------------------
@@ -468,9 +492,10 @@ def tracked_pages():
 
 
 def anchors(page):
-    """The anchors that GitHub makes of the headings."""
+    """The anchors that GitHub makes of the headings, and those that are written out."""
     headings = re.findall(r"^#+ (.+)$", page, re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    made = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return made | set(re.findall(r'<a id="([^"]+)">', page))
 
 
 @pytest.mark.parametrize("name", tracked_pages())

@@ -1,10 +1,12 @@
 """report.py: what it finds in committed runs, and the page in a real browser."""
 
 import json
+import math
 import re
 import shutil
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -55,12 +57,31 @@ def write_run(folder, args=(), **columns):
     return folder
 
 
+def noise(size):
+    """The same random numbers in each test, one per update."""
+    values = np.random.default_rng(0).normal(0, size, 100)
+    return lambda x: values[round(99 * x)].item()
+
+
 CASES = {  # a change of a healthy run -> title of what is found, or None
     "healthy": ({}, {}, None),
     "sampler": ({"sampling__logprob_gap_mean": lambda x: 0.02}, {}, "Rollout and update compute"),
     "sampler in bf16": ({"sampling__logprob_gap_mean": lambda x: 0.02}, {"dtype": "bfloat16"}, None),
     "KL negative": ({"objective__kl": lambda x: -2 * x}, {}, "The KL is negative"),
-    "KL by chance negative": ({"objective__kl": lambda x: -0.1 * (x > 0)}, {}, None),
+    "KL by chance negative": ({"objective__kl": lambda x: (-1) ** round(99 * x) * (x > 0)}, {}, None),
+    "not finite": (
+        {"loss__policy_avg": lambda x: math.nan if x > 0.5 else 0.0},
+        {},
+        "Some numbers are not finite",
+    ),
+    "flat and noisy": ({"objective__scores": noise(1.0)}, {}, "The score does not rise"),
+    "gold score, flat and noisy": ({"judge__scores": noise(0.3)}, {}, None),
+    "gold score falls": (
+        {"judge__scores": lambda x: 2 * x if x < 0.5 else 1 - 2 * (x - 0.5)},
+        {},
+        "The score rises, and the gold score falls",
+    ),
+    "loss, noisy, falls a little": ({"loss": lambda x: 2 - 0.2 * x + noise(0.05)(x)}, {}, None),
     "KL at the start": ({"objective__kl": lambda x: 0.4}, {}, "The KL is not 0 in the first update"),
     "equal rewards": ({"env__reward_std": lambda x: 0.0}, {}, "All rewards are equal"),
     "equal groups": ({"frac_reward_zero_std": lambda x: 0.9}, {}, "Most groups have equal rewards"),
@@ -163,6 +184,38 @@ def test_healthy_runs_excuse_what_a_limit_would_not(tmp_path, monkeypatch):
 def test_no_run(tmp_path):
     with pytest.raises(SystemExit, match="no metrics.jsonl"):
         report.main([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "missing", ["policy/clipfrac_avg", "objective/kl_coef", "objective/scores", "env/reward_std"]
+)
+def test_metrics_may_be_missing(tmp_path, missing):
+    """A run of another version: no check needs a metric that it did not ask for."""
+    columns = dict(
+        objective__kl=lambda x: 20 * x, objective__kl_coef=lambda x: 0.1, val__ratio_var=lambda x: 3.0
+    )
+    columns |= dict(policy__clipfrac_avg=lambda x: 0.5)
+    folder = write_run(tmp_path / "run", {"kl_target": 4.0}, **columns)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{name: x for name, x in row.items() if name != missing or row["update"] == 3} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "The steps are too large" in [
+        finding.title for finding in report.find_problems(report.read_run(folder))
+    ]
+
+
+def test_few_updates_are_not_called_healthy(tmp_path, capsys):
+    folder = write_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text('{"update": 1, "objective/scores": 0.5}\n')
+    report.main([str(folder), "--diagnose"])
+    assert "too few updates to judge (1)" in capsys.readouterr().out
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text('{"update": \n{"update": 2}\n')
+    with pytest.raises(SystemExit, match="metrics.jsonl is damaged"):
+        report.read_run(folder)
 
 
 def test_diagnose_prints_findings(capsys):

@@ -7,9 +7,11 @@ import pytest
 from conftest import SCRIPTS
 from matplotlib.figure import Figure
 
+pytest_plugins = ["run_fixtures"]
+
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_what_is_drawn(scripts, tmp_path, monkeypatch, name):
+def test_what_is_drawn(scripts, curves, tmp_path, monkeypatch, name):
     """Each value, the mean of the last twentieth, the target, and only updates that have the metric."""
     rows = [{"update": update, "a": update**2} for update in range(1, 41)]
     rows[30]["b"] = 5.0

@@ -173,7 +173,7 @@ if rank == "1":  # one process is late after the run folder was chosen
     accelerate.utils.broadcast_object_list = late_broadcast
 for name, script, words in json.load(open("jobs.json")):
     module = importlib.import_module(script)
-    module.Run.plot = lambda *_: None
+    module.Run.plot = lambda *_, **__: None
     accelerate.state.AcceleratorState._reset_state()  # each run configures accelerate anew
     code = 0
     if name == "failing":

@@ -99,3 +99,29 @@ def test_token_pieces_keep_spaces(scripts):
             return "".join(["▁The", "▁film", "s", "."][i] for i in ids).replace("▁", " ").removeprefix(" ")
 
     assert scripts["rloo_tldr"].token_pieces(Tokenizer(), [0, 1, 2, 3]) == ["The", " film", "s", "."]
+
+
+def test_characters_of_several_tokens_stay_whole(scripts):
+    """Each byte is a token. The last character is cut off, and stays visible as such."""
+
+    class Bytes:
+        def decode(self, ids):
+            return bytes(ids).decode(errors="replace")
+
+    text = "é🎉b"
+    pieces = scripts["rloo_tldr"].token_pieces(Bytes(), list(text.encode()))
+    assert pieces == ["", "é", "", "", "", "🎉", "b"]
+    assert scripts["rloo_tldr"].token_pieces(Bytes(), list("aé".encode())[:-1]) == [
+        "a",
+        "\N{REPLACEMENT CHARACTER}",
+    ]
+
+
+@pytest.mark.parametrize("name", PPO)
+def test_the_score_is_what_was_paid(scripts, small, name):
+    """After clipping: it is part of the last reward."""
+    _, lines, _ = all_lines(scripts, small, name, score_clip=0.05, kl_coef=0.0, kl_target=None)
+    assert all(abs(line["score"]) <= 0.0501 for line in lines)
+    assert [line["reward"][-1] for line in lines] == pytest.approx(
+        [line["score"] for line in lines], abs=1e-3
+    )

@@ -1,0 +1,749 @@
+"""The failure gallery: real runs of the defaults, each with one fault put in, and docs/debugging.md about them.
+
+    python benchmarks/gallery.py run --jobs 2    # the runs that are not there yet; all of them within an hour
+    python benchmarks/gallery.py write           # docs/debugging.md and its pictures
+
+A fault is one of tests/faults/known_faults.py, by its name, a change of the source, or a bad setting. Each run stops as
+soon as it has shown its fault; until then it has the learning rates of a whole run, so that its curves can be compared
+with the healthy band. results/gallery/NAME: metrics, samples and tokens of the run.
+"""
+
+import argparse
+import gzip
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+GALLERY = ROOT / "results/gallery"
+PICTURES = ROOT / "docs/gallery"
+KEPT = ("metrics.jsonl", "samples.jsonl", "tokens.jsonl")
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/faults")]
+
+
+@dataclass
+class Entry:
+    """One fault of the gallery."""
+
+    name: str  # of its folder and heading
+    title: str
+    script: str
+    see: str  # what one sees
+    why: str
+    fix: str
+    fault: str = ""  # the name of a known fault
+    change: tuple = ()  # or: function, old text, new text
+    flags: dict = field(default_factory=dict)
+    updates: int = 60
+    metrics: tuple = ("objective/scores", "objective/kl", "policy/entropy_avg", "val/ratio_var")
+    met_by: str = ""  # who reported it
+    no_ratio_check: bool = False  # the script would refuse to go on after its first update
+    existing: str = ""  # a folder of results/ with a whole run; nothing is run
+
+
+PPO = "ppo_sentiment"
+ENTRIES = [
+    Entry(
+        name="score-after-the-last-token",
+        title="The score is paid on padding",
+        script=PPO,
+        fault="the score after the last token",
+        see="The score stays where it was, and the KL hardly grows: there is little to learn from. In the token view, most last tokens have no reward.",
+        why="The score is added one position after the last token. That position is padding unless the response has "
+        "the full length, so most scores are cut off by the mask, and what is left is the KL penalty.",
+        fix="Add the score at index length - 1. In the token view, the last token of each line must have a large reward.",
+        met_by="[trl#3750](https://github.com/huggingface/trl/issues/3750) ([trap 15](implementation_details.md#15-the-score-after-eos-or-on-a-pad)).",
+    ),
+    Entry(
+        name="score-on-every-token",
+        title="The score is paid on every token",
+        script=PPO,
+        fault="the score at every token",
+        see="The score rises as in a healthy run, so it hides the fault. The value loss is a hundred times as large, and the KL goes to 90: its penalty is small beside a score that is paid a dozen times.",
+        why="A score for the whole response becomes a reward per token, so a return grows with the number of tokens that "
+        "are left.",
+        fix="Pay the score once. In the token view only the last token may be deep blue.",
+        metrics=("objective/scores", "objective/kl", "loss/value_avg", "objective/rlhf_reward"),
+    ),
+    Entry(
+        name="hidden-states-off-by-one",
+        title="Log-probabilities one token to the right",
+        script=PPO,
+        fault="hidden states one to the right",
+        see="The log-probabilities of rollout and update differ by several nats per token from the first update on. "
+        "The ratio is 1 all the same, because old and new are wrong in the same way.",
+        why="The hidden state before a token predicts it. Here the state after the token is used.",
+        fix="hidden[:, -T - 1 : -1] belongs to the T tokens of the response.",
+        metrics=("sampling/logprob_gap_mean", "objective/scores", "objective/kl", "policy/entropy_avg"),
+        updates=40,
+    ),
+    Entry(
+        name="gae-forwards",
+        title="GAE runs forwards in time",
+        script=PPO,
+        fault="gae forwards in time",
+        see="The score does not rise, the KL hardly grows, and the value loss is small and flat: most of the credit is lost.",
+        why="The advantage of a token needs that of the next one. Going forwards, it gets that of the previous one, so "
+        "credit flows to tokens that came after the reward was earned.",
+        fix="Loop from the last token to the first.",
+        metrics=("objective/scores", "objective/kl", "loss/value_avg", "policy/entropy_avg"),
+    ),
+    Entry(
+        name="no-mask",
+        title="Padding counts as tokens",
+        script="ppo_dialog",
+        fault="every token of the batch is valid",
+        see="The score looks the same. But entropy and value loss are averaged over padding, where both are small: the entropy is half of that of healthy runs. Such a fault shows only in comparison.",
+        why="The mask of valid tokens is all ones, so positions after a response's end get advantages and losses.",
+        fix="Build the mask from the lengths. Masks from tokens != pad fail if the pad token is also the stop token.",
+        metrics=("objective/scores", "objective/kl", "policy/entropy_avg", "loss/value_avg"),
+    ),
+    Entry(
+        name="kl-sign",
+        title="The KL penalty is a bonus",
+        script=PPO,
+        fault="the KL is a bonus",
+        see="The KL goes to 120 and the entropy doubles. The score rises all the same: read the samples. The adaptive coefficient rises against the KL, and so drives it on.",
+        why="+kl_coef * KL pays the policy for leaving its reference.",
+        fix="reward = -kl_coef * (logprob - ref_logprob), on every token.",
+        metrics=("objective/kl", "objective/kl_coef", "objective/scores", "policy/entropy_avg"),
+    ),
+    Entry(
+        name="no-kl-penalty",
+        title="No KL penalty",
+        script=PPO,
+        flags=dict(kl_coef=0.0, kl_target=None),
+        see="The score rises faster than in a healthy run, the KL far above what a target would allow, and words repeat.",
+        why="Nothing keeps the policy near the language model it began as, so it looks for whatever the classifier likes.",
+        fix="Set --kl-coef and --kl-target, and count words: the score alone looks great.",
+        metrics=("objective/scores", "objective/kl", "completions/distinct_2", "completions/new_word_share"),
+    ),
+    Entry(
+        name="coefficient-the-wrong-way",
+        title="The adaptive KL coefficient moves the wrong way",
+        script=PPO,
+        fault="the adaptive coefficient goes the other way",
+        see="The KL is below its target, and the coefficient rises all the same, ever faster. The score stays behind.",
+        why="The error of the controller has the wrong sign, so it runs away from the target instead of towards it.",
+        fix="coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon.",
+        metrics=("objective/kl", "objective/kl_coef", "objective/scores", "policy/entropy_avg"),
+        flags=dict(kl_horizon=1000),
+        updates=90,
+    ),
+    Entry(
+        name="reference-moves",
+        title="The reference moves with the policy",
+        script=PPO,
+        change=(
+            "train",
+            "        copy_weights(parameters, model)\n        with autocast:\n            check_outputs",
+            "        copy_weights(parameters, model)\n        model.reference.load_state_dict(model.policy.state_dict())\n"
+            "        with autocast:\n            check_outputs",
+        ),
+        see="The KL is exactly 0 although the responses change, so the coefficient falls. The score is higher than that of healthy runs: nothing holds the policy back.",
+        why="The reference shares its weights with the policy, or is updated with it, so there is no penalty at all.",
+        fix="Copy the reference once and freeze it. The KL must grow from 0 within the first updates.",
+        metrics=("objective/kl", "objective/kl_coef", "objective/scores", "completions/distinct_2"),
+    ),
+    Entry(
+        name="stale-old-logprobs",
+        title="Old log-probabilities are stale",
+        script=PPO,
+        change=(
+            "train",
+            'new_logprobs, old_logprobs = mb_logprobs[m], b["logprobs"][rows][m]',
+            'new_logprobs, old_logprobs = mb_logprobs[m], b["ref_logprobs"][rows][m]',
+        ),
+        see="The first update looks right. Then the variance of the ratio, the clipped fraction and the approximate KL are several times those of healthy runs, and the score stays behind.",
+        why="The ratio compares the new policy with the initial one, not with the one that sampled. Soon most tokens are "
+        "clipped, and the rest is weighted wrongly.",
+        fix="Compute old log-probabilities with the policy that sampled, right after the rollout.",
+        metrics=("val/ratio_var", "policy/clipfrac_avg", "policy/approxkl_avg", "objective/scores"),
+    ),
+    Entry(
+        name="advantages-have-the-wrong-sign",
+        title="The loss has the wrong sign",
+        script=PPO,
+        change=("clipped_policy_loss", "torch.max(", "-torch.max("),
+        see="The score does not rise. The KL goes to 190, half of all tokens are clipped, and the entropy swings.",
+        why="The optimizer minimizes. The loss is -advantage * ratio.",
+        fix="Check the sign with one update: log-probabilities of tokens with positive advantages must rise.",
+    ),
+    Entry(
+        name="clip-takes-the-better",
+        title="The clipped loss takes the better of two",
+        script=PPO,
+        fault="the policy loss takes the better of two",
+        see="The variance of the ratio has peaks, the approximate KL is twice as large, and nothing is ever clipped. The score looks healthy.",
+        why="PPO takes the worse of the clipped and the unclipped objective: the larger loss. The smaller one leaves no "
+        "limit on how far a token may move.",
+        fix="torch.max of the two losses, or torch.min of the two objectives.",
+        metrics=("val/ratio_var", "policy/approxkl_avg", "objective/kl", "objective/scores"),
+    ),
+    Entry(
+        name="gradients-are-not-zeroed",
+        title="Gradients are never zeroed",
+        script=PPO,
+        change=("train", "                optimizer.zero_grad()\n", ""),
+        see="The steps are twice as large as in healthy runs, and the KL overshoots its target. The score looks good, so only the comparison tells.",
+        why="Gradients of all earlier minibatches add up.",
+        fix="optimizer.zero_grad() after each step.",
+    ),
+    Entry(
+        name="learning-rate-too-high",
+        title="The learning rate is too high",
+        script=PPO,
+        flags=dict(learning_rate=1e-3),
+        see="The score rises faster than in healthy runs, to twice their gain. But the KL is at 30, the entropy falls to a third, one word is in nine of ten responses, and the variance of the ratio is in the hundreds.",
+        why="20 times the learning rate of the recipe. Adam's step is proportional to it.",
+        fix="Divide it by 10 until the variance of the ratio is below 0.1.",
+    ),
+    Entry(
+        name="learning-rate-too-low",
+        title="The learning rate is too low",
+        script=PPO,
+        flags=dict(learning_rate=5e-8),
+        see="Nothing moves: score, KL and entropy are flat, and the ratio is exactly 1.",
+        why="A thousandth of the learning rate of the recipe.",
+        fix="Raise it until the approximate KL is about 0.01 per update.",
+        metrics=("objective/scores", "objective/kl", "policy/approxkl_avg", "policy/clipfrac_avg"),
+        updates=40,
+    ),
+    Entry(
+        name="dropout-on",
+        title="Dropout is on in rollout and update",
+        script=PPO,
+        change=(
+            "train",
+            "        model.eval()\n",
+            "        model.train()\n        for module in model.modules():\n"
+            "            if isinstance(module, nn.Dropout):\n                module.p = 0.1\n",
+        ),
+        no_ratio_check=True,
+        see="The ratio is not 1 before the first step, the KL is not 0 in the first update, and the log-probabilities of rollout and update differ by 0.6 nats per token. The script refuses to go on; for this run its check was switched off.",
+        why="Each forward pass drops other units, so the same tokens get another probability each time.",
+        fix="Set dropout to 0, in the reference too.",
+        metrics=("val/ratio_var", "sampling/logprob_gap_mean", "objective/kl", "objective/scores"),
+        updates=40,
+    ),
+    Entry(
+        name="wrong-temperature",
+        title="Sampling and scoring use another temperature",
+        script=PPO,
+        fault="no temperature in log-probabilities",
+        flags=dict(temperature=0.7),
+        see="The log-probabilities of rollout and update differ by 0.15 nats per token from the first update on. The score looks better than that of healthy runs, because samples at a low temperature are better; the KL is above its target.",
+        why="Tokens are sampled at 0.7 and scored at 1.0, so they are not samples of the policy that is trained.",
+        fix="Divide the logits by the temperature in both, and in the reference.",
+        metrics=("sampling/logprob_gap_mean", "objective/kl", "objective/entropy", "objective/scores"),
+        updates=40,
+    ),
+    Entry(
+        name="top-k-sampling",
+        title="Top-k in the rollout",
+        script=PPO,
+        change=(
+            "generate",
+            "probs = logits.div_(temperature).softmax(-1)",
+            "logits = logits.div_(temperature)\n"
+            "        cut = logits.topk(3).values[:, -1:]\n"
+            "        probs = logits.masked_fill(logits < cut, -torch.inf).softmax(-1)",
+        ),
+        see="The same as with another temperature: a gap between rollout and update from the first update on, and a score that looks better, because unlikely tokens are never sampled.",
+        why="Tokens outside the top 3 are never sampled, but the loss assumes that they could have been.",
+        fix="Sample from the whole softmax in RL. Top-k, top-p and repetition penalties are for the finished model.",
+        metrics=("sampling/logprob_gap_mean", "objective/kl", "policy/entropy_avg", "objective/scores"),
+        updates=40,
+        met_by="[Trap 12](implementation_details.md#12-top-k-top-p-and-a-minimum-length-make-the-kl-negative) lists the threads.",
+    ),
+    Entry(
+        name="attention-sees-pads",
+        title="The rollout attends to padding",
+        script=PPO,
+        change=(
+            "generate",
+            "    cache = transformers.DynamicCache(config=body.config)\n",
+            "    mask = torch.ones_like(mask)\n    cache = transformers.DynamicCache(config=body.config)\n",
+        ),
+        see="A gap of 0.5 nats per token between rollout and update, and of 15 in the worst token. The score looks healthy: PPO learns all the same from samples of a slightly different policy.",
+        why="Prompts are padded on the left. Without the attention mask, pads are read as tokens, and positions are shifted.",
+        fix="Pass the attention mask and position ids to each forward pass, also while decoding.",
+        metrics=("sampling/logprob_gap_mean", "sampling/logprob_gap_max", "objective/scores", "objective/kl"),
+        updates=40,
+    ),
+    Entry(
+        name="critic-does-not-learn",
+        title="The critic does not learn",
+        script=PPO,
+        flags=dict(vf_coef=0.0),
+        see="The value loss rises instead of falling. Everything else looks healthy: whitened advantages hide a bad baseline.",
+        why="The value loss has weight 0, or the value head is not among the optimizer's parameters.",
+        fix="Watch the value loss against the variance of the returns, not the score.",
+        metrics=("loss/value_avg", "objective/scores", "objective/kl", "policy/clipfrac_avg"),
+    ),
+    Entry(
+        name="reward-hacking",
+        title="The policy exploits the reward",
+        script=PPO,
+        existing="ppo-sentiment-hacked",
+        see="The score rises to twice that of a healthy run. One word is in most of the responses, and they repeat each other.",
+        why="A weak classifier, a KL far above its target, and a coefficient that cannot move within the run.",
+        fix="Raise the KL coefficient, shorten --kl-horizon, train a better reward model, and read the samples.",
+        metrics=("objective/scores", "objective/kl", "completions/distinct_2", "objective/kl_coef"),
+        met_by="The default of this script was such a run once: [the lesson](ppo_sentiment.md#a-higher-score-look-at-the-words).",
+    ),
+    Entry(
+        name="weak-reward-model",
+        title="A weak reward model is over-optimized",
+        script="rloo_tldr",
+        existing="rloo-weak-reward",
+        see="The score rises to the end. The gold score, which the policy is not trained on, rises at first and then falls "
+        "below its start.",
+        why="The reward model learned from few pairs. The policy finds where it is wrong.",
+        fix="More pairs, a larger reward model, a higher KL coefficient, or an earlier end.",
+        metrics=("objective/scores", "judge/scores", "objective/kl", "completions/mean_length"),
+        met_by="Gao et al. 2022, Scaling Laws for Reward Model Overoptimization.",
+    ),
+    Entry(
+        name="groups-mixed-up",
+        title="Groups are read in the wrong order",
+        script="rloo_tldr",
+        fault="groups read prompt by prompt",
+        see="Score and gold score fall, while KL and entropy rise.",
+        why="Responses are ordered as all first ones, then all second ones. Read as neighbors, the baseline of a response is "
+        "that of other prompts, and the advantages come back in another order than the responses.",
+        fix="Keep one order everywhere and assert it: the rows of a group must answer the same prompt.",
+        metrics=("objective/scores", "judge/scores", "objective/kl", "policy/entropy_avg"),
+        updates=40,
+    ),
+    Entry(
+        name="rewards-of-other-responses",
+        title="Rewards belong to other responses",
+        script="grpo_math",
+        change=(
+            "rollout_tasks",
+            'b["scores"] = weighted_sum(rewards, args.reward_weights)  # [k * P]',
+            'b["scores"] = weighted_sum(rewards, args.reward_weights).roll(1)  # [k * P]',
+        ),
+        see="The score does not rise. Entropy and length stay where they were, and the fraction of equal groups does not grow either.",
+        why="Rewards are shifted by one row, so each response is paid for its neighbor.",
+        fix="Look at the token view: does a right answer have the reward of a right answer?",
+        metrics=("objective/scores", "policy/entropy_avg", "frac_reward_zero_std", "completions/mean_length"),
+        updates=40,
+    ),
+    Entry(
+        name="equal-groups",
+        title="Groups without variance",
+        script="grpo_math",
+        flags=dict(temperature=0.1),
+        see="Four of five groups have equal rewards from the start, and nothing is learned for ten updates. What follows comes from the few groups that differ.",
+        why="At temperature 0.1 the responses to a task are alike: all right or all wrong. Their advantages are 0.",
+        fix="Sample at temperature 1, and choose tasks that the policy solves sometimes.",
+        metrics=("frac_reward_zero_std", "objective/scores", "policy/entropy_avg", "completions/mean_length"),
+        updates=40,
+        met_by="DAPO's dynamic sampling (Yu et al. 2025, section 3.2) is about these groups.",
+    ),
+    Entry(
+        name="no-stop-token",
+        title="The rollout waits for a stop token that the model does not use",
+        script="grpo_math",
+        change=(
+            "find_stop_tokens",
+            "(ids | {tokenizer.eos_token_id}) - {None}",
+            '{tokenizer.convert_tokens_to_ids("<|endoftext|>")} - {None}',
+        ),
+        see="All responses are 48 tokens long, the limit. The score starts near 0, because text after the answer makes it wrong, and rises slowly.",
+        why="A chat model ends its turn with another token than EOS. generation_config lists it, tokenizer.eos_token may not.",
+        fix="Stop at all tokens of generation_config.eos_token_id.",
+        metrics=(
+            "completions/clipped_ratio",
+            "completions/mean_length",
+            "objective/scores",
+            "policy/entropy_avg",
+        ),
+        updates=20,
+        met_by="[trl#5338](https://github.com/huggingface/trl/issues/5338) ([trap 16](implementation_details.md#16-a-stop-token-that-is-not-the-tokenizers-eos)).",
+    ),
+    Entry(
+        name="no-chat-template",
+        title="The chat template is missing",
+        script="grpo_math",
+        change=(
+            "render_chat",
+            "return tokenizer.apply_chat_template(\n            messages, tokenize=False, "
+            "add_generation_prompt=add_generation_prompt\n        )",
+            "return plain_text(messages)",
+        ),
+        see="No answer is right, although the supervised model answers every third task. All groups are equal, so nothing is learned.",
+        why="The model saw only rendered chats. The bare text of the task is another kind of text for it.",
+        fix="Render prompts with tokenizer.apply_chat_template(..., add_generation_prompt=True).",
+        metrics=(
+            "objective/scores",
+            "completions/mean_length",
+            "completions/clipped_ratio",
+            "policy/entropy_avg",
+        ),
+        updates=20,
+    ),
+]
+
+
+# ---- Runs --------------------------------------------------------------------------------------------------
+
+
+def faulty_source(entry):
+    """The source of the entry's script with its fault."""
+    from known_faults import FAULTS
+    from mutate import find_function
+
+    source = (ROOT / f"{entry.script}.py").read_text()
+    if entry.fault:
+        [fault] = [fault for fault in FAULTS if fault.name == entry.fault]
+        assert fault.script == entry.script, entry
+        changes = [(fault.function, fault.old, fault.new)]
+    else:
+        changes = [entry.change] if entry.change else []
+    for function, old, new in changes:
+        start, end = find_function(source, function)
+        body = source[start:end]
+        assert body.count(old) == 1, (entry.name, function, body.count(old))
+        source = source[:start] + body.replace(old, new) + source[end:]
+    return source
+
+
+class Enough(Exception):
+    """The run has shown its fault."""
+
+
+def train_faulty(entry, project, output):
+    """Train in this process with the script of a copy of the project. -> None; the run is in the folder output"""
+    sys.path.insert(0, str(project))
+    script = importlib.import_module(entry.script)
+    assert Path(script.__file__).parent == project
+    save = script.Run.checkpoint
+
+    def checkpoint(self, update, *inputs, **extra):
+        save(self, update, *inputs, **extra)
+        if update == entry.updates:
+            raise Enough
+
+    script.Run.checkpoint = checkpoint
+    if entry.no_ratio_check:
+        script.check_first_ratio = lambda *inputs: None
+    flags = dict(recipe="tiny", output_dir=output, num_sample_generations=20, save_every=0)
+    args = replace(script.RECIPES["tiny"], **(flags | entry.flags))
+    try:
+        script.train(args)
+    except Enough:
+        pass
+
+
+def run_one(entry):
+    """Run an entry in a process of its own, with one thread, and keep what report.py needs."""
+    with tempfile.TemporaryDirectory() as folder:
+        project = Path(folder).resolve() / "project"
+        project.mkdir()
+        for path in ROOT.iterdir():  # links, but the script with the fault
+            if path.name not in (f"{entry.script}.py", "runs", "__pycache__"):
+                (project / path.name).symlink_to(path)
+        (project / f"{entry.script}.py").write_text(faulty_source(entry))
+        words = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "train",
+            entry.name,
+            str(project),
+            f"{folder}/run",
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        end = subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True)
+        (GALLERY / entry.name).mkdir(parents=True, exist_ok=True)
+        if not (Path(folder) / "run/metrics.jsonl").exists():
+            raise RuntimeError(f"{entry.name}:\n{end.stdout[-2000:]}{end.stderr[-3000:]}")
+        for name in KEPT:
+            path = Path(folder) / "run" / name
+            if path.exists():
+                with (
+                    open(path, "rb") as source,
+                    gzip.open(GALLERY / entry.name / f"{name}.gz", "wb") as target,
+                ):
+                    shutil.copyfileobj(source, target)
+        about = json.loads((Path(folder) / "run/args.json").read_text())
+        about["command"] = [f"{entry.script}.py"]
+        about["args"]["output_dir"] = entry.name
+        about["last_lines"] = [line for line in end.stdout.splitlines() if "error" in line.lower()][-1:]
+        (GALLERY / entry.name / "args.json").write_text(json.dumps(about, indent=2))
+    print(entry.name, flush=True)
+
+
+def run_all(jobs, only):
+    todo = [entry for entry in ENTRIES if not entry.existing and only in (None, entry.name)]
+    todo = [entry for entry in todo if not (GALLERY / entry.name / "args.json").exists()]
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(run_one, todo))
+
+
+# ---- The page ----------------------------------------------------------------------------------------------
+
+
+SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to know)
+    "rollout-and-update-disagree": (
+        "Rollout and update compute different distributions",
+        "The sampler keeps the log-probabilities that it drew tokens with. Up to rounding, they must be those that the update "
+        "computes for the same tokens: `sampling/logprob_gap_mean` is about 1e-6 in fp32 and 0.01 in bf16. This one number "
+        "finds temperature, top-k, padding, positions, dropout, cache and weight errors.",
+    ),
+    "not-finite": (
+        "Some numbers are not finite",
+        "The scripts skip a step whose gradient is not finite, and stop after five in a row. Other programs go on with NaN.",
+    ),
+    "negative-kl": (
+        "Why is my KL negative?",
+        "The logged KL is a mean of log-probability minus reference log-probability over sampled tokens. Single tokens may be "
+        "negative. The mean over samples of the policy cannot be clearly negative, so the tokens are not samples of the "
+        "policy that is scored, or tokens are counted that were not sampled.",
+    ),
+    "kl-not-zero-at-the-start": (
+        "Why is the KL not 0 at the start?",
+        "Before the first step the policy is the reference. If the KL is not 0, the two are different models, or the same "
+        "model computes different numbers in two passes.",
+    ),
+    "equal-rewards": (
+        "All rewards are equal",
+        "Then all advantages are 0, and only the KL penalty is left. Print a few responses with their rewards.",
+    ),
+    "groups-without-variance": (
+        "Groups without variance",
+        "In RLOO and GRPO, a prompt whose responses are equally good teaches nothing. A few are normal, and at the end of a "
+        "good run there are many: `frac_reward_zero_std`.",
+    ),
+    "policy-does-not-move": (
+        "The policy does not move",
+        "If the approximate KL is exactly 0 after several steps per batch, the optimizer does not change what the rollout uses.",
+    ),
+    "steps-too-large": (
+        "The steps are too large",
+        "The ratio of new to old probability should stay near 1 within an update: variance below 0.1, and less than a third of "
+        "the tokens clipped.",
+    ),
+    "score-falls": (
+        "The score falls",
+        "A policy gradient with the wrong sign falls from the first update. A policy that comes apart rises first, and its "
+        "KL and entropy tell.",
+    ),
+    "score-does-not-rise": (
+        "The reward is flat",
+        "Does the policy move (KL, approximate KL)? If not, the steps are too small. If it does, the reward does not reach the "
+        "tokens that earned it: look at the token view of `report.py`.",
+    ),
+    "over-optimization": (
+        "Is my reward model any good?",
+        "Measure with something that the policy is not trained on: a second classifier (`--judge-model-path`), a gold function "
+        "(`--judge-fn`), or your own eyes. A score that rises proves only that the policy found what the model likes.",
+    ),
+    "reward-hacking": (
+        "It always gives the same answer",
+        "Count words, not only scores: the commonest new word and the fraction of different word pairs are in every final table.",
+    ),
+    "kl-above-target": (
+        "The KL is above its target",
+        "The adaptive coefficient changes by at most 0.2 * episodes / horizon per update. With a long horizon it cannot follow "
+        "within a short run.",
+    ),
+    "kl-coefficient": (
+        "The KL coefficient moves the wrong way",
+        "It must rise while the KL is above its target, and fall while it is below.",
+    ),
+    "entropy-rises": ("The entropy rises", "A policy that is rewarded becomes more certain, not less."),
+    "entropy-collapses": (
+        "The entropy collapses",
+        "An entropy near 0 without a gain in score: the policy says one thing, and can no longer explore.",
+    ),
+    "responses-do-not-end": (
+        "It never stops",
+        "The policy must have learned a stop token before RL, and the rollout must wait for the same one.",
+    ),
+    "lengths": (
+        "The length runs away",
+        "A reward that grows with length, or a penalty per token, moves the length first.",
+    ),
+    "critic": (
+        "The critic gets worse",
+        "Compare the value loss with the variance of the scores. Because advantages are whitened, a useless critic is easy to miss.",
+    ),
+    "outside-the-band": (
+        "Not like healthy runs with the same flags",
+        "`results/reference_bands.json` knows where ten healthy runs of each default were. If you changed the script and not the "
+        "flags, a metric far outside of their band is the first thing to look at.",
+    ),
+    "loss-does-not-fall": (
+        "The loss is 0, or does not fall",
+        "A loss of 0 means that all labels are masked. A loss that stays at log(vocabulary) means that labels and logits do "
+        "not fit together.",
+    ),
+}
+
+
+def run_of(entry):
+    """The run of an entry, as report.py reads it."""
+    import report
+
+    run = report.read_run(ROOT / "results" / entry.existing if entry.existing else GALLERY / entry.name)
+    bands = json.loads(report.BANDS.read_text())
+    run.script = entry.script
+    band = bands[f"{entry.script} tiny"]
+    run.band, run.band_args = band["metrics"], band["args"]
+    return run
+
+
+def draw(entry, run):
+    """docs/gallery/NAME.png: four metrics of the run, and the healthy band."""
+    from matplotlib.figure import Figure
+
+    import report
+
+    titles = {name: title for metrics in report.METRICS.values() for name, (title, _) in metrics.items()}
+    figure = Figure(figsize=(13, 2.7), layout="constrained")
+    last = run.metrics[-1]["update"]
+    for axis, name in zip(figure.subplots(1, len(entry.metrics)), entry.metrics):
+        rows = [row for row in run.metrics if name in row]
+        axis.plot(
+            [row["update"] for row in rows], [row[name] for row in rows], color="tab:red", label="this run"
+        )
+        if name in run.band:
+            band = run.band[name]
+            shown = [i for i, update in enumerate(band["update"]) if update <= last]
+            updates = [band["update"][i] for i in shown]
+            axis.fill_between(
+                updates,
+                [band["5"][i] for i in shown],
+                [band["95"][i] for i in shown],
+                color="gray",
+                alpha=0.4,
+                label="healthy seeds",
+            )
+        axis.set_title(titles.get(name, name), fontsize=9)
+        axis.set_xlabel("update", fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize=8)
+    PICTURES.mkdir(exist_ok=True)
+    figure.savefig(PICTURES / f"{entry.name}.png", dpi=80)
+
+
+def the_line(entry):
+    """The change that made the fault, as markdown."""
+    from known_faults import FAULTS
+
+    if entry.existing:
+        return f"The run: `results/{entry.existing}`, see [results](../results/README.md)."
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in entry.flags.items())
+    if not (entry.fault or entry.change):
+        return f"The setting: `python {entry.script}.py {flags}`"
+    if entry.fault:
+        [fault] = [fault for fault in FAULTS if fault.name == entry.fault]
+        function, old, new = fault.function, fault.old, fault.new
+    else:
+        function, old, new = entry.change
+    removed = [f"-{line}" for line in old.splitlines() if line not in new.splitlines()]
+    added = [f"+{line}" for line in new.splitlines() if line not in old.splitlines()]
+    with_flags = f", with `{flags}`" if flags else ""
+    head = f"The line, in `{function}` of `{entry.script}.py`{with_flags}:"
+    return "\n".join([head, "", "```diff", *removed, *added, "```"])
+
+
+def samples_of(run, count=2):
+    """The last responses to the first held-out prompts, as markdown."""
+    import report
+
+    lines = []
+    for prompt, rows in report.samples_over_time(run)[:count]:
+        update, text, score = rows[-1]
+        shown = " ".join(prompt.split())[-60:]
+        score = "" if score is None else f", score {score:.2f}"
+        text = "".join(letter if letter.isprintable() else " " for letter in text)
+        lines.append(f"- Update {update}{score}: *{shown}* **{' '.join(text.split())[:160]}**")
+    return "\n".join(lines)
+
+
+def write():
+    """docs/debugging.md and its pictures."""
+    for entry in ENTRIES:
+        draw(entry, run_of(entry))
+    (ROOT / "docs/debugging.md").write_text(page())
+
+
+def page():
+    """The text of docs/debugging.md, from the committed runs."""
+    import report
+
+    sections, found_in = [], {}
+    for entry in ENTRIES:
+        run = run_of(entry)
+        findings = report.find_problems(run)
+        for finding in findings:
+            found_in.setdefault(finding.entry, []).append(entry)
+        titles = ", ".join(f"[{finding.title}](#{finding.entry})" for finding in findings)
+        parts = [
+            f'<a id="{entry.name}"></a>',
+            f"### {entry.title}",
+            f"![this run and the healthy band](gallery/{entry.name}.png)",
+            f"**What you see.** {entry.see}",
+            f"**Why.** {entry.why}",
+            the_line(entry),
+            f"**What to do.** {entry.fix}",
+        ]
+        if entry.met_by:
+            parts.append(f"**Who met it.** {entry.met_by}")
+        parts.append(f"**What `report.py` says.** {titles or 'Nothing: its numbers are within the limits.'}")
+        parts.append(samples_of(run))
+        sections.append("\n\n".join(part for part in parts if part))
+
+    symptoms = []
+    for name, (title, text) in SYMPTOMS.items():
+        seen = ", ".join(f"[{entry.title.lower()}](#{entry.name})" for entry in found_in.get(name, []))
+        symptoms.append(f'<a id="{name}"></a>\n### {title}\n\n{text}')
+        if seen:
+            symptoms[-1] += f"\n\nSeen in: {seen}."
+    return INTRODUCTION + "\n\n".join(symptoms) + GALLERY_HEAD + "\n\n".join(sections) + "\n"
+
+
+INTRODUCTION = """# Debugging a run
+
+Start with `python report.py RUN_FOLDER` ([what it shows](running.md#look-at-a-run)). Its findings link to the symptoms below; each
+symptom links to runs that show it. This page and its pictures are made by `python benchmarks/gallery.py write`.
+
+## Symptoms
+
+"""
+GALLERY_HEAD = """
+
+## The gallery
+
+Each entry is a real run of a default with one fault put in, stopped as soon as it has shown its fault. Red: this run. Gray: 5 to 95 %
+of ten healthy runs with other seeds. The text at the end of an entry is what the policy answered last to two held-out prompts.
+
+"""
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Runs with one fault each, and a page about them.")
+    parser.add_argument("what", choices=["run", "write", "train"])
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--only", help="only this entry")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    flags = parser.parse_args()
+    if flags.what == "train":
+        name, project, output = flags.words
+        [entry] = [entry for entry in ENTRIES if entry.name == name]
+        train_faulty(entry, Path(project), output)
+    elif flags.what == "run":
+        run_all(flags.jobs, flags.only)
+    else:
+        write()

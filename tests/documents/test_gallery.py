@@ -1,0 +1,94 @@
+"""docs/debugging.md: it is what benchmarks/gallery.py writes from the committed runs."""
+
+import ast
+import json
+import re
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import gallery  # noqa: E402
+
+PAGE = (ROOT / "docs/debugging.md").read_text()
+MADE = [entry for entry in gallery.ENTRIES if not entry.existing]
+
+
+def test_the_page_is_that_of_the_program():
+    assert gallery.page() == PAGE
+
+
+def test_every_finding_of_the_report_has_an_entry():
+    """report.py links to docs/debugging.md#ENTRY."""
+    calls = [
+        node for node in ast.walk(ast.parse((ROOT / "report.py").read_text())) if isinstance(node, ast.Call)
+    ]
+    calls = [call for call in calls if getattr(call.func, "id", None) == "Finding"]
+    entries = {call.args[3].value for call in calls}
+    assert len(entries) >= 15 and entries == set(gallery.SYMPTOMS)
+    assert all(f'<a id="{entry}"></a>' in PAGE for entry in entries)
+
+
+def test_names_are_unique():
+    names = [entry.name for entry in gallery.ENTRIES] + list(gallery.SYMPTOMS)
+    anchors = re.findall(r'<a id="([^"]+)"></a>', PAGE)
+    assert sorted(anchors) == sorted(names)
+    assert len(gallery.ENTRIES) >= 20
+
+
+@pytest.mark.parametrize("entry", MADE, ids=lambda entry: entry.name)
+def test_the_fault_fits_the_script(entry):
+    """Its text is in the script, so the run can be made again; the committed run is of this length."""
+    compile(gallery.faulty_source(entry), entry.script, "exec")
+    run = gallery.run_of(entry)
+    assert run.metrics[-1]["update"] <= entry.updates
+    assert (ROOT / f"docs/gallery/{entry.name}.png").exists()
+
+
+@pytest.mark.parametrize("script", ["ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math"])
+def test_no_alarm_in_healthy_runs(script):
+    """Each of ten seeds, against the band of the other nine."""
+    import reference_bands
+
+    import report
+
+    for seed in reference_bands.SEEDS:
+        path = reference_bands.run_path(script, seed)
+        band = reference_bands.band(script, [other for other in reference_bands.SEEDS if other != seed])
+        run = report.Run(
+            folder=path.parent,
+            name=f"seed {seed}",
+            script=script,
+            args=band["args"],
+            about={},
+            metrics=report.read_lines(path.parent, path.name.removesuffix(".gz")),
+            evaluation={},
+            pairs=[],
+            samples=[],
+            tokens=[],
+            band=band["metrics"],
+            band_args=band["args"],
+        )
+        assert run.metrics and report.find_problems(run) == []
+
+
+def test_bands_are_quantiles_of_ten_seeds():
+    """At the last update of GRPO's score, against a sort by hand."""
+    import gzip
+
+    import reference_bands
+
+    bands = json.loads((ROOT / "results/reference_bands.json").read_text())
+    assert set(bands) == {f"{script} tiny" for script in reference_bands.SHOWN_IN_DOCS}
+    assert all(band["seeds"] == 10 for band in bands.values())
+    last = []
+    for seed in range(1, 11):
+        with gzip.open(reference_bands.run_path("grpo_math", seed), "rt") as file:
+            last.append(json.loads(file.readlines()[-1])["objective/scores"])
+    last.sort()
+    band = bands["grpo_math tiny"]["metrics"]["objective/scores"]
+    assert band["update"][0] == 1 and band["update"][-1] == 100
+    assert band["50"][-1] == pytest.approx((last[4] + last[5]) / 2, abs=1e-3)
+    assert band["5"][-1] == pytest.approx(last[0] + 0.45 * (last[1] - last[0]), abs=1e-3)
+    assert band["95"][-1] == pytest.approx(last[8] + 0.55 * (last[9] - last[8]), abs=1e-3)
