@@ -839,7 +839,6 @@ def chart(metric, title, runs, colors):
         plot.add_tools(HoverTool(renderers=[line], tooltips=tooltips, mode="vline"))
         if run.target(metric):
             plot.add_layout(Span(location=run.target(metric), dimension="width", line_dash="dashed"))
-            plot.title.text = f"{title}; dashed: target"
     plot.xaxis.axis_label = "update"
     return plot
 
@@ -1237,7 +1236,8 @@ TEMPLATE = """<!doctype html>
 <h2 id="curves">Curves</h2>
 <p>{% for run in runs %}<b style="color: {{ colors[run.name] }}">&#9632;</b> {{ run.name }} {% endfor %}
 {% if runs[0].band %}<b style="color: #bbbbbb">&#9632;</b> 5 to 95 % of healthy runs of
-{{ runs[0].script }}.py {{ runs[0].args.recipe }}, with its default flags{% endif %}</p>
+{{ runs[0].script }}.py {{ runs[0].args.recipe }}, with its default flags.{% endif %}
+ Dashed line: target.</p>
 {% for group, charts in groups if charts %}
 <h3>{{ group }}</h3>
 <div class="charts">

@@ -561,7 +561,11 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
         "The KL coefficient moves the wrong way",
         "It must rise while the KL is above its target, and fall while it is below.",
     ),
-    "entropy-rises": ("The entropy rises", "A policy that is rewarded becomes more certain, not less."),
+    "entropy-rises": (
+        "The entropy rises",
+        "A policy that is rewarded usually becomes more certain. A rise of more than a half means that noise is rewarded, or nothing "
+        "holds the policy back.",
+    ),
     "entropy-collapses": (
         "The entropy collapses",
         "An entropy near 0 without a gain in score: the policy says one thing, and can no longer explore.",
@@ -589,6 +593,11 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
         "not fit together.",
     ),
 }
+
+
+def in_sentence(title):
+    """A title inside a sentence: its first letter is small, unless it begins with an abbreviation."""
+    return title if title[1].isupper() else title[0].lower() + title[1:]
 
 
 def run_of(entry):
@@ -707,7 +716,7 @@ def page():
 
     symptoms = []
     for name, (title, text) in SYMPTOMS.items():
-        seen = ", ".join(f"[{entry.title.lower()}](#{entry.name})" for entry in found_in.get(name, []))
+        seen = ", ".join(f"[{in_sentence(entry.title)}](#{entry.name})" for entry in found_in.get(name, []))
         symptoms.append(f'<a id="{name}"></a>\n### {title}\n\n{text}')
         if seen:
             symptoms[-1] += f"\n\nSeen in: {seen}."
