@@ -2043,6 +2043,50 @@ GRPO = [
     ),
 ]
 
+REPORT = [  # what report.py and a reader look at
+    Fault(
+        name="the score of tokens.jsonl is that before clipping",
+        script="ppo_sentiment",
+        function="train",
+        old="range(min(4, B)), scores, token_columns)",
+        new='range(min(4, B)), b["scores"], token_columns)',
+        test="runs/test_tokens.py::test_the_score_is_what_was_paid[ppo_sentiment]",
+    ),
+    Fault(
+        name="the ratio of tokens.jsonl is always 1",
+        script="rloo_tldr",
+        function="save_tokens",
+        old="(torch.cat(new_logprobs) - old_logprobs).exp()",
+        new="(old_logprobs - old_logprobs).exp()",
+        test="runs/test_tokens.py::test_the_ratio_is_that_after_the_update[rloo_tldr]",
+    ),
+    Fault(
+        name="tokens.jsonl shows neighbors instead of a group",
+        script="grpo_math",
+        function="train",
+        old="first_group = range(0, B, P)",
+        new="first_group = range(k)",
+        test="runs/test_tokens.py::test_lines_of_a_group[grpo_math]",
+    ),
+    Fault(
+        name="a character of several tokens is lost",
+        script="ppo_dialog",
+        function="token_pieces",
+        old=' and end < len(ids):\n            pieces.append("")',
+        new=' and end < 0:\n            pieces.append("")',
+        test="runs/test_tokens.py::test_characters_of_several_tokens_stay_whole[ppo_dialog]",
+    ),
+    Fault(
+        name="the target is not drawn",
+        script="sft",
+        function="Run.plot",
+        old="targets.get(name)",
+        new="targets.get(title)",
+        test="runs/test_curves.py::test_what_is_drawn[sft]",
+    ),
+]
+
+
 FAULTS = [
     *MASKS,
     *TOKENS,
@@ -2057,4 +2101,5 @@ FAULTS = [
     *RUNS,
     *VARIETY,
     *GRPO,
+    *REPORT,
 ]

@@ -26,6 +26,7 @@ def test_what_is_drawn(scripts, curves, tmp_path, monkeypatch, name):
     assert "tiny" in figure.get_suptitle() and "seed 7" in figure.get_suptitle()
     first, second = figure.axes
     assert [first.get_title(), second.get_title()] == ["the first", "the second"]
+    assert [len(axis.get_lines()) for axis in (first, second)] == [3, 2]  # values, means; target
     values, means, target = first.get_lines()
     assert list(values.get_xdata()) == list(range(1, 41))
     assert list(values.get_ydata()) == [update**2 for update in range(1, 41)]

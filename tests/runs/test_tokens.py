@@ -101,7 +101,8 @@ def test_token_pieces_keep_spaces(scripts):
     assert scripts["rloo_tldr"].token_pieces(Tokenizer(), [0, 1, 2, 3]) == ["The", " film", "s", "."]
 
 
-def test_characters_of_several_tokens_stay_whole(scripts):
+@pytest.mark.parametrize("name", RL)
+def test_characters_of_several_tokens_stay_whole(scripts, name):
     """Each byte is a token. The last character is cut off, and stays visible as such."""
 
     class Bytes:
@@ -109,9 +110,9 @@ def test_characters_of_several_tokens_stay_whole(scripts):
             return bytes(ids).decode(errors="replace")
 
     text = "é🎉b"
-    pieces = scripts["rloo_tldr"].token_pieces(Bytes(), list(text.encode()))
+    pieces = scripts[name].token_pieces(Bytes(), list(text.encode()))
     assert pieces == ["", "é", "", "", "", "🎉", "b"]
-    assert scripts["rloo_tldr"].token_pieces(Bytes(), list("aé".encode())[:-1]) == [
+    assert scripts[name].token_pieces(Bytes(), list("aé".encode())[:-1]) == [
         "a",
         "\N{REPLACEMENT CHARACTER}",
     ]
