@@ -2472,6 +2472,7 @@ def save_tokens(run, update, model, tokenizer, b, rows, scores, columns):
             "update": update,
             "prompt": tokenizer.decode(prompt),
             "tokens": token_pieces(tokenizer, response),
+            "ids": response,
             "score": float(scores[row]),
         }
         line |= {name: [round(value, 4) for value in x[i, :length].tolist()] for name, x in columns.items()}

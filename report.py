@@ -3,6 +3,7 @@
     python report.py runs/ppo_sentiment/tiny-s1-20260101-120000    # writes report.html into that folder
     python report.py RUN1 RUN2 --output compare.html               # several runs, their curves overlaid
     python report.py RUN --diagnose                                # only the findings, on the screen
+    python report.py RUN --unipo run.json                          # for UNIPO, which explains token losses
 
 A run is a folder that one of the scripts wrote. The page is one file that needs no network. If
 results/reference_bands.json knows the recipe, a gray band behind the curves shows healthy runs with other
@@ -913,12 +914,94 @@ def token_data(run):
         kept = updates[::-1][::2]
         lines = [line for line in lines if line["update"] in kept]
     first = lines[0] if lines else {}
-    columns = [name for name, x in first.items() if isinstance(x, list) and name != "tokens"]
+    columns = [name for name, x in first.items() if isinstance(x, list) and name not in ("tokens", "ids")]
     clean = []
     for line in lines[:MAX_TOKEN_LINES]:
         numbers = {name: [number(x) for x in line.get(name, [])] for name in columns}
         clean.append({**line, **numbers, "score": number(line.get("score"))})
     return {"columns": columns, "lines": clean}
+
+
+# ---- Export ------------------------------------------------------------------------------------------------
+
+
+ALGORITHMS = {"ppo_sentiment": "ppo", "ppo_dialog": "ppo", "rloo_tldr": "rloo", "grpo_math": "grpo"}
+UNIPO_METRICS = {  # its name -> ours
+    "reward": "objective/scores",
+    "reward_std": "env/reward_std",
+    "policy_loss": "loss/policy_avg",
+    "value_loss": "loss/value_avg",
+    "entropy": "policy/entropy_avg",
+    "kl": "objective/kl",
+    "clip_fraction": "policy/clipfrac_avg",
+    "grad_norm": "grad_norm",
+    "learning_rate": "lr",
+    "response_length": "completions/mean_length",
+    "importance_sampling_ratio": "val/ratio",
+}
+UNIPO_TOKENS = {
+    "values": "value",
+    "advantages": "advantage",
+    "returns": "return",
+    "token_kl": "KL",
+    "rewards": "reward",
+}
+
+
+def to_unipo(run):
+    """A run of an RL script for UNIPO (arXiv 2605.11549), a page that explains the loss of each token.
+
+    -> dict, in the format of docs/canonical_schema.json of github.com/poloclub/unipo
+    """
+    cliprange = run.args.get("cliprange", 0.2)
+    entries = []
+    for row in run.metrics:
+        metrics = {name: number(row[ours]) for name, ours in UNIPO_METRICS.items() if ours in row}
+        metrics["policy_objective"] = -metrics["policy_loss"]
+        groups = {}  # prompt -> responses
+        for i, line in enumerate(run.tokens):
+            if line["update"] == row["update"]:
+                groups.setdefault(line["prompt"], []).append(unipo_response(i, line, cliprange))
+        entry = {"step": row["update"], "is_first_step_after_rollout_phase": True, "metrics": metrics}
+        if groups:
+            entry["prompts"] = [{"prompt": prompt, "responses": groups[prompt]} for prompt in groups]
+        entries.append(entry)
+    model = run.args.get("model_name_or_path")
+    header = {
+        "task": run.script,
+        "dataset": run.args.get("dataset_name"),
+        "reward_strategy": ", ".join(run.args.get("reward_fn") or [run.args.get("reward_model_path") or ""]),
+        "algorithm": ALGORITHMS[run.script],
+        "totalSteps": len(entries),
+        "model_name": model,
+        "reference_model_name": model,
+        "hparams": {name: x for name, x in run.args.items() if isinstance(x, (int, float))},
+    }
+    return {"header": header, "entries": entries}
+
+
+def unipo_response(i, line, cliprange):
+    """Line i of tokens.jsonl -> dict"""
+    tokens = {"ids": line["ids"], "strings": line["tokens"], "old_log_probs": line["logprob"]}
+    # tokens.jsonl has four digits after the point, so a ratio may be 0 there.
+    ratios = [max(ratio, 1e-4) for ratio in line["ratio"]]
+    tokens["log_probs"] = [old + math.log(ratio) for old, ratio in zip(line["logprob"], ratios)]
+    if "KL" in line:
+        tokens["ref_log_probs"] = [old - kl for old, kl in zip(line["logprob"], line["KL"])]
+    tokens |= {name: line[ours] for name, ours in UNIPO_TOKENS.items() if ours in line}
+    objectives = []
+    for ratio, advantage in zip(ratios, line["advantage"]):
+        clipped = min(max(ratio, 1 - cliprange), 1 + cliprange)
+        objectives.append(min(ratio * advantage, clipped * advantage))
+    tokens["token_objective"] = objectives
+    return {
+        "id": f"step{line['update']}_line{i}",
+        "reward": line["score"],
+        "advantage": mean(line["advantage"]),
+        "response_text": "".join(line["tokens"]),
+        "response_length": len(line["tokens"]),
+        "tokens": tokens,
+    }
 
 
 # ---- The page ----------------------------------------------------------------------------------------------
@@ -1294,8 +1377,17 @@ def main(argv=None):
         "--output", type=Path, help="the page; default: report.html in the first run's folder"
     )
     parser.add_argument("--diagnose", action="store_true", help="print the findings, and write no page")
+    parser.add_argument(
+        "--unipo", type=Path, help="write the first run for github.com/poloclub/unipo, and no page"
+    )
     flags = parser.parse_args(argv)
     runs = [read_run(folder) for folder in flags.runs]
+    if flags.unipo is not None:
+        if runs[0].script not in ALGORITHMS:
+            raise SystemExit(f"--unipo: {runs[0].name} is no run of an RL script")
+        flags.unipo.write_text(json.dumps(to_unipo(runs[0])))
+        print(f"wrote {flags.unipo}")
+        return
     if flags.diagnose:
         print("\n\n".join(describe_findings(run) for run in runs))
         return

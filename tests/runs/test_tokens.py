@@ -1,12 +1,18 @@
 """tokens.jsonl: the numbers of each token, which report.py shows."""
 
+import json
+import math
+import sys
 from collections import defaultdict
 
 import pytest
 import torch
-from conftest import GROUPS, PPO, RL
+from conftest import GROUPS, PPO, RL, ROOT
 from run_tools import rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(ROOT))
+import report  # noqa: E402
 
 pytest_plugins = ["run_fixtures"]
 SAVE_ALL = dict(num_sample_generations=100)
@@ -83,6 +89,36 @@ def test_lines_of_a_group(scripts, small, name):
             advantages = [line["advantage"][0] for line in by_score]
             assert advantages == sorted(advantages)
             assert sum(advantages) == pytest.approx(0, abs=1e-2)
+
+
+@pytest.mark.parametrize("name", RL)
+def test_export_for_unipo(scripts, small, name, tmp_path):
+    """Its fields, with numbers that fit together: objectives from ratios and advantages."""
+    args = small(name, **SAVE_ALL, learning_rate=1e-2, total_episodes=16)
+    _, folder = scripts[name].train(args)
+    about = json.loads((folder / "args.json").read_text()) | {"command": [f"{name}.py"]}
+    (folder / "args.json").write_text(json.dumps(about))
+    report.main([str(folder), "--unipo", str(tmp_path / "run.json")])
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["header"]["algorithm"] in ("ppo", "rloo", "grpo") and run["header"]["totalSteps"] == 2
+    lines = rows_of(folder, "tokens.jsonl")
+    for entry, row in zip(run["entries"], rows_of(folder), strict=True):
+        assert entry["step"] == row["update"] and entry["metrics"]["reward"] == row["objective/scores"]
+        assert entry["metrics"]["policy_objective"] == -row["loss/policy_avg"]
+        responses = [response for prompt in entry["prompts"] for response in prompt["responses"]]
+        assert len(responses) == sum(line["update"] == row["update"] for line in lines)
+        assert len({response["id"] for response in responses}) == len(responses)
+        assert name in PPO or len(entry["prompts"]) == 1  # the responses of a group share their prompt
+        for response in responses:
+            tokens = response["tokens"]
+            assert {len(x) for x in tokens.values()} == {response["response_length"]}
+            for i in range(response["response_length"]):
+                ratio = math.exp(tokens["log_probs"][i] - tokens["old_log_probs"][i])
+                advantage = tokens["advantages"][i]
+                expected = min(
+                    ratio * advantage, min(max(ratio, 1 - args.cliprange), 1 + args.cliprange) * advantage
+                )
+                assert tokens["token_objective"][i] == pytest.approx(expected, abs=1e-6)
 
 
 def test_no_samples_no_tokens(scripts, small):
