@@ -2045,6 +2045,14 @@ GRPO = [
 
 REPORT = [  # what report.py and a reader look at
     Fault(
+        name="columns come from rows that were not skipped",
+        script="ppo_sentiment",
+        function="load_reviews",
+        old="zip(long_rows, tokenize(",
+        new="zip(rows, tokenize(",
+        test="runs/test_ppo_sentiment.py::test_columns_stay_with_their_reviews",
+    ),
+    Fault(
         name="the score of tokens.jsonl is that before clipping",
         script="ppo_sentiment",
         function="train",

@@ -7,6 +7,7 @@ import json
 import math
 from pydoc import locate
 
+import datasets
 import peft
 import pytest
 import torch
@@ -934,3 +935,20 @@ def test_tensorboard(ppo):
     points = EventAccumulator(str(file.parent)).Reload().Scalars("train/objective/kl")
     assert [point.step for point in points] == [1, 2]
     assert [point.value for point in points] == pytest.approx([row["objective/kl"] for row in rows], rel=1e-5)
+
+
+# ---- Rows that are skipped ---------------------------------------------------------------------------------
+
+
+def test_columns_stay_with_their_reviews(script, small, tiny_lm):
+    """Rows that are too short, empty or no text are skipped, and their columns with them."""
+    texts = ["", "A long review of a film, number one", None, "x", "A long review of a film, number two", "y"]
+    rows = datasets.Dataset.from_dict({"text": texts, "number": list(range(6))})
+    args = small("ppo_sentiment", min_text_length=5)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    reviews = script.load_reviews(rows, tokenizer, args)
+    assert [review["columns"]["number"] for review in reviews] == [1, 4]
+    for review in reviews:
+        ids = tokenizer(review["columns"]["text"], add_special_tokens=False).input_ids
+        assert review["ids"] == ids[: args.query_max_length]
+        assert review["columns"]["text"] == texts[review["columns"]["number"]]
