@@ -478,7 +478,6 @@ def run_one(entry):
         about = json.loads((Path(folder) / "run/args.json").read_text())
         about["command"] = [f"{entry.script}.py"]
         about["args"]["output_dir"] = entry.name
-        about["last_lines"] = [line for line in end.stdout.splitlines() if "error" in line.lower()][-1:]
         (GALLERY / entry.name / "args.json").write_text(json.dumps(about, indent=2))
     print(entry.name, flush=True)
 

@@ -35,6 +35,7 @@ def test_names_are_unique():
     anchors = re.findall(r'<a id="([^"]+)"></a>', PAGE)
     assert sorted(anchors) == sorted(names)
     assert len(gallery.ENTRIES) >= 20
+    assert f"has {len(gallery.ENTRIES)} runs" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("entry", MADE, ids=lambda entry: entry.name)
