@@ -416,7 +416,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     P, k, T = uniforms.shape
     body, head = body_and_head(policy)
     weight = cast_like_autocast(head.weight)  # once, not for each token
-    cache = transformers.DynamicCache(config=body.config)
+    cache = Cache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [P, H]
 
     # The model reads each prompt only once. Its keys and values serve all k responses, which are neighbors
@@ -587,7 +587,7 @@ def train(args):
     )
     longest = max(longest_prompt(tasks) for tasks in [train_tasks, *held_out.values()])
     check_context(policy, args.model_name_or_path, max_tokens=longest + T)
-    model = PolicyAndReference(policy, reference).to(device)
+    model = to_device(PolicyAndReference(policy, reference), args, device)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     reward = load_reward_functions("--reward-fn", args.reward_fn, device, trainer_state)
@@ -916,7 +916,17 @@ class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2."""
 
 
-# ---- Log-probabilities in chunks ---------------------------------------------------------------------------
+# ---- Cache and log-probabilities ---------------------------------------------------------------------------
+
+
+class Cache(transformers.DynamicCache):
+    """Keys and values of the tokens that were read, in the dtype in which attention multiplies them.
+
+    Under autocast, rotary embeddings return keys in fp32. Attention would round all of them for each token.
+    """
+
+    def update(self, keys, values, *inputs, **named_inputs):
+        return super().update(cast_like_autocast(keys), cast_like_autocast(values), *inputs, **named_inputs)
 
 
 def cast_like_autocast(tensor):
@@ -1087,6 +1097,23 @@ def context_length(model):
     return getattr(model.config, "max_position_embeddings", 10**9) - reserved
 
 
+def to_device(model, args, device):
+    """Move a model to the device. If products are in bf16, frozen weights of linear layers become bf16.
+
+    Autocast would round them to bf16 in every product again, so the results stay exactly the same. Embeddings
+    (often tied to the output layer) and norms stay in fp32.
+    """
+    if wants_bf16(args, device):
+        embeddings = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
+        linear_layers = (nn.Linear, transformers.pytorch_utils.Conv1D)  # Conv1D is GPT-2's linear layer
+        for layer in model.modules():
+            if isinstance(layer, linear_layers):
+                for p in layer.parameters(recurse=False):
+                    if p.dtype == torch.float32 and not p.requires_grad and id(p) not in embeddings:
+                        p.data = p.data.to(torch.bfloat16)
+    return model.to(device)
+
+
 def trainable(module):
     """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -1187,9 +1214,12 @@ def check_context(model, name, max_tokens):
 def save_policy(policy, tokenizer, folder):
     """Save what plain transformers loads. LoRA is merged, but into 8-bit weights it cannot be."""
     has_adapter = hasattr(policy, "merge_and_unload")
-    if has_adapter and not getattr(policy.get_base_model(), "is_loaded_in_8bit", False):
-        policy.save_pretrained(folder.parent / "adapter")
-        policy = policy.merge_and_unload()
+    base = policy.get_base_model() if has_adapter else policy
+    if not getattr(base, "is_loaded_in_8bit", False):
+        base.float()  # frozen weights may be in bf16 (to_device), which is too coarse to merge into
+        if has_adapter:
+            policy.save_pretrained(folder.parent / "adapter")
+            policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

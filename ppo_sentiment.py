@@ -450,7 +450,7 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_token_id, tempera
     B, T = uniforms.shape
     body, head = body_and_head(policy)
     weight = cast_like_autocast(head.weight)  # once, not for each token
-    cache = transformers.DynamicCache(config=body.config)
+    cache = Cache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
     tokens = torch.zeros(B, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(B, T, device=ids.device)
@@ -558,7 +558,7 @@ def train(args):
         return x[rank * len(x) // world : (rank + 1) * len(x) // world]
 
     max_tokens = args.query_max_length + T
-    model = build_policy_and_value(args, max_tokens).to(device)  # also builds the reference
+    model = to_device(build_policy_and_value(args, max_tokens), args, device)  # with the reference
     tokenizer = load_tokenizer(args.model_name_or_path)
     stop_token_id = find_stop_token(args, tokenizer)
     progress = transformers.TrainerState(max_steps=updates)  # reward functions may read it
@@ -903,7 +903,17 @@ class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2."""
 
 
-# ---- Log-probabilities in chunks ---------------------------------------------------------------------------
+# ---- Cache and log-probabilities ---------------------------------------------------------------------------
+
+
+class Cache(transformers.DynamicCache):
+    """Keys and values of the tokens that were read, in the dtype in which attention multiplies them.
+
+    Under autocast, rotary embeddings return keys in fp32. Attention would round all of them for each token.
+    """
+
+    def update(self, keys, values, *inputs, **named_inputs):
+        return super().update(cast_like_autocast(keys), cast_like_autocast(values), *inputs, **named_inputs)
 
 
 def cast_like_autocast(tensor):
@@ -1074,6 +1084,23 @@ def context_length(model):
     return getattr(model.config, "max_position_embeddings", 10**9) - reserved
 
 
+def to_device(model, args, device):
+    """Move a model to the device. If products are in bf16, frozen weights of linear layers become bf16.
+
+    Autocast would round them to bf16 in every product again, so the results stay exactly the same. Embeddings
+    (often tied to the output layer) and norms stay in fp32.
+    """
+    if wants_bf16(args, device):
+        embeddings = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
+        linear_layers = (nn.Linear, transformers.pytorch_utils.Conv1D)  # Conv1D is GPT-2's linear layer
+        for layer in model.modules():
+            if isinstance(layer, linear_layers):
+                for p in layer.parameters(recurse=False):
+                    if p.dtype == torch.float32 and not p.requires_grad and id(p) not in embeddings:
+                        p.data = p.data.to(torch.bfloat16)
+    return model.to(device)
+
+
 def trainable(module):
     """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -1211,9 +1238,12 @@ def build_policy_and_value(args, max_tokens):
 def save_policy(policy, tokenizer, folder):
     """Save what plain transformers loads. LoRA is merged, but into 8-bit weights it cannot be."""
     has_adapter = hasattr(policy, "merge_and_unload")
-    if has_adapter and not getattr(policy.get_base_model(), "is_loaded_in_8bit", False):
-        policy.save_pretrained(folder.parent / "adapter")
-        policy = policy.merge_and_unload()
+    base = policy.get_base_model() if has_adapter else policy
+    if not getattr(base, "is_loaded_in_8bit", False):
+        base.float()  # frozen weights may be in bf16 (to_device), which is too coarse to merge into
+        if has_adapter:
+            policy.save_pretrained(folder.parent / "adapter")
+            policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -1230,9 +1260,10 @@ def save_value(model, folder):
 # ---- Rewards -----------------------------------------------------------------------------------------------
 
 
-def load_classifier(name, batch_size, device):
+def load_classifier(args, name, device):
     """A classifier as a function from texts (list of str) to logits [B, labels]; and its config."""
-    model = load_model(AutoModelForSequenceClassification, name).to(device).eval()
+    model = load_model(AutoModelForSequenceClassification, name).requires_grad_(False)
+    model = to_device(model, args, device).eval()
     tokenizer = load_tokenizer(name)
     model.config.pad_token_id = tokenizer.pad_token_id  # by which a decoder finds its last token
     tokenizer.padding_side = "right"
@@ -1243,7 +1274,8 @@ def load_classifier(name, batch_size, device):
     def classify(texts):
         logits = torch.zeros(len(texts), model.config.num_labels, device=device)
         text_lengths = torch.tensor([len(text) for text in texts])
-        for rows in text_lengths.argsort().split(batch_size):  # similar lengths need little padding
+        # Similar lengths need little padding.
+        for rows in text_lengths.argsort().split(args.local_rollout_forward_batch_size):
             batch = tokenizer(
                 [texts[i] for i in rows],
                 truncation=True,
@@ -1263,7 +1295,7 @@ def load_label_scorer(args, name, device):
 
     It reads text, tokenized with its own tokenizer, so it need not share the policy's.
     """
-    classify, config = load_classifier(name, args.local_rollout_forward_batch_size, device)
+    classify, config = load_classifier(args, name, device)
     label_ids = {}
     for i, label in config.id2label.items():
         label_ids[label.lower()] = i

@@ -262,17 +262,26 @@ def find_problems(run):
     checks = [
         check_numbers,
         check_sampling,
+        check_token_rewards,
+        check_token_advantages,
+        check_group_advantages,
+        check_values,
+        check_schedule,
+        check_kl_is_zero,
         check_kl_sign,
         check_first_kl,
+        check_endings,
         check_rewards_differ,
+        check_gradient,
         check_step_size,
+        check_judge,
+        check_held_out,
         check_score,
         check_gold_score,
         check_words,
         check_coefficient,
         check_kl_target,
         check_entropy,
-        check_endings,
         check_lengths,
         check_critic,
         check_loss,
@@ -283,7 +292,38 @@ def find_problems(run):
         finding = check(run)
         if finding is not None:
             found.append(finding)
+    other_flags = unusual_flags(run)
+    if found and other_flags:  # a run that fails with other flags fails, most likely, because of them
+        found.insert(0, finding_of_flags(other_flags))
     return found
+
+
+def unusual_flags(run):
+    """Flags that differ from those of the healthy runs: numbers by a factor of 2 or more. -> list of str"""
+    if not run.band:
+        return []
+    unusual = []
+    for name in sorted(set(run.args) & set(run.band_args) - MAY_DIFFER):
+        value, usual = run.args[name], run.band_args[name]
+        if value == usual:
+            continue
+        shown = f"--{name.replace('_', '-')} is {value}, in healthy runs {usual}"
+        if number(value) and number(usual) and value * usual > 0 and not isinstance(value, bool):
+            factor = max(value / usual, usual / value)
+            if factor < 2:
+                continue
+            shown += f" ({factor:.3g} times {'more' if value > usual else 'less'})"
+        unusual.append(shown)
+    return unusual
+
+
+def finding_of_flags(other_flags):
+    return Finding(
+        "Flags differ from those of healthy runs",
+        "Something else looks wrong too (below), and these flags are the first suspects.",
+        other_flags[:3],
+        "flags",
+    )
 
 
 def check_numbers(run):
@@ -312,17 +352,22 @@ def check_sampling(run):
     limit = 0.1 if may_use_bf16(run) else 0.001
     if max(gaps) <= limit:
         return None
-    return Finding(
-        "Rollout and update compute different distributions",
+    evidence = (
         f"Log-probabilities of the sampled tokens differ by up to {max(gaps):.3g} nats per token between the "
-        f"two (mean of a batch); {limit:g} would be normal.",
-        [
-            "sampling and scoring use another temperature, or only one of them uses top-k or top-p",
-            "dropout is on in one of them",
-            "positions, padding or the attention mask differ, or the cache holds wrong keys",
-            "the weights used for generation are not those that are trained",
-        ],
-        "rollout-and-update-disagree",
+        f"two (mean of a batch); {limit:g} would be normal."
+    )
+    causes = [
+        "sampling and scoring use another temperature, or only one of them uses top-k or forbids tokens",
+        "positions, padding or the attention mask differ, or the cache holds wrong keys",
+        "dropout is on in one of them",
+    ]
+    if gaps[0] <= limit:
+        evidence += " In the first update there is no difference."
+        causes.insert(
+            0, "the weights used for generation are not those that are trained: they are older copies"
+        )
+    return Finding(
+        "Rollout and update compute different distributions", evidence, causes, "rollout-and-update-disagree"
     )
 
 
@@ -370,6 +415,62 @@ def check_first_kl(run):
             "one of them runs in another precision, or with other padding",
         ],
         "kl-not-zero-at-the-start",
+    )
+
+
+def check_gradient(run):
+    norms, stds = run.values("grad_norm"), run.values("env/reward_std")
+    if not norms or mean(x < 1e-9 for x in norms) < 0.5 or mean(x == 0 for x in stds or [1]) > 0.5:
+        return None
+    return Finding(
+        "There is no gradient",
+        f"The norm of the gradient is 0 in {mean(x < 1e-9 for x in norms):.0%} of the updates.",
+        [
+            "the loss does not depend on the parameters: it is detached, or old and new are one tensor",
+            "all advantages are 0",
+            "the parameters that are used are frozen",
+        ],
+        "no-gradient",
+    )
+
+
+def check_schedule(run):
+    """The learning rate may only be 0 at the end."""
+    rates = run.values("lr")
+    if len(rates) < 10 or max(rates) == 0:
+        return None
+    num_zero = sum(rate < 1e-6 * max(rates) for rate in rates[1:-1])
+    if num_zero < 0.1 * len(rates):
+        return None
+    return Finding(
+        "The learning rate is 0 for a part of the run",
+        f"In {num_zero} of {len(rates)} updates.",
+        [
+            "the schedule counts other steps than the training loop: optimizer steps, episodes, processes",
+            "the schedule was made for a shorter run",
+        ],
+        "schedule",
+    )
+
+
+def check_kl_is_zero(run):
+    """Sampled tokens have a KL of exactly 0 only under the same model."""
+    values = [number(row.get("objective/kl")) for row in run.metrics[1:]]
+    values = [abs(x) for x in values if x is not None]
+    if len(values) < 5 or mean(x < 1e-6 for x in values) < 0.8:
+        return None
+    moved = run.values("policy/approxkl_avg")
+    if moved and max(moved) < 1e-9 and takes_several_steps(run):
+        return None  # the policy does not move: check_step_size
+    return Finding(
+        "The KL is exactly 0",
+        f"In {mean(x < 1e-6 for x in values):.0%} of the updates after the first one.",
+        [
+            "the reference is the trained policy itself: the same object, or the adapter is left on",
+            "the policy that generates does not get the new weights",
+            "the optimizer does not hold the parameters of the policy",
+        ],
+        "kl-is-zero",
     )
 
 
@@ -502,6 +603,73 @@ def check_score(run):
         causes = [causes[1], causes[2], causes[0], causes[3]]
         evidence += f", and the policy hardly left its reference (KL {late_kl:.2g})"
     return Finding("The score does not rise", f"{evidence}.", causes, "score-does-not-rise")
+
+
+def check_judge(run):
+    """A judge that the policy is not trained on, before and after."""
+    before, after = run.evaluation.get("before") or {}, run.evaluation.get("after") or {}
+    names = [name for name in before if name.startswith("judge") or name == "win rate"]
+    gain = score_gain(run)
+    if gain is None or gain < 0.15 or run.evaluation.get("n", 0) < 50:
+        return None
+    if check_gold_score(run) is not None:
+        return None  # it says the same, with more evidence
+    for name in names:
+        if after.get(name) is None or after[name] > before[name] - 0.1:  # both are fractions
+            continue
+        return Finding(
+            "The score rises, and the judge disagrees",
+            f"{name} fell from {before[name]:.2f} to {after[name]:.2f} on held-out prompts; the score rose "
+            f"by {gain:.1f} standard deviations.",
+            [
+                "the reward is another one than was meant: a wrong label, sign, column or order of the texts",
+                "the policy has found what the reward model gets wrong",
+            ],
+            "judge-disagrees",
+        )
+    return None
+
+
+def check_held_out(run):
+    """What is learned on the training prompts must show on others, and responses must change at all."""
+    pairs = [pair for pair in run.pairs if None not in (pair["score"], pair["score after"])]
+    if len(pairs) < 50:
+        return None
+    same = mean(pair["before"] == pair["after"] for pair in pairs)
+    if same > 0.95:
+        return Finding(
+            "The policy does not change",
+            f"{same:.0%} of the held-out responses are the same after training as before.",
+            [
+                "the steps are too small: the learning rate, the optimizer, or weights that round them away",
+                "the optimizer does not hold the parameters that are used: another copy, or frozen",
+                "all advantages are 0, or no gradient reaches the policy",
+            ],
+            "policy-does-not-change",
+        )
+    train_before, train_after = early_and_late(run, "env/reward_mean")
+    if train_before is None:
+        return None
+    gains = [pair["score after"] - pair["score"] for pair in pairs]
+    train_gain, held_out_gain = train_after - train_before, mean(gains)
+    error = (stdev(gains) ** 2 / len(gains) + stdev(run.values("env/reward_mean")) ** 2 / 10) ** 0.5
+    spread = part_mean(run.values("env/reward_std"), 0, 0.1)
+    if (
+        train_gain < 0.3 * spread
+        or held_out_gain > 0.5 * train_gain
+        or train_gain - held_out_gain < 3 * error
+    ):
+        return None
+    return Finding(
+        "The score rises on the training prompts only",
+        f"There it rose by {train_gain:.3g}, on held-out prompts by {held_out_gain:.3g}.",
+        [
+            "the prompts are few, or always the same ones: the policy learns their answers by heart",
+            "training and evaluation differ: another temperature, length, stop token or template",
+            "the score is computed in another way while training",
+        ],
+        "training-prompts-only",
+    )
 
 
 def check_gold_score(run):
@@ -655,20 +823,30 @@ def check_endings(run):
     if not clipped:
         return None
     early, late = early_and_late(run, "completions/clipped_ratio")
-    if (wants_end and late > 0.5) or late > early + 0.3:
-        return Finding(
-            "Responses do not end",
-            f"{late:.0%} of the responses reach the length limit without a stop token, {early:.0%} at first.",
-            [
-                "the policy has not learned a stop token: the supervised model was trained without one, "
-                "or with the pad token masked out that is also the stop token",
-                "the response length is too short for this task",
-                "the stop token of the rollout is another one than the model's",
-                "the reward grows with length",
-            ],
-            "responses-do-not-end",
+    if not (wants_end and late > 0.5) and late <= early + 0.3:
+        return None
+    evidence = (
+        f"{late:.0%} of the responses are without a stop token at the end of the run, {early:.0%} at first."
+    )
+    not_learned = (
+        "the policy has not learned a stop token: the supervised model was trained without one, or with the "
+        "pad token masked out that is also the stop token"
+    )
+    too_short = "the response length is too short for this task"
+    not_seen = "the stop token is forbidden, cut off before it is counted, or another one than the model's"
+    longer = "the reward grows with length, or an end is not rewarded"
+    limit = max(run.values("completions/max_length") or [0])
+    lengths = run.values("completions/mean_length")
+    if early < 0.5:
+        causes = [longer, not_seen, not_learned]
+    elif lengths and part_mean(lengths, 0, 0.05) < 0.9 * limit:
+        evidence += (
+            f" But they have {part_mean(lengths, 0, 0.05):.1f} tokens in the mean, and may have {limit:.0f}."
         )
-    return None
+        causes = [not_seen, not_learned, too_short]
+    else:
+        causes = [too_short, not_learned, not_seen]
+    return Finding("Responses do not end", evidence, causes, "responses-do-not-end")
 
 
 def check_lengths(run):
@@ -745,16 +923,58 @@ def check_band(run):
         evidence.append(
             f"{metric} ends at {value:.3g}, healthy runs are between {low:.3g} and {high:.3g} there"
         )
-    return Finding(
-        "Not like healthy runs with the same flags",
-        "; ".join(evidence) + ".",
-        [
-            "a change of the script: undo it step by step until the curves are back in the band",
-            "other data, models or versions of libraries than those of this repository",
-            "chance: the band is of ten seeds only",
-        ],
-        "outside-the-band",
-    )
+    text = "; ".join(evidence) + "."
+    different = different_at_first(run)
+    causes = [AREAS[area] for area in different]
+    if different:
+        text += f" Before the first step, it already differs in {', '.join(different)}."
+    else:
+        text += " Before the first step there is no difference."
+        causes = [AREAS["the update"], AREAS["the critic"]]
+    causes.append("other data, models or versions of libraries than those of this repository")
+    return Finding("Not like healthy runs with the same flags", text, causes, "outside-the-band")
+
+
+AREAS = {  # what the first update of a run says about a fault that it has from the start
+    "the responses": "a change of the rollout: sampling, temperature, masks, stop token, lengths, prompts",
+    "the rewards": "a change of the reward: another text, label, scale or order of the responses",
+    "the KL": "a change of the reference, or of the log-probabilities of one of the two",
+    "the critic": "a change of values, returns or the value loss",
+    "the update": "a change of advantages, loss, clipping, optimizer or schedule",
+}
+FIRST_METRICS = {  # metric -> what it describes
+    "completions/mean_length": "the responses",
+    "completions/clipped_ratio": "the responses",
+    "completions/distinct_2": "the responses",
+    "objective/entropy": "the responses",
+    "policy/entropy_avg": "the responses",
+    "env/reward_mean": "the rewards",
+    "env/reward_std": "the rewards",
+    "objective/scores": "the rewards",
+    "objective/kl": "the KL",
+    "loss/value_avg": "the critic",
+    "val/ratio_var": "the update",
+    "policy/approxkl_avg": "the update",
+    "policy/clipfrac_avg": "the update",
+    "grad_norm": "the update",
+    "lr": "the update",
+}
+
+
+def different_at_first(run):
+    """What is far outside of the healthy band in the first update. -> keys of AREAS, in their order"""
+    if not run.metrics or run.metrics[0].get("update") != 1:
+        return []
+    areas = set()
+    for metric, area in FIRST_METRICS.items():
+        value, band = number(run.metrics[0].get(metric)), run.band.get(metric)
+        if value is None or band is None or band["update"][0] != 1:
+            continue
+        low, high = band["5"][0], band["95"][0]
+        width = max(high - low, 0.02 * abs(high), 1e-6)
+        if value < low - width or value > high + width:
+            areas.add(area)
+    return [area for area in AREAS if area in areas]
 
 
 def has_flags_of_band(run):
@@ -809,6 +1029,189 @@ def check_loss(run):
             "all labels are masked, or the wrong ones",
         ],
         "loss-does-not-fall",
+    )
+
+
+# ---- Findings: the saved tokens ----------------------------------------------------------------------------
+#
+# tokens.jsonl has the numbers of a few responses. From them, rewards and advantages are computed once more.
+
+
+def rows_by_update(run):
+    """The rows of tokens.jsonl. -> dict: update -> list of rows"""
+    updates = {}
+    for row in run.tokens:
+        updates.setdefault(row["update"], []).append(row)
+    return updates
+
+
+def fit(x, y):
+    """Least squares: y = slope * x + offset. Two lists -> slope, offset, largest error"""
+    x_mean, y_mean = mean(x), mean(y)
+    spread = sum((a - x_mean) ** 2 for a in x)
+    slope = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y)) / spread if spread > 0 else 0.0
+    offset = y_mean - slope * x_mean
+    error = max(abs(slope * a + offset - b) for a, b in zip(x, y))
+    return slope, offset, error
+
+
+def check_token_rewards(run):
+    """PPO pays each token -kl_coef * KL, and the last token the score too."""
+    if run.args.get("whiten_rewards"):
+        return None
+    coefficients = {row.get("update"): number(row.get("objective/kl_coef")) for row in run.metrics}
+    wrong_kl, wrong_last, paid_elsewhere = 0, 0, 0
+    slopes = []  # of reward over KL: -kl_coef is right
+    rows = [row for row in run.tokens if {"reward", "KL", "score"} <= row.keys()]
+    rows = [row for row in rows if coefficients.get(row["update"]) is not None and row["reward"]]
+    for row in rows:
+        coefficient = coefficients[row["update"]]
+        # What a token is paid apart from its KL: 0, and the score at the end.
+        rest = [reward + coefficient * kl for reward, kl in zip(row["reward"], row["KL"])]
+        tolerance = [0.002 + 0.001 * coefficient * abs(kl) for kl in row["KL"]]
+        wrong = [abs(x) > limit for x, limit in zip(rest, tolerance)]
+        early_kl, early_rewards = row["KL"][:-1], row["reward"][:-1]
+        spread = sum(kl**2 for kl in early_kl)
+        if any(wrong[:-1]) and spread > 0:
+            slopes.append(sum(kl * reward for kl, reward in zip(early_kl, early_rewards)) / spread)
+            wrong_kl += 1
+            scores = [score for score in possible_scores(run, row["score"]) if abs(score) > 0.05]
+            paid_elsewhere += any(abs(x - score) < 0.01 for x in rest[:-1] for score in scores)
+        paid = possible_scores(run, row["score"])
+        if min(abs(rest[-1] - score) for score in paid) > tolerance[-1] + 0.001 * abs(row["score"]):
+            wrong_last += 1
+    if wrong_kl + wrong_last < max(1, 0.1 * len(rows)):
+        return None
+    evidence = []
+    causes = []
+    if wrong_last:
+        evidence.append(
+            f"In {wrong_last} of {len(rows)} saved responses, the last token is not paid the score"
+        )
+        causes.append("the score is not put on the last token of a response: on padding, off by one, or lost")
+    if wrong_kl:
+        evidence.append(f"in {wrong_kl}, earlier tokens are paid something else than -kl_coef * KL")
+        if mean(slopes) > 0 and paid_elsewhere < 0.5 * wrong_kl:
+            causes.insert(
+                0, "the KL penalty has the wrong sign: tokens that are rare under the reference are paid"
+            )
+        elif paid_elsewhere > 0.2 * wrong_kl:
+            causes.insert(0, "the score is paid on more tokens than the last one")
+        causes.append("the KL penalty is computed from other log-probabilities, or with another coefficient")
+    return Finding(
+        "Rewards are not the KL penalty and the score",
+        ("; ".join(evidence) + ".").capitalize(),
+        causes,
+        "token-rewards",
+    )
+
+
+def possible_scores(run, score):
+    """A saved score, as it is, clipped, or with the penalty for a missing end. -> list of float"""
+    clip = run.args.get("score_clip") or math.inf
+    penalty = run.args.get("missing_eos_penalty") or 0.0
+    clipped = max(-clip, min(clip, score))
+    return [score, clipped, score - penalty, clipped - penalty]
+
+
+def check_token_advantages(run):
+    """PPO: advantages must follow from rewards and values by GAE. They were whitened: an affine function."""
+    gamma, lam = run.args.get("gamma"), run.args.get("lam")
+    if gamma is None or lam is None:
+        return None
+    wrong, total = 0, 0
+    for rows in rows_by_update(run).values():
+        ours, theirs = [], []
+        for row in rows:
+            if not {"reward", "value", "advantage"} <= row.keys():
+                continue
+            advantage, next_value, advantages = 0.0, 0.0, []
+            for reward, value in zip(reversed(row["reward"]), reversed(row["value"])):
+                advantage = reward + gamma * next_value - value + gamma * lam * advantage
+                next_value = value
+                advantages.append(advantage)
+            ours += advantages[::-1]
+            theirs += row["advantage"]
+        if len(ours) < 3:
+            continue
+        total += 1
+        slope, _, error = fit(ours, theirs)
+        wrong += slope <= 0 or error > 0.02 + 0.01 * max(abs(x) for x in theirs)
+    if wrong <= total / 2:
+        return None
+    return Finding(
+        "Advantages do not follow from rewards and values",
+        f"In {wrong} of {total} saved updates, they are not those of GAE (gamma {gamma:g}, lambda {lam:g}).",
+        [
+            "the recursion of GAE is wrong: its direction, a token too early or late, gamma or lambda",
+            "advantages have the wrong sign, or belong to other tokens or responses",
+            "padding enters the advantages or their whitening",
+        ],
+        "token-advantages",
+    )
+
+
+def check_values(run):
+    """Values start at 0. After some updates they should not be 0 any more."""
+    updates = rows_by_update(run)
+    rows = [row for update in list(updates)[1:] for row in updates[update] if row.get("value")]
+    if not rows or any(abs(value) > 1e-6 for row in rows for value in row["value"]):
+        return None
+    return Finding(
+        "The critic predicts 0 for every token",
+        f"In all {len(rows)} responses that were saved after the first time.",
+        [
+            "the value loss has no weight, or does not reach the critic",
+            "the optimizer does not hold the critic's parameters",
+        ],
+        "critic-says-zero",
+    )
+
+
+def check_group_advantages(run):
+    """RLOO and GRPO: within a group, the advantages follow the rewards."""
+    if run.script not in ("rloo_tldr", "grpo_math"):
+        return None
+    coefficient = 0.0
+    if run.script == "rloo_tldr" and not run.args.get("kl_in_loss"):
+        coefficient = run.args.get("kl_coef") or 0.0
+    wrong, total, alike = 0, 0, 0
+    for rows in rows_by_update(run).values():
+        rows = [row for row in rows if row.get("advantage")]
+        if len(rows) < 2:
+            continue
+        total += 1
+        alike += all(row["tokens"] == rows[0]["tokens"] for row in rows)
+        rewards = [row["score"] - coefficient * sum(row.get("KL", [0.0])) for row in rows]
+        advantages = [row["advantage"][0] for row in rows]
+        slope, offset, error = fit(rewards, advantages)
+        size = max(abs(x) for x in advantages)
+        if max(rewards) - min(rewards) < 0.01:
+            wrong += size > 0.1
+        else:
+            wrong += slope <= 0 or error > 0.01 + 0.02 * size
+    if total >= 3 and alike > 0.8 * total:
+        return Finding(
+            "The responses to a prompt are the same",
+            f"In {alike} of {total} saved groups, all responses are the same text.",
+            [
+                "the responses of a group are sampled with the same random numbers",
+                "the temperature is so low that sampling always takes the likeliest token",
+                "the rows of a group are copies of one response",
+            ],
+            "same-responses",
+        )
+    if wrong <= total / 2 or total < 2:
+        return None
+    return Finding(
+        "Advantages do not follow from the rewards of the group",
+        f"In {wrong} of {total} saved groups, they do not rise with the reward of their response.",
+        [
+            "groups are mixed up: rows are grouped or ordered in two different ways",
+            "the baseline is wrong, or the advantages have the wrong sign",
+            "rewards and advantages are of different responses",
+        ],
+        "group-advantages",
     )
 
 

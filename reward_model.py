@@ -451,7 +451,7 @@ def train(args):
     train_rows, label_names = data["train"], data["label_names"]
     has_labels = label_names is not None
     classifier, head_is_new = build_classifier(args, tokenizer, label_names)
-    model = Classifier(classifier).to(device)
+    model = to_device(Classifier(classifier), args, device)
     updates = max(1, round(args.num_train_epochs * len(train_rows) / B))
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device))
 
@@ -766,6 +766,23 @@ def context_length(model):
     return getattr(model.config, "max_position_embeddings", 10**9) - reserved
 
 
+def to_device(model, args, device):
+    """Move a model to the device. If products are in bf16, frozen weights of linear layers become bf16.
+
+    Autocast would round them to bf16 in every product again, so the results stay exactly the same. Embeddings
+    (often tied to the output layer) and norms stay in fp32.
+    """
+    if wants_bf16(args, device):
+        embeddings = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
+        linear_layers = (nn.Linear, transformers.pytorch_utils.Conv1D)  # Conv1D is GPT-2's linear layer
+        for layer in model.modules():
+            if isinstance(layer, linear_layers):
+                for p in layer.parameters(recurse=False):
+                    if p.dtype == torch.float32 and not p.requires_grad and id(p) not in embeddings:
+                        p.data = p.data.to(torch.bfloat16)
+    return model.to(device)
+
+
 def trainable(module):
     """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -841,7 +858,7 @@ def build_classifier(args, tokenizer, label_names):
 def save_reward_model(model, tokenizer, args, folder):
     """Save what plain transformers loads, with LoRA merged. A longer text will be cut at --max-length."""
     if hasattr(model, "merge_and_unload"):
-        model = model.merge_and_unload()
+        model = model.float().merge_and_unload()  # bf16 (to_device) is too coarse to merge into
     model.to(getattr(torch, args.save_dtype)).save_pretrained(folder)
     tokenizer.model_max_length = args.max_length
     tokenizer.save_pretrained(folder)

@@ -417,7 +417,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     P, k, T = uniforms.shape
     body, head = body_and_head(policy)
     weight = cast_like_autocast(head.weight)  # once, not for each token
-    cache = transformers.DynamicCache(config=body.config)
+    cache = Cache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [P, H]
 
     # The model reads each prompt only once. Its keys and values serve all k responses, which are neighbors
@@ -569,7 +569,7 @@ def train(args):
     policy_name = args.sft_model_path or args.model_name_or_path
     policy, reference = load_policy_and_reference(args, policy_name)
     check_context(policy, policy_name, max_tokens=longest_prompt(train_posts + held_out_posts) + T)
-    model = PolicyAndReference(policy, reference).to(device)
+    model = to_device(PolicyAndReference(policy, reference), args, device)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     reward = load_summary_reward(args, device, trainer_state)
@@ -946,7 +946,17 @@ class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2."""
 
 
-# ---- Log-probabilities in chunks ---------------------------------------------------------------------------
+# ---- Cache and log-probabilities ---------------------------------------------------------------------------
+
+
+class Cache(transformers.DynamicCache):
+    """Keys and values of the tokens that were read, in the dtype in which attention multiplies them.
+
+    Under autocast, rotary embeddings return keys in fp32. Attention would round all of them for each token.
+    """
+
+    def update(self, keys, values, *inputs, **named_inputs):
+        return super().update(cast_like_autocast(keys), cast_like_autocast(values), *inputs, **named_inputs)
 
 
 def cast_like_autocast(tensor):
@@ -1153,6 +1163,23 @@ def context_length(model):
     return getattr(model.config, "max_position_embeddings", 10**9) - reserved
 
 
+def to_device(model, args, device):
+    """Move a model to the device. If products are in bf16, frozen weights of linear layers become bf16.
+
+    Autocast would round them to bf16 in every product again, so the results stay exactly the same. Embeddings
+    (often tied to the output layer) and norms stay in fp32.
+    """
+    if wants_bf16(args, device):
+        embeddings = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
+        linear_layers = (nn.Linear, transformers.pytorch_utils.Conv1D)  # Conv1D is GPT-2's linear layer
+        for layer in model.modules():
+            if isinstance(layer, linear_layers):
+                for p in layer.parameters(recurse=False):
+                    if p.dtype == torch.float32 and not p.requires_grad and id(p) not in embeddings:
+                        p.data = p.data.to(torch.bfloat16)
+    return model.to(device)
+
+
 def trainable(module):
     """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -1253,9 +1280,12 @@ def check_context(model, name, max_tokens):
 def save_policy(policy, tokenizer, folder):
     """Save what plain transformers loads. LoRA is merged, but into 8-bit weights it cannot be."""
     has_adapter = hasattr(policy, "merge_and_unload")
-    if has_adapter and not getattr(policy.get_base_model(), "is_loaded_in_8bit", False):
-        policy.save_pretrained(folder.parent / "adapter")
-        policy = policy.merge_and_unload()
+    base = policy.get_base_model() if has_adapter else policy
+    if not getattr(base, "is_loaded_in_8bit", False):
+        base.float()  # frozen weights may be in bf16 (to_device), which is too coarse to merge into
+        if has_adapter:
+            policy.save_pretrained(folder.parent / "adapter")
+            policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -1305,7 +1335,7 @@ def sequence_logits(model, ids, mask):
     return model.score(hidden[rows, last]).float()
 
 
-def load_reward_model(name, batch_size, device):
+def load_reward_model(args, name, device):
     """A reward model as a function: prompts, completions (lists of str, or of chats) -> list of floats.
 
     It reads text, tokenized with its own tokenizer, so it need not share the policy's. reward_model.py saved
@@ -1313,11 +1343,12 @@ def load_reward_model(name, batch_size, device):
     """
     config = load("model", transformers.AutoConfig.from_pretrained, base_model_name(name))
     settings = {} if is_classifier(config) else {"num_labels": 1}
-    model = load_model(AutoModelForSequenceClassification, name, settings).to(device).eval()
+    model = load_model(AutoModelForSequenceClassification, name, settings).requires_grad_(False)
     if model.config.num_labels != 1:
         raise UserError(f"{name} is a classifier of {model.config.num_labels} labels, not a reward model")
     if init_new_head(model, name) and accelerate.PartialState().is_main_process:
         print(f"{name} is a language model without a score: its new head is random, and so is the reward")
+    model = to_device(model, args, device).eval()
     tokenizer = load_tokenizer(name)
     max_length = min(tokenizer.model_max_length, context_length(model))
     offset = getattr(config, "reward_offset", 0.0)
@@ -1327,7 +1358,8 @@ def load_reward_model(name, batch_size, device):
         texts = [torch.tensor(ids) for ids in preference_ids(tokenizer, prompts, completions, max_length)]
         lengths = torch.tensor([len(ids) for ids in texts])
         scores = torch.zeros(len(texts))
-        for rows in lengths.argsort().split(batch_size):  # similar lengths need little padding
+        # Similar lengths need little padding.
+        for rows in lengths.argsort().split(args.local_rollout_forward_batch_size):
             ids = nn.utils.rnn.pad_sequence([texts[i] for i in rows], batch_first=True)  # [rows, L]
             mask = length_mask(lengths[rows], ids.shape[1])
             logits = sequence_logits(model, ids.to(device), mask.to(device))  # [rows, 1]
@@ -1526,7 +1558,7 @@ def load_summary_reward(args, device, trainer_state=None):
     """The reward model, or the user's functions. -> RewardFunctions"""
     if args.reward_fn is not None:
         return load_reward_functions("--reward-fn", args.reward_fn, device, trainer_state)
-    score = load_reward_model(args.reward_model_path, args.local_rollout_forward_batch_size, device)
+    score = load_reward_model(args, args.reward_model_path, device)
     return RewardFunctions("--reward-model-path", {"reward_model": score}, device)
 
 
@@ -1564,7 +1596,7 @@ def load_summary_judge(args, tokenizer, reward, judge_functions, device):
     if args.judge_model is not None and is_chat_judge(args):
         return chat_judge(args)
     if args.judge_model is not None:
-        score = load_reward_model(args.judge_model, args.local_rollout_forward_batch_size, device)
+        score = load_reward_model(args, args.judge_model, device)
         return score_judge(RewardFunctions("--judge-model", {args.judge_model: score}, device), tokenizer)
     if judge_functions is not None:
         return score_judge(judge_functions, tokenizer)

@@ -552,7 +552,7 @@ def train(args):
 
     train_data, held_out_data = load_splits(args.dataset_name)
     tokenizer = build_tokenizer(args, train_data)
-    model = build_language_model(args, tokenizer).to(device)
+    model = to_device(build_language_model(args, tokenizer), args, device)
     if args.from_config:  # otherwise model and tokenizer came together
         check_tokenizer_survives(tokenizer, model.lm, held_out_data)
     if args.num_train_rows is not None:
@@ -982,6 +982,23 @@ def context_length(model):
     return getattr(model.config, "max_position_embeddings", 10**9) - reserved
 
 
+def to_device(model, args, device):
+    """Move a model to the device. If products are in bf16, frozen weights of linear layers become bf16.
+
+    Autocast would round them to bf16 in every product again, so the results stay exactly the same. Embeddings
+    (often tied to the output layer) and norms stay in fp32.
+    """
+    if wants_bf16(args, device):
+        embeddings = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
+        linear_layers = (nn.Linear, transformers.pytorch_utils.Conv1D)  # Conv1D is GPT-2's linear layer
+        for layer in model.modules():
+            if isinstance(layer, linear_layers):
+                for p in layer.parameters(recurse=False):
+                    if p.dtype == torch.float32 and not p.requires_grad and id(p) not in embeddings:
+                        p.data = p.data.to(torch.bfloat16)
+    return model.to(device)
+
+
 def trainable(module):
     """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -1102,7 +1119,7 @@ def find_end_tokens(model, tokenizer, documents, max_length):
 def save_language_model(model, tokenizer, folder, args, stop_ids):
     """Save what plain transformers loads, in --save-dtype, with LoRA merged. Generation ends at stop_ids."""
     if args.lora_r:
-        model = model.merge_and_unload()
+        model = model.float().merge_and_unload()  # bf16 (to_device) is too coarse to merge into
     model.generation_config.eos_token_id = stop_ids
     model.to(getattr(torch, args.save_dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

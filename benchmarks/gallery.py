@@ -269,8 +269,8 @@ ENTRIES = [
         script=PPO,
         change=(
             "generate",
-            "    cache = transformers.DynamicCache(config=body.config)\n",
-            "    mask = torch.ones_like(mask)\n    cache = transformers.DynamicCache(config=body.config)\n",
+            "    cache = Cache(config=body.config)\n",
+            "    mask = torch.ones_like(mask)\n    cache = Cache(config=body.config)\n",
         ),
         see="A gap of 0.5 nats per token between rollout and update, and of 15 in the worst token. The score looks healthy: PPO learns all the same from samples of a slightly different policy.",
         why="Prompts are padded on the left. Without the attention mask, pads are read as tokens, and positions are shifted.",
@@ -498,6 +498,58 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
         "The sampler keeps the log-probabilities that it drew tokens with. Up to rounding, they must be those that the update "
         "computes for the same tokens: `sampling/logprob_gap_mean` is about 1e-6 in fp32 and 0.01 in bf16. This one number "
         "finds temperature, top-k, padding, positions, dropout, cache and weight errors.",
+    ),
+    "flags": (
+        "Flags differ from those of healthy runs",
+        "Shown only if something else looks wrong, and only for the recipes in `results/reference_bands.json`. Try the run again "
+        "with the recipe's flags.",
+    ),
+    "token-rewards": (
+        "Rewards are not the KL penalty and the score",
+        "In PPO each token is paid `-kl_coef * KL`, and the last one the score too. `report.py` computes this again from "
+        "`tokens.jsonl`. A score that is paid elsewhere, a KL with the wrong sign or a wrong coefficient shows at once.",
+    ),
+    "token-advantages": (
+        "Advantages do not follow from rewards and values",
+        "`report.py` computes GAE again from the rewards and values in `tokens.jsonl`. Whitening may only shift and scale the result.",
+    ),
+    "group-advantages": (
+        "Advantages do not follow from the rewards of the group",
+        "In RLOO and GRPO the better response of a group must have the larger advantage. If not, groups are mixed up: rows are "
+        "in one order when they are sampled and in another one when they are scored.",
+    ),
+    "same-responses": (
+        "All responses to a prompt are the same",
+        "Then all advantages are 0 or noise. Each response needs its own random numbers, and a temperature near 1.",
+    ),
+    "critic-says-zero": (
+        "The critic predicts 0 for every token",
+        "The value head starts at 0 and has to leave it within a few updates.",
+    ),
+    "no-gradient": (
+        "There is no gradient",
+        "The loss does not depend on the parameters: a `detach` or `no_grad` too many, or a ratio of a tensor with itself. The loss "
+        "may look normal.",
+    ),
+    "schedule": (
+        "The learning rate is 0 for a part of the run",
+        "Schedulers count calls of `step()`. If it is called once per optimizer step, but was told the number of updates, it ends early.",
+    ),
+    "kl-is-zero": (
+        "The KL is exactly 0",
+        "A policy that was trained differs from its reference. If the KL stays at exactly 0, the reference is the policy.",
+    ),
+    "judge-disagrees": (
+        "The score rises, and the judge disagrees",
+        "The judge is a measure that the policy is not trained on. Read samples: does the reward like what you like?",
+    ),
+    "policy-does-not-change": (
+        "The responses stay the same",
+        "The same prompts with the same random numbers give the same text before and after training: nothing that matters was trained.",
+    ),
+    "training-prompts-only": (
+        "The score rises on the training prompts only",
+        "Compare with held-out prompts: a gain that does not carry over was learned by heart, or is measured in another way.",
     ),
     "not-finite": (
         "Some numbers are not finite",

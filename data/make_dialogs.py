@@ -57,18 +57,18 @@ FACTS = {
     "span": "two days | three days | a week | two weeks | a month",
     "drink": "tea | coffee | water | milk | juice",
     "dish/price": "soup / four dollars | fish / nine dollars | salad / five dollars | pizza / six dollars | chicken / eight dollars"
-                  " | rice / three dollars | steak / ten dollars",
+    " | rice / three dollars | steak / ten dollars",
     "city/leaves/platform/fare": "Boston / seven / two / ten dollars | Paris / eight / five / fifty dollars"
-                                 " | London / six / one / forty dollars | Rome / nine / four / sixty dollars"
-                                 " | Berlin / three / six / thirty dollars | Madrid / five / three / twenty dollars",
+    " | London / six / one / forty dollars | Rome / nine / four / sixty dollars"
+    " | Berlin / three / six / thirty dollars | Madrid / five / three / twenty dollars",
     "ailment/remedy": "headache / two pills | cough / some syrup | fever / cold water | cold / hot tea | sore throat / some honey"
-                      " | toothache / one pill | stomach ache / warm soup",
+    " | toothache / one pill | stomach ache / warm soup",
     "when": "morning | evening",
     "item/cost": "coat / fifty dollars | shirt / twenty dollars | hat / ten dollars | sweater / thirty dollars | jacket / sixty dollars"
-                 " | dress / forty dollars",
+    " | dress / forty dollars",
     "color": "red | blue | green | black | white",
     "room/rate/floor": "single / forty dollars / second | double / sixty dollars / third | quiet / fifty dollars / first"
-                       " | large / ninety dollars / fourth",
+    " | large / ninety dollars / fourth",
     "nights": "one night | two nights | three nights | a week",
     "paper": "report | letter | contract | plan | budget",
     "tool": "ladder | hammer | bike | drill | tent",
@@ -76,11 +76,11 @@ FACTS = {
     "subject/spot": "math / library | history / museum | music / music hall | English / garden | science / lab",
     "place": "bank | market | dentist | library | office | airport",
     "outing/thing": "beach / towels | park / a ball | lake / a boat | museum / a camera | zoo / some bread | cinema / the tickets"
-                    " | mountains / a map",
+    " | mountains / a map",
     "sky/gear": "rainy / umbrella | cold / coat | sunny / hat | windy / scarf | snowy / boots | hot / water",
     "lost/seen/found": "phone / kitchen / under the table | wallet / car / under the seat | passport / bedroom / in the drawer"
-                       " | watch / bathroom / near the mirror | bag / hall / behind the door | ring / garden / in the grass"
-                       " | key / office / on the desk",
+    " | watch / bathroom / near the mirror | bag / hall / behind the door | ring / garden / in the grass"
+    " | key / office / on the desk",
 }
 
 # A line is an act and its wordings, the typical one first; an empty line ends a block; "?" marks a block that may be left out.
@@ -286,12 +286,18 @@ def split(text: str, mark: str) -> list[str]:
     return [part.strip() for part in re.split(mark, text.strip())]
 
 
-TABLES = [(names.split("/"), [split(row, " / ") for row in split(table, r"\|")]) for names, table in FACTS.items()]
+TABLES = [
+    (names.split("/"), [split(row, " / ") for row in split(table, r"\|")]) for names, table in FACTS.items()
+]
 LINE = re.compile(r"(\? )?([1-4]) (.+)")
 # scene: its blocks; a block: whether it may be left out, and its lines, each an act and wordings
 SCRIPTS = {
-    scene: [(lines[0][1] is not None, [(int(line[2]), split(line[3], r"\|")) for line in lines])
-            for lines in ([LINE.fullmatch(line) for line in split(block, "\n")] for block in split(script, r"\n\s*\n"))]
+    scene: [
+        (lines[0][1] is not None, [(int(line[2]), split(line[3], r"\|")) for line in lines])
+        for lines in (
+            [LINE.fullmatch(line) for line in split(block, "\n")] for block in split(script, r"\n\s*\n")
+        )
+    ]
     for scene, script in SCENES.items()
 }
 
@@ -323,7 +329,10 @@ class Writer:
         turns, lines = [], []
         for number, (optional, block) in enumerate(SCRIPTS[scene]):
             if not optional or self.rand() >= SKIPPED:
-                lines += [(act, wordings, f"{scene} {number}.{place}") for place, (act, wordings) in enumerate(block)]
+                lines += [
+                    (act, wordings, f"{scene} {number}.{place}")
+                    for place, (act, wordings) in enumerate(block)
+                ]
         if self.rand() < CUT and lines[-2][0] not in EVASIONS:
             lines.pop()
         for act, wordings, line in lines:
@@ -333,7 +342,9 @@ class Writer:
                 turns += [(2, back, "asks back"), (1, reply, f"confirms before {line}")]
             if last in EVASIONS and self.rand() < EVASIVE:
                 line_of_act = self.choose(split(EVASIONS[last], "\n"))
-                turns.append((int(line_of_act[0]), self.choose(split(line_of_act[2:], r"\|")), f"evades {line}"))
+                turns.append(
+                    (int(line_of_act[0]), self.choose(split(line_of_act[2:], r"\|")), f"evades {line}")
+                )
             else:
                 turns.append((act, self.word(wordings), line))
         return turns
@@ -359,7 +370,10 @@ def polish(text: str) -> str:
 def make(split_sizes=SPLIT_SIZES, seed: int = SEED) -> dict[str, list[tuple[dict, list[str]]]]:
     """Return the rows of each split, each with the lines of its script."""
     writer, scenes = Writer(seed), list(SCRIPTS)
-    return {name: [writer.dialogue(writer.choose(scenes)) for _ in range(size)] for name, size in split_sizes.items()}
+    return {
+        name: [writer.dialogue(writer.choose(scenes)) for _ in range(size)]
+        for name, size in split_sizes.items()
+    }
 
 
 def write(folder: Path, split_sizes=SPLIT_SIZES, seed: int = SEED) -> None:
@@ -386,9 +400,14 @@ def report(pairs: list[tuple[dict, list[str]]]) -> None:
             by_line[tuple(lines_before)][after] += 1
     print("  share, and how often the next act is " + ", ".join(ACTS.values()))
     for act, name in ACTS.items():
-        print(f"  {name:10} {acts[act] / total:6.1%}  " + " ".join(f"{follow[act][after] / follow[act].total():6.1%}" for after in ACTS))
+        print(
+            f"  {name:10} {acts[act] / total:6.1%}  "
+            + " ".join(f"{follow[act][after] / follow[act].total():6.1%}" for after in ACTS)
+        )
     for name, table in (("the last act", follow), ("the last two lines of the script", by_line)):
-        print(f"  the likeliest act after {name} is right in {sum(max(row.values()) for row in table.values()) / (total - len(pairs)):.1%}")
+        print(
+            f"  the likeliest act after {name} is right in {sum(max(row.values()) for row in table.values()) / (total - len(pairs)):.1%}"
+        )
 
 
 if __name__ == "__main__":

@@ -348,9 +348,21 @@ RULES = {
         {last word}. | Is it worth the ticket? {answer}. | Would I see it again? {answer}.
         Did I waste two hours? {!answer}. | Do I want my money back? {!answer}.""",
 }
-GENRES = ("comedy", "thriller", "drama", "western", "romance", "mystery", "horror film", "musical", "war film")
+GENRES = (
+    "comedy",
+    "thriller",
+    "drama",
+    "western",
+    "romance",
+    "mystery",
+    "horror film",
+    "musical",
+    "war film",
+)
 
-TABLES = {name: [part.strip() for part in re.split(r"[|\n]", text) if part.strip()] for name, text in RULES.items()}
+TABLES = {
+    name: [part.strip() for part in re.split(r"[|\n]", text) if part.strip()] for name, text in RULES.items()
+}
 TABLES["does"] = [re.sub(r"^\w+", r"\g<0>s", part) for part in TABLES["do"]]  # "find a box" -> "finds a box"
 
 
@@ -412,7 +424,10 @@ class Writer:
                 if part != "plot" or not self.used & {"{one}", "{two}"}:  # one plot is enough
                     sentences.append(self.grow("{" + part + "}", mood))
             text = polish(" ".join(sentences))
-            for name in (self.names["director"], self.names["actor"]):  # after the first time, the last name is enough
+            for name in (
+                self.names["director"],
+                self.names["actor"],
+            ):  # after the first time, the last name is enough
                 end = text.find(name) + len(name)
                 text = text[:end] + text[end:].replace(name, name.split()[-1])
             if FEWEST_WORDS <= len(text.split()) <= MOST_WORDS:

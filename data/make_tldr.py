@@ -50,13 +50,25 @@ from pathlib import Path
 
 SEED = 11
 SPLIT_SIZES = {"tldr": {"train": 2400, "test": 300}, "tldr-preference": {"train": 10_000, "test": 300}}
-FEWEST_WORDS, MOST_WORDS = 30, 35  # of a post's body; a post outside these bounds is thrown away and written again
+FEWEST_WORDS, MOST_WORDS = (
+    30,
+    35,
+)  # of a post's body; a post outside these bounds is thrown away and written again
 RAMBLE_WORDS = (30, 60)
 
 # Kinds are drawn from these lists of 20, so a kind that is there 7 times has a share of 35 %.
 REFERENCE_KINDS = ["good"] * 7 + ["drop"] * 5 + ["invent"] * 3 + ["ramble"] * 5
 PAIR_KINDS = ["good"] * 7 + ["drop"] * 4 + ["invent"] * 5 + ["ramble"] * 2 + ["unended"] * 2
-DEGENERATE = ("empty", "repeat", "two questions", "two people", "many matters", "many questions", "copy", "loop")
+DEGENERATE = (
+    "empty",
+    "repeat",
+    "two questions",
+    "two people",
+    "many matters",
+    "many questions",
+    "copy",
+    "loop",
+)
 DEGENERATE_SHARE = 0.16  # of the pairs
 SWAPPED = 0.04  # of the pairs
 TWINS = 0.65  # of the other pairs: the same summary twice, but for one fact
@@ -86,15 +98,35 @@ def fields(table: str) -> list[list[str]]:
 
 # relation: circle (L love, F family, P friends, R roommates, N neighbors, W work) and sex (m, f or both)
 RELATIONS = {
-    "boyfriend": "Lm", "husband": "Lm", "girlfriend": "Lf", "wife": "Lf", "brother": "Fm", "uncle": "Fm", "sister": "Ff",
-    "aunt": "Ff", "cousin": "Fmf", "friend": "Pmf", "roommate": "Rmf", "neighbor": "Nmf", "landlord": "Nmf", "boss": "Wmf",
-    "coworker": "Wmf", "manager": "Wmf",
+    "boyfriend": "Lm",
+    "husband": "Lm",
+    "girlfriend": "Lf",
+    "wife": "Lf",
+    "brother": "Fm",
+    "uncle": "Fm",
+    "sister": "Ff",
+    "aunt": "Ff",
+    "cousin": "Fmf",
+    "friend": "Pmf",
+    "roommate": "Rmf",
+    "neighbor": "Nmf",
+    "landlord": "Nmf",
+    "boss": "Wmf",
+    "coworker": "Wmf",
+    "manager": "Wmf",
 }
 NAMES = {
     "m": "Ben Omar Leo Tom Max Paul Henry Simon Adam Jack Eric Noah".split(),
     "f": "Mia Anna Rosa Lucy Emma Nina Clara Julia Sara Kate Lena Vera".split(),
 }
-SUBREDDITS = {"L": "relationships", "P": "relationships", "F": "family", "R": "roommates", "N": "neighbors", "W": "work"}
+SUBREDDITS = {
+    "L": "relationships",
+    "P": "relationships",
+    "F": "family",
+    "R": "roommates",
+    "N": "neighbors",
+    "W": "work",
+}
 
 # matter / what a title calls it / circles
 MATTERS = fields("""
@@ -131,45 +163,51 @@ CIRCLES = {matter: circles for matter, _, circles in MATTERS}
 TITLES = {matter: title for matter, title, _ in MATTERS}
 
 # ---- posts: {who} is "my roommate Ben", {second} the same for the second person, {he} and {she} are their pronouns ------
-PLANS = [plan.split() for plan in entries("""
+PLANS = [
+    plan.split()
+    for plan in entries("""
     opening matter detail question edit | opening matter second feeling question | matter detail second question edit
     matter second detail question feeling | second matter detail feeling question | asking matter detail second edit
     asking opening matter feeling | opening matter question detail second | weather matter detail question second
     opening matter detail feeling question | weather opening matter feeling question | feeling matter question second edit
-""")]
-POST = {name: entries(table) for name, table in {
-    "opening": """I am {age} and new here. | I am {age} years old. | This is my first post. | I live in a small town.
+""")
+]
+POST = {
+    name: entries(table)
+    for name, table in {
+        "opening": """I am {age} and new here. | I am {age} years old. | This is my first post. | I live in a small town.
         I never ask for help. | I am {age} and I study law. | I work in a bakery. | I will keep it short. | I type this on my phone.
         I hope this is the right place.""",
-    "weather": """It rained all day. | It is very hot here. | It is snowing again. | The sun is out, but not for me.
+        "weather": """It rained all day. | It is very hot here. | It is snowing again. | The sun is out, but not for me.
         It is a cold and grey morning.""",
-    "matter": """{who} {what}. | {who} {what}. | So {who} {what}. | The thing is, {who} {what}. | Well, {who} {what}.
+        "matter": """{who} {what}. | {who} {what}. | So {who} {what}. | The thing is, {who} {what}. | Well, {who} {what}.
         You will not believe it: {who} {what}. | I am upset because {who} {what}. | It turns out that {who} {what}.
         I like {who}, but {he} {what}. | I get along with {who}, but {he} {what}. | {who} is kind, but {he} {what}.
         This is about {who}. To be short, {he} {what}. | I want to talk about {who}. {he} {what}.
         {who} and I had a fight, because {he} {what}. | I have known {who} for years. Now {he} {what}.
         {who} is fun most of the time, yet {he} {what}.""",
-    "habit": """This has gone on for {time}. | It has been like this for {time}. | It started {time} ago.
+        "habit": """This has gone on for {time}. | It has been like this for {time}. | It started {time} ago.
         After {time} I am tired of it. | I have said nothing for {time}.""",
-    "wish": """We have talked about it for {time}. | I heard of it {time} ago. | I have to answer in {time}.
+        "wish": """We have talked about it for {time}. | I heard of it {time} ago. | I have to answer in {time}.
         It came up {time} ago.""",
-    "once": """That was {time} ago. | It happened {time} ago. | It took me {time} to find out. | We have not talked for {time}.
+        "once": """That was {time} ago. | It happened {time} ago. | It took me {time} to find out. | We have not talked for {time}.
         After {time} I am still angry.""",
-    "time": """two days | three days | two weeks | three weeks | six weeks | two months | five months | a week | a month""",
-    "second": """{second} says I worry too much. | {second} thinks it is funny. | {second} is on my side.
+        "time": """two days | three days | two weeks | three weeks | six weeks | two months | five months | a week | a month""",
+        "second": """{second} says I worry too much. | {second} thinks it is funny. | {second} is on my side.
         I told {second} and {she} laughed. | {second} has no idea what to do. | {second} told me to ask here.
         I asked {second}, but {she} was busy. | {second} would just smile. | {second} says it will pass.""",
-    "feeling": """I feel sad and tired. | I cannot sleep. | I am so angry. | I cried a little. | I do not know what to think.
+        "feeling": """I feel sad and tired. | I cannot sleep. | I am so angry. | I cried a little. | I do not know what to think.
         I feel alone with this. | It makes me nervous. | I try to be fair. | I do not want to be rude. | I am a bit lost.""",
-    "question": """{q}? | {q}? | So, {q}? | My question is: {q}? | I keep asking myself: {q}? | What I want to know: {q}?
+        "question": """{q}? | {q}? | So, {q}? | My question is: {q}? | I keep asking myself: {q}? | What I want to know: {q}?
         Please be honest: {q}? | Now I wonder, {q}? | Tell me, {q}?""",
-    "asking": """{q}? Here is my story. | {q}? Let me explain. | First my question: {q}? | {q}? I ask because I am lost.""",
-    "edit": """Sorry for the long post. | Sorry for my English. | Thank you for reading. | Edit: thank you all. | Thanks in advance.
+        "asking": """{q}? Here is my story. | {q}? Let me explain. | First my question: {q}? | {q}? I ask because I am lost.""",
+        "edit": """Sorry for the long post. | Sorry for my English. | Thank you for reading. | Edit: thank you all. | Thanks in advance.
         Edit: a few typos.""",
-    "title": """I need advice | Please help me | What now? | Not sure what to do | A hard week | {name} and me
+        "title": """I need advice | Please help me | What now? | Not sure what to do | A hard week | {name} and me
         {name} and the {thing} | {name} and the {thing} | The {thing} | Trouble with the {thing} | About the {thing}
         My {relation} and the {thing} | Am I the only one?""",
-}.items()}
+    }.items()
+}
 
 # ---- summaries -----------------------------------------------------------------------------------------------------
 TEMPLATES = entries("""
@@ -192,7 +230,17 @@ CHATTER = entries("""
     I am not perfect, I know that. | Sometimes I am angry and sometimes I just laugh. | I will read every answer, I promise.
     It is what it is, I guess. | We will see how it goes.
 """)
-CRIES = ["help.", "please help.", "advice?", "I need help.", "it is bad.", "yes.", "what now?", "sad story.", "thanks!"]
+CRIES = [
+    "help.",
+    "please help.",
+    "advice?",
+    "I need help.",
+    "it is bad.",
+    "yes.",
+    "what now?",
+    "sad story.",
+    "thanks!",
+]
 
 
 # ---- the gold score ------------------------------------------------------------------------------------------------
@@ -221,7 +269,9 @@ def facts(prompt: str) -> tuple[set[str], str | None, str | None, set[str]]:
 
     WHO is the last person with relation and name before the matter. What a post lacks is empty or None.
     """
-    body = plain(prompt[prompt.find("POST:") + 5:] if isinstance(prompt, str) and "POST:" in prompt else prompt)
+    body = plain(
+        prompt[prompt.find("POST:") + 5 :] if isinstance(prompt, str) and "POST:" in prompt else prompt
+    )
     matter, question = re.search(MATTER, body), re.search(QUESTION, body)
     mentions = [(place, words) for place, words in people(body) if len(words) == 2]
     before = [words for place, words in mentions if matter and place < matter.start()]
@@ -251,9 +301,15 @@ def gold_score(prompts, completions, **columns) -> list[float]:
         matters, questions = set(re.findall(MATTER, words)), set(re.findall(QUESTION, words))
         seen, wrong = set(), 0.0
         for _, person in people(words):
-            wrong += max((SECOND_PERSON if word in others else INVENTED for word in person - who - seen), default=0.0)
+            wrong += max(
+                (SECOND_PERSON if word in others else INVENTED for word in person - who - seen), default=0.0
+            )
             seen |= person
-        score = {0: 0.0, 1: HALF_POINT, 2: POINT}[len(who & seen)] + POINT * (matter in matters) + POINT * (question in questions)
+        score = (
+            {0: 0.0, 1: HALF_POINT, 2: POINT}[len(who & seen)]
+            + POINT * (matter in matters)
+            + POINT * (question in questions)
+        )
         score -= wrong + INVENTED * (len(matters - {matter}) + len(questions - {question}))
         score -= LONG * max(0, max(len(words.split()), len(text.split())) - WORDS_FREE)
         scores.append(round(score - UNENDED * (not text.rstrip().endswith(ENDS)), 6))
@@ -283,15 +339,23 @@ class Writer:
         """Draw who, what and the question, so that they fit."""
         what = self.choose(list(CIRCLES))
         circle = self.choose(CIRCLES[what])
-        relation, name, sex = self.person([relation for relation, about in RELATIONS.items() if about[0] == circle])
+        relation, name, sex = self.person(
+            [relation for relation, about in RELATIONS.items() if about[0] == circle]
+        )
         fact = {"relation": relation, "name": name, "what": what, "he": "he" if sex == "m" else "she"}
         return fact | {"q": self.question(fact)}
 
     def question(self, fact) -> str:
         """Return a question that fits the person and the matter; the rarer it fits, the likelier it is."""
         circle, what = RELATIONS[fact["relation"]][0], fact["what"]
-        return self.choose([question for question, circles, *needs in QUESTIONS for _ in range(4 if needs else 2 if len(circles) < 4 else 1)
-                            if circle in circles and any(word in what for word in (needs or [""])[0].split(","))])
+        return self.choose(
+            [
+                question
+                for question, circles, *needs in QUESTIONS
+                for _ in range(4 if needs else 2 if len(circles) < 4 else 1)
+                if circle in circles and any(word in what for word in (needs or [""])[0].split(","))
+            ]
+        )
 
     def post(self) -> tuple[str, dict[str, str], str]:
         """Write a post that was not there before. -> prompt, facts, body"""
@@ -302,10 +366,21 @@ class Writer:
                 circles = RELATIONS[relation][0] + RELATIONS[fact["relation"]][0]
                 if relation != fact["relation"] and name != fact["name"] and circles != "LL":
                     break
-            fact |= {"second": f"my {relation} {name}", "she": "he" if sex == "m" else "she", "thing": TITLES[fact["what"]],
-                     "age": str(19 + int(self.rand() * 20)), "time": self.choose(POST["time"]),
-                     "who": f"my {fact['relation']} {fact['name']}"}
-            detail = "wish" if re.match(WISH, fact["what"]) else "once" if re.match(ONCE, fact["what"]) else "habit"
+            fact |= {
+                "second": f"my {relation} {name}",
+                "she": "he" if sex == "m" else "she",
+                "thing": TITLES[fact["what"]],
+                "age": str(19 + int(self.rand() * 20)),
+                "time": self.choose(POST["time"]),
+                "who": f"my {fact['relation']} {fact['name']}",
+            }
+            detail = (
+                "wish"
+                if re.match(WISH, fact["what"])
+                else "once"
+                if re.match(ONCE, fact["what"])
+                else "habit"
+            )
             parts = [self.choose(POST[detail if part == "detail" else part]) for part in self.choose(PLANS)]
             body = polish(" ".join(parts).format(**fact))
             group = "pets" if fact["thing"] in PETS else SUBREDDITS[RELATIONS[fact["relation"]][0]]
@@ -315,13 +390,20 @@ class Writer:
                 continue
             self.seen.add(prompt)
             fact["others"] = f"{relation} {name}" if any("{second}" in part for part in parts) else ""
-            true = ({fact["relation"], plain(fact["name"])}, plain(fact["what"]), plain(fact["q"]), set(plain(fact["others"]).split()))
+            true = (
+                {fact["relation"], plain(fact["name"])},
+                plain(fact["what"]),
+                plain(fact["q"]),
+                set(plain(fact["others"]).split()),
+            )
             assert facts(prompt) == true, (facts(prompt), true, prompt)
             return prompt, fact, body
 
     def who(self, relation: str, name: str) -> str:
         """Return one of the ways to write a person."""
-        return self.choose(("my {0} {1}", "my {0} {1}", "my {0} {1}", "{0} {1}", "{1}, my {0},")).format(relation, name)
+        return self.choose(("my {0} {1}", "my {0} {1}", "my {0} {1}", "{0} {1}", "{1}, my {0},")).format(
+            relation, name
+        )
 
     def fill(self, fact, **slots) -> str:
         """Return a summary of at most 16 words in a random template, with the true facts in the slots that are not given."""
@@ -340,7 +422,11 @@ class Writer:
                 if self.rand() < 0.6 and (other["he"] == fact["he"]):
                     return self.who(fact["relation"], other["name"])
                 return self.who(other["relation"], other["name"])
-            if slot == "what" and other["what"] != fact["what"] and RELATIONS[fact["relation"]][0] in CIRCLES[other["what"]]:
+            if (
+                slot == "what"
+                and other["what"] != fact["what"]
+                and RELATIONS[fact["relation"]][0] in CIRCLES[other["what"]]
+            ):
                 return other["what"]
             if slot == "q" and (question := self.question(fact)) != fact["q"]:
                 return question
@@ -360,14 +446,18 @@ class Writer:
             return self.ramble(fact)
         if kind == "unended":
             words = self.ramble(fact).split() if self.rand() < 0.5 else self.fill(fact).split()
-            return " ".join(words[:max(2, min(int(len(words) * (0.5 + 0.45 * self.rand())), 36))]).rstrip(".?!,:")
+            return " ".join(words[: max(2, min(int(len(words) * (0.5 + 0.45 * self.rand())), 36))]).rstrip(
+                ".?!,:"
+            )
         if kind == "empty":
             return polish(self.choose(CRIES))
         if kind == "copy":
             return body
         who = self.who(fact["relation"], fact["name"])
         if kind == "repeat":
-            return polish(f"{who} {fact['what']}. " * (2 + int(self.rand() * 4)) + self.choose(("", fact["q"] + "?"))).strip()
+            return polish(
+                f"{who} {fact['what']}. " * (2 + int(self.rand() * 4)) + self.choose(("", fact["q"] + "?"))
+            ).strip()
         if kind == "loop":
             return polish(f"{who} {fact['what']}. " + f"{fact['q']}? " * (3 + int(self.rand() * 5))).strip()
         if kind == "two people":
@@ -379,7 +469,9 @@ class Writer:
                 several.insert(int(self.rand() * (len(several) + 1)), other)
         if slot == "what":
             return polish(f"{who} {', '.join(several[:-1])} and {several[-1]}. {fact['q']}?")
-        return polish((f"{who} {fact['what']}. " if count == 2 or self.rand() < 0.5 else "") + "? ".join(several) + "?")
+        return polish(
+            (f"{who} {fact['what']}. " if count == 2 or self.rand() < 0.5 else "") + "? ".join(several) + "?"
+        )
 
     def twins(self, fact, kind: str) -> list[str]:
         """Write a good summary, and the same one with a fact that is dropped or invented."""
@@ -392,7 +484,7 @@ class Writer:
     def ramble(self, fact) -> str:
         """Write a summary that goes on and on: the facts first and then chatter, or chatter between them."""
         while True:
-            chatter = sorted(CHATTER, key=lambda _: self.rand())[:2 + int(self.rand() * 3)]
+            chatter = sorted(CHATTER, key=lambda _: self.rand())[: 2 + int(self.rand() * 3)]
             if fact["others"] and self.rand() < 0.25:
                 chatter[int(self.rand() * len(chatter))] = self.choose(POST["second"]).format(**fact)
             if self.rand() < 0.6:
@@ -416,7 +508,10 @@ class Writer:
         degenerate = self.rand() < DEGENERATE_SHARE
         twins = not degenerate and self.rand() < TWINS
         while True:
-            kinds = [self.choose(PAIR_KINDS), self.choose(DEGENERATE) if degenerate else self.choose(PAIR_KINDS)]
+            kinds = [
+                self.choose(PAIR_KINDS),
+                self.choose(DEGENERATE) if degenerate else self.choose(PAIR_KINDS),
+            ]
             if twins:
                 kinds = ["good", self.choose(("drop", "invent", "invent"))]
                 texts = [" " + text for text in self.twins(fact, kinds[1])]
@@ -428,7 +523,11 @@ class Writer:
         better = 0 if first > second else 1
         swapped = not degenerate and self.rand() < SWAPPED / (1 - DEGENERATE_SHARE)
         chosen, rejected = texts[better ^ swapped], texts[1 - better ^ swapped]
-        return {"prompt": prompt, "chosen": chosen, "rejected": rejected}, f"{kinds[better]} > {kinds[1 - better]}"
+        return {
+            "prompt": prompt,
+            "chosen": chosen,
+            "rejected": rejected,
+        }, f"{kinds[better]} > {kinds[1 - better]}"
 
 
 def polish(text: str) -> str:
@@ -439,8 +538,13 @@ def polish(text: str) -> str:
 def make(split_sizes=SPLIT_SIZES, seed: int = SEED) -> dict[str, dict[str, list[tuple[dict, str]]]]:
     """Return the rows of each split of both data sets, each with its kind; no post occurs twice anywhere."""
     writer = Writer(seed)
-    return {name: {split: [writer.reference() if name == "tldr" else writer.pair() for _ in range(size)]
-                   for split, size in sizes.items()} for name, sizes in split_sizes.items()}
+    return {
+        name: {
+            split: [writer.reference() if name == "tldr" else writer.pair() for _ in range(size)]
+            for split, size in sizes.items()
+        }
+        for name, sizes in split_sizes.items()
+    }
 
 
 def write(folder: Path, split_sizes=SPLIT_SIZES, seed: int = SEED) -> None:
@@ -461,12 +565,18 @@ def report(pairs: list[tuple[dict, str]]) -> None:
     """Print the share, the mean gold score and the mean number of words of the references, by kind."""
     scores = gold_score([row["prompt"] for row, _ in pairs], [row["completion"] for row, _ in pairs])
     for name in (*dict.fromkeys(REFERENCE_KINDS), "all"):
-        part = [(score, len(row["completion"].split())) for (row, kind), score in zip(pairs, scores) if name in (kind, "all")]
+        part = [
+            (score, len(row["completion"].split()))
+            for (row, kind), score in zip(pairs, scores)
+            if name in (kind, "all")
+        ]
         score, words = (sum(column) / len(part) for column in zip(*part))
         print(f"  {name:7} {len(part) / len(pairs):6.1%}  gold score {score:5.2f}  words {words:5.1f}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write the invented posts, their summaries and the pairs of summaries.")
+    parser = argparse.ArgumentParser(
+        description="Write the invented posts, their summaries and the pairs of summaries."
+    )
     parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent)
     write(parser.parse_args().folder)

@@ -394,7 +394,8 @@ def test_a_reward_model_scores_chats_as_it_learned_them(scripts, reward, chat_lm
     model, folder, _ = reward(
         "pairs", model_name_or_path=chat_lm("llama3"), dataset_name=data, max_length=100, learning_rate=1e-2
     )
-    score = scripts["rloo_tldr"].load_reward_model(str(folder / "model"), 8, torch.device("cpu"))
+    script = scripts["rloo_tldr"]
+    score = script.load_reward_model(script.Args(), str(folder / "model"), torch.device("cpu"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     completion = chat((ASSISTANT, "It is 8."))
     [result] = score([chat(TURNS[2])], [completion])

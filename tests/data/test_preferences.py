@@ -260,7 +260,8 @@ def test_references_have_the_mean_score_0(pairs, scripts, tiny_posts, tiny_pairs
         data, column = tiny_pairs, "chosen"
         _, folder, _ = pairs()
     rows = list(datasets.load_dataset(data)["train"])
-    score_all = scripts["rloo_tldr"].load_reward_model(str(folder / "model"), 8, torch.device("cpu"))
+    script = scripts["rloo_tldr"]
+    score_all = script.load_reward_model(script.Args(), str(folder / "model"), torch.device("cpu"))
     scores = score_all([row["prompt"] for row in rows], [row[column] for row in rows])
     assert sum(scores) / len(scores) == pytest.approx(0, abs=1e-4)
     offset = json.loads((folder / "model/config.json").read_text())["reward_offset"]

@@ -35,7 +35,11 @@ def test_nothing_is_found_in_a_healthy_run(folder):
 
 def test_an_exploited_reward_is_found():
     """One word is in most of the responses, and the KL is far above its target."""
-    assert titles("ppo-sentiment-hacked") == ["The responses become alike", "The KL is above its target"]
+    assert titles("ppo-sentiment-hacked") == [
+        "Flags differ from those of healthy runs",
+        "The responses become alike",
+        "The KL is above its target",
+    ]
 
 
 def test_over_optimization_is_found():
@@ -86,6 +90,14 @@ CASES = {  # a change of a healthy run -> title of what is found, or None
     "equal rewards": ({"env__reward_std": lambda x: 0.0}, {}, "All rewards are equal"),
     "equal groups": ({"frac_reward_zero_std": lambda x: 0.9}, {}, "Most groups have equal rewards"),
     "equal groups at the end": ({"frac_reward_zero_std": lambda x: 0.9 * x}, {}, None),
+    "no gradient": ({"grad_norm": lambda x: 0.0}, {}, "There is no gradient"),
+    "learning rate ends early": (
+        {"lr": lambda x: max(0.0, 1 - 4 * x)},
+        {},
+        "The learning rate is 0 for a part of the run",
+    ),
+    "learning rate ends at the end": ({"lr": lambda x: 1 - x}, {}, None),
+    "KL stays 0": ({"objective__kl": lambda x: 0.0}, {}, "The KL is exactly 0"),
     "no steps": (
         {"policy__approxkl_avg": lambda x: 0.0},
         {"num_ppo_epochs": 4},
@@ -134,6 +146,200 @@ CASES = {  # a change of a healthy run -> title of what is found, or None
     "loss": ({"loss": lambda x: 2 + x}, {}, "The loss does not fall"),
     "word": ({"completions__new_word_share": lambda x: 0.5 * x}, {}, "The responses become alike"),
 }
+
+
+def write_tokens(folder, row):
+    """tokens.jsonl with four saved updates of three responses. row: function of a random generator -> dict"""
+    rng = np.random.default_rng(0)
+    rows = [{"update": update} | row(rng) for update in (1, 34, 67, 100) for _ in range(3)]
+    (folder / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+GAMMA, LAM, KL_COEF = 0.9, 0.8, 0.5
+
+
+def ppo_row(rng):
+    """A response of 4 to 7 tokens, with right rewards and advantages; computed by the definition of GAE."""
+    T = int(rng.integers(4, 8))
+    kl, value = rng.normal(0, 1, T), rng.normal(0, 1, T)
+    score = float(rng.normal(0, 2))
+    reward = -KL_COEF * kl
+    reward[-1] += score
+    next_value = np.append(value[1:], 0.0)
+    delta = reward + GAMMA * next_value - value
+    advantage = [sum((GAMMA * LAM) ** (j - t) * delta[j] for j in range(t, T)) for t in range(T)]
+    row = {"KL": kl, "value": value, "reward": reward, "advantage": 0.3 * np.array(advantage) - 0.1}
+    return {"score": score, "tokens": ["a"] * T} | {name: x.round(4).tolist() for name, x in row.items()}
+
+
+def with_change(**functions):
+    """ppo_row with some columns changed. functions: column -> function of the row"""
+
+    def row(rng):
+        right = ppo_row(rng)
+        return right | {name: function(right) for name, function in functions.items()}
+
+    return row
+
+
+def shifted_rewards(row):
+    """The score one token too early."""
+    rewards = list(row["reward"])
+    rewards[-1] -= row["score"]
+    rewards[-2] += row["score"]
+    return rewards
+
+
+def rewards_with_a_bonus(row):
+    """+KL instead of -KL."""
+    rewards = [KL_COEF * kl for kl in row["KL"]]
+    rewards[-1] += row["score"]
+    return rewards
+
+
+TOKEN_CASES = {  # rows of tokens.jsonl -> titles, and a part of the first cause
+    "healthy": (ppo_row, [], ""),
+    "score too early": (
+        with_change(reward=shifted_rewards, advantage=lambda row: None),
+        ["Rewards are not the KL penalty and the score"],
+        "the score is paid on more tokens than the last one",
+    ),
+    "KL is a bonus": (
+        with_change(reward=rewards_with_a_bonus, advantage=lambda row: None),
+        ["Rewards are not the KL penalty and the score"],
+        "the KL penalty has the wrong sign",
+    ),
+    "no score": (
+        with_change(reward=lambda row: [-KL_COEF * kl for kl in row["KL"]], advantage=lambda row: None),
+        ["Rewards are not the KL penalty and the score"],
+        "the score is not put on the last token",
+    ),
+    "advantages backwards": (
+        with_change(advantage=lambda row: row["advantage"][::-1]),
+        ["Advantages do not follow from rewards and values"],
+        "the recursion of GAE is wrong",
+    ),
+    "advantages negative": (
+        with_change(advantage=lambda row: [-x for x in row["advantage"]]),
+        ["Advantages do not follow from rewards and values"],
+        "the recursion of GAE is wrong",
+    ),
+    "values are 0": (
+        with_change(value=lambda row: [0.0] * len(row["value"]), advantage=lambda row: None),
+        ["The critic predicts 0 for every token"],
+        "the value loss has no weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TOKEN_CASES)
+def test_what_the_tokens_show(tmp_path, case):
+    row, titles, cause = TOKEN_CASES[case]
+    flags = {"gamma": GAMMA, "lam": LAM}
+    folder = write_run(tmp_path / "run", flags, objective__kl_coef=lambda x: KL_COEF)
+
+    def without_none(rng):
+        return {name: x for name, x in row(rng).items() if x is not None}
+
+    write_tokens(folder, without_none)
+    found = report.find_problems(report.read_run(folder))
+    assert [finding.title for finding in found] == titles
+    assert all(finding.causes[0].startswith(cause) for finding in found)
+
+
+@pytest.mark.parametrize("clip, penalty, paid", [(1.0, None, 1.0), (None, 0.5, 2.5), (1.0, 0.5, 0.5)])
+def test_a_score_may_be_clipped_and_penalized(tmp_path, clip, penalty, paid):
+    flags = {"score_clip": clip, "missing_eos_penalty": penalty}
+    folder = write_run(tmp_path / "run", flags, objective__kl_coef=lambda x: KL_COEF)
+    write_tokens(
+        folder, lambda rng: {"score": 3.0, "tokens": ["a"] * 2, "KL": [1, 0], "reward": [-0.5, paid]}
+    )
+    assert report.find_problems(report.read_run(folder)) == []
+
+
+def group_row(advantage):
+    """A response of RLOO. advantage: function of its reward"""
+
+    def row(rng):
+        score, kl = float(rng.normal()), float(rng.normal())
+        text = str(rng.integers(10**9))
+        return {"score": score, "tokens": [text], "KL": [kl], "advantage": [advantage(score - KL_COEF * kl)]}
+
+    return row
+
+
+@pytest.mark.parametrize(
+    "row, titles",
+    [
+        (group_row(lambda reward: 1.5 * reward - 0.3), []),
+        (
+            group_row(lambda reward: -1.5 * reward),
+            ["Advantages do not follow from the rewards of the group"],
+        ),
+        (
+            group_row(lambda reward: math.sin(9 * reward)),
+            ["Advantages do not follow from the rewards of the group"],
+        ),
+        (
+            lambda rng: {"score": 1.0, "tokens": ["same"], "KL": [0.0], "advantage": [0.0]},
+            ["The responses to a prompt are the same"],
+        ),
+    ],
+)
+def test_advantages_of_groups(tmp_path, row, titles):
+    folder = write_run(tmp_path / "run", {"kl_coef": KL_COEF})
+    about = json.loads((folder / "args.json").read_text()) | {"command": ["rloo_tldr.py"]}
+    (folder / "args.json").write_text(json.dumps(about))
+    write_tokens(folder, row)
+    assert [finding.title for finding in report.find_problems(report.read_run(folder))] == titles
+
+
+HELD_OUT_CASES = {  # held-out responses and scores before and after, the judge after, what is found
+    "same gain": (lambda i: {"after": "b", "score after": 1.0 + 0.01 * i}, 0.7, []),
+    "same texts": (
+        lambda i: {"after": f"text {i}", "score after": 0.01 * i},
+        0.7,
+        ["The policy does not change"],
+    ),
+    "training prompts only": (
+        lambda i: {"after": "b", "score after": 0.1 + 0.01 * i},
+        0.7,
+        ["The score rises on the training prompts only"],
+    ),
+    "judge falls": (
+        lambda i: {"after": "b", "score after": 1.0 + 0.01 * i},
+        0.3,
+        ["The score rises, and the judge disagrees"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HELD_OUT_CASES)
+def test_what_held_out_prompts_show(tmp_path, case):
+    after, judge, titles = HELD_OUT_CASES[case]
+    folder = write_run(tmp_path / "run", env__reward_mean=lambda x: x)
+    pairs = [{"prompt": "p", "before": f"text {i}", "score": 0.01 * i} | after(i) for i in range(60)]
+    (folder / "evaluation_samples.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    evaluation = {"before": {"judge: P(positive)": 0.5}, "after": {"judge: P(positive)": judge}, "n": 60}
+    (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    assert [finding.title for finding in report.find_problems(report.read_run(folder))] == titles
+
+
+def test_unusual_flags_come_first_if_something_is_wrong(tmp_path, monkeypatch):
+    usual = {"learning_rate": 1e-4, "kl_coef": 0.2, "optimizer": "Adam", "seed": 1}
+    bands = {"ppo_sentiment none": {"metrics": {"x": {}}, "args": usual}}
+    (tmp_path / "bands.json").write_text(json.dumps(bands))
+    monkeypatch.setattr(report, "BANDS", tmp_path / "bands.json")
+    flags = {"learning_rate": 1e-2, "kl_coef": 0.3, "optimizer": "SGD", "seed": 2}
+    healthy = report.read_run(write_run(tmp_path / "healthy", flags))
+    assert report.find_problems(healthy) == []
+    failed = report.read_run(write_run(tmp_path / "failed", flags, objective__scores=lambda x: -x))
+    first, second = report.find_problems(failed)
+    assert first.entry == "flags" and second.title == "The score falls"
+    assert first.causes == [
+        "--learning-rate is 0.01, in healthy runs 0.0001 (100 times more)",
+        "--optimizer is SGD, in healthy runs Adam",
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -100,7 +100,7 @@ def test_outputs_return_to_the_places_of_their_rows():
 def test_the_reward_of_a_text_is_the_classifiers(classifier_folder, arch, pad):
     """In batches of 2."""
     folder = classifier_folder(arch, pad)
-    classify, config = ppo.load_classifier(folder, 2, CPU)
+    classify, config = ppo.load_classifier(ppo.Args(local_rollout_forward_batch_size=2), folder, CPU)
     assert config.num_labels == 2
     close(classify(TEXTS), logits_of_texts(folder, TEXTS), **near)
 

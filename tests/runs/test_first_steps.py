@@ -434,7 +434,7 @@ def test_a_long_text_loses_its_beginning(scripts, tiny_classifier, tmp_path, nam
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.model_max_length = 5
     tokenizer.save_pretrained(folder)
-    classify, _ = scripts[name].load_classifier(str(folder), 4, torch.device("cpu"))
+    classify, _ = scripts[name].load_classifier(scripts[name].Args(), str(folder), torch.device("cpu"))
     end = " superb and clever and warm in every way"
     same_end = classify(["The film is bad" + end, "What a day it was" + end])
     assert torch.allclose(same_end[0], same_end[1], atol=1e-6)

@@ -307,7 +307,8 @@ def test_the_score_is_transformers_own(script, tiny_preference_model):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = ["A post.", "A longer post about a cat."] * 2
     responses = [" yes", " no, never", "", " a"]
-    scores = script.load_reward_model(folder, 3, CPU)(prompts, responses)
+    args = script.Args(local_rollout_forward_batch_size=3)
+    scores = script.load_reward_model(args, folder, CPU)(prompts, responses)
     for prompt, response, score in zip(prompts, responses, scores):
         ids = tokenizer(prompt).input_ids + tokenizer(response).input_ids + [tokenizer.eos_token_id]
         with torch.no_grad():
