@@ -1689,6 +1689,9 @@ def chat_judge(args):
     return judge
 
 
+CHAT_TIMEOUT = 300  # seconds that a chat model may take for one answer
+
+
 def chat_client(args):
     """A client for the server that judge_address names. The key of a server other than Hugging Face's is in
     OPENAI_API_KEY."""
@@ -1697,15 +1700,11 @@ def chat_client(args):
 
     url = judge_address(args)
     if url is None:
-        return huggingface_hub.InferenceClient()
-
-    def plain_client():
-        return httpx2.Client(timeout=300)
-
+        return huggingface_hub.InferenceClient(timeout=CHAT_TIMEOUT)
     # With HF_HUB_OFFLINE, huggingface_hub's own client refuses every server, even one on this machine.
-    huggingface_hub.set_client_factory(plain_client)
+    huggingface_hub.set_client_factory(httpx2.Client)
     key = os.environ.get("OPENAI_API_KEY", "none")
-    return huggingface_hub.InferenceClient(base_url=url, api_key=key)
+    return huggingface_hub.InferenceClient(base_url=url, api_key=key, timeout=CHAT_TIMEOUT)
 
 
 def ask_chat_model(client, model, question):

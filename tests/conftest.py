@@ -169,6 +169,36 @@ def metaspace_lm(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def bang_lm(tmp_path_factory):
+    """bang_lm(bos=False) -> folder of a random GPT-2. About one token in six is EOS.
+
+    As in GPT-2 itself, token 0 is "!", EOS is one of the last tokens, and there is no pad token.
+    Another token is ">!", with which an end mark can merge. bos: the tokenizer puts <s> before each text.
+    """
+
+    @functools.cache
+    def make(bos):
+        learned = tokenizers.ByteLevelBPETokenizer()
+        texts = [row["text"] for row in reviews("test", 40)] + ["Fine <EOU>!"] * 40
+        learned.train_from_iterator(texts, vocab_size=400, show_progress=False)
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=learned._tokenizer, bos_token="<s>", eos_token=EOS
+        )
+        if bos:
+            tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+                single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+            )
+        config = transformers.AutoConfig.for_model("gpt2", **SIZES["gpt2"], **ids_of(tokenizer))
+        config.initializer_range = 0.2
+        torch.manual_seed(6)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        model.transformer.ln_f.bias.data += 2 * model.lm_head.weight[tokenizer.eos_token_id].detach()
+        return save(model, tokenizer, tmp_path_factory.mktemp("bang"))
+
+    return lambda bos=False: make(bos)
+
+
+@pytest.fixture(scope="session")
 def tiny_classifier(tmp_path_factory):
     """tiny_classifier(tokenizer="own" | "other", labels=(...)) -> folder of a random DistilBERT.
 

@@ -156,6 +156,45 @@ def test_a_chat_in_prompt_and_completion(scripts, family):
     )
 
 
+def test_a_damaged_row_takes_all_its_columns_with_it(scripts, capsys):
+    """Prompts of 1 and of 3 messages: each is learned from where its own completion begins."""
+    tokenizer = build_tokenizer("llama3")
+    two = chat((ASSISTANT, "Eight."), (USER, "Sure?"), (ASSISTANT, "Yes."))
+    rows = [
+        {"prompt": None, "completion": chat((ASSISTANT, "Never."))},
+        {"prompt": chat(*TURNS[:3]), "completion": chat(TURNS[3])},
+        {"prompt": chat(TURNS[0]), "completion": []},
+        {"prompt": chat(TURNS[2]), "completion": two},
+        {"prompt": chat(*TURNS[:3]), "completion": None},
+        {"prompt": chat(TURNS[0]), "completion": chat(TURNS[1])},
+    ]
+    documents = documents_of(scripts["sft"], tokenizer, *rows)
+    kept = [row["prompt"] + row["completion"] for row in (rows[1], rows[3], rows[5])]
+    assert [tokenizer.decode(ids) for ids, _ in documents] == [
+        tokenizer.apply_chat_template(messages, tokenize=False) for messages in kept
+    ]
+    assert [learned(tokenizer, labels) for _, labels in documents] == [
+        ["That is 8, two times 4.<|eot_id|>"],
+        ["Eight.<|eot_id|>", "Yes.<|eot_id|>"],
+        ["It is 5.<|eot_id|>"],
+    ]
+    out = capsys.readouterr().out
+    assert "skipped 3 of 6 rows: no list of messages" in out
+    assert "turns of the assistant" not in out  # those in prompts are not counted as skipped
+
+
+def test_turns_that_are_not_learned_are_counted(scripts, capsys):
+    """Those before any message, and in Qwen3 those in front of the last; not those of a prompt."""
+    tokenizer = build_tokenizer("qwen3")
+    documents_of(scripts["sft"], tokenizer, {"messages": chat(*TURNS)}, {"messages": chat(*TURNS[:2])})
+    assert "skipped 1 of 3 turns of the assistant: " in capsys.readouterr().out
+    tokenizer = build_tokenizer("llama3")
+    started = chat((ASSISTANT, "Hello."), *TURNS)
+    [(_, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": started})
+    assert learned(tokenizer, labels) == ["It is 5.<|eot_id|>", "That is 8, two times 4.<|eot_id|>"]
+    assert "skipped 1 of 3 turns of the assistant: " in capsys.readouterr().out
+
+
 def test_a_system_message_is_not_learned(scripts):
     tokenizer = build_tokenizer("llama3")
     messages = chat(("system", "Be brief."), *TURNS[:2])
@@ -172,6 +211,27 @@ def test_a_template_without_an_end_of_turn(scripts):
     [(ids, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": chat(*TURNS)})
     assert learned(tokenizer, labels) == ["It is 5.", "That is 8, two times 4.<|im_end|>"]
     assert ids[-1] == labels[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_an_added_token_ends_a_turn_only_if_it_is_special(scripts, chat_lm, is_special):
+    """After a mere word, such as a tag, EOS follows; after a special token that has no name, nothing does."""
+    script, tokenizer = scripts["sft"], build_tokenizer("qwen2_5")
+    tokenizer.add_tokens([tokenizers.AddedToken("<done>", special=is_special)])
+    done, eos = tokenizer.convert_tokens_to_ids("<done>"), tokenizer.eos_token_id
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    messages = chat(TURNS[0], (ASSISTANT, "It is 5.<done>"))
+    [(ids, labels)] = documents = documents_of(script, tokenizer, {"messages": messages})
+    model = transformers.AutoModelForCausalLM.from_pretrained(chat_lm("qwen2_5"))
+    model.generation_config.eos_token_id = None
+    stops = script.find_end_tokens(model, tokenizer, documents, 256)
+    if is_special:
+        assert learned(tokenizer, labels) == ["It is 5.<done>"] and eos not in ids
+        assert tokenizer.decode(ids).endswith("<done>\n") and stops == sorted([done, eos])
+    else:
+        assert learned(tokenizer, labels) == ["It is 5.<done><|im_end|>"]
+        assert ids[-2:] == [done, eos] and stops == eos
 
 
 def test_an_empty_mask_is_never_accepted(scripts):
@@ -205,6 +265,86 @@ def test_a_model_learns_a_chat(scripts, sft, chat_lm, family, tmp_path):
     stops = transformers.GenerationConfig.from_pretrained(folder / "model").eos_token_id
     assert end in stops and tokenizer.eos_token_id in stops and 40 in stops
     assert tokenizer.chat_template == build_tokenizer(family).chat_template
+
+
+def ids_and_labels(tokenizer, messages, answers):
+    """A conversation, of which these answers are learned with their ends. -> ids, is it learned"""
+    ids, is_learned = [], []
+    rest = tokenizer.apply_chat_template(messages, tokenize=False)
+    for answer in [*answers, None]:
+        before, _, rest = rest.partition(answer) if answer else (rest, "", "")
+        for text, value in ((before, False), (answer or "", True)):
+            part = tokenizer(text, add_special_tokens=False).input_ids
+            ids += part
+            is_learned += [value] * len(part)
+    return ids, is_learned
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "llama3", "gemma"])
+def test_an_evaluation_on_chats_by_hand(scripts, sft, chat_lm, family, tmp_path, monkeypatch):
+    """Before and after training, and of what model/ holds, in plain transformers. How the samples end."""
+    end = FAMILIES[family][4]
+    chats = []
+    for i in range(30):
+        first = [(USER, f"What is {i} + 1?" + " Hm." * (i % 3)), (ASSISTANT, f"It is {i + 1}.")]
+        chats.append(chat(*first, (USER, "And 0?"), (ASSISTANT, "No" * (i % 4 + 1))))
+    data = write_rows(
+        tmp_path / "data",
+        train=[{"messages": messages} for messages in chats[:21]],
+        test=[{"messages": messages} for messages in chats[21:]],
+    )
+    stops = []
+    generate = transformers.LlamaForCausalLM.generate
+
+    def recorded(self, *inputs, eos_token_id=None, **named_inputs):
+        stops.append(eos_token_id)
+        return generate(self, *inputs, eos_token_id=eos_token_id, **named_inputs)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "generate", recorded)
+    start = transformers.AutoModelForCausalLM.from_pretrained(chat_lm(family))
+    start.generation_config.eos_token_id = [40, 41]  # neither EOS nor the end of a turn
+    start.save_pretrained(tmp_path / "lm")
+    build_tokenizer(family).save_pretrained(tmp_path / "lm")
+    found = spy(monkeypatch, scripts["sft"], "find_end_tokens")
+    _, folder, _ = sft(
+        model_name_or_path=str(tmp_path / "lm"),
+        dataset_name=data,
+        num_train_rows=None,
+        max_length=200,
+        num_eval_rows=9,
+        num_samples=9,
+    )
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    assert evaluation["n"] == 9
+    prompts = set()
+    for part, lm in (("before", tmp_path / "lm"), ("after", folder / "model")):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(lm)
+        model = transformers.AutoModelForCausalLM.from_pretrained(lm).eval()
+        loss, right, count = 0.0, 0, 0
+        for messages in chats[21:]:
+            answers = [f"{messages[i]['content']}{end}" for i in (1, 3)]
+            ids, is_learned = ids_and_labels(tokenizer, messages, answers)
+            assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+            with torch.no_grad():
+                log_p = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            for i in range(1, len(ids)):
+                if is_learned[i]:
+                    loss -= log_p[i - 1, ids[i]].item()
+                    right += log_p[i - 1].argmax().item() == ids[i]
+                    count += 1
+            prompts.add(
+                tokenizer.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
+            )
+        assert evaluation[part]["loss"] == pytest.approx(loss / count, rel=1e-4)
+        assert evaluation[part]["mean_token_accuracy"] == pytest.approx(right / count)
+    # The samples continue the last turns, until one of the tokens at which the saved model ends.
+    saved = transformers.GenerationConfig.from_pretrained(folder / "model").eos_token_id
+    ends = {40, 41, tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end)}
+    assert saved == sorted(ends) and stops == [saved] * 9
+    [((_, _, documents, max_length), result)] = found
+    assert (len(documents), max_length, result) == (21, 200, saved)  # they are looked up in the training rows
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert {row["prompt"] for row in samples} == prompts and len(samples) == len(prompts) == 9
 
 
 def test_what_ends_a_response(scripts, chat_lm, family):
@@ -279,6 +419,57 @@ def test_the_prompt_of_a_rollout_is_that_of_training(scripts, family, name):
         assert post["reference"] == "That is 8, two times 4."
     else:
         assert post["columns"] == {"completion": row["completion"]}
+
+
+def test_references_that_are_chats(scripts):
+    """The last message is the reference. The judge reads it as a chat, and tables show the prompt as text."""
+    script, tokenizer = scripts["rloo_tldr"], build_tokenizer("qwen2_5")
+    row = {"prompt": chat((ASSISTANT, "Hello."), TURNS[0]), "completion": chat(*TURNS[1:])}
+    posts = load_prompts(script, datasets.Dataset.from_list([row, row]), tokenizer)
+    assert [post["reference"] for post in posts] == [TURNS[3][1]] * 2
+    seen = []
+
+    def longer(prompts, completions, completion):
+        seen.extend(zip(prompts, completions, completion))
+        return [len(text["content"]) for [text] in completions]
+
+    functions = script.RewardFunctions("--judge-fn", {"longer": longer}, torch.device("cpu"))
+    texts = ["Eight.", "It is eight, and that is my last word."]
+    assert script.score_judge(functions, tokenizer)(posts, texts) == [0.0, 1.0]
+    judged = [chat((ASSISTANT, text)) for text in (*texts, TURNS[3][1], TURNS[3][1])]
+    assert seen == [(row["prompt"], text, row["completion"]) for text in judged]
+    b = {"stopped": torch.tensor([True, False]), "scores": torch.tensor([1.0, 2.0])}
+    records = script.summary_records(posts, texts, b, {"extra": [3, 4]})
+    prompt = "assistant: Hello.\n\nuser: What is 2 + 3?"
+    assert records == [
+        dict(prompt=prompt, response=texts[0], ended=True, score=1.0, extra=3),
+        dict(prompt=prompt, response=texts[1], ended=False, score=2.0, extra=4),
+    ]
+
+
+@pytest.mark.parametrize("bos_in_template", [False, True])
+def test_bos_comes_once_whoever_writes_it(scripts, bos_in_template):
+    """The tokenizer puts it in front of chats too, unless the template has. In all stages alike."""
+    tokenizer = build_tokenizer("llama3")
+    bos = tokenizer.bos_token_id
+    tokenizer.chat_template = "{{ bos_token }}" if bos_in_template else ""
+    tokenizer.chat_template += "{% for m in messages %}{{ m.role }}: {{ m.content }}<|eot_id|>{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    row = {"prompt": chat(*TURNS[:3]), "completion": chat(TURNS[3])}
+    pair = {"prompt": row["prompt"], "chosen": row["completion"], "rejected": chat((ASSISTANT, "No."))}
+    whole = "user: What is 2 + 3?<|eot_id|>assistant: It is 5.<|eot_id|>user: And 4 + 4?<|eot_id|>assistant: "
+    reward_model = scripts["reward_model"]
+    [(ids, labels)] = documents_of(scripts["sft"], tokenizer, row)
+    [messages] = documents_of(scripts["sft"], tokenizer, {"messages": row["prompt"] + row["completion"]})
+    loaded = reward_model.load_preference_rows(
+        datasets.Dataset.from_list([pair]), tokenizer, reward_model.Args(max_length=200)
+    )
+    data = datasets.Dataset.from_list([row])
+    prompts = [load_prompts(scripts[name], data, tokenizer)[0]["ids"] for name in GROUPS]
+    for text in (ids, messages[0], *loaded[0].texts, *prompts):
+        assert text[0] == bos and text.count(bos) == 1
+        assert tokenizer.decode(text[1:]).startswith(whole)
+    assert loaded[0].texts[0] == ids and labels[0] == -100
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -381,6 +572,67 @@ def test_preferences_whose_chats_repeat_the_prompt(scripts, capsys):
     assert (
         "skipped 1 of 2 rows: fewer than two responses to compare, or a blank one" in capsys.readouterr().out
     )
+
+
+def test_a_damaged_chat_takes_its_prompt_and_its_margin_with_it(scripts, capsys):
+    """Pairs and rankings: every response keeps its own prompt, and every pair its own margin."""
+    script, tokenizer = scripts["reward_model"], build_tokenizer("llama3")
+    args = script.Args(max_length=200)
+
+    def answer(text):
+        return chat((ASSISTANT, text))
+
+    def texts(row):
+        return [tokenizer.decode(ids) for ids in row.texts]
+
+    def expected(prompt, *responses):
+        return [tokenizer.apply_chat_template(prompt + response, tokenize=False) for response in responses]
+
+    prompts = [chat(TURNS[0]), chat(*TURNS[:3]), chat(TURNS[2]), chat((USER, "Really?"))]
+    pairs = [
+        {"prompt": prompts[0], "chosen": answer("a"), "rejected": answer(" "), "margin": 0.5},
+        {"prompt": prompts[1], "chosen": answer("b"), "rejected": answer("c"), "margin": 1.5},
+        {"prompt": prompts[2], "chosen": None, "rejected": answer("d"), "margin": 2.5},
+        {"prompt": prompts[3], "chosen": answer("e"), "rejected": answer("f"), "margin": 3.5},
+    ]
+    rows = script.load_preference_rows(datasets.Dataset.from_list(pairs), tokenizer, args)
+    assert [row.margin for row in rows] == [1.5, 3.5]
+    assert [texts(row) for row in rows] == [
+        expected(prompts[1], answer("b"), answer("c")),
+        expected(prompts[3], answer("e"), answer("f")),
+    ]
+    assert "skipped 2 of 4 rows" in capsys.readouterr().out
+    rankings = [
+        {"prompt": prompts[0], "responses": [answer("a")]},
+        {"prompt": prompts[1], "responses": [answer("b"), answer("c"), answer("d")]},
+        {"prompt": None, "responses": [answer("e"), answer("f")]},
+        {"prompt": prompts[3], "responses": [answer("g"), answer("h")]},
+    ]
+    rows = script.load_preference_rows(datasets.Dataset.from_list(rankings), tokenizer, args)
+    assert [texts(row) for row in rows] == [
+        expected(prompts[1], answer("b"), answer("c"), answer("d")),
+        expected(prompts[3], answer("g"), answer("h")),
+    ]
+    assert "skipped 2 of 4 rows" in capsys.readouterr().out
+
+
+def test_references_of_a_reward_model_that_are_chats(scripts, tmp_path, capsys):
+    """Conversations of --center-dataset-name without damaged rows. Long ones keep their end."""
+    script, tokenizer = scripts["reward_model"], build_tokenizer("gemma")
+    rows = [
+        {"prompt": None, "completion": chat((ASSISTANT, "Never."))},
+        {"prompt": chat(*TURNS[:3]), "completion": chat(TURNS[3])},
+        {"prompt": chat(TURNS[2]), "completion": []},
+        {"prompt": chat(TURNS[0]), "completion": chat(TURNS[1])},
+    ]
+    data = write_rows(tmp_path / "data", train=rows, test=rows[:1])
+    expected = [tokenizer.apply_chat_template(chat(*TURNS[:n]), tokenize=False) for n in (2, 4)]
+    for max_length in (200, 5):
+        args = script.Args(center_dataset_name=data, max_length=max_length)
+        references = [row.texts for row in script.load_reference_rows([], tokenizer, args)]
+        assert all(len(texts) == 1 for texts in references)
+        whole = [tokenizer(text, add_special_tokens=False).input_ids for text in expected]
+        assert sorted(texts[0] for texts in references) == sorted(ids[-max_length:] for ids in whole)
 
 
 def test_a_reward_model_scores_chats_as_it_learned_them(scripts, reward, chat_lm, tmp_path):

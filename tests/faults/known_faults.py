@@ -2095,6 +2095,93 @@ REPORT = [  # what report.py and a reader look at
 ]
 
 
+# ---- Frozen weights, chats, servers ------------------------------------------------------------------------
+
+FROZEN = "math/test_frozen_weights.py"
+LATER = [
+    Fault(
+        name="trained weights are rounded too",
+        script="ppo_sentiment",
+        function="to_device",
+        old="p.dtype == torch.float32 and not p.requires_grad and id(p)",
+        new="p.dtype == torch.float32 and id(p)",
+        test=f"{FROZEN}::test_trained_weights_stay_in_fp32",
+    ),
+    Fault(
+        name="embeddings that are the output layer are rounded",
+        script="ppo_sentiment",
+        function="to_device",
+        old=" and id(p) not in embeddings",
+        new="",
+        test=f"{FROZEN}::test_frozen_linear_layers_are_in_bf16_and_nothing_else[gpt2-False]",
+    ),
+    Fault(
+        name="frozen weights are rounded in fp32 runs",
+        script="sft",
+        function="to_device",
+        old="if wants_bf16(args, device):",
+        new="if True:",
+        test=f"{FROZEN}::test_frozen_weights_stay_in_fp32_if_products_are_in_fp32",
+    ),
+    Fault(
+        name="GPT-2's linear layers stay in fp32",
+        script="ppo_sentiment",
+        function="to_device",
+        old="linear_layers = (nn.Linear, transformers.pytorch_utils.Conv1D)",
+        new="linear_layers = nn.Linear",
+        test=f"{FROZEN}::test_frozen_linear_layers_are_in_bf16_and_nothing_else[gpt2-False]",
+    ),
+    Fault(
+        name="an adapter is merged into rounded weights",
+        script="ppo_sentiment",
+        function="save_policy",
+        old="        base.float()",
+        new="        base",
+        test=f"{FROZEN}::test_an_adapter_is_merged_in_fp32",
+    ),
+    Fault(
+        name="the cache keeps keys in fp32",
+        script="ppo_sentiment",
+        function="Cache.update",
+        old="cast_like_autocast(keys)",
+        new="keys",
+        test=f"{FROZEN}::test_a_cache_in_bf16_samples_exactly_the_same_tokens[llama]",
+    ),
+    Fault(
+        name="a new tokenizer does not read completions of chats",
+        script="sft",
+        function="all_texts",
+        old='("messages", "prompt", "completion")',
+        new='("messages", "prompt")',
+        test="runs/test_evaluation_sft_and_reward_model.py::test_a_new_tokenizer_learns_from_chats",
+    ),
+    Fault(
+        name="an end mark inside the last token stays",
+        script="ppo_dialog",
+        function="answer_text",
+        old="text.split(end.strip())[0]",
+        new="text.removesuffix(end.strip())",
+        test="runs/test_chat.py::test_a_token_that_goes_on_after_the_end_mark[False]",
+    ),
+    Fault(
+        name="a chat has no BOS",
+        script="ppo_dialog",
+        function="stream_answer",
+        old="context_ids(history, args, bos_ids(tokenizer))",
+        new="context_ids(history, args)",
+        test="runs/test_chat.py::test_a_token_that_goes_on_after_the_end_mark[True]",
+    ),
+    Fault(
+        name="a server may take forever",
+        script="rloo_tldr",
+        function="chat_client",
+        old="api_key=key, timeout=CHAT_TIMEOUT",
+        new="api_key=key",
+        test="runs/test_rloo_tldr.py::test_keys_go_to_their_own_server",
+    ),
+]
+
+
 FAULTS = [
     *MASKS,
     *TOKENS,
@@ -2110,4 +2197,5 @@ FAULTS = [
     *VARIETY,
     *GRPO,
     *REPORT,
+    *LATER,
 ]

@@ -7,7 +7,7 @@ import termios
 import time
 
 import pytest
-from run_tools import ROOT, spy, start_process
+from run_tools import ROOT, spy, start_process, write_rows
 from transformers import AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -101,6 +101,58 @@ def test_half_an_end_mark_is_shown(chat, script, talker, monkeypatch, text):
     assert tidy("".join(answer)) == f"> Bot: {text.removesuffix(' <EOU>')}\n> You: quit\n"
 
 
+def speak(script, monkeypatch, *tokens):
+    """Let the model sample these tokens, one after the other."""
+    tokens = iter(tokens)
+
+    def next_token(probs, uniforms):
+        return probs.new_full((1,), next(tokens)).long()
+
+    monkeypatch.setattr(script, "sample_tokens", next_token)
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_token_that_goes_on_after_the_end_mark(chat, script, bang_lm, monkeypatch, bos):
+    """Nothing after the mark is shown or remembered, and BOS comes once, before all that is remembered."""
+    tokenizer = AutoTokenizer.from_pretrained(bang_lm(bos))
+    ids = tokenizer(" Fine <EOU>!", add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids[-1:]) == ">!"
+    speak(script, monkeypatch, *ids, *ids, *ids)
+    printed, calls = chat(
+        [bang_lm(bos), "--response-length", str(len(ids) + 2)], "Hello", "reset", "And?", "So"
+    )
+    answers = tidy("".join(printed)).split("> Bot: ")[1:]
+    assert [answer.split("\n")[0] for answer in answers] == ["Fine"] * 3
+    texts = [f" {text} <EOU>" for text in ("Hello", "Fine", "And?", "So")]
+    hello, fine, and_, so = tokenizer(texts, add_special_tokens=False).input_ids
+    first = [tokenizer.bos_token_id] if bos else []
+    assert prompts_of(calls) == [first + hello, first + and_, first + and_ + fine + so]
+
+
+def test_bos_takes_room_in_a_chat(chat, script, bang_lm, monkeypatch):
+    """A long prompt loses words, not its BOS, and is no longer than the flag says."""
+    tokenizer = AutoTokenizer.from_pretrained(bang_lm(bos=True))
+    speak(script, monkeypatch, tokenizer.eos_token_id)
+    flags = ["--max-prompt-length", "9", "--utterance-end", "eos"]
+    _, calls = chat([bang_lm(bos=True), *flags], "very long " * 20)
+    [prompt] = prompts_of(calls)
+    words = tokenizer(" very long" * 20, add_special_tokens=False).input_ids
+    assert prompt == [tokenizer.bos_token_id, *words[-7:], tokenizer.eos_token_id]
+
+
+def test_nothing_follows_eos(chat, script, bang_lm, monkeypatch):
+    """The zeros after the end are no tokens of the answer, although token 0 is "!"."""
+    tokenizer = AutoTokenizer.from_pretrained(bang_lm())
+    ids = tokenizer(" Yes! I do", add_special_tokens=False).input_ids
+    speak(script, monkeypatch, *ids, tokenizer.eos_token_id, *ids, tokenizer.eos_token_id)
+    flags = ["--response-length", "30", "--utterance-end", "eos"]
+    printed, calls = chat([bang_lm(), *flags], "You?", "So?")
+    answers = tidy("".join(printed)).split("> Bot: ")[1:]
+    assert [answer.split("\n")[0] for answer in answers] == ["Yes! I do"] * 2
+    you, yes, so = script.utterance_ids(tokenizer, ["You?", "Yes! I do", "So?"], "eos")
+    assert prompts_of(calls) == [you, you + yes + so]
+
+
 def test_what_is_remembered(chat, script, talker):
     """The last utterances of both, by the rule of training. reset forgets them; an empty line is ignored."""
     lines = [TEA[0], "", "  ", "And  you?", "reset", CAFE[0]]
@@ -164,6 +216,21 @@ def test_flags_of_a_chat(chat, dialog, script, monkeypatch, talker):
     assert last_args().num_context_utterances == 8
     chat([talker.model])
     assert last_args() == script.Args()
+
+
+def test_flags_of_a_model_that_sft_trained(chat, sft, script, monkeypatch, tmp_path):
+    """The run brings the flags that both scripts have, and flags of the command line replace them."""
+    rows = [dict(dialog=["Hello.", "Who are you?", "I am Leo."])] * 12
+    _, folder, _ = sft(dataset_name=write_rows(tmp_path / "data", train=rows), utterance_end=" ~~", seed=5)
+    tables = spy(monkeypatch, script, "build_stop_table")
+    for name in (folder, folder / "model"):
+        chat([str(name), "--response-length", "3"], "Hello.")
+        (args, tokenizer, _), _ = tables[-1]
+        assert (args.utterance_end, args.seed) == (" ~~", 5)
+        assert (args.response_length, args.num_context_utterances) == (
+            3,
+            script.Args().num_context_utterances,
+        )
 
 
 # ---- At a terminal -----------------------------------------------------------------------------------------

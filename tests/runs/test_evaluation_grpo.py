@@ -547,6 +547,53 @@ def test_the_rest_of_the_final_table(trained):
     assert run.table["before"]["held-out: rewards/points"] != run.table["after"]["held-out: rewards/points"]
 
 
+def test_what_is_printed(script, trained, scripts, world, tmp_path, monkeypatch, capsys):
+    """The batch, the tables of samples and the final table are those of the files."""
+    tables = []
+    monkeypatch.setattr(script.Run, "track_table", lambda self, *inputs: None)
+    table = script.Run.table
+
+    def recorded(self, title, rows, *rest, **extra):
+        tables.append((title, [dict(row) for row in rows]))
+        table(self, title, rows, *rest, **extra)
+
+    monkeypatch.setattr(script.Run, "table", recorded)
+    changes = dict(dataset_name=trained.data, hard_dataset_name=trained.hard, model_name_or_path=trained.lm)
+    args = maker(scripts, world, tmp_path)("grpo_math", **(FLAGS | changes | dict(num_examples=7)))
+    _, folder = script.train(args)
+    lines = rows_of(folder, "evaluation_samples.jsonl")
+    first = []
+    for line in [line for line in lines if line["set"] == "held-out"][:6]:
+        before, after = line["before"], line["after"]
+        first.append({
+            "task": line["task"],
+            "before": before["responses"][0],
+            "right": before["right"][0],
+            "after": after["responses"][0],
+            "right after": after["right"][0],
+        })  # fmt: skip
+    assert len(first) == 6 and any(row["before"] != row["after"] for row in first)
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    comparison = [
+        {"metric": name, "before": x, "after": evaluation["after"][name]}
+        for name, x in evaluation["before"].items()
+    ]
+    of_updates = []
+    for update in (1, 2):
+        rows = [row for row in rows_of(folder, "samples.jsonl") if row.pop("update") == update]
+        of_updates.append((f"samples after update {update}", rows))
+    assert tables == [
+        *of_updates,
+        ("held-out tasks, the first of the sampled responses", first),
+        (f"7 held-out tasks, {SAMPLES} responses each", comparison),
+    ]
+    out = capsys.readouterr().out
+    batch = "batch: 1 responses per pass x 3 accumulated x 4 minibatches x 1 processes = 12 episodes"
+    assert f"{batch} = 4 tasks x 3; 2 updates x 2 epochs x 4 minibatches = 16 optimizer steps" in out
+    decoding = "sampling, temperature 0.8, at most 9 tokens"
+    assert f"right: {args.reward_fn[0]} gives 1 or more; {decoding}" in out
+
+
 def test_greedy_responses_are_the_likeliest_tokens(trained):
     """One response to each held-out task; its tokens are the most probable ones."""
     run = trained()

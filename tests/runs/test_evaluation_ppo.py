@@ -806,6 +806,16 @@ def test_the_table_on_the_screen(run):
             assert row[3] == f"{run.evaluation['references'][row[0]]:.3f}"
 
 
+def test_the_progress_on_the_screen(run):
+    """Of each update: the score after clipping and penalty, METEOR in a dialog, and the KL."""
+    for row in run.rows:
+        names = {"score": "objective/scores", "METEOR": "meteor", "KL": "objective/kl"}
+        shown = "  ".join(f"{label} {row[name]:.3g}" for label, name in names.items() if name in row)
+        assert f"\nupdate {row['update']}/4  {shown}\n" in run.screen
+    line = "2 responses per pass x 2 accumulated x 2 minibatches x 1 processes = 8 episodes; "
+    assert f"\nbatch: {line}4 updates x 2 epochs x 2 minibatches = 16 optimizer steps\n" in run.screen
+
+
 def test_samples_of_a_run(run):
     """samples.jsonl: the first four held-out prompts after updates 2 and 4, the last ones as in the table."""
     samples = rows_of(run.folder, "samples.jsonl")
@@ -966,6 +976,43 @@ def test_a_warning_is_shown_once(ppo, tmp_path, capsys):
     assert len(lines) == 1 and lines[0].startswith("update 1: ")
 
 
+@pytest.mark.parametrize("name", [*PPO, "rloo_tldr"])
+def test_the_end_of_a_run_compares_before_with_after(scripts, name):
+    """Half of the variety and one word in all responses after training are warned of, not the other way."""
+    module = scripts[name]
+    report = dict(
+        ppo_sentiment=lambda run, *parts: module.report_evaluation(run, *parts),
+        ppo_dialog=lambda run, *parts: module.report_dialog_evaluation(run, turns, *parts),
+        rloo_tldr=lambda run, *parts: module.report_summaries(run, [dict(reference="r")] * 2, *parts),
+    )[name]
+    if name == "ppo_dialog":
+        turns = [module.Turn({}, 1, ["Who?"], "Me.", None, [1], [2])] * 2
+    text, variety = ("answer", "distinct2") if name == "ppo_dialog" else ("response", "distinct bigrams")
+
+    def part(distinct, *texts):
+        """What an evaluation returns."""
+        rows = [{"prompt": "p", "last": "l", "reference": "r", text: x, "score": 0.5} for x in texts]
+        return {variety: distinct}, rows
+
+    many, few = part(0.8, "a warm film", "some tale"), part(0.4, "great", "great sea")
+    lines = []
+
+    def ignore(*inputs, **named):
+        pass
+
+    run = SimpleNamespace(
+        args=module.Args(), table=ignore, write_evaluation=ignore, write=ignore, plot=ignore
+    )
+    run.print = lambda line, style=None: lines.append(line) if style else None
+    report(run, many, few)
+    first, second = lines
+    assert '"great" is in 100% of the responses, before in 0%' in first
+    assert "at 50% of their first value" in second
+    lines.clear()
+    report(run, few, many)
+    assert len(lines) == 1 and "great" not in lines[0]
+
+
 @pytest.mark.parametrize("name", PPO)
 def test_what_the_end_of_a_run_warns_of(scripts, name):
     """A word in more than 15 % of the texts after training; bigrams at less than 80 % of before."""
@@ -1065,6 +1112,21 @@ def test_which_split_is_held_out(scripts, tmp_path, name):
     train, held_out = scripts[name].load_splits(write_rows(tmp_path / "last", train=rows))
     assert train["text"][:] == [f"row {i}" for i in range(23)]
     assert held_out["text"][:] == ["row 23", "row 24"]
+
+
+@pytest.mark.parametrize("name", PPO)
+def test_more_prompts_are_asked_for_than_there_are(scripts, small, tmp_path, name):
+    """Each held-out prompt is used once, and the table says how many there were."""
+    if name == "ppo_sentiment":
+        rows = [dict(text=f"{letter} is a film about the {letter}.") for letter in "ABCDE"]
+    else:
+        rows = [dict(dialog=[f"{letter} here.", "Who?", f"{letter}."], act=[1, 2, 1]) for letter in "AB"]
+    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    count = 5 if name == "ppo_sentiment" else 4
+    _, folder = scripts[name].train(small(name, dataset_name=data, num_eval_prompts=50, total_episodes=8))
+    samples = rows_of(folder, "evaluation_samples.jsonl")
+    assert json.loads((folder / "evaluation.json").read_text())["n"] == len(samples) == count
+    assert len({row.get("prompt") or (row["last"], row["reference"]) for row in samples}) == count
 
 
 def test_perplexity_of_references_that_are_cut(dialog_script, tiny_lm):

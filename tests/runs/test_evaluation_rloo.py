@@ -4,6 +4,8 @@ The data are asymmetric: training, validation and test rows begin with other wor
 different lengths, some rows cannot be used, and some responses stop but not all.
 """
 
+import contextlib
+import io
 import json
 import math
 import re
@@ -144,11 +146,14 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             judge_fn=reward_file(folder, CALLS.format(score=JUDGE.strip()), "judge")[0],
         )
         args = maker(scripts, world, folder)("rloo_tldr", **(places | FLAGS | changes))
+        screen = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, handlers_kept():
             patch.setattr(script.Run, "plot", check_names)
+            patch.setenv("COLUMNS", "200")
             rollouts = spy(patch, script, "rollout_groups")
             losses = spy(patch, script, "clipped_policy_loss")
-            model, run_folder = script.train(args)
+            with contextlib.redirect_stdout(screen):
+                model, run_folder = script.train(args)
         # Evaluation, then rollout and samples of both updates, then evaluation.
         names = ("before", "update 1", "samples 1", "update 2", "samples 2", "after")
         tokenizer = AutoTokenizer.from_pretrained(run.lm)
@@ -159,6 +164,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             args=args,
             model=model,
             folder=run_folder,
+            screen=screen.getvalue(),
             metrics=rows_of(run_folder),
             table=json.loads((run_folder / "evaluation.json").read_text()),
             samples=rows_of(run_folder, "evaluation_samples.jsonl"),
@@ -658,6 +664,60 @@ def test_the_rest_of_the_final_table(trained):
         assert abs(run.table["before"][name] - run.table["after"][name]) > 1e-3, name
 
 
+def shown_table(screen, title):
+    """The rows of the table with this title: lists of cells. A cell may go on in the next lines."""
+    rows = []
+    for line in screen.split(f"\n{title} ", 1)[1].split("└")[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("│ ").split("│")]
+        if line.startswith("│ ") and line[2] != " ":
+            rows.append(cells)
+        elif line.startswith("│ "):
+            rows[-1][1] += cells[0]
+    return rows
+
+
+def letters(text):
+    """Its letters and digits: spaces and line breaks of a table are not those of the text."""
+    return re.sub("[^a-zA-Z0-9]", "", text)
+
+
+def test_the_table_on_the_screen(trained):
+    """Each number before, then the one after, with three digits; the new word comes last; then the judge."""
+    run = trained()
+    about = run.table["commonest new word"]
+    numbers = {name: (x, run.table["after"][name]) for name, x in run.table["before"].items()}
+    numbers[about["metric"]] = about["before"], about["after"]
+    expected = [[name, f"{before:.3f}", f"{after:.3f}"] for name, (before, after) in numbers.items()]
+    assert shown_table(run.screen, "6 held-out posts") == expected
+    assert f"judge: {run.args.judge_fn}; sampling, temperature 0.8, at most 9 tokens" in run.screen
+
+
+def test_posts_on_the_screen(trained):
+    """The first three: post, reference, both responses, and the scores of both."""
+    run = trained()
+    for i, row in enumerate(run.samples[:3]):
+        table = shown_table(run.screen, f"held-out post {i + 1}")
+        texts = dict(post=row["prompt"], reference=row["reference"], before=row["before"], after=row["after"])
+        assert [(cells[0], letters(cells[1])) for cells in table] == [
+            (name, letters(text)) for name, text in texts.items()
+        ]
+        assert [cells[2] for cells in table[2:]] == [f"{row['score']:.3f}", f"{row['score after']:.3f}"]
+    assert "held-out post 4" not in run.screen
+
+
+def test_the_progress_on_the_screen(trained):
+    """The score after clipping and penalty, the KL, and how many responses ended."""
+    run = trained()
+    row = run.metrics[-1]
+    numbers = row["objective/scores"], row["objective/kl"], row["val/num_eos_tokens"]
+    score, kl, ended = (f"{x:.3g}" for x in numbers)
+    assert f"\nupdate 2/2  score {score}  KL {kl}  ended {ended}\n" in run.screen
+    line = (
+        "3 responses per pass x 4 accumulated x 1 minibatches x 1 processes = 12 episodes = 4 prompts x 3; "
+    )
+    assert f"\nbatch: {line}2 updates x 3 epochs x 1 minibatches = 6 optimizer steps\n" in run.screen
+
+
 def test_the_posts_of_the_evaluation(trained):
     """6 of the 8 usable test posts, each once, with its own summary; no training or validation row."""
     run = trained()
@@ -1021,6 +1081,19 @@ def test_the_judge_of_tiny_knows_only_the_data_of_tiny(script):
     assert script.without_foreign_judge(other) == replace(other, judge_fn=None)
     own = replace(other, judge_fn="mine.py:score")
     assert script.without_foreign_judge(own) == own
+
+
+def test_both_verbs_drop_the_judge_of_tiny(script, monkeypatch):
+    """With other data; not with its own data, and not if another one is named."""
+    seen = []
+    monkeypatch.setattr(script, "train", lambda args: seen.append(args.judge_fn))
+    monkeypatch.setattr(script, "judge_policy", lambda args: seen.append(args.judge_fn))
+    own = script.RECIPES["tiny"].judge_fn
+    for verb in ([], ["judge"]):
+        script.main([*verb])
+        script.main([*verb, "--dataset-name", "other/data"])
+        script.main([*verb, "--dataset-name", "other/data", "--judge-fn", "mine.py:score"])
+    assert seen == [own, None, "mine.py:score"] * 2
 
 
 def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, monkeypatch, capsys):

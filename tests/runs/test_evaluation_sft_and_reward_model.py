@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ACTS, EOS, byte_level_tokenizer, ids_of
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features
 from run_tools import rows_of, same, spy, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -436,6 +436,19 @@ def test_documents_that_cannot_be_learned_are_skipped(scripts, capsys):
     assert "skipped 2 of 4 documents: no text to learn from" in capsys.readouterr().out
 
 
+def test_a_first_token_alone_is_nothing_to_learn(scripts, capsys):
+    """Nothing predicts it. One token of a completion without a prompt is too little, two are enough."""
+    script, tokenizer = scripts["sft"], byte_level_tokenizer()
+    columns = dict(prompt=["", "a", ""], completion=["b", "c", "d"])
+    documents = documents_of(scripts, tokenizer, columns, max_length=2)
+    assert [tokenizer.decode(ids) for ids, _ in documents] == [f"b{EOS}", "ac", f"d{EOS}"]
+    with pytest.raises(script.UserError, match="no text to learn from within --max-length 1 tokens"):
+        documents_of(scripts, tokenizer, columns, max_length=1)
+    columns = dict(prompt=["", "a"], completion=["b", "c"])
+    with pytest.raises(script.UserError, match="no text to learn from"):
+        documents_of(scripts, tokenizer, columns, max_length=1, completion_only_loss=False)
+
+
 def test_rows_are_filled_in_order(scripts):
     """A row may be exactly full. A document that does not fit begins the next row, whatever follows."""
     documents = []
@@ -498,6 +511,54 @@ def test_a_new_tokenizer_learns_from_dialogs(scripts):
     assert script.all_texts(rows) == [" zebra zebra quokka", " ", " quokka zebra"]
     rows = Dataset.from_dict(dict(prompt=["a", None], completion=["b", "c"], text=[None, "d"]))
     assert sorted(script.all_texts(rows)) == ["a", "b", "c", "d"]
+
+
+def turns(*contents):
+    """A list of messages: a user's, the assistant's, a user's, ..."""
+    return [dict(role=("user", "assistant")[i % 2], content=text) for i, text in enumerate(contents)]
+
+
+def test_a_new_tokenizer_learns_from_chats(scripts):
+    """From all messages of all roles, in each of three columns; not from what is no chat or has no text."""
+    script = scripts["sft"]
+
+    def texts(**columns):
+        return sorted(script.all_texts(Dataset.from_dict(columns)))
+
+    chats = [turns("a", "b", "c"), None, turns("d", None), [], turns("", "e")]
+    assert texts(messages=chats) == ["a", "b", "c", "e"]
+    prompts = [turns("f", "g", "h"), None, turns("i")]
+    completions = [turns("j"), turns("k", "l"), turns("m")]
+    assert texts(prompt=prompts, completion=completions) == list("fghijklm")
+    assert texts(prompt=prompts, answer=completions) == list("fghi")
+    assert texts(completion=completions) == list("jklm")
+    assert texts(prompt=["n", "o", ""], completion=completions, messages=prompts) == ["", *"fghijklmno"]
+
+
+def test_a_new_tokenizer_learns_all_training_rows(sft, tmp_path):
+    """Also those that --num-train-rows leaves out: it limits what the model learns."""
+    train = [dict(text="zebra" * 3)] * 4 + [dict(text="quokka" * 3)] * 4
+    data = write_rows(tmp_path / "data", train=train, test=train[:2])
+    flags = dict(num_train_rows=2, num_samples=0)
+    _, folder, _ = sft(dataset_name=data, from_config=TINY_GPT2, train_tokenizer=266, **flags)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert len(tokenizer.encode("zebra")) < 5 and len(tokenizer.encode("quokka")) < 6
+
+
+def test_a_tokenizer_that_would_be_replaced_is_refused(scripts, tiny_lm):
+    """transformers loads a Qwen2 model with its own way to split texts. One text of ten must show it."""
+    script = scripts["sft"]
+    tokenizer = byte_level_tokenizer(["1234567 sun"] * 9)  # 1234567 is one token; Qwen2 splits it into digits
+    qwen2, gpt2 = (AutoModelForCausalLM.from_pretrained(tiny_lm(arch)) for arch in ("qwen2", "gpt2"))
+
+    def check(model, *texts):
+        script.check_tokenizer_survives(tokenizer, model, Dataset.from_dict(dict(text=texts)))
+
+    for texts in (["1234567"], ["sun"] * 9 + ["1234567"]):
+        with pytest.raises(script.UserError, match="with a qwen2 model, transformers would load"):
+            check(qwen2, *texts)
+        check(gpt2, *texts)
+    check(qwen2, *["sun"] * 10, "1234567")
 
 
 @pytest.mark.parametrize("script", ["sft", "reward_model"])
@@ -645,6 +706,68 @@ def test_names_give_words_their_numbers(scripts, tmp_path):
     ):
         found, class_of = classes(labels, names)
         assert found == expected and [class_of[label] for label in labels] == order
+
+
+def test_names_of_a_data_set(scripts):
+    """A column of class labels has names, also of classes that no row has. --label-names replaces them."""
+    script = scripts["reward_model"]
+    feature = ClassLabel(names=["sad", "mixed", "glad"])
+    rows = Dataset.from_dict(dict(label=[2, 0, 2]), features=Features(label=feature))
+    for names, expected in ((None, ["sad", "mixed", "glad"]), ("c,b,a", ["c", "b", "a"])):
+        found, class_of = script.find_classes(rows, script.Args(label_names=names))
+        assert found == expected
+        assert [class_of[number] for number in range(3)] == [class_of[name] for name in expected] == [0, 1, 2]
+
+
+COLUMNS = {  # of a training split, of a held-out split -> those that decide what is learned
+    "all": ("dialog act text label prompt responses chosen rejected", "same", "dialog act"),
+    "no acts": ("dialog text label prompt responses chosen rejected", "same", "text label"),
+    "prompts with labels": ("prompt text label chosen rejected", "same", "text label"),
+    "both kinds of preferences": ("prompt chosen rejected responses", "same", "prompt responses"),
+    "no prompt": ("responses chosen rejected", "same", "chosen rejected"),
+    "no labels in train": ("text chosen rejected", "text label chosen rejected", "chosen rejected"),
+    "no labels in test": ("text label chosen rejected", "text chosen rejected", "chosen rejected"),
+    "nothing in common": ("text label", "chosen rejected", None),
+    "half of each": ("text dialog prompt chosen", "same", None),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_which_columns_decide(scripts, name):
+    """Those that both splits have; acts before labels, labels before rankings, rankings before pairs."""
+    script = scripts["reward_model"]
+    train, held_out, expected = COLUMNS[name]
+    held_out = train if held_out == "same" else held_out
+    splits = [Dataset.from_dict({column: ["a"] for column in part.split()}) for part in (train, held_out)]
+    if expected is None:
+        with pytest.raises(script.UserError, match="needs the columns text and label, or dialog and act"):
+            script.find_columns(*splits, script.Args())
+    else:
+        assert script.find_columns(*splits, script.Args()) == tuple(expected.split())
+
+
+def test_a_text_without_tokens_takes_its_label_with_it(scripts, capsys):
+    """As do rows without a text, wherever they are."""
+    script, tokenizer = scripts["reward_model"], byte_level_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.Strip()
+    texts = ["", "one", " ", "two", None, "three", "four"]
+    rows = Dataset.from_dict(dict(text=texts, label=["d", "a", "b", "c", "a", "b", "d"]))
+    class_of = dict(a=0, b=1, c=2, d=3)
+    loaded = script.load_labeled_rows(rows, class_of, tokenizer, script.Args())
+    found = [(tokenizer.decode(row.texts[0]), row.label) for row in loaded]
+    assert found == [("one", 0), ("two", 2), ("three", 1), ("four", 3)]
+    assert "skipped 3 of 7 rows: no text" in capsys.readouterr().out
+
+
+def test_answers_that_have_no_act_are_counted(scripts, capsys):
+    """Of dialogs that can be used. An act that is a float is a number. Each answer keeps its own act."""
+    script = scripts["reward_model"]
+    dialogs = [["a", "b", "c"], ["d", " "], ["e", "f", "g"], ["h", "i"], ["j", "k", "l", "m"]]
+    acts = [None, [1.0, 2.0], [4.0, None, 3.0], [1.0, 2.0, 3.0], [1.0, 2.0, 0.5, 4.0]]
+    rows = script.load_answers(Dataset.from_dict(dict(dialog=dialogs, act=acts)), script.Args())
+    assert list(zip(rows["text"], rows["label"])) == [("f g", 2), ("j k", 1), ("l m", 3)]
+    out = capsys.readouterr().out
+    assert "skipped 1 of 5 dialogs" in out and "skipped 5 of 8 answers: no act" in out
 
 
 def test_a_long_labeled_text_keeps_its_beginning(scripts, small, world, tmp_path):
@@ -1109,3 +1232,58 @@ def test_lora_trains_the_whole_head_of_a_classifier(scripts, tiny_classifier):
     model, _ = script.build_classifier(args, AutoTokenizer.from_pretrained(folder), ["negative", "positive"])
     trained = {part for name in script.trainable(model) for part in name.split(".")}
     assert {"pre_classifier", "classifier", "lora_A"} <= trained
+
+
+def layers_with_adapter(model):
+    """The names of the layers that LoRA trains, without what is the same in all of them."""
+    names = [name for name, p in model.named_parameters() if "lora_A" in name and p.requires_grad]
+    return {name.split(".lora_A")[0].split(".")[-1] for name in names}
+
+
+def test_lora_on_several_layers(scripts, tiny_lm, tiny_classifier):
+    """Each name of a list, or all linear layers of the transformer, and never a head."""
+    sft, reward = scripts["sft"], scripts["reward_model"]
+    cases = {
+        "c_attn": {"c_attn"},
+        "c_attn,c_fc": {"c_attn", "c_fc"},
+        "all-linear": {"c_attn", "c_proj", "c_fc"},
+    }
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    for layers, expected in cases.items():
+        flags = dict(lora_r=2, lora_target_modules=layers, max_length=32)
+        for name in (None, ["bad", "good"]):
+            args = reward.Args(model_name_or_path=tiny_lm(), **flags)
+            model, _ = reward.build_classifier(args, tokenizer, name)
+            assert layers_with_adapter(model) == expected
+        model = sft.build_language_model(sft.Args(model_name_or_path=tiny_lm(), **flags), tokenizer)
+        assert layers_with_adapter(model) == expected
+    args = reward.Args(
+        model_name_or_path=tiny_classifier(), lora_r=2, lora_target_modules="all-linear", max_length=32
+    )
+    model, _ = reward.build_classifier(args, tokenizer, ["bad", "good"])
+    assert layers_with_adapter(model) == {"q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"}
+
+
+def test_what_a_run_prints_first(sft, reward, tiny_lm, tiny_classifier, tiny_pairs, capsys):
+    """How much of the model is trained, how many rows there are, what is learned, and the batch."""
+    flags = dict(per_device_train_batch_size=2, gradient_accumulation_steps=3, learning_rate=0.0)
+    model, folder, metrics = sft("lm", lora_r=2, num_train_rows=8, num_eval_rows=3, num_samples=0, **flags)
+    total = sum(x.numel() for x in weights(tiny_lm()).values())
+    adapter = 2 * 2 * (32 + 96)  # in two layers, two rows of A and two columns of B
+    out = capsys.readouterr().out
+    share = f"{adapter / (total + adapter):.2%}"
+    assert f"{adapter:,} of {total + adapter:,} parameters are trained ({share})" in out
+    rows = round(6 * len(metrics) / metrics[-1]["epoch"])
+    batch = f"2 rows per pass x 3 accumulated x 1 processes = 6 rows; {len(metrics)} updates"
+    assert f"8 documents in {rows} rows of up to 128 tokens; batch: {batch} of one optimizer step each" in out
+    assert f"saved {folder / 'model'}" in out
+    for name, lm, data, task in (
+        ("new", tiny_lm(), {}, "48 training rows; 2 classes: bad, good; a new head"),
+        ("old", tiny_classifier(), {}, "48 training rows; 2 classes: bad, good; the head that was saved"),
+        ("pairs", tiny_lm(), dict(dataset_name=tiny_pairs), "48 training rows; preferences; a new head"),
+    ):
+        _, _, metrics = reward(name, model_name_or_path=lm, label_names="bad,good", **flags, **data)
+        out = capsys.readouterr().out
+        assert task in out
+        assert "2 rows per pass x 3 accumulated x 1 processes = 6 rows; 8 optimizer steps" in out
+        assert len(metrics) == 8

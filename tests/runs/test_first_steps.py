@@ -13,7 +13,7 @@ import tokenizers
 import torch
 from run_tools import ALL, ROOT, maker, one_line, reward_file, rows_of, spy, write_rows
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
 
@@ -280,6 +280,108 @@ def test_bos_in_sft(scripts, bos_tokenizer, tmp_path):
         assert ids.count(bos) == 1 and ids[0] == bos
         assert ids.count(eos) == 1 and ids[-1] == eos
         assert labels[-1] == eos
+
+
+def texts_of_lengths(split, count):
+    """Rows with the columns text and label. The texts have different lengths."""
+    return [dict(text=f"{split} {i}" + " sun" * (3 * i % 7), label=int(i % 3 == 1)) for i in range(count)]
+
+
+def assert_saved_as(lm, folder):
+    """model/ has the tokenizer of lm, its BOS and EOS included, and ends at its EOS."""
+    before, after = (AutoTokenizer.from_pretrained(name) for name in (lm, folder))
+    for text in ("The film", "<s>The film", ""):
+        assert before(text).input_ids == after(text).input_ids
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    assert [getattr(before, name) for name in names] == [getattr(after, name) for name in names]
+    return after
+
+
+@pytest.mark.parametrize("kind", ["texts", "completions"])
+def test_bos_in_an_evaluation_of_sft(sft, bos_lm, bos_tokenizer, tmp_path, kind):
+    """The loss before and after, of model/ too, by plain transformers. BOS is read, but never predicted."""
+    rows = {split: texts_of_lengths(split, 8) for split in ("train", "test")}
+    if kind == "completions":
+        for row in rows["train"] + rows["test"]:
+            row["prompt"], row["completion"] = row.pop("text"), " fine" * (1 + row["label"])
+    data = write_rows(tmp_path / "data", **rows)
+    _, folder, _ = sft(
+        model_name_or_path=bos_lm, dataset_name=data, num_train_rows=None, num_eval_rows=8, num_samples=8
+    )
+    tokenizer = assert_saved_as(bos_lm, folder / "model")
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    prompts = []
+    for part, lm in (("before", bos_lm), ("after", folder / "model")):
+        model = AutoModelForCausalLM.from_pretrained(lm).eval()
+        assert model.generation_config.eos_token_id == tokenizer.eos_token_id or part == "before"
+        losses = []
+        for row in rows["test"]:
+            if kind == "texts":
+                ids, unlabeled = tokenizer(row["text"]).input_ids, 1
+                prompts.append(tokenizer.decode(ids[:8] if len(ids) > 8 else ids[:-1]))
+            else:
+                prompt = tokenizer(row["prompt"]).input_ids[:-1]  # without its EOS
+                ids, unlabeled = prompt + tokenizer(row["completion"]).input_ids[1:], len(prompt)
+                prompts.append("<s>" + row["prompt"])
+            with torch.no_grad():
+                log_p = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            losses += (-log_p.gather(1, torch.tensor(ids[1:])[:, None]))[unlabeled - 1 :].flatten().tolist()
+        assert evaluation[part]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    samples = rows_of(folder, "samples.jsonl")
+    assert sorted(row["prompt"] for row in samples) == sorted(set(prompts)) and len(samples) == 8
+
+
+def test_bos_in_a_classifier(scripts, reward, bos_lm, tmp_path, monkeypatch):
+    """The outputs for held-out texts are those of model/ and its tokenizer, which cuts long texts alike."""
+    rows = {split: texts_of_lengths(split, 12) for split in ("train", "test")}
+    data = write_rows(tmp_path / "data", **rows)
+    calls = spy(monkeypatch, scripts["reward_model"], "evaluate_labels")
+    flags = dict(label_names="bad,good", max_length=14, num_eval_rows=12, num_train_epochs=3.0)
+    _, folder, _ = reward(model_name_or_path=bos_lm, dataset_name=data, **flags)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    model.config.pad_token_id = None  # one text has no pads
+    expected, lengths = [], []
+    for row in rows["test"]:
+        lengths.append(len(tokenizer(row["text"]).input_ids))
+        with torch.no_grad():
+            logits = model(**tokenizer(row["text"], truncation=True, return_tensors="pt")).logits[0]
+        expected.append([*logits.tolist(), row["label"]])
+    assert min(lengths) < 14 < max(lengths)
+    [((logits, loaded, _), _)] = calls
+    ours = [[*x.tolist(), row.label] for x, row in zip(logits[:, 0], loaded, strict=True)]
+    for one, other in zip(sorted(ours), sorted(expected), strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_bos_in_preferences(reward, bos_lm, tmp_path):
+    """BOS is read once, in front, unless a long text loses it. Margin and offset are those of model/."""
+    rows = {"train": [], "test": []}
+    for split, count in (("train", 10), ("test", 7)):
+        for i in range(count):
+            pair = dict(chosen=" sun" * (1 + i % 4), rejected=" rain" * (1 + 3 * i % 5))
+            rows[split].append(dict(prompt=f"{split} {i}:", **pair))
+    data = write_rows(tmp_path / "data", **rows)
+    _, folder, _ = reward(model_name_or_path=bos_lm, dataset_name=data, max_length=13, num_eval_rows=7)
+    tokenizer = assert_saved_as(bos_lm, folder / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
+    first = set()
+
+    def score(row, column):
+        ids = tokenizer(row["prompt"] + row[column]).input_ids[-13:]
+        first.add(ids[0] == tokenizer.bos_token_id)
+        model.config.pad_token_id = None  # one text has no pads
+        with torch.no_grad():
+            return model(torch.tensor([ids])).logits.item()
+
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    margins = [score(row, "chosen") - score(row, "rejected") for row in rows["test"]]
+    assert first == {True, False}
+    assert evaluation["margin"] == pytest.approx(sum(margins) / 7, abs=1e-4)
+    assert evaluation["accuracy"] == pytest.approx(sum(x > 0 for x in margins) / 7)
+    offset = sum(score(row, "chosen") for row in rows["train"]) / 10
+    assert evaluation["reward_offset"] == pytest.approx(offset, abs=1e-4)
 
 
 # ---- Data of one's own -------------------------------------------------------------------------------------

@@ -493,6 +493,23 @@ def test_rows_without_a_prompt_are_skipped(load, is_chat, system_prompt):
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
+def test_a_skipped_row_takes_its_columns_with_it(load, tiny_lm, qwen, capsys, is_chat):
+    """Each task keeps its tokens, its prompt and its columns, whatever is skipped in front of it and why."""
+    prompts = [None, "7 + 1 =", " ", "1 +" * 400, "2 + 2 =", "", "3 + 4 + 5 ="]
+    rows = [dict(number=i, prompt=prompt, answer=f"of row {i}") for i, prompt in enumerate(prompts)]
+    if is_chat:
+        for row in rows:
+            row["prompt"] = row["prompt"] and chat(("user", row["prompt"]))
+        rows[2]["prompt"], rows[5]["prompt"] = None, []
+    tasks = load(rows, is_chat=is_chat, max_prompt_length=400)
+    assert [task["prompt"] for task in tasks] == [rows[i]["prompt"] for i in (1, 4, 6)]
+    for text, i in zip(texts_of(tasks, qwen if is_chat else tiny_lm()), (1, 4, 6), strict=True):
+        assert prompts[i] in text and "1 +1 +" not in text
+    assert [task["columns"] for task in tasks] == [dict(number=i, answer=f"of row {i}") for i in (1, 4, 6)]
+    assert "skipped 4 of 7 rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
 def test_neither_a_prompt_nor_a_template(load, script, is_chat):
     """One line names the flag. Otherwise all tasks would be the same empty question."""
     rows = [dict(question="1 + 1?", answer="2")]

@@ -456,6 +456,21 @@ def test_bf16(ppo):
     assert abs(half[0]["objective/kl"]) < 1e-2
 
 
+@pytest.mark.parametrize("name", RL)
+def test_bf16_in_the_whole_run(scripts, small, monkeypatch, name):
+    """Evaluations, rollouts, updates, samples and tokens.jsonl all use the precision of the flag."""
+    script, seen = scripts[name], []
+    hidden_states = script.hidden_states
+
+    def recorded(*inputs):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return hidden_states(*inputs)
+
+    monkeypatch.setattr(script, "hidden_states", recorded)
+    script.train(small(name, dtype="bfloat16"))
+    assert len(seen) > 30 and all(seen)
+
+
 def test_dtype_auto_wants_hardware_for_bf16(script, monkeypatch):
     """If a GPU only emulates bf16, --dtype auto is float32."""
 

@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -322,3 +323,61 @@ def test_resume_of_a_finished_run(scripts, small):
     resume(module, folder)
     assert (folder / "model/model.safetensors").read_bytes() == model
     assert rows_of(folder) == rows
+
+
+def test_samples_and_evaluation_of_a_finished_run_are_written_once(scripts, small):
+    """Resuming it writes the same samples and numbers again, in place of the old ones."""
+    module = scripts["sft"]
+    _, folder = module.train(small("sft", num_samples=3))
+    files = ("samples.jsonl", "evaluation.json")
+    before = [(folder / name).read_text() for name in files]
+    assert len(rows_of(folder, "samples.jsonl")) == 3
+    resume(module, folder)
+    assert [(folder / name).read_text() for name in files][0] == before[0]
+    assert json.loads((folder / files[1]).read_text())["after"] == json.loads(before[1])["after"]
+
+
+def test_another_sharding_is_refused(scripts):
+    """A checkpoint names the stage of DeepSpeed and its number of processes. Others do not fit it."""
+    module = scripts["sft"]
+
+    def run_of(stage, processes):
+        """A run with this stage of DeepSpeed (None: without it) on so many processes."""
+        run = object.__new__(module.Run)
+        run.accelerator = SimpleNamespace(num_processes=processes)
+        if stage is not None:
+            engine = SimpleNamespace(zero_optimization_stage=lambda: stage)
+            run.accelerator.deepspeed_engine_wrapped = SimpleNamespace(engine=engine)
+        return run
+
+    runs = [run_of(*parts) for parts in ((None, 1), (None, 2), (2, 1), (2, 2), (2, 4), (3, 2))]
+    fits = [[True, True] + [False] * 4] * 2  # without DeepSpeed, any number of processes goes on
+    fits += [[i == j for j in range(6)] for i in range(2, 6)]
+    words = ["without DeepSpeed"] * 2
+    words += [f"ZeRO-{stage} on {n} processes" for stage, n in ((2, 1), (2, 2), (2, 4), (3, 2))]
+    for i, saved in enumerate(runs):
+        state = dict(batch_size=8, sharding=saved.sharding())
+        for j, run in enumerate(runs):
+            if fits[i][j]:
+                run.check_resumable("RUN", state, 8)
+            else:
+                with pytest.raises(module.UserError, match=f"that run was {words[i]}, and it must stay so"):
+                    run.check_resumable("RUN", state, 8)
+            with pytest.raises(module.UserError, match="its batch was 8, this one is 16"):
+                run.check_resumable("RUN", state, 16)
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing(scripts, small):
+    """It is refused before anything is loaded or deleted."""
+    module = scripts["sft"]
+    _, folder = module.train(small("sft", num_samples=0))
+    [checkpoint] = (folder / "checkpoints").iterdir()
+    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    later = checkpoint.with_name("000099")
+    later.mkdir()
+    metrics = (folder / "metrics.jsonl").read_text()
+    for changes in (dict(sharding="ZeRO-2 on 2 processes"), dict(batch_size=3)):
+        torch.save(state | dict(update=0) | changes, checkpoint / "state.pt")
+        with pytest.raises(module.UserError, match=f"--resume {checkpoint}"):
+            resume(module, checkpoint)
+        assert later.exists() and (folder / "metrics.jsonl").read_text() == metrics

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from conftest import GROUPS, RL
-from run_tools import eos_prone, flags_of, one_line, reward_file, rows_of, spy, write_rows
+from run_tools import flags_of, one_line, reward_file, rows_of, spy, write_rows
 from transformers import AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -74,10 +74,24 @@ def numbered_row(name, number):
     return row
 
 
+def unusable_rows(name):
+    """Rows that a script skips, each for another reason. They have the number 99."""
+    row = numbered_row(name, 99)
+    if name == "ppo_sentiment":
+        return [row | dict(text=None), row | dict(text="9"), row | dict(text="")]
+    if name == "ppo_dialog":
+        one, blank = dict(dialog=["99 people."], act=[1]), dict(dialog=["99 people.", " ", "Yes."])
+        return [row | one, row | blank, row | dict(act=None), row | dict(act=[1, 2, 1, 3])]
+    return [row | dict(prompt=" \n"), row | dict(prompt="99 long" + " words" * 200), row | dict(prompt=None)]
+
+
 def numbered_data(name, folder):
-    """A data set of such rows. -> its path, a str"""
+    """A data set of such rows. The first ones, some in the middle and the last ones cannot be used. -> str"""
     train = [numbered_row(name, number) for number in range(10, 22)]
     test = [numbered_row(name, number) for number in range(30, 36)]
+    for rows in (train, test):
+        for i, row in enumerate(unusable_rows(name)):
+            rows.insert((0, 3, len(rows), 0)[i], row)
     return write_rows(folder, train=train, test=test)
 
 
@@ -118,16 +132,17 @@ def response_tokens(b):
 
 
 @pytest.mark.parametrize("name", RL)
-def test_a_function_gets_the_columns_of_its_rows(recorded, tiny_lm, tmp_path, name):
+def test_a_function_gets_the_columns_of_its_rows(recorded, bang_lm, tmp_path, name):
     """Every column of the data, the tokens and the progress. All lists are in the order of the responses.
 
+    Rows that are skipped change nothing. Nobody reads BOS, or the zeros after the end, which are "!" here.
     RLOO and GRPO have 3 responses to each prompt; the first responses to all prompts come first.
     """
-    lm = eos_prone(tiny_lm, tmp_path / "lm")
+    lm = bang_lm(bos=True)
     data = numbered_data(name, tmp_path / "data")
     flags = dict(model_name_or_path=lm, dataset_name=data, reward_fn=reward_file(tmp_path, RECORD))
     if name == "ppo_sentiment":
-        flags |= dict(query_min_length=4)  # a number has at most 3 tokens
+        flags |= dict(query_min_length=4)  # BOS and a number have at most 3 tokens
     if name == "rloo_tldr":
         flags |= dict(rloo_k=3, per_device_train_batch_size=6)
     if name == "grpo_math":
@@ -143,6 +158,7 @@ def test_a_function_gets_the_columns_of_its_rows(recorded, tiny_lm, tmp_path, na
         assert set(call) == COLUMNS[name] | {"prompts", "completions", "completion_ids", "steps"}
         assert call["completions"] == responses
         assert call["completion_ids"] == response_tokens(b)
+        assert not any("<s>" in text for text in call["prompts"] + call["completions"])
         texts = tokenizer.batch_decode(call["completion_ids"], skip_special_tokens=True)
         assert [text.strip() for text in texts] == [text.strip() for text in responses]
         assert call["number"] == [int(prompt.split()[0]) for prompt in call["prompts"]]

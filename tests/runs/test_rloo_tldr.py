@@ -4,10 +4,12 @@ import json
 import math
 import re
 import shlex
+import socket
 import subprocess
 import time
 import urllib.request
 from dataclasses import replace
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -17,7 +19,9 @@ from huggingface_hub.utils._http import default_client_factory
 from run_tools import (
     distance,
     eos_prone,
+    flags_of,
     free_port,
+    one_line,
     reward_file,
     rows_of,
     same,
@@ -646,7 +650,8 @@ def ask(script, monkeypatch):
     def run(answer, n=40):
         chat = Chat(answer)
         monkeypatch.setattr(huggingface_hub, "InferenceClient", chat)
-        monkeypatch.setattr(time, "sleep", lambda seconds: None)
+        chat.waits = []
+        monkeypatch.setattr(time, "sleep", chat.waits.append)
         judge = script.chat_judge(script.Args(judge_url="http://here/v1", judge_model="m"))
         posts = [dict(prompt=f"post {i}", reference=" theirs") for i in range(n)]
         return judge(posts, [" ours"] * n), chat
@@ -661,16 +666,32 @@ def test_keys_go_to_their_own_server(script, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     hub_model = script.Args(judge_model="somebody/model")
     script.chat_judge(hub_model)
-    assert chat.kwargs == {}
+    assert chat.kwargs == dict(timeout=300)
     assert script.judge_name(hub_model) == "somebody/model at Hugging Face"
     script.chat_judge(script.Args(judge_model="m", judge_url="http://here/v1"))
-    assert chat.kwargs == dict(base_url="http://here/v1", api_key="secret")
+    assert chat.kwargs == dict(base_url="http://here/v1", api_key="secret", timeout=300)
     openai_model = script.Args(judge_model="gpt-4o-mini")
     script.chat_judge(openai_model)
-    assert chat.kwargs == dict(base_url="https://api.openai.com/v1", api_key="secret")
+    assert chat.kwargs == dict(base_url="https://api.openai.com/v1", api_key="secret", timeout=300)
     assert script.judge_name(openai_model) == "gpt-4o-mini at https://api.openai.com/v1"
     monkeypatch.delenv("OPENAI_API_KEY")
     assert script.judge_address(openai_model) is None
+    script.chat_judge(script.Args(judge_model="m", judge_url="http://here/v1"))
+    # Without a key, the client would send the token of Hugging Face there.
+    assert chat.kwargs == dict(base_url="http://here/v1", api_key="none", timeout=300)
+
+
+def test_a_server_that_never_answers_is_given_up(script, monkeypatch):
+    """It accepts connections and stays silent. Without a time limit, the run would wait forever."""
+    monkeypatch.setattr(script, "CHAT_TIMEOUT", 0.1)
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+        client = script.chat_client(script.Args(judge_model="m", judge_url=address))
+        with pytest.raises(script.UserError, match="m: no answer after 4 attempts"):
+            script.ask_chat_model(client, "m", "A or B?")
+    assert waits == [1, 2, 4]
 
 
 def ours_is_a(question):
@@ -718,9 +739,10 @@ def test_a_chat_judge_tries_again(script, ask):
             raise TimeoutError("busy")
         return "A"
 
-    verdicts, _ = ask(busy, n=1)
+    verdicts, chat = ask(busy, n=1)
     assert verdicts != [None]
     assert len(calls) == 3
+    assert chat.waits == [1, 2]  # seconds
 
     def dead(question):
         raise ConnectionError("refused")
@@ -803,3 +825,145 @@ def test_the_verb_judge(script, capsys, monkeypatch, tiny_lm, tiny_posts, tmp_pa
         script.main(["judge", *flags.split(), *gone.split()])
     assert end.value.code == 2
     assert re.search("/no/such/folder: no answer after 4 attempts", capsys.readouterr().err)
+
+
+def scores_by_hand(folder, rows, column):
+    """The scores of texts after their prompts, by a reward model in plain transformers."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model.config.pad_token_id = None  # so that transformers reads the last token
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    scores = []
+    for row in rows:
+        ids = tokenizer(row["prompt"]).input_ids + tokenizer(row[column]).input_ids
+        with torch.no_grad():
+            scores.append(model(torch.tensor([[*ids, tokenizer.eos_token_id]])).logits.item())
+    return scores
+
+
+def win_rate_by_hand(ours, theirs):
+    """Of scores of our texts and of the references: the share that is higher, with half of the ties."""
+    pairs = list(zip(ours, theirs, strict=True))
+    return sum((x > y) + 0.5 * (x == y) for x, y in pairs) / len(pairs)
+
+
+def with_stop_tokens(folder, target, *ids):
+    """A copy of a model that has these stop tokens too. -> its folder, a str"""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.generation_config.eos_token_id = [model.config.eos_token_id, *ids]
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(target)
+    return str(target)
+
+
+TWO_FUNCTIONS = """import json
+def length(prompts, completions, completion_ids, **columns):
+    with open(__file__ + ".ids", "a") as file:
+        file.write(json.dumps([completions, completion_ids]) + "\\n")
+    return [float(len(text) % 4) for text in completions]
+def letters(completions, **columns):
+    return [float(len(set(text)) % 5) for text in completions]
+"""
+
+
+@pytest.mark.parametrize("kind", ["reward model", "functions"])
+def test_the_verb_judge_takes_the_flags_of_training(
+    rloo, script, small, bang_lm, tiny_preference_model, monkeypatch, capsys, tmp_path, kind
+):
+    """Without a judge, the reward is the judge. Summaries are those of a run with the same flags.
+
+    The flags are about precision, stop tokens and weights; the tokenizer puts BOS in front of each text.
+    """
+    lm = bang_lm(bos=True)
+    tokenizer = AutoTokenizer.from_pretrained(lm)
+    calls = spy(monkeypatch, script, "sample_responses")
+    flags = dict(
+        model_name_or_path=lm, num_examples=11, temperature=1.1, response_length=25, learning_rate=0.0
+    )
+    if kind == "reward model":
+        flags |= dict(reward_model_path=tiny_preference_model(), bf16=True)
+        flags["model_name_or_path"] = with_stop_tokens(lm, tmp_path / "lm", *range(200, 300))
+    else:
+        (tmp_path / "two.py").write_text(TWO_FUNCTIONS)
+        names = [f"{tmp_path}/two.py:length", f"{tmp_path}/two.py:letters"]
+        flags |= dict(reward_fn=names, reward_weights=[-1.0, 2.0], stop_token=None, missing_eos_penalty=None)
+    _, folder, _ = rloo(**flags, total_episodes=8, num_sample_generations=0)
+    b, _, _ = calls[0][1]
+    rows = rows_of(folder, "evaluation_samples.jsonl")
+
+    calls.clear()
+    (tmp_path / "two.py.ids").unlink(missing_ok=True)
+    capsys.readouterr()
+    args = small("rloo_tldr", **flags)
+    result = script.judge_policy(args)
+    [(_, (judged, texts, _))] = calls
+    assert texts == [row["before"] for row in rows]
+    assert torch.equal(judged["ids"], b["ids"])
+    assert torch.equal(judged["sampling_logprobs"], b["sampling_logprobs"])
+    first = judged["ids"][judged["mask"].cumsum(1) == 1]  # of each row, the first token that is no padding
+    assert first.tolist() == [tokenizer.bos_token_id] * 11
+
+    if kind == "reward model":
+        ours, theirs = (
+            scores_by_hand(args.reward_model_path, rows, name) for name in ("before", "reference")
+        )
+        judge, tolerance = args.reward_model_path, 1 / 11  # in bf16, one close verdict may be another
+        last = {ids[mask][-1].item() for ids, mask in zip(judged["ids"], judged["mask"])}
+        assert {tokenizer.eos_token_id} < last <= {tokenizer.eos_token_id, *range(200, 300)}
+        script.judge_policy(replace(args, bf16=False))
+        assert not torch.equal(calls[1][1][0]["sampling_logprobs"], judged["sampling_logprobs"])
+    else:
+        ours, theirs = (
+            [2.0 * (len(set(row[name])) % 5) - len(row[name]) % 4 for row in rows]
+            for name in ("before", "reference")
+        )
+        judge, tolerance = ", ".join(names), 0
+        assert not judged["stopped"].any()
+        for completions, ids in rows_of(tmp_path, "two.py.ids"):  # without BOS and EOS
+            assert ids == tokenizer(completions, add_special_tokens=False).input_ids
+    assert result["win rate"] == pytest.approx(win_rate_by_hand(ours, theirs), abs=tolerance + 1e-6)
+    assert 0 < result["win rate"] < 1
+    assert f"n = 11, judge {judge}, sampling, temperature 1.1, at most 25 tokens" in capsys.readouterr().out
+
+
+def test_the_verb_judge_needs_references(script, small, capsys, tmp_path):
+    """Posts without a summary are left out. If no post has one, a line says so."""
+    train = [dict(prompt=f"Old post {i}.\n\nTL;DR:", completion=" Old.") for i in range(12)]
+    test = [dict(prompt=f"Post {i}.\n\nTL;DR:", completion=" abc"[: i % 3 + 2] * (i % 2)) for i in range(9)]
+    some = write_rows(tmp_path / "some", train=train, test=test)
+    none = write_rows(tmp_path / "none", train=train, test=[row | dict(completion="") for row in test])
+    body = "assert not any(p.startswith('Old') for p in prompts)\nreturn [float(len(c)) for c in completions]"
+    flags = dict(judge_fn=reward_file(tmp_path, body)[0], num_examples=8, output_dir=None)
+    result = script.judge_policy(small("rloo_tldr", dataset_name=some, **flags))
+    assert set(result) == {"win rate", "+- (95 % interval)", "ties", "no verdict"}
+    assert "n = 4, judge " in capsys.readouterr().out
+    words = ["judge", *flags_of(small("rloo_tldr", dataset_name=none, **flags))]
+    line = one_line(script, words, capsys)
+    assert f"data set {none!r}: judge needs reference summaries, a column completion" in line
+
+
+def test_only_the_main_process_asks_the_judge(script, small, tmp_path, monkeypatch, capsys):
+    """The others sample their summaries, and print nothing."""
+    args = small("rloo_tldr", judge_fn=reward_file(tmp_path, "raise AssertionError")[0])
+    accelerator = SimpleNamespace(device=CPU, is_main_process=False)
+    monkeypatch.setattr(script, "start_accelerator", lambda args: accelerator)
+    assert script.judge_policy(args) is None
+    assert "win rate" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["train", "judge"])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_prompt_that_fills_the_context(script, small, capsys, tmp_path, split, verb):
+    """The longest prompt of both splits counts; for the verb judge only the held-out ones."""
+    posts = [dict(prompt=f"Post {i}.\n\nTL;DR:", completion=" Yes.") for i in range(12)]
+    rows = dict(train=posts, test=posts)
+    rows[split] = [*posts, dict(prompt="a b c d " * 62, completion=" No.")]
+    data = write_rows(tmp_path / "data", **rows)
+    judge = reward_file(tmp_path, "return [0.0] * len(prompts)")[0]
+    args = small("rloo_tldr", dataset_name=data, max_prompt_length=999, response_length=9, judge_fn=judge)
+    if verb == "judge" and split == "train":
+        script.main(["judge", *flags_of(args)])
+        assert "win rate: 50.00%" in capsys.readouterr().out
+    else:
+        words = [] if verb == "train" else ["judge"]
+        assert "lower the limits of the prompt" in one_line(script, [*words, *flags_of(args)], capsys)
+        assert not (tmp_path / "run").exists()
