@@ -1247,8 +1247,24 @@ def chart(metric, title, runs, colors):
         plot.add_tools(HoverTool(renderers=[line], tooltips=tooltips, mode="vline"))
         if run.target(metric):
             plot.add_layout(Span(location=run.target(metric), dimension="width", line_dash="dashed"))
+    limits = without_outliers([x for run in runs for x in run.values(metric)])
+    if limits is not None:
+        plot.y_range.start, plot.y_range.end = limits
+        plot.title.text += " (outliers cut off)"
     plot.xaxis.axis_label = "update"
     return plot
+
+
+def without_outliers(values):
+    """The range to draw if a few values would flatten all others, else None. -> (low, high)"""
+    if len(values) < 50:
+        return None
+    ordered = sorted(values)
+    low, high = ordered[len(values) // 50], ordered[-1 - len(values) // 50]  # without the outer 2 %
+    margin = high - low
+    if margin == 0 or ordered[-1] - ordered[0] < 6 * margin:
+        return None
+    return low - margin / 2, high + margin / 2
 
 
 def histogram(title, before, after):
@@ -1451,6 +1467,7 @@ def page(runs):
             "run": run,
             "findings": find_problems(run),
             "comparison": comparison(run),
+            "tables": evaluation_tables(run),
             "words": new_words(run.pairs) if run.pairs else [],
             "over_time": samples_over_time(run),
             "histograms": histograms,
@@ -1472,6 +1489,7 @@ def page(runs):
         style=STYLE,
         max_pairs=MAX_PAIRS,
         program=PROGRAM,
+        as_text=as_text,
     )
 
 
@@ -1487,6 +1505,26 @@ def pair_lengths(run):
     before = [len(pair["before"].split()) for pair in run.pairs]
     after = [len(pair["after"].split()) for pair in run.pairs]
     return before, after
+
+
+def evaluation_tables(run):
+    """Other numbers and tables in evaluation.json, of reward_model.py. -> list of (title, columns, rows)"""
+    numbers = [(name, x) for name, x in run.evaluation.items() if number(x) is not None]
+    tables = [("Held-out data", ["metric", "value"], numbers)] if numbers and not comparison(run) else []
+    confusion, labels = run.evaluation.get("confusion"), run.evaluation.get("labels")
+    if confusion and labels:
+        rows = [[label, *counts] for label, counts in zip(labels, confusion)]
+        tables.append(("Confusion: what it is, what was predicted", ["is", *labels], rows))
+    calibration = run.evaluation.get("calibration")
+    if calibration:
+        rows = [list(bin.values()) for bin in calibration]
+        tables.append(("Calibration: are larger differences right more often?", list(calibration[0]), rows))
+    return tables
+
+
+def as_text(x):
+    """A number of a table in four digits; a text as it is."""
+    return f"{x:.4g}" if isinstance(x, float) else str(x)
 
 
 def comparison(run):
@@ -1661,7 +1699,8 @@ TEMPLATE = """<!doctype html>
 <body>
 <h1>{{ title }}</h1>
 <nav><a href="#findings">Findings</a><a href="#answers">Before and after</a><a href="#curves">Curves</a>
-<a href="#tokens">Tokens</a><a href="#time">Over time</a></nav>
+{% if runs | selectattr("tokens") | list %}<a href="#tokens">Tokens</a>{% endif %}
+{% if views | selectattr("over_time") | list %}<a href="#time">Over time</a>{% endif %}</nav>
 <table>
 <tr><th>run<th>script<th>recipe<th>seed<th>updates<th>command
 {% for run in runs %}
@@ -1700,6 +1739,14 @@ TEMPLATE = """<!doctype html>
 {% endfor %}
 </table></div>
 {% endif %}
+{% for title, columns, rows in view.tables %}
+<div><p class="note">{{ title }}</p>
+<table><tr>{% for column in columns %}<th>{{ column }}{% endfor %}
+{% for row in rows %}
+<tr>{% for x in row %}<td{% if x is number %} class="number"{% endif %}>{{ as_text(x) }}{% endfor %}
+{% endfor %}
+</table></div>
+{% endfor %}
 {% if view.words %}
 <div><p class="note">Words that spread: in how many responses they are</p>
 <table><tr><th>word<th>before<th>after
@@ -1718,8 +1765,8 @@ TEMPLATE = """<!doctype html>
 <p class="note">{{ [view.run.pairs | length, max_pairs] | min }} of {{ view.run.pairs | length }}</p>
 <div class="pairs" data-run="{{ loop.index0 }}" data-count="8">Sort by <select></select>
 <div class="list"></div><button>Show more</button></div>
-{% else %}
-<p class="note">This run has no evaluation_samples.jsonl: it did not finish, or its script writes none.</p>
+{% elif not view.tables and not view.comparison %}
+<p class="note">This run has no evaluation: it did not finish.</p>
 {% endif %}
 {% endfor %}
 
@@ -1735,6 +1782,7 @@ TEMPLATE = """<!doctype html>
 </div>
 {% endfor %}
 
+{% if runs | selectattr("tokens") | list %}
 <h2 id="tokens">Tokens</h2>
 <p class="note">Responses that the policy learned from, token by token. Point at a token or tap it to see its
 numbers. reward: the KL penalty, and on the last token the score. KL: the log-ratio, log-probability minus the
@@ -1750,6 +1798,8 @@ value: what the critic expected. return: what came. ratio, entropy: after the up
 {% endif %}
 {% endfor %}
 
+{% endif %}
+{% if views | selectattr("over_time") | list %}
 <h2 id="time">The same prompts over time</h2>
 {% for view in views %}
 {% if runs | length > 1 %}<h3>{{ view.run.name }}</h3>{% endif %}
@@ -1761,6 +1811,7 @@ value: what the critic expected. return: what came. ratio, entropy: after the up
 {% endfor %}</table>
 {% endfor %}
 {% endfor %}
+{% endif %}
 <div id="tip"></div>
 <script type="application/json" id="data">{{ data | safe }}</script>
 {{ script | safe }}

@@ -653,7 +653,8 @@ def train(args):
     if accelerator.is_main_process:
         report_held_out(run, before, after, len(held_out))
         stop_ids = find_end_tokens(model.lm, tokenizer, documents, args.max_length)
-        samples = write_samples(model.lm, tokenizer, held_out[: args.num_samples], stop_ids)
+        with autocast:
+            samples = write_samples(model.lm, tokenizer, held_out[: args.num_samples], stop_ids)
         report_samples(run, samples)
         save_language_model(model.lm, tokenizer, run.folder / "model", args, stop_ids)
     run.finish()

@@ -313,6 +313,15 @@ def test_the_memory_table_is_that_of_the_file():
         assert cells_of(page, f"`{flags}`" if flags else "none") == peaks
 
 
+def test_the_table_of_frozen_weights_is_that_of_the_file():
+    page = DOCS["running"].split("\n## Memory")[1]
+    for row in result("decode_counts.json")["rows"]:
+        numbers = [f"{row['operators per token']:.0f}"]
+        for name in ("MB rounded per token", "MB of weights", "KB of cache per cached token"):
+            numbers.append(f"{row[name]:.1f}")
+        assert f"| {row['model']} | {row['weights and cache']} | {' | '.join(numbers)} |" in page
+
+
 def test_the_speed_tables_are_those_of_the_files(capsys):
     """Each table row under a comparison is one that compare.py prints for it."""
     compare = load_program("benchmarks/speed/compare.py")

@@ -483,6 +483,46 @@ def test_a_default_run_fits(tmp_path):
     assert (tmp_path / "page.html").stat().st_size < report.MAX_BYTES
 
 
+def test_a_page_of_a_reward_model(tmp_path):
+    """Its evaluation has no before and after. Sections of rollouts are left out."""
+    pytest.importorskip("bokeh")
+    run = write_run(tmp_path / "run", loss=lambda x: 1 - x)
+    evaluation = {
+        "accuracy": 0.875,
+        "n": 8,
+        "labels": ["dull", "superb"],
+        "confusion": [[3, 0], [1, 4]],
+        "calibration": [{"score difference": "0 to 1", "pairs": 8, "expected": 0.71234}],
+    }
+    (run / "evaluation.json").write_text(json.dumps(evaluation))
+    tables = report.evaluation_tables(report.read_run(run))
+    assert [rows for _, _, rows in tables] == [
+        [("accuracy", 0.875), ("n", 8)],
+        [["dull", 3, 0], ["superb", 1, 4]],
+        [["0 to 1", 8, 0.71234]],
+    ]
+    report.main([str(run), "--output", str(tmp_path / "page.html")])
+    text = (tmp_path / "page.html").read_text()
+    for cell in ("accuracy", ">0.875", "superb", ">4", "0 to 1", ">0.7123"):
+        assert cell in text
+    assert 'id="tokens"' not in text and 'id="time"' not in text
+
+
+@pytest.mark.parametrize(
+    "values, limits",
+    [
+        ([1.0] * 100, None),
+        ([float(i) for i in range(100)], None),
+        ([i / 100 for i in range(100)] + [50.0], (-0.46, 1.46)),
+        ([-50.0] + [i / 100 for i in range(100)], (-0.48, 1.46)),
+        ([1.0, 50.0] * 10, None),
+    ],
+)
+def test_single_outliers_do_not_flatten_a_chart(values, limits):
+    result = report.without_outliers(values)
+    assert result == (None if limits is None else pytest.approx(limits, abs=0.05))
+
+
 @pytest.fixture(scope="module")
 def browser():
     """A headless Chromium, driven by selenium. Skips if there is none."""

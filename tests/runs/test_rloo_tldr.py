@@ -382,13 +382,14 @@ def test_lora(rloo):
 
 
 def test_bf16(rloo):
-    """--bf16 is TRL's name of --dtype bfloat16: matmuls in bf16, weights in fp32."""
+    """--bf16 is TRL's name of --dtype bfloat16: matmuls in bf16, trained weights in fp32."""
     _, _, full = rloo("full", learning_rate=0.0, total_episodes=8)
     model, folder, half = rloo("half", bf16=True, learning_rate=0.0, total_episodes=8)
     entropies = [rows[0]["objective/entropy"] for rows in (full, half)]
     assert entropies[0] != entropies[1]
     assert entropies[0] == pytest.approx(entropies[1], rel=0.2)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert torch.bfloat16 in {p.dtype for p in model.reference.parameters()}
     assert {p.dtype for p in weights(folder / "model").values()} == {torch.float32}
 
 
