@@ -96,6 +96,7 @@ class Args:
     load_in_8bit: bool = False  # 8-bit frozen weights: with LoRA the base model, without it the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
+    compile: bool = False  # experimental: torch.compile, with CUDA graphs for sampling; never run on a GPU
     lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
     lora_target_modules: str = "c_attn"  # layers that get an adapter: comma-separated names, or all-linear
@@ -445,6 +446,7 @@ class PolicyAndValue(nn.Module):
         super().__init__()
         self.policy = policy
         self.reference = reference  # None: the policy without its LoRA adapter, or no reference at all
+        self.compiled_policy = None  # what samples instead of the policy with --compile
         self.critic = critic  # None: the value head reads the policy's hidden states
         if critic is None:
             hidden_size = body_and_head(policy)[1].weight.shape[1]
@@ -569,6 +571,8 @@ def generate_until(policy, ids, mask, uniforms, stop_table, temperature, on_toke
     token. -> tokens [B, T] and the log-probabilities they were sampled with, fp32 [B, T]; both 0 after the
     end
     """
+    if isinstance(policy, CompiledPolicy):
+        return generate_until_compiled(policy, ids, mask, uniforms, stop_table, temperature)
     B, T = uniforms.shape
     body, head = body_and_head(policy)
     weight = cast_like_autocast(head.weight)  # once, not for each token
@@ -625,7 +629,7 @@ def rollout_answers(model, tokenizer, reward_parts, turns, prompt_batch, stop_ta
     sampling_logprobs = torch.zeros(B, T, device=device)
     for rows in torch.arange(B, device=device).split(args.local_rollout_forward_batch_size):
         tokens[rows], sampling_logprobs[rows] = generate_until(
-            model.policy,
+            model.compiled_policy or model.policy,
             prompt_ids[rows],
             prompt_mask[rows],
             uniforms[rows],
@@ -689,6 +693,8 @@ def train(args):
 
     max_tokens = args.max_prompt_length + T
     model = to_device(build_policy_and_value(args, max_tokens), args, device)  # with the reference
+    if args.compile:
+        model.compiled_policy = compile_policy(model.policy, max_tokens, args, device)
     tokenizer = load_tokenizer(args.model_name_or_path)
     # The table finds utterance_end without its spaces. For "eos" it has two states: the EOS token leads to
     # the second one, "found".
@@ -1111,6 +1117,13 @@ class Cache(transformers.DynamicCache):
         return super().update(cast_like_autocast(keys), cast_like_autocast(values), *inputs, **named_inputs)
 
 
+class FixedCache(transformers.StaticCache):
+    """The same with room for all tokens from the beginning."""
+
+    def update(self, keys, values, *inputs, **named_inputs):
+        return super().update(cast_like_autocast(keys), cast_like_autocast(values), *inputs, **named_inputs)
+
+
 def cast_like_autocast(tensor):
     """To autocast's dtype if autocast is on, which does not reach into a backward pass written by hand."""
     device_type = tensor.device.type
@@ -1198,6 +1211,122 @@ class ChunkedLogprobs(torch.autograd.Function):
         """[rows, H] -> fp32 [rows, V]"""
         logits = fp32_logits(hidden, weight, bias).div_(temperature)
         return torch.log_softmax(logits, 1, out=logits)  # in place
+
+
+# ---- Compiled generation -----------------------------------------------------------------------------------
+
+
+class CompiledPolicy:
+    """Samples tokens with fixed shapes, so that torch.compile can record the work for one token (--compile).
+
+    `generate` starts hundreds of small kernels for each token, and on a GPU starting them takes longer than
+    running them. A CUDA graph starts all of them at once. It needs the same shapes and addresses each time:
+    the cache has its full length from the beginning, and responses that have ended stay in the batch.
+    Experimental: it was tested on CPUs only.
+    """
+
+    def __init__(self, policy, max_tokens, args, device):
+        """max_tokens: how long prompt and response can be together"""
+        self.policy = policy
+        # A copy that samples. If products are in bf16, so are its linear layers: they are not rounded again
+        # for each token.
+        self.sampler = to_device(copy.deepcopy(policy).requires_grad_(False), args, device).eval()
+        self.max_tokens = max_tokens
+        self.caches = {}  # number of rows -> cache: a graph needs the same one each time
+        self.next_token = torch.compile(
+            self.read_token, mode="reduce-overhead", fullgraph=True, dynamic=False
+        )
+
+    def read_token(self, token, position, is_real, cache, uniforms, temperature):
+        """Read one token per row, and sample the next.
+
+        token, position, uniforms [B]; is_real [B, max_tokens]: 1 where the cache has a token, no padding
+        -> token, log-probability [B]
+        """
+        body, head = body_and_head(self.sampler)
+        states = body(
+            input_ids=token[:, None],
+            attention_mask=is_real,
+            position_ids=position[:, None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return self.choose(states.last_hidden_state[:, -1], head, uniforms, temperature)
+
+    def choose(self, hidden, head, uniforms, temperature):
+        probs = fp32_logits(hidden, head.weight, head.bias).div_(temperature).softmax(-1)
+        token = sample_tokens(probs, uniforms)
+        return token, probs.gather(1, token[:, None]).squeeze(1).log()
+
+    @torch.no_grad()
+    def sample(self, ids, mask, uniforms, temperature, all_ended):
+        """T tokens for each row. What follows after the end of a response has no meaning.
+
+        Left-padded ids, mask [B, C]; uniforms [B, T]; all_ended(tokens [B, t]) -> bool: asked every 16 tokens
+        -> tokens [B, T] and the log-probabilities they were sampled with, fp32 [B, T]
+        """
+        B, T = uniforms.shape
+        C = ids.shape[1]
+        for ours, theirs in zip(self.sampler.parameters(), self.policy.parameters()):
+            ours.copy_(theirs)
+        body, head = body_and_head(self.sampler)
+        if B not in self.caches:
+            self.caches[B] = FixedCache(config=body.config, max_cache_len=self.max_tokens)
+        cache = self.caches[B]
+        cache.reset()
+        hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
+        token, logprob = self.choose(hidden, head, uniforms[:, 0], temperature)
+
+        is_real = F.pad(mask.long(), (0, self.max_tokens - C))  # [B, max_tokens]
+        position = mask.sum(1)  # [B], of the next token
+        tokens = torch.zeros(B, T, dtype=torch.long, device=ids.device)
+        logprobs = torch.zeros(B, T, device=ids.device)
+        for t in range(T):
+            tokens[:, t], logprobs[:, t] = token, logprob
+            # The only time that the CPU waits for the GPU.
+            if t + 1 == T or (t % 16 == 15 and all_ended(tokens[:, : t + 1])):
+                break
+            is_real[:, C + t] = 1
+            torch.compiler.cudagraph_mark_step_begin()
+            token, logprob = self.next_token(
+                token, position + t, is_real, cache, uniforms[:, t + 1], temperature
+            )
+        return tokens, logprobs
+
+
+def generate_until_compiled(policy, ids, mask, uniforms, stop_table, temperature):
+    """What `generate_until` returns, from a CompiledPolicy."""
+
+    def all_ended(tokens):
+        return stop_sequence_seen(tokens, stop_table)[:, -1].all()
+
+    tokens, logprobs = policy.sample(ids, mask, uniforms, temperature, all_ended)
+    lengths = response_lengths(stop_sequence_seen(tokens, stop_table).long(), 1)
+    valid = length_mask(lengths, tokens.shape[1])
+    return torch.where(valid, tokens, 0), torch.where(valid, logprobs, 0.0)
+
+
+@torch.no_grad()
+def compile_policy(policy, max_tokens, args, device):
+    """A CompiledPolicy, and the policy's own forward pass compiled in place. Raises if a model cannot."""
+    flag = f"--compile: {policy.name_or_path}"
+    body, _ = body_and_head(policy)
+    if "position_ids" not in inspect.signature(body.forward).parameters:
+        raise UserError(f"{flag} takes no position_ids")
+    ids = torch.arange(6, device=device)[None]  # [1, 6]
+    mask = ids > 1  # two pads
+    cache = FixedCache(config=body.config, max_cache_len=max_tokens + 6)
+    is_bf16 = wants_bf16(args, device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=is_bf16):
+        hidden_states(body, ids[:, :5], mask[:, :5], cache)
+        last = hidden_states(body, ids[:, 5:], mask, cache)[:, -1]
+        expected = hidden_states(body, ids, mask)[:, -1]
+    tolerance = 0.1 if is_bf16 else 1e-3
+    if not torch.allclose(last, expected, atol=tolerance, rtol=tolerance):
+        raise UserError(f"{flag} computes something else with a cache of fixed length")
+    compiled = CompiledPolicy(policy, max_tokens, args, device)
+    body.compile(dynamic=True)
+    return compiled
 
 
 # ---- Loading models ----------------------------------------------------------------------------------------
@@ -1930,7 +2059,8 @@ def start_accelerator(args):
         cpu=not has_gpu and not uses_fsdp and not uses_deepspeed,
         mixed_precision="no",  # autocast is explicit in train
         kwargs_handlers=[
-            accelerate.DistributedDataParallelKwargs(broadcast_buffers=False),
+            # Gradients are views of what DDP sends, so they are not kept twice.
+            accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             # The other processes wait while the main one evaluates, and a judge may take long.
             accelerate.InitProcessGroupKwargs(timeout=timedelta(hours=12)),
         ],
@@ -1987,8 +2117,9 @@ def make_learner(model, accelerator):
     shards_weights = accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3)
     if not shards_weights:
         return model
-    reference = getattr(model, "reference", None)
-    learner = copy.deepcopy(model, memo={id(reference): None})  # deepcopy takes None from its memo instead
+    left_out = [getattr(model, "reference", None), getattr(model, "compiled_policy", None)]
+    # deepcopy takes None from its memo instead of a copy.
+    learner = copy.deepcopy(model, memo={id(part): None for part in left_out})
     learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]  # FSDP2 shards layer by layer
     return learner
 

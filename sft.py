@@ -1268,7 +1268,8 @@ def start_accelerator(args):
         cpu=not has_gpu and not uses_fsdp and not uses_deepspeed,
         mixed_precision="no",  # autocast is explicit in train
         kwargs_handlers=[
-            accelerate.DistributedDataParallelKwargs(broadcast_buffers=False),
+            # Gradients are views of what DDP sends, so they are not kept twice.
+            accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             # The other processes wait while the main one evaluates, and a judge may take long.
             accelerate.InitProcessGroupKwargs(timeout=timedelta(hours=12)),
         ],
@@ -1325,8 +1326,9 @@ def make_learner(model, accelerator):
     shards_weights = accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3)
     if not shards_weights:
         return model
-    reference = getattr(model, "reference", None)
-    learner = copy.deepcopy(model, memo={id(reference): None})  # deepcopy takes None from its memo instead
+    left_out = [getattr(model, "reference", None), getattr(model, "compiled_policy", None)]
+    # deepcopy takes None from its memo instead of a copy.
+    learner = copy.deepcopy(model, memo={id(part): None for part in left_out})
     learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]  # FSDP2 shards layer by layer
     return learner
 

@@ -558,7 +558,7 @@ FAULTS = {  # what is wrong -> script, part of its source, what it becomes, what
     ),
     "a model that is not moved": (
         "grpo_math",
-        "model = PolicyAndReference(policy, reference).to(device)",
+        "model = to_device(PolicyAndReference(policy, reference), args, device)",
         "model = PolicyAndReference(policy, reference)",
         "aten.embedding.default: tensors on cpu (1024, 32), cuda:0",
     ),

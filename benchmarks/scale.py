@@ -1,0 +1,694 @@
+"""What a run needs per GPU, and how long an update takes, by arithmetic: nothing here is measured.
+
+    python benchmarks/scale.py                                                          # tables of docs/scale.md
+    python benchmarks/scale.py llama-7b --algorithm rloo --gpus 8 --sharding fsdp2      # the parts of one case
+    python benchmarks/scale.py pythia-1b --lora-r 16 --gradient-checkpointing           # --help lists all flags
+
+Memory is in bytes, or in GB of 10^9 bytes. tests/documents/test_scale.py compares the parts with small models
+on a CPU. Rates, utilizations and the reserve are assumptions: they stand at the top, change them.
+"""
+
+import argparse
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
+
+FP32, BF16, INT8 = 4, 2, 1  # bytes of a number
+GB = 1e9
+
+# ---- Assumptions -------------------------------------------------------------------------------------------
+
+USABLE = 0.9  # share of a GPU's memory that a run may plan with: CUDA, NCCL and gaps take the rest
+MATMUL_UTILIZATION = 0.4  # share of the peak rate that large products reach
+MEMORY_UTILIZATION = 0.6  # share of the peak bandwidth of memory
+NETWORK_UTILIZATION = 0.6  # share of the peak bandwidth between GPUs
+LAUNCH_SECONDS = 10e-6  # one operation that Python starts on a GPU takes at least this long
+NODE = 8  # GPUs of a node
+NETWORK_IN_NODE = 450e9  # bytes per second that a GPU receives through NVLink
+NETWORK_BETWEEN_NODES = 8 * 50e9  # one ring uses all 8 adapters of a node, 400 Gbit/s each
+
+
+@dataclass
+class Gpu:
+    memory: float  # bytes
+    flops: float  # bf16 operations per second, without sparsity
+    bandwidth: float  # bytes per second
+
+
+GPUS = {
+    80: Gpu(80 * GB, 989e12, 3.35e12),  # the data sheet of an H100 SXM
+    141: Gpu(141 * GB, 989e12, 4.8e12),  # of an H200
+}
+
+
+# ---- Models ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Model:
+    family: str  # gpt2, gpt_neox or llama
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    mlp_width: int
+    vocabulary: int
+    positions: int = 0  # learned positions
+
+    @property
+    def is_llama(self):
+        return self.family == "llama"
+
+    @property
+    def kv_width(self):
+        return self.kv_heads * (self.width // self.heads)
+
+    @property
+    def linear_layers(self):
+        """Inputs and outputs of the linear layers in one transformer layer."""
+        W, M, K = self.width, self.mlp_width, self.kv_width
+        if self.is_llama:
+            return [(W, W), (W, K), (W, K), (W, W), (W, M), (W, M), (M, W)]  # q, k, v, o, gate, up, down
+        return [(W, 3 * W), (W, W), (W, M), (M, W)]  # q with k and v, output, up, down
+
+    @property
+    def linear_weights(self):
+        """Parameters of the linear layers in one transformer layer."""
+        weights = sum(inputs * outputs for inputs, outputs in self.linear_layers)
+        biases = 0 if self.is_llama else sum(outputs for _, outputs in self.linear_layers)
+        return weights + biases
+
+    @property
+    def norm(self):
+        return self.width if self.is_llama else 2 * self.width
+
+    @property
+    def layer(self):
+        """Parameters of one transformer layer."""
+        return self.linear_weights + 2 * self.norm
+
+    @property
+    def embeddings(self):
+        return (self.vocabulary + self.positions) * self.width
+
+    @property
+    def head(self):
+        """Parameters of the output layer, if they are not those of the embeddings."""
+        return 0 if self.family == "gpt2" else self.vocabulary * self.width
+
+    @property
+    def parameters(self):
+        return self.layers * self.layer + self.norm + self.embeddings + self.head
+
+    @property
+    def operations(self):
+        """Operations per layer and token step of prompts with padding, counted on a CPU."""
+        return {"gpt2": 17, "gpt_neox": 33, "llama": 53}[self.family]
+
+
+MODELS = {
+    "gpt2": Model("gpt2", 12, 768, 12, 12, 3072, 50257, 1024),
+    "pythia-1b": Model("gpt_neox", 16, 2048, 8, 8, 8192, 50304),
+    "llama-7b": Model("llama", 32, 4096, 32, 32, 11008, 32000),  # Llama 2
+    "llama-70b": Model("llama", 80, 8192, 64, 8, 28672, 128256),  # Llama 3
+}
+
+
+# ---- A case ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """Names and meanings of the script's flags, if it has such a flag."""
+
+    model: Model
+    algorithm: Literal["ppo", "rloo", "grpo", "sft", "reward_model"] = "rloo"
+    gpus: int = 1
+    sharding: Literal["ddp", "fsdp2", "zero3"] = "ddp"
+    gpu_memory: int = 80  # 80 or 141 GB
+    reward_model: Model | None = None  # None: a function without a model
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    lora_r: int = 0  # on all linear layers
+    gradient_checkpointing: bool = False
+    load_in_8bit: bool = False
+    num_shared_layers: int = 0
+    kl_coef: float = 0.05  # GRPO with 0 has no reference
+    per_device_train_batch_size: int = 4
+    gradient_accumulation_steps: int = 1
+    num_mini_batches: int = 16
+    num_ppo_epochs: int = 1
+    local_rollout_forward_batch_size: int = 64
+    responses_per_prompt: int = 4  # --rloo-k, --num-generations; PPO has 1
+    prompt_length: int = 512
+    response_length: int = 512
+
+    def __post_init__(self):
+        if self.algorithm == "ppo":
+            self.responses_per_prompt = 1
+
+    @property
+    def number(self):
+        """Bytes of a number in products."""
+        return BF16 if self.dtype == "bfloat16" else FP32
+
+    @property
+    def is_rl(self):
+        return self.algorithm in ("ppo", "rloo", "grpo")
+
+    @property
+    def is_sharded(self):
+        return self.sharding != "ddp" and self.gpus > 1
+
+    @property
+    def shards(self):
+        return self.gpus if self.is_sharded else 1
+
+    @property
+    def length(self):
+        return self.prompt_length + self.response_length
+
+    @property
+    def local_batch(self):
+        """Responses, or rows, of one process and update."""
+        minibatches = self.num_mini_batches if self.is_rl else 1
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * minibatches
+
+    @property
+    def has_head(self):
+        """A reward model has one output instead of the vocabulary."""
+        return self.algorithm != "reward_model"
+
+    @property
+    def has_reference(self):
+        """With LoRA, the reference is the policy without its adapter."""
+        if self.lora_r or not self.is_rl:
+            return False
+        return self.algorithm != "grpo" or self.kl_coef > 0
+
+
+# ---- Numbers of parameters ---------------------------------------------------------------------------------
+
+
+def trained_linear(case):
+    """Parameters of linear layers, with the output layer, that are trained."""
+    m = case.model
+    if case.lora_r:
+        return m.layers * sum(case.lora_r * (inputs + outputs) for inputs, outputs in m.linear_layers)
+    if not case.has_head:
+        return m.layers * m.linear_weights
+    layers = (m.layers - case.num_shared_layers) * m.linear_weights
+    return layers + m.head
+
+
+def trained(case):
+    """All parameters that are trained."""
+    m = case.model
+    value_head = m.width + 1 if case.algorithm == "ppo" else 0
+    if case.lora_r:
+        return trained_linear(case) + value_head
+    norms = 2 * (m.layers - case.num_shared_layers) * m.norm + m.norm
+    embeddings = 0 if case.num_shared_layers else m.embeddings
+    score = 0 if case.has_head else m.width
+    return trained_linear(case) + norms + embeddings + value_head + score
+
+
+def frozen_bytes(case, model, layers, embeddings, head, eight_bit):
+    """Frozen weights. Products in bf16 read linear layers in bf16; embeddings and norms stay in fp32.
+
+    layers, embeddings, head: how many layers, and whether these parts are there; norms go with the layers.
+    """
+    linear = INT8 if eight_bit else case.number
+    total = layers * (linear * model.linear_weights + FP32 * 2 * model.norm)
+    if embeddings:
+        total += FP32 * model.embeddings
+    if head:
+        total += case.number * model.head + FP32 * model.norm
+    return total
+
+
+# ---- Memory ------------------------------------------------------------------------------------------------
+
+
+def policy_bytes(case):
+    """A whole policy: its trained weights in fp32 and its frozen ones."""
+    m = case.model
+    if case.lora_r:
+        frozen = frozen_bytes(case, m, m.layers, True, case.has_head, case.load_in_8bit)
+    elif case.num_shared_layers:
+        frozen = frozen_bytes(case, m, case.num_shared_layers, True, False, False)
+    else:
+        frozen = 0
+    return FP32 * trained(case) + frozen
+
+
+def reference_bytes(case):
+    m = case.model
+    if not case.has_reference:
+        return 0
+    if case.num_shared_layers:
+        return frozen_bytes(case, m, m.layers - case.num_shared_layers, False, True, False)
+    return frozen_bytes(case, m, m.layers, True, True, case.load_in_8bit)
+
+
+def reward_model_bytes(case):
+    m = case.reward_model
+    if m is None or not case.is_rl:
+        return 0
+    return frozen_bytes(case, m, m.layers, True, False, False)
+
+
+def bf16_copies(case):
+    """Autocast rounds each trained weight of a product to bf16, and keeps the copy for its whole block.
+
+    It does so with shards too: the copies of all layers stay, although the gathered layers go.
+    """
+    if case.dtype == "float32":
+        return 0
+    is_tied = case.has_head and case.model.head == 0  # the embeddings are the output layer
+    head = case.model.vocabulary * case.model.width if is_tied else 0
+    return BF16 * (trained_linear(case) + head)
+
+
+def kv_cache(case, rows, tokens):
+    """Keys and values of all layers."""
+    return 2 * case.model.layers * case.model.kv_width * rows * tokens * case.number
+
+
+def layer_activations(case, rows, tokens):
+    """What one layer saves for its backward pass. Attention saves its inputs and its mask, not its matrix.
+
+    Normalization works in fp32. The linear layers and attention save their inputs in bf16.
+    """
+    m, b = case.model, case.number
+    W, M = m.width, m.mlp_width
+    if m.family == "gpt2":
+        fp32 = 2 * W + 4 + m.heads
+        products = 6 * W + 2 * M + tokens
+    elif m.family == "gpt_neox":
+        fp32 = W + 4 + m.heads
+        products = 9 * W + 2 * M + tokens
+    else:
+        fp32 = 4 * W + 2 + m.heads
+        casts = (
+            6 if case.dtype == "bfloat16" else 3
+        )  # q, k, v, gate and up round their input, each for itself
+        products = (casts + 3) * W + 4 * M + tokens
+    return rows * tokens * (FP32 * fp32 + b * products)
+
+
+def activations(case):
+    """Of all layers in one forward and backward pass. With checkpointing: each layer's input, and one layer."""
+    rows, m = case.per_device_train_batch_size, case.model
+    one_layer = layer_activations(case, rows, case.length)
+    layers = m.layers - case.num_shared_layers
+    if case.gradient_checkpointing:
+        inputs = layers * rows * case.length * m.width * FP32
+        return inputs + one_layer
+    return layers * one_layer
+
+
+def one_layer_without_gradient(case, model, tokens):
+    """An estimate: the residual stream and three more of its size in fp32, and three outputs of the MLP."""
+    return tokens * (FP32 * 4 * model.width + case.number * 3 * model.mlp_width)
+
+
+def logits_of_update(case):
+    """Up to 128 MiB that are kept, two chunks of 128 rows, and the gradient of the output layer twice."""
+    m = case.model
+    if not case.has_head:
+        return 0
+    tokens = case.length if case.algorithm == "sft" else case.response_length
+    numbers = case.per_device_train_batch_size * tokens * m.vocabulary
+    chunks = FP32 * (min(numbers, 2**25) + 2 * 128 * m.vocabulary)
+    is_trained = not case.lora_r and not (case.num_shared_layers and m.head == 0)
+    if is_trained:
+        chunks += (FP32 + case.number) * m.vocabulary * m.width
+    return chunks
+
+
+def gathered(case):
+    """FSDP2 and ZeRO-3: two layers, embeddings and output layer are whole, and so are their gradients."""
+    m = case.model
+    whole = 2 * m.layer + m.embeddings + m.head
+    if case.lora_r:
+        return case.number * whole
+    return 2 * FP32 * whole
+
+
+def memory(case):
+    """Bytes per GPU, part by part. -> dict: phase -> dict: part -> bytes
+
+    always: held in every phase of an update. The peak of a run is that of its largest phase.
+    """
+    policy = policy_bytes(case)
+    weights = trained(case)
+    gradients = FP32 * weights / case.shards
+    if case.sharding == "fsdp2" and case.gradient_accumulation_steps > 1:
+        gradients = FP32 * weights  # FSDP2 keeps them whole until they are exchanged
+    frozen = {
+        "reference": reference_bytes(case),
+        "reward model": reward_model_bytes(case),
+    }
+    always = {
+        "policy" if not case.is_sharded else "shard of the policy": policy / case.shards,
+        "Adam": 2 * FP32 * weights / case.shards,
+        "whole policy to sample with": policy if case.is_sharded else 0,
+        **frozen,
+    }
+    copies = {"bf16 copies of trained weights": bf16_copies(case)}
+    rows = min(case.local_rollout_forward_batch_size, case.local_batch)
+    prompt_tokens = rows / case.responses_per_prompt * case.prompt_length
+    prompts = {
+        **copies,
+        "KV cache of the prompts": kv_cache(case, 1, prompt_tokens),
+        "one layer that reads the prompts": one_layer_without_gradient(case, case.model, prompt_tokens),
+    }
+    generation = {
+        **copies,
+        "KV cache": kv_cache(case, rows, case.length - 1),  # the last token is not read
+        "logits of one step": 3 * FP32 * rows * case.model.vocabulary,
+    }
+    scoring = dict(copies)
+    if case.reward_model is not None:
+        scoring["one layer of the reward model"] = one_layer_without_gradient(
+            case, case.reward_model, rows * case.length
+        )
+    update = {
+        "gradients": gradients,
+        "gathered layers": gathered(case) if case.is_sharded else 0,
+        **copies,
+        "activations": activations(case),
+        "logits": logits_of_update(case),
+    }
+    phases = {"always": always, "update": update}
+    if case.is_rl:
+        phases |= {"prompts": prompts, "generation": generation, "scoring": scoring}
+    if case.is_sharded:
+        phases["start"] = {"two whole policies, before one is cut": 2 * policy, **frozen}
+    return phases
+
+
+def peaks(case):
+    """The bytes of each phase, with what is always held. -> dict: phase -> bytes"""
+    totals = {phase: sum(parts.values()) for phase, parts in memory(case).items()}
+    always = totals.pop("always")
+    return {phase: total if phase == "start" else always + total for phase, total in totals.items()}
+
+
+def peak(case):
+    return max(peaks(case).values())
+
+
+def fits(case):
+    return peak(case) <= USABLE * GPUS[case.gpu_memory].memory
+
+
+def host_bytes(case):
+    """Memory of a node while models load: every process reads policy and reference in fp32. 8 bit: not."""
+    models = 1 + case.has_reference
+    if case.load_in_8bit:
+        models -= 1
+    return min(case.gpus, NODE) * models * FP32 * case.model.parameters
+
+
+# ---- Time --------------------------------------------------------------------------------------------------
+
+
+def forward_flops(model, tokens, context, head_tokens):
+    """Two operations per weight and token; attention: a product with all keys and one with all values."""
+    linear = 2 * model.layers * model.linear_weights * tokens
+    attention = 4 * model.layers * model.width * context * tokens
+    head = 2 * model.vocabulary * model.width * head_tokens
+    return linear + attention + head
+
+
+def token_step_bytes(case, rows, tokens, cache_passes):
+    """What one token step moves: all weights once, and the cache."""
+    m = case.model
+    linear = INT8 if case.load_in_8bit and case.lora_r else case.number
+    weights = linear * m.layers * m.linear_weights + case.number * m.vocabulary * m.width
+    return weights + cache_passes * kv_cache(case, rows, tokens)
+
+
+def generation_seconds(case, is_engine=False):
+    """Reading the prompts, then one step per token. All responses are as long as they may be.
+
+    A step takes as long as its slowest part: memory, products, or Python that starts operations. The cache
+    is read and written to make room for each token (torch.cat), and read by attention: three passes. An
+    engine (is_engine) writes in place and starts operations in graphs. This is its bound, not its time.
+    """
+    m, gpu = case.model, GPUS[case.gpu_memory]
+    rate = MATMUL_UTILIZATION * gpu.flops
+    rows = min(case.local_rollout_forward_batch_size, case.local_batch)
+    prompt_tokens = case.local_batch / case.responses_per_prompt * case.prompt_length
+    prompts = forward_flops(m, prompt_tokens, case.prompt_length, 0) / rate
+
+    context = case.prompt_length + case.response_length / 2  # on average
+    moved = token_step_bytes(case, rows, context, cache_passes=1 if is_engine else 3)
+    memory_seconds = moved / (MEMORY_UTILIZATION * gpu.bandwidth)
+    product_seconds = forward_flops(m, rows, context, rows) / rate
+    python_seconds = 0 if is_engine else m.layers * m.operations * LAUNCH_SECONDS
+    step = max(memory_seconds, product_seconds, python_seconds)
+    chunks = math.ceil(case.local_batch / rows)
+    return prompts + chunks * case.response_length * step
+
+
+def scoring_seconds(case):
+    """Policy, reference and reward model read all responses once."""
+    tokens, responses = case.local_batch * case.length, case.local_batch * case.response_length
+    policy = forward_flops(case.model, tokens, case.length, responses)
+    passes = policy
+    if case.has_reference or case.lora_r:
+        passes += policy
+    if case.reward_model is not None:
+        passes += forward_flops(case.reward_model, tokens, case.length, 0)
+    return passes / (MATMUL_UTILIZATION * GPUS[case.gpu_memory].flops)
+
+
+def network_bytes(case):
+    """What one GPU receives in one update.
+
+    DDP: gradients twice per optimizer step (reduce, then broadcast). FSDP2 and ZeRO-3: weights for each
+    forward and each backward pass, and gradients once; then the sampling copy is filled once.
+    """
+    weights = FP32 * trained(case)
+    steps = case.num_mini_batches * case.num_ppo_epochs if case.is_rl else 1
+    if case.gpus == 1:
+        return 0
+    if not case.is_sharded:
+        return 2 * weights * steps
+    passes = steps * case.gradient_accumulation_steps
+    gathered_weights = 2 * policy_bytes(case) * passes
+    return gathered_weights + weights * steps + (weights if case.is_rl else 0)
+
+
+def update_seconds(case):
+    """The backward pass costs two forward passes, with LoRA one: frozen weights have no gradient.
+
+    Checkpointing costs one more forward pass. Network and products overlap: the slower one counts.
+    """
+    gpu = GPUS[case.gpu_memory]
+    epochs = case.num_ppo_epochs if case.is_rl else 1
+    tokens = case.local_batch * case.length
+    responses = tokens if case.algorithm == "sft" else case.local_batch * case.response_length
+    if not case.has_head:
+        responses = 0
+    passes = (2 if case.lora_r else 3) + (1 if case.gradient_checkpointing else 0)
+    flops = passes * epochs * forward_flops(case.model, tokens, case.length, responses)
+    network = NETWORK_IN_NODE if case.gpus <= NODE else NETWORK_BETWEEN_NODES
+    products_seconds = flops / (MATMUL_UTILIZATION * gpu.flops)
+    network_seconds = network_bytes(case) / (NETWORK_UTILIZATION * network)
+    return max(products_seconds, network_seconds)
+
+
+# ---- Tables ------------------------------------------------------------------------------------------------
+
+CHECKPOINTING = dict(gradient_checkpointing=True)
+SMALL = dict(gradient_checkpointing=True, local_rollout_forward_batch_size=16)
+LORA = dict(lora_r=16, gradient_checkpointing=True)
+SETTINGS = [{}, CHECKPOINTING, SMALL, SMALL | dict(load_in_8bit=True), LORA, LORA | dict(load_in_8bit=True)]
+SIZES = {"124M": "gpt2", "1B": "pythia-1b", "7B": "llama-7b", "70B": "llama-70b"}
+
+
+def flags_text(changes):
+    words = []
+    for name, value in changes.items():
+        flag = "--" + name.replace("_", "-")
+        words.append(flag if value is True else f"{flag} {value}")
+    return f"`{' '.join(words)}`" if words else "no flags"
+
+
+def table_case(size, **changes):
+    """RLOO with a reward model of 1B, or of 124M for the policy of 124M."""
+    reward_model = MODELS["gpt2" if size == "124M" else "pythia-1b"]
+    return Case(MODELS[SIZES[size]], reward_model=reward_model, **changes)
+
+
+def launches(gpus):
+    """Ways to start on this many GPUs. -> list of (sharding, what the tables call it)"""
+    if gpus == 1:
+        return [("ddp", "one process")]
+    return [("ddp", "ddp.yaml"), ("fsdp2", "fsdp2.yaml")]
+
+
+def markdown(header, rows):
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def memory_table():
+    """GB per GPU at the peak, for each size; which of the two GPUs it fits."""
+    rows = []
+    for changes in SETTINGS:
+        starts = [(1, "ddp", "1"), (8, "ddp", "8 or 64, ddp.yaml"), (8, "fsdp2", "8, fsdp2.yaml")]
+        starts.append((64, "fsdp2", "64, fsdp2.yaml"))
+        if "lora_r" in changes:
+            starts = [(8, "ddp", "1 to 64, ddp.yaml")]
+        for gpus, sharding, name in starts:
+            cells = []
+            for size in SIZES:
+                case = table_case(size, gpus=gpus, sharding=sharding, **changes)
+                cells.append(fit_text(case))
+            rows.append([flags_text(changes), name, *cells])
+    return markdown(["flags", "GPUs, config", *SIZES], rows)
+
+
+def fit_text(case):
+    text = f"{peak(case) / GB:.0f}"
+    if fits(replace(case, gpu_memory=80)):
+        return text
+    if fits(replace(case, gpu_memory=141)):
+        return f"{text} (141)"
+    return f"{text} (no)"
+
+
+def choose(size, gpus, gpu_memory):
+    """The first way that fits: all weights before LoRA, DDP before shards, few flags before many."""
+    for changes in SETTINGS:
+        for sharding, name in launches(gpus):
+            if "lora_r" in changes and sharding == "fsdp2":
+                continue  # the sampling copy is whole anyway, and 8-bit weights cannot be cut
+            case = table_case(size, gpus=gpus, sharding=sharding, gpu_memory=gpu_memory, **changes)
+            if fits(case):
+                return case, name, changes
+    return None
+
+
+def choice_table():
+    """What to use: for each size and number of GPUs, on both GPUs."""
+    rows = []
+    for size in SIZES:
+        for gpus in (1, 8, 64):
+            cells = []
+            for gpu_memory in GPUS:
+                choice = choose(size, gpus, gpu_memory)
+                if choice is None:
+                    cells.append("does not fit")
+                else:
+                    case, name, changes = choice
+                    cells.append(f"{name}, {flags_text(changes)}: {peak(case) / GB:.0f} GB")
+            rows.append([size, str(gpus), *cells])
+    return markdown(["policy", "GPUs", "80 GB each", "141 GB each"], rows)
+
+
+def time_table():
+    """Seconds per update for these choices, on 8 GPUs."""
+    rows = []
+    for size in SIZES:
+        for gpu_memory in GPUS:
+            choice = choose(size, 8, gpu_memory)
+            if choice is None:
+                continue
+            case, name, changes = choice
+            seconds = [generation_seconds(case), scoring_seconds(case), update_seconds(case)]
+            whole_batch = replace(case, local_rollout_forward_batch_size=case.local_batch)
+            seconds.append(generation_seconds(whole_batch, is_engine=True))
+            cells = [seconds_text(x) for x in seconds]
+            rows.append([size, f"{gpu_memory} GB", f"{name}, {flags_text(changes)}", *cells])
+    header = ["policy", "GPU", "config, flags", "generation", "scoring", "update", "an engine's bound"]
+    return markdown(header, rows)
+
+
+def seconds_text(seconds):
+    return f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
+
+
+def parts_table(case):
+    """The parts of one case, in GB."""
+    rows = []
+    for phase, parts in memory(case).items():
+        for name, size in parts.items():
+            if size > 0:
+                rows.append([phase, name, f"{size / GB:.2f}"])
+    for phase, total in peaks(case).items():
+        rows.append([phase, "**peak**" if phase == "start" else "**peak, with always**", f"{total / GB:.2f}"])
+    return markdown(["phase", "part", "GB per GPU"], rows)
+
+
+def host_text(case):
+    return f"Host memory of a node while models load: {host_bytes(case) / GB:.0f} GB"
+
+
+def print_tables():
+    example = table_case("7B", gpus=8, sharding="fsdp2", gradient_checkpointing=True)
+    tables = {
+        "Memory per GPU": memory_table(),
+        "What to use": choice_table(),
+        "Seconds per update": time_table(),
+        "The parts of one case": [*parts_table(example), "", host_text(example)],
+    }
+    for title, lines in tables.items():
+        print(f"{title}\n\n" + "\n".join(lines) + "\n")
+
+
+def parse_case(argv):
+    """A case from the command line: every field of Case is a flag."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("policy", choices=MODELS)
+    for f in fields(Case)[1:]:
+        flag = "--" + f.name.replace("_", "-")
+        if f.name == "reward_model":
+            parser.add_argument(flag, choices=MODELS)
+        elif f.type is bool:
+            parser.add_argument(flag, action="store_true")
+        elif f.name == "gpu_memory":
+            parser.add_argument(flag, type=int, choices=GPUS, default=f.default)
+        elif get_args(f.type):
+            parser.add_argument(flag, choices=get_args(f.type), default=f.default)
+        else:
+            parser.add_argument(flag, type=f.type, default=f.default)
+    flags = vars(parser.parse_args(argv))
+    model = MODELS[flags.pop("policy")]
+    flags["reward_model"] = MODELS.get(flags["reward_model"])
+    case = Case(model, **flags)
+    if case.num_shared_layers and (case.lora_r or case.load_in_8bit):
+        parser.error("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
+    if case.load_in_8bit and case.lora_r and case.sharding == "fsdp2":
+        parser.error("--load-in-8bit: FSDP2 cannot shard 8-bit weights; use ZeRO or DDP")
+    return case
+
+
+def print_case(case):
+    print(f"{case.model.parameters:,} parameters, {trained(case):,} of them are trained\n")
+    print("\n".join(parts_table(case)))
+    print(f"\n{host_text(case)}")
+    print(
+        f"\nIt {'fits' if fits(case) else 'does not fit'} {case.gpu_memory} GB, of which {USABLE:.0%} count."
+    )
+    seconds = {"update": update_seconds(case)}
+    if case.is_rl:
+        seconds = {"generation": generation_seconds(case), "scoring": scoring_seconds(case), **seconds}
+    print("Seconds: " + ", ".join(f"{name} {seconds_text(x)}" for name, x in seconds.items()))
+
+
+def main(argv):
+    if argv:
+        print_case(parse_case(argv))
+    else:
+        print_tables()
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])

@@ -1,0 +1,137 @@
+"""benchmarks/gpu.py: its sections, the items of a cheap one, and what happens to a section that fails."""
+
+import importlib.util
+import json
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS
+
+SPEC = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks/gpu.py")
+gpu = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(gpu)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run({section: Python code of its process}, *flags) -> the report. In the code, ITEMS is its file."""
+
+    def run_code(code, *flags):
+        def command(name, args, seconds, file):
+            return [sys.executable, "-c", code[name].replace("ITEMS", repr(str(file)))]
+
+        monkeypatch.setattr(gpu, "section_command", command)
+        monkeypatch.setattr(gpu, "SECTIONS", {name: (None, 20) for name in code})
+        out = tmp_path / "out.json"
+        gpu.run_all(gpu.parse_args([str(out), "--device", "cpu", "--toy", *flags]))
+        return json.loads(out.read_text())
+
+    return run_code
+
+
+def test_sections():
+    """Each one is described at the top of the program, in the order in which they run."""
+    described = [
+        line.split()[0]
+        for line in gpu.__doc__.splitlines()
+        if line.startswith("    ") and "  " in line.strip()
+    ]
+    assert [name for name in described if name != "bash"] == list(gpu.SECTIONS)
+    first_ten = (
+        "versions",
+        "math",
+        "ratio",
+        "defaults",
+        "episodes",
+        "decode",
+        "mfu",
+        "launches",
+        "memory",
+        "launch",
+    )
+    assert tuple(gpu.SECTIONS)[:10] == first_ten
+    assert set(gpu.RL) < set(SCRIPTS)
+
+
+def test_math_at_toy_size():
+    """On the CPU, the math functions agree with themselves, and bf16 with fp32 as far as it can."""
+    items = dict(gpu.math_functions("cpu", toy=True, seconds=60))
+    for name, found in items.items():
+        assert "error" not in found and "warning" not in found, (name, found)
+    for name in (
+        "gae",
+        "masked_whiten",
+        "rloo_advantages",
+        "grpo_advantages",
+        "token_logprobs, 1025 words, bf16",
+    ):
+        assert items[name] == {"largest error": 0.0, "relative to the largest value": 0.0}
+    assert items["sample_tokens"]["different tokens"] == 0
+    assert items["fp32_logits, bf16"]["largest error"] < 1e-4
+    padded = [found for name, found in items.items() if name.startswith("left padding")]
+    assert padded and all(found["gradient, relative distance"] < 0.02 for found in padded)
+    json.dumps(gpu.clean(items), allow_nan=False)
+
+
+def test_errors_are_noticed():
+    """Outputs and gradients that differ, or are not finite."""
+    x = torch.arange(1.0, 5.0)
+    assert gpu.largest_error([x], [x + 1])["largest error"] == 1
+    with pytest.raises(ValueError, match="finite"):
+        gpu.largest_error([x / 0], [x])
+    found = gpu.warn_above({"gap": float("nan")}, "gap", 1.0)
+    assert "warning" in found
+    outputs = gpu.outputs_on("cpu", lambda a, b: a * b, [x, x], [0])
+    assert torch.equal(outputs[0], (x * x).double())  # the output, then the gradient
+    assert torch.allclose(outputs[1], (torch.linspace(-1, 1, 4) * x).double())
+
+
+def test_a_failing_item_does_not_stop_its_section():
+    def fail():
+        raise ValueError("no such kernel")
+
+    name, found = gpu.attempt("broken", fail)
+    assert name == "broken" and found["error"].endswith("ValueError: no such kernel")
+    assert gpu.attempt("whole", lambda: 3) == ("whole", 3)
+
+
+def test_a_failing_section_does_not_stop_the_run(run, capsys):
+    write = "open(ITEMS, 'a').write('{\"one\": {\"x\": 1}}\\n')\n"
+    report = run({
+        "versions": write,
+        "math": write + "raise RuntimeError('the GPU is gone')",
+        "ratio": "open(ITEMS, 'a').write('{\"two\": {\"error\": \"bad\"}}\\n')",
+        "defaults": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "episodes": write,
+    })  # fmt: skip
+    sections = report["sections"]
+    assert [part["status"] for part in sections.values()] == ["ok", "failed", "failed: two", "failed", "ok"]
+    assert sections["math"]["items"] == {"one": {"x": 1}}  # what was done before the error is kept
+    assert sections["math"]["error"].endswith("RuntimeError: the GPU is gone")
+    assert (report["sizes"], report["device"], report["note"]) == ("toy", "cpu", gpu.TOY_NOTE)
+    assert "look at" in capsys.readouterr().out
+
+
+def test_a_slow_section_is_stopped(run, monkeypatch):
+    monkeypatch.setattr(gpu, "MIN_SECONDS", 0)
+    slow = "import time; open(ITEMS, 'a').write('{\"one\": 1}\\n{\"torn'); time.sleep(60)"
+    report = run({"versions": slow, "math": ""}, "--minutes", "0.01")
+    assert report["sections"]["versions"]["status"] == "out of time"
+    assert report["sections"]["versions"]["items"] == {"one": 1}
+    assert report["sections"]["math"]["status"] == "not run: no time left"
+
+
+def test_without_a_gpu_it_stops_after_versions(run):
+    """Full sizes on a CPU would take hours."""
+    no_gpu = "open(ITEMS, 'a').write('{\"CUDA\": {\"available\": false}}\\n')"
+    report = run({"versions": no_gpu, "math": ""}, "--device", "cuda")
+    assert list(report["sections"]) == ["versions"]
+
+
+def test_the_committed_toy_run():
+    """It has all sections, none failed, and nobody can take it for a GPU's."""
+    report = json.loads((ROOT / "results/gpu-toy-cpu.json").read_text())
+    assert list(report["sections"]) == list(gpu.SECTIONS)
+    assert all(part["status"] == "ok" for part in report["sections"].values())
+    assert (report["sizes"], report["device"], report["note"]) == ("toy", "cpu", gpu.TOY_NOTE)

@@ -1,0 +1,789 @@
+"""docs/scale.md and benchmarks/scale.py: parts of the arithmetic against small models on a CPU, the tables of
+the page against the program, and the patch for vLLM against a stub with vLLM's interface."""
+
+import contextlib
+import copy
+import functools
+import importlib.util
+import io
+import json
+import os
+import re
+import sys
+import types
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+import torch.distributed
+import transformers
+from conftest import ROOT
+from run_tools import eos_prone, maker, rows_of, same, timeless, weights
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rloo_tldr as rloo
+
+SPEC = importlib.util.spec_from_file_location("scale", ROOT / "benchmarks/scale.py")
+scale = importlib.util.module_from_spec(SPEC)
+sys.modules["scale"] = scale  # its dataclasses look up their module
+SPEC.loader.exec_module(scale)
+
+PAGE = (ROOT / "docs/scale.md").read_text()
+CPU = torch.device("cpu")
+SMALL = {  # widths that differ from each other, so that no two parts have the same size by chance
+    "gpt2": scale.Model("gpt2", 3, 64, 4, 4, 192, 97, 48),
+    "gpt_neox": scale.Model("gpt_neox", 3, 64, 4, 4, 192, 97),
+    "llama": scale.Model("llama", 3, 64, 4, 2, 192, 97),
+}
+EACH = pytest.mark.parametrize("arch", SMALL)
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+ROWS, PROMPT, RESPONSE = 4, 11, 6
+
+
+def config_of(model):
+    """transformers' configuration of the same shape."""
+    if model.family == "gpt2":
+        return transformers.GPT2Config(
+            n_layer=model.layers,
+            n_embd=model.width,
+            n_head=model.heads,
+            n_inner=model.mlp_width,
+            n_positions=model.positions,
+            vocab_size=model.vocabulary,
+            activation_function="gelu_pytorch_tanh",
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    common = dict(
+        hidden_size=model.width,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        intermediate_size=model.mlp_width,
+        vocab_size=model.vocabulary,
+    )
+    if model.family == "gpt_neox":
+        return transformers.GPTNeoXConfig(**common)
+    return transformers.LlamaConfig(**common, num_key_value_heads=model.kv_heads)
+
+
+def new_model(model):
+    torch.manual_seed(1)
+    return transformers.AutoModelForCausalLM.from_config(config_of(model))
+
+
+def small_case(arch, **changes):
+    sizes = dict(per_device_train_batch_size=ROWS, num_mini_batches=1, responses_per_prompt=2)
+    lengths = dict(prompt_length=PROMPT, response_length=RESPONSE)
+    return scale.Case(SMALL[arch], **(sizes | lengths | changes))
+
+
+def built(case):
+    """Policy and reference of a case, as the script makes them of loaded models. -> PolicyAndReference"""
+    args = rloo.Args(
+        dtype=case.dtype, lora_r=case.lora_r, lora_target_modules="all-linear", num_shared_layers=0
+    )
+    policy = new_model(case.model)
+    reference = None
+    if case.lora_r:
+        policy = rloo.add_lora(policy, args)
+    elif case.num_shared_layers:
+        reference = rloo.share_layers(policy, case.num_shared_layers)
+    else:
+        reference = new_model(case.model)
+    if reference is not None:
+        reference.requires_grad_(False)
+    if case.gradient_checkpointing:
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))
+    return rloo.to_device(rloo.PolicyAndReference(policy, reference), args, CPU)
+
+
+def bytes_of(tensors):
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def batch():
+    """Prompts with padding, and responses."""
+    ids = torch.randint(0, 97, (ROWS, PROMPT + RESPONSE))
+    mask = torch.ones(ROWS, PROMPT + RESPONSE, dtype=torch.bool)
+    mask[0, :3] = False
+    return ids, mask
+
+
+def autocast(case):
+    return torch.autocast("cpu", torch.bfloat16, enabled=case.dtype == "bfloat16")
+
+
+# ---- Parameters --------------------------------------------------------------------------------------------
+
+KNOWN = {
+    "gpt2": 124_439_808,
+    "pythia-1b": 1_011_781_632,
+    "llama-7b": 6_738_415_616,
+    "llama-70b": 70_553_706_496,
+}
+
+
+@pytest.mark.parametrize("name", scale.MODELS)
+def test_the_number_of_parameters_is_that_of_transformers(name):
+    model = scale.MODELS[name]
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config_of(model))
+    assert model.parameters == theirs.num_parameters() == KNOWN[name]
+    layer = rloo.transformer_layers(theirs)[0]
+    assert model.layer == sum(p.numel() for p in layer.parameters())
+
+
+@EACH
+@pytest.mark.parametrize("changes", [{}, dict(lora_r=4), dict(num_shared_layers=2)], ids=str)
+def test_the_trained_parameters_are_those_of_the_script(arch, changes):
+    case = small_case(arch, **changes)
+    model = built(case)
+    assert scale.trained(case) == sum(p.numel() for p in rloo.trainable(model).values())
+
+
+def test_a_value_head_and_a_reward_model_are_counted():
+    plain = scale.trained(small_case("llama"))
+    assert scale.trained(small_case("llama", algorithm="ppo")) == plain + 64 + 1
+    with torch.device("meta"):
+        config = config_of(SMALL["llama"])
+        config.num_labels = 1
+        classifier = transformers.AutoModelForSequenceClassification.from_config(config)
+    assert scale.trained(small_case("llama", algorithm="reward_model")) == classifier.num_parameters()
+
+
+# ---- Memory ------------------------------------------------------------------------------------------------
+
+
+@EACH
+@DTYPES
+@pytest.mark.parametrize("changes", [{}, dict(lora_r=4), dict(num_shared_layers=2)], ids=str)
+def test_weights_gradients_and_adam_have_the_computed_bytes(arch, dtype, changes):
+    case = small_case(arch, dtype=dtype, **changes)
+    model = built(case)
+    policy = list(model.policy.parameters())
+    shared = {id(p) for p in policy}
+    reference = [p for p in model.parameters() if id(p) not in shared]
+    assert bytes_of(policy) == scale.policy_bytes(case)
+    assert bytes_of(reference) == scale.reference_bytes(case)
+
+    parameters = rloo.trainable(model)
+    optimizer = rloo.make_optimizer(rloo.Args(), parameters)
+    ids, mask = batch()
+    with autocast(case):
+        logprobs, _ = model(ids, mask, RESPONSE, 1.0)
+    logprobs.sum().backward()
+    for p in parameters.values():
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)  # LoRA's B is 0, and shared layers may have no gradient
+    optimizer.step()
+    always, update = scale.memory(case)["always"], scale.memory(case)["update"]
+    moments = [x for state in optimizer.state.values() for x in state.values() if x.dim() > 0]
+    assert bytes_of(p.grad for p in parameters.values()) == update["gradients"]
+    assert bytes_of(moments) == always["Adam"]
+
+
+def test_a_frozen_reward_model_has_the_computed_bytes():
+    case = small_case("llama", reward_model=SMALL["gpt_neox"])
+    config = config_of(SMALL["gpt_neox"])
+    config.num_labels = 1
+    model = transformers.AutoModelForSequenceClassification.from_config(config).requires_grad_(False)
+    rloo.to_device(model, rloo.Args(dtype="bfloat16"), CPU)
+    assert bytes_of(model.parameters()) == pytest.approx(scale.reward_model_bytes(case), rel=0.01)
+
+
+def test_shards_are_shares_and_the_sampling_copy_is_whole():
+    one = scale.memory(small_case("llama"))["always"]
+    eight = scale.memory(small_case("llama", gpus=8, sharding="fsdp2"))
+    assert eight["always"]["shard of the policy"] == one["policy"] / 8
+    assert eight["always"]["whole policy to sample with"] == one["policy"]
+    assert eight["always"]["Adam"] == one["Adam"] / 8
+    accumulating = dict(gpus=8, gradient_accumulation_steps=2)
+    gradients = {
+        sharding: scale.memory(small_case("llama", sharding=sharding, **accumulating))["update"]["gradients"]
+        for sharding in ("fsdp2", "zero3")
+    }
+    assert gradients["fsdp2"] == 8 * gradients["zero3"]
+
+
+@EACH
+@DTYPES
+def test_the_cache_after_generation_has_the_computed_bytes(arch, dtype, monkeypatch):
+    case = small_case(arch, dtype=dtype)
+    policy = built(case).policy
+    caches = []
+
+    class Recorded(rloo.Cache):
+        def __init__(self, *inputs, **named_inputs):
+            super().__init__(*inputs, **named_inputs)
+            caches.append(self)
+
+    monkeypatch.setattr(rloo, "Cache", Recorded)
+    ids, mask = batch()
+    k = case.responses_per_prompt
+    uniforms = torch.rand(ROWS // k, k, RESPONSE)
+    never = torch.tensor([], dtype=torch.long)
+    prompts = ids[: ROWS // k, :PROMPT], mask[: ROWS // k, :PROMPT]
+    with autocast(case):
+        rloo.generate_groups(policy, *prompts, uniforms, never, 1.0)
+    measured = bytes_of(x for layer in caches[0].layers for x in (layer.keys, layer.values))
+    assert measured == scale.memory(case)["generation"]["KV cache"]
+
+
+def saved_bytes(case):
+    """What the transformer saves for its backward pass. -> bytes of activations, bytes of rounded weights"""
+    policy = built(case).policy.train()
+    weights_of = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    shapes = {tuple(p.shape) for p in policy.parameters()}
+    shapes |= {shape[::-1] for shape in shapes}
+    saved = []
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights_of:
+            saved.append(tensor)
+        return tensor
+
+    ids, mask = batch()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast(case):
+        rloo.hidden_states(rloo.body_and_head(policy)[0], ids, mask)
+    is_weight = [tuple(t.shape) in shapes and t.dim() == 2 for t in saved]
+    activations = bytes_of(t for t, yes in zip(saved, is_weight) if not yes)
+    return activations, bytes_of(t for t, yes in zip(saved, is_weight) if yes)
+
+
+@EACH
+@DTYPES
+@pytest.mark.parametrize("changes", [{}, dict(lora_r=4), dict(gradient_checkpointing=True)], ids=str)
+def test_a_layer_saves_the_computed_bytes(arch, dtype, changes):
+    """The difference between a model with one layer more and one with one layer less."""
+    case = small_case(arch, dtype=dtype, **changes)
+    more = replace(case, model=replace(case.model, layers=case.model.layers + 1))
+    (few, _), (many, _) = saved_bytes(case), saved_bytes(more)
+    if case.gradient_checkpointing:
+        assert many - few == scale.activations(more) - scale.activations(case)
+    else:
+        computed = scale.layer_activations(case, ROWS, PROMPT + RESPONSE)
+        assert scale.activations(more) - scale.activations(case) == computed
+        assert many - few == pytest.approx(computed, rel=0.12 if case.lora_r else 0.001)
+
+
+class RoundedWeights(TorchDispatchMode):
+    """The storages of weights that autocast rounds to bf16."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = []
+
+    def __torch_dispatch__(self, function, types_, inputs=(), named_inputs=None):
+        result = function(*inputs, **(named_inputs or {}))
+        is_cast = function is torch.ops.aten._to_copy.default and result.dtype is torch.bfloat16
+        if is_cast and isinstance(inputs[0], nn.Parameter):
+            self.storages.append((result.untyped_storage()._weak_ref(), result.nbytes))
+        return result
+
+    def alive(self):
+        return sum(size for ref, size in self.storages if not torch.UntypedStorage._expired(ref))
+
+
+@pytest.fixture
+def one_process():
+    """A group of one process. FSDP2 and DDP do there what they do in a larger one."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def sharded(policy, mesh):
+    for layer in rloo.transformer_layers(policy):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(policy, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "arch, is_sharded", [("gpt2", False), ("gpt_neox", False), ("llama", False), ("llama", True)]
+)
+def test_autocast_keeps_copies_of_all_trained_weights(one_process, arch, is_sharded):
+    """With FSDP2, the layers are cut again after their forward pass, but the copies are still there."""
+    case = small_case(arch, gradient_checkpointing=True)
+    policy = built(case).policy.train()
+    if is_sharded:
+        policy = sharded(policy, one_process)
+    ids, mask = batch()
+    with RoundedWeights() as rounded, autocast(case):
+        policy(ids, attention_mask=mask.long(), use_cache=False)
+        assert rounded.alive() == scale.bf16_copies(case)
+    assert rounded.alive() == 0
+
+
+def test_fsdp2_keeps_whole_gradients_between_accumulated_passes(one_process):
+    case = small_case("llama", gpus=8, sharding="fsdp2", gradient_accumulation_steps=2)
+    policy = sharded(built(case).policy.train(), one_process)
+    policy.set_requires_gradient_sync(False)  # what accelerate's no_sync does
+    policy(batch()[0]).logits.sum().backward()
+    whole = 0
+    for module in [*rloo.transformer_layers(policy), policy]:
+        for p in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
+            assert p.sharded_param.grad is None
+            whole += (
+                p.unsharded_grad_data.nbytes
+                if p.unsharded_accumulated_grad is None
+                else (p.unsharded_accumulated_grad.nbytes)
+            )
+    assert whole == scale.memory(case)["update"]["gradients"]
+
+
+def test_ddp_keeps_gradients_only_in_its_buckets(one_process):
+    case = small_case("llama", gpus=8)
+    model = built(case).policy
+    learner = nn.parallel.DistributedDataParallel(
+        model, broadcast_buffers=False, gradient_as_bucket_view=True
+    )
+    buckets = []
+
+    def hook(state, bucket):
+        buckets.append(bucket.buffer())
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    learner.register_comm_hook(None, hook)
+    learner(batch()[0]).logits.sum().backward()
+    gradients = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+    assert gradients == {b.untyped_storage().data_ptr() for b in buckets}
+    assert bytes_of(buckets) == scale.memory(case)["update"]["gradients"]
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that live at once, of the tensors that were made here."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.most = {}, 0
+
+    def __torch_dispatch__(self, function, types_, inputs=(), named_inputs=None):
+        result = function(*inputs, **(named_inputs or {}))
+        self.live = {a: x for a, x in self.live.items() if not torch.UntypedStorage._expired(x[0])}
+        for t in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(t, torch.Tensor):
+                storage = t.untyped_storage()
+                self.live[storage._cdata] = (storage._weak_ref(), storage.nbytes())
+        self.most = max(self.most, sum(size for _, size in self.live.values()))
+        return result
+
+
+@EACH
+def test_a_pass_without_gradients_needs_about_the_computed_bytes(arch):
+    case = small_case(arch)
+    rows, tokens = 16, 40
+    frozen = built(case).reference.eval()  # its weights are in bf16, so nothing is rounded
+    ids = torch.randint(0, 97, (rows, tokens))
+    mask = torch.ones(rows, tokens, dtype=torch.bool)
+    with torch.no_grad(), autocast(case), LiveBytes() as memory:
+        rloo.hidden_states(frozen.base_model, ids, mask)
+    computed = scale.one_layer_without_gradient(case, case.model, rows * tokens)
+    assert memory.most == pytest.approx(computed, rel=0.35)
+
+
+class Operations(TorchDispatchMode):
+    """How many operations compute something."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types_, inputs=(), named_inputs=None):
+        is_view = any(x.alias_info and not x.alias_info.is_write for x in function._schema.arguments)
+        self.count += not is_view
+        return function(*inputs, **(named_inputs or {}))
+
+
+@EACH
+def test_a_token_step_starts_the_counted_operations(arch):
+    counts = []
+    for layers in (1, 2):
+        case = small_case(arch)
+        case = replace(case, model=replace(case.model, layers=layers))
+        body = rloo.body_and_head(built(case).policy)[0]
+        cache = rloo.Cache(config=body.config)
+        ids, mask = batch()
+        with torch.no_grad(), autocast(case):
+            rloo.hidden_states(body, ids[:, :-1], mask[:, :-1], cache)
+            with Operations() as operations:
+                rloo.hidden_states(body, ids[:, -1:], mask, cache)
+        counts.append(operations.count)
+    assert counts[1] - counts[0] == case.model.operations
+
+
+def test_the_peaks_of_whole_runs_are_those_of_the_file(tiny_posts):
+    """results/memory.json, less the libraries: the smallest peak of a policy of almost no size."""
+    rows = json.loads((ROOT / "results/memory.json").read_text())["rows"]
+    sizes = {"6 layers x 512": (6, 512), "10 layers x 640": (10, 640)}
+    libraries = min(row["peak_mb"] for row in rows if row["size"] == "base")
+    compared = 0
+    for row in rows:
+        if row["size"] not in sizes:
+            continue
+        layers, width = sizes[row["size"]]
+        case = scale.Case(
+            scale.Model("gpt2", layers, width, width // 64, width // 64, 4 * width, 1024, 512),
+            dtype="float32",
+            gradient_checkpointing="checkpointing" in row["flags"],
+            lora_r=16 if "lora" in row["flags"] else 0,
+            per_device_train_batch_size=32,
+            num_mini_batches=2,
+            prompt_length=70,  # the longest of the first 16 posts of data/tldr
+            response_length=40,
+        )
+        assert scale.peak(case) / 2**20 == pytest.approx(row["peak_mb"] - libraries, rel=0.2)
+        compared += 1
+    assert compared == 8
+
+
+# ---- Time --------------------------------------------------------------------------------------------------
+
+
+def test_the_operations_of_a_forward_pass_are_those_that_torch_counts():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = SMALL["llama"]
+    policy = new_model(model)
+    policy.set_attn_implementation("eager")  # its products are counted one by one
+    ids, mask = batch()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        policy(ids)
+    computed = scale.forward_flops(model, ids.numel(), ids.shape[1], ids.numel())
+    assert computed == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_the_time_of_a_step_by_hand():
+    """7B, 64 rows: all weights and three times the cache, at 60 % of 3.35 TB/s."""
+    case = scale.Case(scale.MODELS["llama-7b"])
+    weights_bytes = 2 * (32 * 202_375_168 + 32000 * 4096)
+    cache_bytes = 2 * 32 * 4096 * 2 * 64 * 768
+    step = (weights_bytes + 3 * cache_bytes) / (0.6 * 3.35e12)
+    prompts = scale.forward_flops(case.model, 16 * 512, 512, 0) / (0.4 * 989e12)
+    assert scale.generation_seconds(case) == pytest.approx(prompts + 512 * step)
+    slow = replace(case, prompt_length=1, response_length=2)  # a short cache: Python is the slowest part
+    assert scale.generation_seconds(slow) == pytest.approx(2 * 32 * 53 * 10e-6, rel=0.05)
+
+
+# ---- The page ----------------------------------------------------------------------------------------------
+
+
+def printed(argv):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        scale.main(argv)
+    return output.getvalue()
+
+
+def test_the_tables_of_the_page_are_those_that_the_program_prints():
+    lines = [line for line in printed([]).splitlines() if line]
+    body = [line for line in lines if line.startswith("|") or line.startswith("Host memory")]
+    assert len(body) > 60 and set(body) <= set(PAGE.splitlines())
+    ours = PAGE.split("\n## Where these scripts end")[0].splitlines()
+    assert {line for line in ours if line.startswith("|")} <= set(body)
+
+
+def test_the_numbers_in_the_text_are_those_of_the_program():
+    """Sizes in GB outside of the tables are those of the two GPUs."""
+    text = "\n".join(line for line in PAGE.splitlines() if not line.startswith(("|", "Host memory", "+")))
+    assert set(re.findall(r"(\d+) GB\b", text)) == {str(size) for size in scale.GPUS}
+    assert "a reserve of 10 % of the memory" in text and scale.USABLE == 0.9
+    assert "40 % of the peak rate" in text and scale.MATMUL_UTILIZATION == 0.4
+    assert "53 per layer in a Llama, 10 µs each" in text
+    assert (scale.MODELS["llama-7b"].operations, scale.LAUNCH_SECONDS) == (53, 10e-6)
+
+
+def test_the_advice_of_the_page_is_what_the_program_chooses():
+    """ "So, for this job": each sentence, from the choices."""
+    for gpus in (1, 8, 64):
+        for gpu_memory in scale.GPUS:
+            chosen = {size: scale.choose(size, gpus, gpu_memory) for size in scale.SIZES}
+            assert not chosen["124M"][2] and not chosen["1B"][2]
+            is_full_7b = not chosen["7B"][0].lora_r
+            assert is_full_7b == ((gpus, gpu_memory) in [(8, 141), (64, 80), (64, 141)])
+            assert (chosen["70B"] is not None) == (gpu_memory == 141)
+    assert chosen["70B"][0].lora_r and chosen["70B"][0].load_in_8bit
+
+
+COMMANDS = re.findall(r"^    python benchmarks/scale\.py(.*?)(?:\s+#.*)?$", PAGE, re.M)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_page_run(command):
+    assert len(COMMANDS) == 3
+    assert "GB" in printed(command.split())
+
+
+def test_flags_that_the_scripts_refuse_are_refused(capsys):
+    for words in ("--lora-r 4 --num-shared-layers 1", "--lora-r 4 --load-in-8bit --sharding fsdp2"):
+        with pytest.raises(SystemExit):
+            scale.parse_case(["gpt2", *words.split()])
+    names = {field.name for field in fields(scale.Case)}
+    assert {"lora_r", "load_in_8bit", "num_mini_batches", "response_length"} <= names
+
+
+# ---- vLLM --------------------------------------------------------------------------------------------------
+
+PATCH = re.search(r"```diff\n(.*?)```", PAGE, re.S).group(1)
+
+
+def patched_script(faults=()):
+    """rloo_tldr.py with the patch of the page, as a module. faults: (old, new), changes of the patch"""
+    source = (ROOT / "rloo_tldr.py").read_text()
+    for hunk in re.split(r"^@@.*\n", PATCH, flags=re.M)[1:]:
+        lines = hunk.splitlines()
+        old = "\n" + "".join(line[1:] + "\n" for line in lines if not line.startswith("+"))
+        new = "\n" + "".join(line[1:] + "\n" for line in lines if not line.startswith("-"))
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    for line, replacement in faults:
+        assert source.count(line) == 1, line
+        source = source.replace(line, replacement)
+    module = types.ModuleType("rloo_with_engine")
+    module.__file__ = str(ROOT / "rloo_tldr.py")
+    sys.modules[module.__name__] = module
+    exec(compile(source, module.__file__, "exec"), module.__dict__)
+    return module
+
+
+@dataclass
+class SamplingParams:
+    """Fields and defaults of vLLM's that the patch could need."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: list | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    detokenize: bool = True
+
+
+class StubModel:
+    """model_runner.model: takes weights by their names in a checkpoint."""
+
+    def __init__(self, folder):
+        config = transformers.AutoConfig.from_pretrained(folder)
+        torch.manual_seed(99)
+        self.lm = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+    def load_weights(self, named_weights):
+        parameters = dict(self.lm.named_parameters())
+        for name, weight in named_weights:
+            parameters[name].copy_(weight)
+
+
+class StubLLM:
+    """vLLM's LLM as far as the patch uses it. It samples with generate_groups, from the weights that it got.
+
+    Prompts that it has seen are in its prefix cache: until that is reset, they are answered with old weights.
+    uniforms_of_seed: the random numbers behind each seed.
+    """
+
+    uniforms_of_seed = {}
+
+    def __init__(
+        self,
+        model,
+        *,
+        dtype="auto",
+        load_format="auto",
+        distributed_executor_backend=None,
+        gpu_memory_utilization=0.9,
+        max_model_len=None,
+        logprobs_mode="raw_logprobs",
+        seed=0,
+    ):
+        assert load_format == "dummy" and distributed_executor_backend == "external_launcher"
+        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"  # vLLM asserts this too
+        self.runner = types.SimpleNamespace(model=StubModel(model))
+        self.worker = types.SimpleNamespace(model_runner=self.runner)
+        self.max_model_len, self.logprobs_mode = max_model_len, logprobs_mode
+        self.cached, self.old_lm = set(), None
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        if self.cached and self.old_lm is None:
+            self.old_lm = copy.deepcopy(self.runner.model.lm)
+        function = method if callable(method) else getattr(type(self.worker), method)
+        return [function(self.worker, *args, **(kwargs or {}))]
+
+    def reset_prefix_cache(self):
+        self.cached, self.old_lm = set(), None
+        return True
+
+    def generate(self, prompts, sampling_params=None, *, use_tqdm=True):
+        assert not torch.is_autocast_enabled("cpu")
+        assert len(prompts) == len(sampling_params)
+        results = []
+        for prompt, params in zip(prompts, sampling_params):
+            ids = prompt["prompt_token_ids"]
+            assert all(type(i) is int for i in ids) and (params.n, params.top_p, params.top_k) == (1, 1.0, 0)
+            assert len(ids) + params.max_tokens <= self.max_model_len
+            is_stale = tuple(ids) in self.cached and self.old_lm is not None
+            lm = self.old_lm if is_stale else self.runner.model.lm
+            results.append(types.SimpleNamespace(outputs=[self.sample(lm, ids, params)]))
+        self.cached |= {tuple(prompt["prompt_token_ids"]) for prompt in prompts}
+        return results
+
+    def sample(self, lm, ids, params):
+        stop = list(params.stop_token_ids or [])
+        if not params.ignore_eos:
+            stop.append(lm.config.eos_token_id)
+        uniforms = self.uniforms_of_seed[params.seed][: params.max_tokens]
+        prompt = torch.tensor([ids])
+        tokens, logprobs = rloo.generate_groups(
+            lm, prompt, prompt >= 0, uniforms[None, None], torch.tensor(stop), params.temperature
+        )
+        length = int(rloo.response_lengths(tokens[0], torch.tensor(stop)))
+        tokens, logprobs = tokens[0, 0, :length], logprobs[0, 0, :length]
+        if self.logprobs_mode == "raw_logprobs":  # vLLM's default: without the temperature
+            full = torch.cat([prompt[0], tokens])[None]
+            logprobs = rloo.response_logprobs(lm, full, full >= 0, length, 1.0)[0][0]
+        at = [
+            {token: types.SimpleNamespace(logprob=logprob, rank=1)}
+            for token, logprob in zip(tokens.tolist(), logprobs.tolist())
+        ]
+        stopped = bool(torch.isin(tokens[-1], torch.tensor(stop)))
+        return types.SimpleNamespace(
+            index=0,
+            token_ids=tokens.tolist(),
+            logprobs=None if params.logprobs is None else at,
+            finish_reason="stop" if stopped else "length",
+        )
+
+
+@pytest.fixture(scope="module")
+def plain_run(scripts, world, tiny_lm, tmp_path_factory):
+    """plain_run(lora_r): two updates without the patch; the policy stops now and then. -> Args, folder"""
+    root = tmp_path_factory.mktemp("plain")
+    policy = eos_prone(tiny_lm, root / "policy")
+    make = maker(scripts, world, root)
+
+    @functools.cache
+    def run(lora_r):
+        flags = dict(model_name_or_path=policy, temperature=0.7, lora_r=lora_r)
+        args = make("rloo_tldr", f"lora-{lora_r}", **flags)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rloo.Run, "plot", lambda *inputs, **named_inputs: None)
+            _, folder = rloo.train(args)
+        return args, folder
+
+    return run
+
+
+@pytest.fixture
+def compare(plain_run, tmp_path, monkeypatch):
+    """compare(faults, lora_r): runs without and with the patch. -> two run folders"""
+    vllm = types.ModuleType("vllm")
+    vllm.LLM, vllm.SamplingParams = StubLLM, SamplingParams
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "rloo_with_engine", None)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setattr(StubLLM, "uniforms_of_seed", {})
+
+    def run(faults=(), lora_r=0):
+        args, plain = plain_run(lora_r)
+        script = patched_script(faults)
+        draw = script.draw_groups
+
+        def draw_and_record(*inputs):
+            prompt_batch = draw(*inputs)
+            for row in prompt_batch["uniforms"].flatten(0, 1):
+                StubLLM.uniforms_of_seed[int(row[0] * 2**24)] = row
+            return prompt_batch
+
+        script.draw_groups = draw_and_record
+        script.Run.plot = lambda *inputs, **named_inputs: None
+        _, engine = script.train(script.Args(**vars(replace(args, output_dir=str(tmp_path / "engine")))))
+        return plain, engine
+
+    return run
+
+
+def check_same(plain, engine, tolerance):
+    """The same tokens, scores and policy. Only sampling/* may differ, by rounding."""
+    rows = {name: timeless(rows_of(folder)) for name, folder in (("plain", plain), ("engine", engine))}
+    assert len(rows["plain"]) == 2
+    for ours, theirs in zip(rows["plain"], rows["engine"]):
+        assert theirs["sampling/logprob_gap_max"] < 1e-4
+        for name, value in ours.items():
+            if not name.startswith("sampling/"):
+                assert theirs[name] == pytest.approx(value, abs=tolerance), name
+        assert 0 < ours["val/num_eos_tokens"] < 8
+    samples = [rows_of(folder, "evaluation_samples.jsonl") for folder in (plain, engine)]
+    for ours, theirs in zip(*samples):
+        assert ours["before"] == theirs["before"] and ours["after"] == theirs["after"]
+    assert any(row["before"] != row["after"] for row in samples[0])
+    ours, theirs = weights(plain / "model"), weights(engine / "model")
+    if tolerance == 0:
+        assert same(ours, theirs)
+    assert all(torch.allclose(ours[name], theirs[name], atol=max(tolerance, 1e-9)) for name in ours)
+
+
+def test_two_updates_with_the_engine_are_those_without(compare):
+    plain, engine = compare()
+    check_same(plain, engine, tolerance=0)
+
+
+def test_two_updates_with_lora_and_the_engine_are_those_without(compare):
+    plain, engine = compare(lora_r=4)
+    check_same(plain, engine, tolerance=1e-4)
+
+
+FAULTS = {
+    "no weights after an update": (
+        "        copy_weights(parameters, model)\n        send_weights(model.policy)\n",
+        "        copy_weights(parameters, model)\n",
+    ),
+    "an old prefix cache": ("    ENGINE.reset_prefix_cache()", ""),
+    "one weight is forgotten": (
+        'if "lora_" not in name:',
+        'if "lora_" not in name and "h.0.attn.c_attn.weight" not in name:',
+    ),
+    "probabilities without the temperature": ('        logprobs_mode="processed_logprobs",', ""),
+    "sampling without the temperature": ("dict(temperature=temperature, ", "dict("),
+    "one seed for all responses": (
+        "uniforms[:, :, 0].flatten()",
+        "uniforms[:, [0] * k, 0].flatten()",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_the_patch_shows(compare, name):
+    plain, engine = compare([FAULTS[name]])
+    with pytest.raises(AssertionError):
+        check_same(plain, engine, tolerance=0)
+
+
+def test_an_adapter_that_is_not_merged_shows(compare):
+    plain, engine = compare(
+        [('            p = p.float() + layer.get_delta_weight("default")\n', "            pass\n")], lora_r=4
+    )
+    with pytest.raises(AssertionError):
+        check_same(plain, engine, tolerance=1e-4)
+
+
+def test_merged_weights_are_those_of_peft(compare):
+    """merged_weights adds the adapter as merge_and_unload does, under the names of the checkpoint."""
+    model = built(small_case("gpt2", dtype="float32", lora_r=4)).policy
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_(std=0.1)
+    sent = {name: p.clone() for name, p in patched_script().merged_weights(model)}
+    merged = dict(model.merge_and_unload().named_parameters())
+    assert sent.keys() == merged.keys()
+    assert all(torch.allclose(sent[name], merged[name], atol=1e-6) for name in merged)
