@@ -32,6 +32,7 @@ def record(script, cast):
             ["asciinema", "rec", "--overwrite", "--quiet", *size, "--command", command, str(cast)],
             cwd=ROOT,
             env=environment,
+            stdin=subprocess.DEVNULL,  # nobody types
             check=True,
         )
         text = cast.read_text().replace(f"{folder}/run", f"runs/{script}")

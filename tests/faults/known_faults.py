@@ -2117,7 +2117,7 @@ LATER = [
     ),
     Fault(
         name="frozen weights are rounded in fp32 runs",
-        script="sft",
+        script="ppo_sentiment",
         function="to_device",
         old="if wants_bf16(args, device):",
         new="if True:",
