@@ -42,15 +42,16 @@ METRICS = {
         ),
         "objective/kl": (
             "KL to the reference, nats per response",
-            "How far the policy is from where it began. 0 at first, never clearly negative, near its target.",
+            "How far the policy is from where it began. 0 at first, never clearly negative, near its target "
+            "if it has one.",
         ),
         "objective/kl_coef": (
             "KL coefficient",
-            "Rises while the KL is above its target, and falls while it is below.",
+            "With a target, it rises while the KL is above it, and falls while the KL is below.",
         ),
         "policy/entropy_avg": (
             "entropy, nats per token",
-            "How undecided the policy is. It falls slowly. Near 0, all responses are alike.",
+            "How undecided the policy is. Near 0, all responses are alike.",
         ),
         "frac_reward_zero_std": (
             "groups with equal rewards, fraction",
@@ -66,7 +67,10 @@ METRICS = {
             "Near 1. The mean of a few large ratios can hide many small ones: see its variance.",
         ),
         "val/ratio_var": ("variance of the ratio", "Large values: the policy moves too far in one update."),
-        "policy/approxkl_avg": ("approximate KL between new and old policy, nats per token", ""),
+        "policy/approxkl_avg": (
+            "approximate KL, nats per token",
+            "Between the new and the old policy of one update.",
+        ),
         "policy/clipfrac_avg": (
             "tokens or responses clipped, fraction",
             "0 if the policy does not move at all. Above 0.3, most of the update is thrown away.",
@@ -354,7 +358,7 @@ def check_sampling(run):
         return None
     evidence = (
         f"Log-probabilities of the sampled tokens differ by up to {max(gaps):.3g} nats per token between the "
-        f"two (mean of a batch); {limit:g} would be normal."
+        f"two (mean of a batch). Above {limit:g} it is more than rounding."
     )
     causes = [
         "sampling and scoring use another temperature, or only one of them uses top-k or forbids tokens",
@@ -493,7 +497,7 @@ def check_rewards_differ(run):
             "Most groups have equal rewards from the start",
             f"{part_mean(equal, 0, 0.2):.0%} of the groups in the first fifth of the run teach nothing.",
             [
-                "the task is too hard or too easy for this policy: mix in other tasks",
+                "the task is too hard or too easy for this policy, or no response can be read: look at some",
                 "the temperature is low, so the responses to a prompt are alike",
                 "too few responses per prompt",
             ],
@@ -620,7 +624,7 @@ def check_judge(run):
         return Finding(
             "The score rises, and the judge disagrees",
             f"{name} fell from {before[name]:.2f} to {after[name]:.2f} on held-out prompts; the score rose "
-            f"by {gain:.1f} standard deviations.",
+            f"by {gain:.1f} standard deviations of a batch's rewards.",
             [
                 "the reward is another one than was meant: a wrong label, sign, column or order of the texts",
                 "the policy has found what the reward model gets wrong",
@@ -927,10 +931,12 @@ def check_band(run):
     different = different_at_first(run)
     causes = [AREAS[area] for area in different]
     if different:
-        text += f" Before the first step, it already differs in {', '.join(different)}."
+        text += f" In the first batch, before any step, {', '.join(different)} already differed."
     else:
-        text += " Before the first step there is no difference."
-        causes = [AREAS["the update"], AREAS["the critic"]]
+        text += " In the first batch, before any step, there was no difference."
+        causes = [AREAS["the update"]]
+        if run.args.get("vf_coef") is not None:
+            causes.append(AREAS["the critic"])
     causes.append("other data, models or versions of libraries than those of this repository")
     return Finding("Not like healthy runs with the same flags", text, causes, "outside-the-band")
 
@@ -1247,7 +1253,11 @@ def chart(metric, title, runs, colors):
         plot.add_tools(HoverTool(renderers=[line], tooltips=tooltips, mode="vline"))
         if run.target(metric):
             plot.add_layout(Span(location=run.target(metric), dimension="width", line_dash="dashed"))
-    limits = without_outliers([x for run in runs for x in run.values(metric)])
+    values = [x for run in runs for x in run.values(metric)]
+    limits = without_outliers(values)
+    if max(values) == min(values) and band is None:  # Bokeh would draw from x - 1 to x + 1
+        margin = 0.1 * abs(values[0]) or 0.1
+        plot.y_range.start, plot.y_range.end = values[0] - margin, values[0] + margin
     if limits is not None:
         plot.y_range.start, plot.y_range.end = limits
         plot.title.text += " (outliers cut off)"
@@ -1569,6 +1579,8 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; }
 .columns { display: flex; flex-wrap: wrap; gap: 0 3rem; }
 .chart p, .note { color: #5a6672; font-size: .85rem; margin: .2rem 0; }
 .finding { border-left: 4px solid var(--bad); background: var(--soft); padding: .6rem 1rem; margin: .7rem 0; }
+.flags code { display: inline-block; margin-right: 1rem; font-size: .8rem; overflow-wrap: anywhere; }
+.differs { font-weight: bold; }
 .healthy { border-left: 4px solid var(--good); background: var(--soft); padding: .6rem 1rem; }
 .pair { display: grid; gap: .8rem; grid-template-columns: 1fr 1fr 1fr; }
 .pair { border-top: 1px solid var(--line); padding: .5rem 0; }
@@ -1649,16 +1661,21 @@ function showTokens(box) {
     `blue: above ${neutral}, red: below; the full color is ${format(scale)} or more from ${neutral}`;
   const list = box.querySelector(".list");
   list.replaceChildren();
+  let prompt = null;
   for (const line of lines) {
     const row = add(list, "div", "line");
-    add(row, "span", "score", `${line.prompt} `);
+    if (line.prompt !== prompt) add(row, "span", "score", line.prompt);
+    else add(row, "span", "score", "(the same prompt) ");
+    prompt = line.prompt;
     line.tokens.forEach((text, i) => {
       const token = add(row, "span", "token", text);
       token.style.background = tokenColor(line[column][i], neutral, scale);
       const numbers = tokens.columns.map((name) => `${name.padEnd(10)}${format(line[name][i])}`);
       token.dataset.tip = [JSON.stringify(text), ...numbers].join("\n");
     });
-    add(row, "span", "score", `  score ${format(line.score)}`);
+    const advantages = new Set(line.advantage || []);
+    const one = advantages.size === 1 ? `, advantage ${format(line.advantage[0])}` : "";
+    add(row, "span", "score", `  score ${format(line.score)}${one}`);
   }
 }
 for (const box of document.querySelectorAll(".tokens")) {
@@ -1710,7 +1727,18 @@ TEMPLATE = """<!doctype html>
 {% endfor %}
 </table>
 
+<details><summary>All flags</summary>
+{% for run in runs %}
+<p class="note">{{ run.name }}{% if run.band_args %}; bold: other than in the healthy runs{% endif %}</p>
+<p class="flags">{% for name, value in run.args.items() %}
+{% set differs = run.band_args and name in run.band_args and run.band_args[name] != value %}
+<code{% if differs %} class="differs"{% endif %}>--{{ name | replace("_", "-") }} {{ value }}</code>
+{% endfor %}</p>
+{% endfor %}
+</details>
+
 <h2 id="findings">Findings</h2>
+<p class="note">The most direct evidence comes first. What comes after it may only follow from it.</p>
 {% for view in views %}
 {% if runs | length > 1 %}<h3>{{ view.run.name }}</h3>{% endif %}
 {% if not view.findings %}
@@ -1722,7 +1750,7 @@ TEMPLATE = """<!doctype html>
 {% for finding in view.findings %}
 <div class="finding"><b>{{ finding.title }}.</b> {{ finding.evidence }}<br>Likely causes:
 <ol>{% for cause in finding.causes %}<li>{{ cause }}{% endfor %}</ol>
-<span class="note">docs/debugging.md#{{ finding.entry }}</span></div>
+<span class="note">See docs/debugging.md#{{ finding.entry }}</span></div>
 {% endfor %}
 {% endfor %}
 
@@ -1766,14 +1794,14 @@ TEMPLATE = """<!doctype html>
 <div class="pairs" data-run="{{ loop.index0 }}" data-count="8">Sort by <select></select>
 <div class="list"></div><button>Show more</button></div>
 {% elif not view.tables and not view.comparison %}
-<p class="note">This run has no evaluation: it did not finish.</p>
+<p class="note">There is no evaluation: the run stopped before its end, or is still going on.</p>
 {% endif %}
 {% endfor %}
 
 <h2 id="curves">Curves</h2>
 <p>{% for run in runs %}<b style="color: {{ colors[run.name] }}">&#9632;</b> {{ run.name }} {% endfor %}
-{% if runs[0].band %}<b style="color: #bbbbbb">&#9632;</b> 5 to 95 % of healthy runs of
-{{ runs[0].script }}.py {{ runs[0].args.recipe }}, with its default flags.{% endif %}
+{% if runs[0].band %}<b style="color: #bbbbbb">&#9632;</b> 5 to 95 % of ten healthy runs of
+{{ runs[0].script }}.py {{ runs[0].args.recipe }}, with its default flags (not for all metrics).{% endif %}
  Dashed line: target.</p>
 {% for group, charts in groups if charts %}
 <h3>{{ group }}</h3>
@@ -1785,9 +1813,10 @@ TEMPLATE = """<!doctype html>
 {% if runs | selectattr("tokens") | list %}
 <h2 id="tokens">Tokens</h2>
 <p class="note">Responses that the policy learned from, token by token. Point at a token or tap it to see its
-numbers. reward: the KL penalty, and on the last token the score. KL: the log-ratio, log-probability minus the
-reference's.
-value: what the critic expected. return: what came. ratio, entropy: after the update.</p>
+numbers. score: what the response was paid in the end. reward (PPO): the KL penalty, and on the last token the
+score. KL: log-probability minus the reference's. value, return (PPO): what the critic expected, and what
+came. advantage: in RLOO and GRPO, one number per response. logprob: under the policy that is about to be
+trained. ratio, entropy: after the update.</p>
 {% for view in views %}
 {% if runs | length > 1 %}<h3>{{ view.run.name }}</h3>{% endif %}
 {% if view.run.tokens %}

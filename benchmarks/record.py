@@ -27,7 +27,12 @@ def record(script, cast):
         words = f"{Path(sys.executable).name} {script}.py"
         command = f"echo '$ {words}'; {sys.executable} {script}.py --output-dir {folder}/run"
         size = ["--cols", str(COLUMNS), "--rows", str(LINES)]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TERM": "xterm-256color", "COLUMNS": str(COLUMNS)}
+        environment = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TERM": "xterm-256color",
+            "COLUMNS": str(COLUMNS),
+        }
         subprocess.run(
             ["asciinema", "rec", "--overwrite", "--quiet", *size, "--command", command, str(cast)],
             cwd=ROOT,

@@ -2179,6 +2179,38 @@ LATER = [
         new="api_key=key",
         test="runs/test_rloo_tldr.py::test_keys_go_to_their_own_server",
     ),
+    Fault(
+        name="the copy that samples keeps its first weights",
+        script="ppo_sentiment",
+        function="CompiledPolicy.sample",
+        old="            ours.copy_(theirs)",
+        new="            pass",
+        test="runs/test_compile.py::test_new_weights_are_used",
+    ),
+    Fault(
+        name="a compiled policy counts pads as positions",
+        script="ppo_sentiment",
+        function="CompiledPolicy.sample",
+        old="position = mask.sum(1)",
+        new="position = torch.full((B,), C)",
+        test="runs/test_compile.py::test_the_same_tokens[gpt2]",
+    ),
+    Fault(
+        name="a compiled policy does not see its own tokens",
+        script="ppo_sentiment",
+        function="CompiledPolicy.sample",
+        old="            is_real[:, C + t] = 1\n",
+        new="",
+        test="runs/test_compile.py::test_the_same_tokens[gpt2]",
+    ),
+    Fault(
+        name="compiled responses go on after their end",
+        script="ppo_sentiment",
+        function="generate_compiled",
+        old="return torch.where(valid, tokens, 0), torch.where(valid, logprobs, 0.0)",
+        new="return tokens, logprobs",
+        test="runs/test_compile.py::test_the_same_tokens[gpt2]",
+    ),
 ]
 
 
