@@ -571,7 +571,7 @@ def generate_until(policy, ids, mask, uniforms, stop_table, temperature, on_toke
     token. -> tokens [B, T] and the log-probabilities they were sampled with, fp32 [B, T]; both 0 after the
     end
     """
-    if isinstance(policy, CompiledPolicy):
+    if isinstance(policy, CompiledPolicy):  # --compile
         return generate_until_compiled(policy, ids, mask, uniforms, stop_table, temperature)
     B, T = uniforms.shape
     body, head = body_and_head(policy)

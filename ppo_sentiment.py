@@ -449,7 +449,7 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_token_id, tempera
     Left-padded ids, mask [B, C]; max_new_tokens [B]; uniforms [B, T], one random number per token
     -> tokens [B, T] and the log-probabilities they were sampled with, fp32 [B, T]; both 0 after the end
     """
-    if isinstance(policy, CompiledPolicy):
+    if isinstance(policy, CompiledPolicy):  # --compile
         return generate_compiled(policy, ids, mask, max_new_tokens, uniforms, stop_token_id, temperature)
     B, T = uniforms.shape
     body, head = body_and_head(policy)

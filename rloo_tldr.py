@@ -416,7 +416,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     Left-padded ids, mask [P, C]; uniforms [P, k, T], one random number per token; stop_ids [any number]
     -> tokens [P, k, T] and the log-probabilities they were sampled with, fp32 [P, k, T]; both 0 after the end
     """
-    if isinstance(policy, CompiledPolicy):
+    if isinstance(policy, CompiledPolicy):  # --compile
         return generate_groups_compiled(policy, ids, mask, uniforms, stop_ids, temperature)
     P, k, T = uniforms.shape
     body, head = body_and_head(policy)

@@ -56,6 +56,7 @@ from unittest.mock import patch
 
 import accelerate
 import torch
+import transformers
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -518,10 +519,25 @@ def new_accelerate_state():
 
 
 @contextmanager
+def forgotten_answers():
+    """transformers and accelerate ask once whether there is a GPU. Here they ask again, before and after."""
+    modules = (transformers.utils.import_utils, accelerate.utils.imports)
+    remembered = [x for module in modules for x in vars(module).values() if hasattr(x, "cache_clear")]
+    for function in remembered:
+        function.cache_clear()
+    try:
+        yield
+    finally:
+        for function in remembered:
+            function.cache_clear()
+
+
+@contextmanager
 def pretended_gpu():
     """Run the code inside as on a machine with a GPU. -> DeviceCheck"""
     check = DeviceCheck()
     with ExitStack() as stack:
+        stack.enter_context(forgotten_answers())
         for place, name, value in list(patches(check)):
             stack.enter_context(patch.object(place, name, value))
         stack.enter_context(saved_devices())

@@ -625,6 +625,8 @@ def test_nothing_is_left():
     with pretended_gpu():
         during = [vars(place)[name] for place, name in places]
         assert accelerate.Accelerator().device == torch.device("cuda")
+        assert transformers.utils.is_torch_cuda_available()
+    assert not transformers.utils.is_torch_cuda_available()
     assert [vars(place).get(name) for place, name in places] == before
     assert not any(x is y for x, y in zip(before, during))
     assert torch.ones(3).device.type == "cpu"
