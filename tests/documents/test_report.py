@@ -33,6 +33,15 @@ def test_nothing_is_found_in_a_healthy_run(folder):
     assert titles(folder) == []
 
 
+def test_false_alarms_are_counted_in_the_docs():
+    """Of the runs in results/diagnose, with seeds and flags that the limits were not chosen on."""
+    folders = sorted((ROOT / "results/diagnose/runs").glob("healthy-*"))
+    alarms = [folder for folder in folders if report.find_problems(report.read_run(folder))]
+    assert len(alarms) == 1
+    page = " ".join((ROOT / "docs/running.md").read_text().split())
+    assert f"In {len(folders)} healthy runs" in page and "there was one false alarm" in page
+
+
 def test_an_exploited_reward_is_found():
     """One word is in most of the responses, and the KL is far above its target."""
     assert titles("ppo-sentiment-hacked") == [

@@ -1,0 +1,151 @@
+"""Does report.py name the true cause of a failed run, and is it silent about healthy ones?
+
+    python benchmarks/diagnose.py run --only healthy --jobs 2    # the runs that are not there yet, whole runs
+    python benchmarks/diagnose.py findings                       # prints what report.py says of each run
+
+HEALTHY: runs with other seeds and flags than those on which the limits of report.py were chosen. What report.py
+finds in them is a false alarm. results/diagnose/faults.jsonl: faults and bad settings, each with its true cause.
+Checks of report.py were written after this list, so how many of them it finds says nothing about new faults.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "results/diagnose"
+KEPT = ("metrics.jsonl", "samples.jsonl", "evaluation_samples.jsonl", "tokens.jsonl")
+HEALTHY = [  # script, flags
+    *[("ppo_sentiment", f"--seed {seed}") for seed in (11, 12, 13, 14)],
+    ("ppo_sentiment", "--learning-rate 1.41e-5 --seed 15"),
+    ("ppo_sentiment", "--value-model-path checkpoints/reviews-lm --seed 16"),
+    *[("ppo_dialog", f"--seed {seed}") for seed in (11, 12)],
+    ("ppo_dialog", "--intent-reward match --seed 13"),
+    *[("rloo_tldr", f"--seed {seed}") for seed in (11, 12, 13)],
+    ("rloo_tldr", "--kl-in-loss --kl-estimator k3 --seed 14"),
+    ("rloo_tldr", "--rloo-k 4 --seed 15"),
+    *[("grpo_math", f"--seed {seed}") for seed in (11, 12, 13, 14)],
+    ("grpo_math", "--kl-coef 0.04 --seed 15"),
+    ("grpo_math", "--num-mini-batches 4 --gradient-accumulation-steps 1 --seed 16"),
+]
+
+
+def read_faults():
+    with open(FOLDER / "faults.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+def flag_words(flags):
+    """{"reward_fn": ["a", "b"]} -> ["--reward-fn", "a", "b"]"""
+    words = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return [word.replace("_", "-") if word.startswith("--") else word for word in words]
+
+
+def faulty_source(fault):
+    """The source of the fault's script with the fault in it."""
+    sys.path.insert(0, str(ROOT / "tests/faults"))
+    from mutate import find_function
+
+    source = (ROOT / f"{fault['script']}.py").read_text()
+    if not fault["function"]:
+        return source
+    start, end = find_function(source, fault["function"])
+    body = source[start:end]
+    assert body.count(fault["old"]) == 1, fault["name"]
+    return source[:start] + body.replace(fault["old"], fault["new"]) + source[end:]
+
+
+def run_one(name, script, source, words):
+    """A whole run of a script, with one thread. What report.py needs goes to results/diagnose/runs/NAME."""
+    target = FOLDER / "runs" / name
+    with tempfile.TemporaryDirectory() as folder:
+        project = Path(folder).resolve() / "project"
+        project.mkdir()
+        for path in ROOT.iterdir():
+            if path.name not in (f"{script}.py", "runs", "__pycache__"):
+                (project / path.name).symlink_to(path)
+        (project / f"{script}.py").write_text(source)
+        command = [sys.executable, f"{script}.py", *words, "--output-dir", "run"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        end = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+        if not (project / "run/metrics.jsonl").exists():
+            raise RuntimeError(f"{name}:\n{end.stdout[-2000:]}{end.stderr[-3000:]}")
+        target.mkdir(parents=True, exist_ok=True)
+        for file_name in KEPT:
+            path = project / "run" / file_name
+            if path.exists():
+                with open(path, "rb") as plain, gzip.open(target / f"{file_name}.gz", "wb") as packed:
+                    shutil.copyfileobj(plain, packed)
+        if (project / "run/evaluation.json").exists():
+            shutil.copy(project / "run/evaluation.json", target)
+        about = json.loads((project / "run/args.json").read_text())
+        about["command"] = [f"{script}.py", *words]
+        about["exit_code"] = end.returncode
+        about["last_line"] = end.stdout.strip().splitlines()[-1:] + end.stderr.strip().splitlines()[-1:]
+        (target / "args.json").write_text(json.dumps(about, indent=2))
+    print(name, end.returncode, flush=True)
+
+
+def all_runs(only=None):
+    """only: "healthy", "faults" or None -> list of (name, script, source, words)"""
+    runs = []
+    for fault in read_faults() if only != "healthy" else []:
+        runs.append((fault["name"], fault["script"], faulty_source(fault), flag_words(fault["flags"])))
+    for script, flags in HEALTHY if only != "faults" else []:
+        name = f"healthy-{script}-{flags.split()[-1]}"
+        runs.append((name, script, (ROOT / f"{script}.py").read_text(), flags.split()))
+    return runs
+
+
+def run_all(only, jobs):
+    todo = [run for run in all_runs(only) if not (FOLDER / "runs" / run[0] / "args.json").exists()]
+    with ThreadPoolExecutor(jobs) as pool:
+        for end in [pool.submit(run_one, *run) for run in todo]:
+            try:
+                end.result()
+            except RuntimeError as error:
+                print(error, flush=True)
+
+
+def print_findings(only):
+    """What report.py says of each run that is there: its titles, and the first three causes."""
+    sys.path.insert(0, str(ROOT))
+    import report
+
+    num_runs, num_silent = 0, 0
+    for name, *_ in all_runs(only):
+        folder = FOLDER / "runs" / name
+        if not (folder / "args.json").exists():
+            continue
+        findings = report.find_problems(report.read_run(folder))
+        num_runs += 1
+        num_silent += not findings
+        print(f"{name}: {'; '.join(finding.title for finding in findings) or 'nothing'}")
+        causes = [cause for finding in findings for cause in finding.causes]
+        for i, cause in enumerate(causes[:3], 1):
+            print(f"    {i}. {cause}")
+    print(f"nothing found in {num_silent} of {num_runs} runs")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["run", "findings"])
+    parser.add_argument("--only", choices=["healthy", "faults"])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    flags = parser.parse_args()
+    if flags.what == "run":
+        run_all(flags.only, flags.jobs)
+    else:
+        print_findings(flags.only)
