@@ -1219,7 +1219,7 @@ class ChunkedLogprobs(torch.autograd.Function):
 class CompiledPolicy:
     """Samples tokens with fixed shapes, so that torch.compile can record the work for one token (--compile).
 
-    `generate` starts hundreds of small kernels for each token, and on a GPU starting them takes longer than
+    `generate` starts hundreds of small kernels for each token. On a GPU, starting them can take longer than
     running them. A CUDA graph starts all of them at once. It needs the same shapes and addresses each time:
     the cache has its full length from the beginning, and responses that have ended stay in the batch.
     Experimental: it was tested on CPUs only.
@@ -1229,8 +1229,10 @@ class CompiledPolicy:
         """max_tokens: how long prompt and response can be together"""
         self.policy = policy
         # A copy that samples. If products are in bf16, so are its linear layers: they are not rounded again
-        # for each token.
-        self.sampler = to_device(copy.deepcopy(policy).requires_grad_(False), args, device).eval()
+        # for each token. deepcopy keeps what is in its memo: frozen weights are shared.
+        frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
+        sampler = copy.deepcopy(policy, memo=frozen).requires_grad_(False)
+        self.sampler = to_device(sampler, args, device).eval()
         self.max_tokens = max_tokens
         self.caches = {}  # number of rows -> cache: a graph needs the same one each time
         self.next_token = torch.compile(
@@ -1268,7 +1270,8 @@ class CompiledPolicy:
         B, T = uniforms.shape
         C = ids.shape[1]
         for ours, theirs in zip(self.sampler.parameters(), self.policy.parameters()):
-            ours.copy_(theirs)
+            if ours is not theirs:
+                ours.copy_(theirs)
         body, head = body_and_head(self.sampler)
         if B not in self.caches:
             self.caches[B] = FixedCache(config=body.config, max_cache_len=self.max_tokens)

@@ -334,6 +334,60 @@ def test_what_held_out_prompts_show(tmp_path, case):
     assert [finding.title for finding in report.find_problems(report.read_run(folder))] == titles
 
 
+@pytest.mark.parametrize(
+    "early, mean_length, cause",
+    [
+        (0.1, 20.0, "the reward grows with length"),
+        (1.0, 20.0, "the response length is too short"),
+        (1.0, 12.0, "the stop token is forbidden, cut off"),
+    ],
+)
+def test_why_responses_do_not_end(tmp_path, early, mean_length, cause):
+    """They did at first; they never did, and reach the limit; or they never did, and are shorter."""
+    folder = write_run(
+        tmp_path / "run",
+        {"missing_eos_penalty": 1.0},
+        completions__clipped_ratio=lambda x: early + (1 - early) * x,
+        completions__mean_length=lambda x: mean_length,
+        completions__max_length=lambda x: 20.0,
+    )
+    [finding] = report.find_problems(report.read_run(folder))
+    assert finding.title == "Responses do not end" and finding.causes[0].startswith(cause)
+
+
+@pytest.mark.parametrize("first, is_stale", [(0.0, True), (0.02, False)])
+def test_a_gap_that_is_not_there_at_first_comes_from_stale_weights(tmp_path, first, is_stale):
+    gap = {"sampling__logprob_gap_mean": lambda x: 0.02 if x > 0 else first}
+    [finding] = report.find_problems(report.read_run(write_run(tmp_path / "run", **gap)))
+    assert finding.causes[0].startswith("the weights used for generation") == is_stale
+
+
+@pytest.mark.parametrize(
+    "at_first, causes",
+    [
+        ({}, ["the update"]),
+        ({"env__reward_std": 3.0}, ["the rewards"]),
+        ({"policy__entropy_avg": 9.0, "objective__kl": 0.005}, ["the responses", "the KL"]),
+    ],
+)
+def test_the_first_batch_says_where_to_look(tmp_path, monkeypatch, at_first, causes):
+    """A run that ends outside of the band, and differs from it in the first update, or does not."""
+    usual = {"env/reward_std": 1.0, "policy/entropy_avg": 1.0, "objective/kl": 0.0, "val/ratio": 1.0}
+    band = {name: {"update": [1, 50, 100], "5": [x] * 3, "95": [x + 0.001] * 3} for name, x in usual.items()}
+    bands = {"ppo_sentiment none": {"metrics": band, "args": {"dtype": "float32"}}}
+    (tmp_path / "bands.json").write_text(json.dumps(bands))
+    monkeypatch.setattr(report, "BANDS", tmp_path / "bands.json")
+    columns = {name.replace("/", "__"): lambda x, usual=x: usual for name, x in usual.items()}
+    columns["val__ratio"] = lambda x: 1.0 + x
+    for name, value in at_first.items():
+        later = columns[name]
+        columns[name] = lambda x, value=value, later=later: value if x == 0 else later(x)
+    columns["objective__kl"] = columns["objective__kl"] if "objective__kl" in at_first else lambda x: 0.0005
+    found = report.find_problems(report.read_run(write_run(tmp_path / "run", **columns)))
+    [finding] = [finding for finding in found if finding.entry == "outside-the-band"]
+    assert finding.causes[:-1] == [report.AREAS[area] for area in causes]
+
+
 def test_unusual_flags_come_first_if_something_is_wrong(tmp_path, monkeypatch):
     usual = {"learning_rate": 1e-4, "kl_coef": 0.2, "optimizer": "Adam", "seed": 1}
     bands = {"ppo_sentiment none": {"metrics": {"x": {}}, "args": usual}}

@@ -2183,8 +2183,8 @@ LATER = [
         name="the copy that samples keeps its first weights",
         script="ppo_sentiment",
         function="CompiledPolicy.sample",
-        old="            ours.copy_(theirs)",
-        new="            pass",
+        old="                ours.copy_(theirs)",
+        new="                pass",
         test="runs/test_compile.py::test_new_weights_are_used",
     ),
     Fault(

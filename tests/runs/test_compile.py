@@ -79,6 +79,28 @@ def test_new_weights_are_used(captured, tiny_lm):
     assert torch.equal(after, expected)
 
 
+def test_frozen_weights_are_shared(captured, tiny_lm):
+    """There is no second copy of a base model with an adapter, and the adapter's new weights are used."""
+    args = ppo.Args(dtype="float32", lora_r=4, lora_target_modules="all-linear")
+    policy = ppo.load_model(transformers.AutoModelForCausalLM, tiny_lm("llama")).eval()
+    policy = ppo.add_lora(policy, args)
+    compiled = ppo.compile_policy(policy, 40, args, CPU)
+    theirs = dict(policy.named_parameters())
+    for name, p in compiled.sampler.named_parameters():
+        assert (p is theirs[name]) == ("lora_" not in name), name
+        assert not p.requires_grad or p is theirs[name]
+    assert any(p.requires_grad for p in policy.parameters())
+    with torch.no_grad():
+        for name, p in theirs.items():
+            if "lora_B" in name:
+                p.add_(0.3)
+    ids, mask, uniforms = batch()
+    limits = torch.full((3,), 8)
+    expected, _ = ppo.generate(policy, ids, mask, limits, uniforms, -1, 1.0)
+    ours, _ = ppo.generate(compiled, ids, mask, limits, uniforms, -1, 1.0)
+    assert torch.equal(ours, expected)
+
+
 def test_sampling_stops_when_all_have_ended(captured, tiny_lm, monkeypatch):
     """It looks every 16 tokens."""
     _, compiled = policies(tiny_lm(), max_tokens=60)
