@@ -264,6 +264,7 @@ def early_and_late(run, metric):
 def find_problems(run):
     """What looks wrong in a run, the most direct evidence first. -> list of Finding"""
     checks = [
+        # Evidence for one fault: numbers that contradict each other.
         check_numbers,
         check_sampling,
         check_token_rewards,
@@ -275,27 +276,31 @@ def find_problems(run):
         check_kl_sign,
         check_first_kl,
         check_endings,
+        check_first_update,
         check_rewards_differ,
         check_gradient,
-        check_step_size,
         check_judge,
         check_held_out,
-        check_score,
         check_gold_score,
-        check_words,
         check_coefficient,
+        check_step_size,
+        check_band,
+        # Consequences: many faults lead to them.
+        check_score,
+        check_words,
         check_kl_target,
         check_entropy,
         check_lengths,
         check_critic,
         check_loss,
-        check_band,
     ]
     found = []
     for check in checks:
         finding = check(run)
         if finding is not None:
             found.append(finding)
+    if [finding.entry for finding in found] == ["first-update"]:
+        return []  # one update may differ by chance, if nothing looks wrong later
     other_flags = unusual_flags(run)
     if found and other_flags:  # a run that fails with other flags fails, most likely, because of them
         found.insert(0, finding_of_flags(other_flags))
@@ -311,7 +316,7 @@ def unusual_flags(run):
         value, usual = run.args[name], run.band_args[name]
         if value == usual:
             continue
-        shown = f"--{name.replace('_', '-')} is {value}, in healthy runs {usual}"
+        shown = f"--{name.replace('_', '-')} is {value}, healthy runs: {usual}"
         if number(value) and number(usual) and value * usual > 0 and not isinstance(value, bool):
             factor = max(value / usual, usual / value)
             if factor < 2:
@@ -324,7 +329,7 @@ def unusual_flags(run):
 def finding_of_flags(other_flags):
     return Finding(
         "Flags differ from those of healthy runs",
-        "Something else looks wrong too (below), and these flags are the first suspects.",
+        "Something else looks wrong too (below). Check these flags first.",
         other_flags[:3],
         "flags",
     )
@@ -483,10 +488,10 @@ def check_rewards_differ(run):
     equal = run.values("frac_reward_zero_std")
     if stds and mean(x == 0 for x in stds) > 0.5:
         return Finding(
-            "All rewards are equal",
+            "In most updates, all rewards are equal",
             f"The standard deviation of the reward is 0 in {mean(x == 0 for x in stds):.0%} of the updates.",
             [
-                "the reward function cannot read the responses: another format, or truncated texts",
+                "the reward function cannot parse the responses: another format, or truncated texts",
                 "the task is too hard or too easy for this policy",
                 "the reward model is constant: a head that was not trained, or not loaded",
             ],
@@ -495,9 +500,9 @@ def check_rewards_differ(run):
     if equal and part_mean(equal, 0, 0.2) > 0.6:
         return Finding(
             "Most groups have equal rewards from the start",
-            f"{part_mean(equal, 0, 0.2):.0%} of the groups in the first fifth of the run teach nothing.",
+            f"{part_mean(equal, 0, 0.2):.0%} in the first fifth of the run. Their advantages are 0.",
             [
-                "the task is too hard or too easy for this policy, or no response can be read: look at some",
+                "the task is too hard or too easy for this policy, or the responses cannot be parsed",
                 "the temperature is low, so the responses to a prompt are alike",
                 "too few responses per prompt",
             ],
@@ -523,17 +528,21 @@ def check_step_size(run):
         )
     evidence = []
     if variance and mean(variance) > 0.5:
-        evidence.append(f"The variance of the ratio is {mean(variance):.2g} in the mean of all updates.")
+        evidence.append(
+            f"The variance of the ratio is {median(variance):.2g} (median), at most {max(variance):.2g}."
+        )
     if clipped and mean(clipped) > 0.35:
-        evidence.append(f"{mean(clipped):.0%} of the ratios are clipped.")
+        evidence.append(
+            f"The clipped loss differs from the unclipped one in {mean(clipped):.0%} of the ratios."
+        )
     if evidence:
         return Finding(
             "The steps are too large",
             " ".join(evidence),
             [
                 "the learning rate is too high, or there are too many epochs per batch",
-                "old log-probabilities are stale: of another model, an earlier update or another temperature",
-                "advantages are not normalized, so the gradient is large",
+                "old log-probabilities are of another model, update, temperature, row or token",
+                "advantages are not normalized, or min and max are swapped in the clipped loss",
             ],
             "steps-too-large",
         )
@@ -584,10 +593,11 @@ def check_score(run):
         return None
     early, late = early_and_late(run, "objective/scores")
     evidence = f"It was {early:.3g} in the first updates and {late:.3g} in the last fifth of the run"
+    evidence += f" ({gain:+.2f} standard deviations of the reward)"
     if change == -1 and gain < -0.15:
         return Finding(
             "The score falls",
-            f"{evidence}, {-gain:.1f} standard deviations of the reward less.",
+            f"{evidence}.",
             [
                 "the loss or the advantages have the wrong sign",
                 "the learning rate is too high: the policy has come apart (look at its entropy and KL)",
@@ -612,13 +622,12 @@ def check_score(run):
 def check_judge(run):
     """A judge that the policy is not trained on, before and after."""
     before, after = run.evaluation.get("before") or {}, run.evaluation.get("after") or {}
-    names = [name for name in before if name.startswith("judge") or name == "win rate"]
     gain = score_gain(run)
     if gain is None or gain < 0.15 or run.evaluation.get("n", 0) < 50:
         return None
     if check_gold_score(run) is not None:
         return None  # it says the same, with more evidence
-    for name in names:
+    for name in judge_names(run):
         if after.get(name) is None or after[name] > before[name] - 0.1:  # both are fractions
             continue
         return Finding(
@@ -709,26 +718,48 @@ def check_words(run):
     share_before = word.get("before", part_mean(new_word_shares, 0, 0.05))
     enough = run.evaluation.get("n", 100) * share >= 10  # responses
     spreads = share > 0.15 and share > 2 * share_before and enough
+    if share < 0.4 and judge_gain(run) > 0.1:
+        spreads = False  # somebody else likes the responses too
     early, late = distinct_pairs(run)
     repeats = early is not None and late < 0.75 * early and not is_in_band(run, "completions/distinct_2")
     if not (spreads or repeats):
         return None
     evidence = []
     if spreads:
-        name = re.sub(r'^.*"(.*)"$', r"“\1”", word.get("metric", "A new word"))
-        evidence.append(f"{name} is in {share:.0%} of the responses, before training in {share_before:.0%}.")
+        if word:
+            name = re.sub(r'^.*"(.*)"$', r"“\1”", word["metric"])
+            text = (
+                f"{name} is in {share:.0%} of the held-out responses, before training in {share_before:.0%}."
+            )
+        else:
+            text = f"The commonest new word is in {share:.0%} of a batch, at first in {share_before:.0%}."
+        evidence.append(text)
     if repeats:
         evidence.append(f"The fraction of different word pairs fell from {early:.2f} to {late:.2f}.")
     return Finding(
         "The responses become alike",
         " ".join(evidence),
         [
-            "the policy exploits the reward: some words are worth more than what they say",
+            "the policy exploits the reward: certain words raise it whatever the response says",
             "the KL penalty is too weak, or missing",
             "the learning rate is too high",
         ],
         "reward-hacking",
     )
+
+
+def judge_gain(run):
+    """By how much the fraction that a judge approves rose on held-out prompts; 0 without a judge."""
+    before, after = run.evaluation.get("before") or {}, run.evaluation.get("after") or {}
+    gains = [after[name] - before[name] for name in judge_names(run) if after.get(name) is not None]
+    return min(gains, default=0.0)
+
+
+def judge_names(run):
+    """The metrics of evaluation.json that come from a judge: fractions."""
+    return [
+        name for name in run.evaluation.get("before") or {} if name.startswith("judge") or name == "win rate"
+    ]
 
 
 def distinct_pairs(run):
@@ -776,7 +807,7 @@ def check_kl_target(run):
     if not target or len(values) < 10 or not coefficients:
         return None
     late = part_mean(values, 0.5, 1)
-    if late < 1.3 * target:
+    if late < 1.3 * target or is_in_band(run, "objective/kl"):
         return None
     causes = [
         "the coefficient starts too low, or --kl-horizon is too long for a run of this length",
@@ -830,7 +861,7 @@ def check_endings(run):
     if not (wants_end and late > 0.5) and late <= early + 0.3:
         return None
     evidence = (
-        f"{late:.0%} of the responses are without a stop token at the end of the run, {early:.0%} at first."
+        f"{late:.0%} of the responses have no stop token in the last fifth of the run, {early:.0%} at first."
     )
     not_learned = (
         "the policy has not learned a stop token: the supervised model was trained without one, or with the "
@@ -841,8 +872,11 @@ def check_endings(run):
     longer = "the reward grows with length, or an end is not rewarded"
     limit = max(run.values("completions/max_length") or [0])
     lengths = run.values("completions/mean_length")
+    band = run.band.get("completions/clipped_ratio") if has_flags_of_band(run) else None
     if early < 0.5:
         causes = [longer, not_seen, not_learned]
+    elif band is not None and band["95"][0] < 0.5:  # with the same model and flags, responses end
+        causes = [not_seen, not_learned]
     elif lengths and part_mean(lengths, 0, 0.05) < 0.9 * limit:
         evidence += (
             f" But they have {part_mean(lengths, 0, 0.05):.1f} tokens in the mean, and may have {limit:.0f}."
@@ -914,77 +948,215 @@ def check_band(run):
     """Metrics far from those of healthy runs with the same flags."""
     if not has_flags_of_band(run):
         return None
-    far = {}
-    for metric in run.band:
-        if metric not in TOLD_ELSEWHERE:
-            far[metric] = distance_from_band(run, metric)
-    worst = sorted((metric for metric in far if far[metric] > 0.75), key=lambda metric: -far[metric])[:3]
-    if not worst:
+    distances = {
+        metric: distance_from_band(run, metric) for metric in run.band if metric not in TOLD_ELSEWHERE
+    }
+    far = sorted(
+        (metric for metric in distances if distances[metric] > 0.75), key=distances.get, reverse=True
+    )
+    if not far:
         return None
     evidence = []
-    for metric in worst:
-        value, low, high = last_value_and_band(run, metric)
-        evidence.append(
-            f"{metric} ends at {value:.3g}, healthy runs are between {low:.3g} and {high:.3g} there"
-        )
+    for metric in far[:3]:
+        update, value, low, high = last_value_and_band(run, metric)
+        evidence.append(f"{metric} is {value:.3g} at update {update} ({in_band(low, high)})")
     text = "; ".join(evidence) + "."
-    different = different_at_first(run)
-    causes = [AREAS[area] for area in different]
-    if different:
-        text += f" In the first batch, before any step, {', '.join(different)} already differed."
-    else:
-        text += " In the first batch, before any step, there was no difference."
-        causes = [AREAS["the update"]]
-        if run.args.get("vf_coef") is not None:
-            causes.append(AREAS["the critic"])
-    causes.append("other data, models or versions of libraries than those of this repository")
+    if different_at_first(run):
+        return Finding(
+            "Not like healthy runs with the same flags",
+            f"{text} The first update differed already: see that finding.",
+            [],
+            "outside-the-band",
+        )
+    causes = []
+    first = first_to_leave_band(run)
+    if first is not None:
+        metric, update, is_higher = first
+        where = "above" if is_higher else "below"
+        text += (
+            " The first update was close to theirs. Of the learning rate, KL, step size, score and value "
+            f"loss, {metric} was the first to be {where} their range, at update {update}."
+        )
+        causes += causes_of(metric, is_higher, LATER_UPDATES)
+    causes.append("advantages, loss, clipping, optimizer or schedule differ")
+    if run.args.get("vf_coef") is not None:
+        causes.append("values, returns or the value loss differ")
     return Finding("Not like healthy runs with the same flags", text, causes, "outside-the-band")
 
 
-AREAS = {  # what the first update of a run says about a fault that it has from the start
-    "the responses": "a change of the rollout: sampling, temperature, masks, stop token, lengths, prompts",
-    "the rewards": "a change of the reward: another text, label, scale or order of the responses",
-    "the KL": "a change of the reference, or of the log-probabilities of one of the two",
-    "the critic": "a change of values, returns or the value loss",
-    "the update": "a change of advantages, loss, clipping, optimizer or schedule",
-}
-FIRST_METRICS = {  # metric -> what it describes
-    "completions/mean_length": "the responses",
-    "completions/clipped_ratio": "the responses",
-    "completions/distinct_2": "the responses",
-    "objective/entropy": "the responses",
-    "policy/entropy_avg": "the responses",
-    "env/reward_mean": "the rewards",
-    "env/reward_std": "the rewards",
-    "objective/scores": "the rewards",
-    "objective/kl": "the KL",
-    "loss/value_avg": "the critic",
-    "val/ratio_var": "the update",
-    "policy/approxkl_avg": "the update",
-    "policy/clipfrac_avg": "the update",
-    "grad_norm": "the update",
-    "lr": "the update",
-}
+def in_band(low, high):
+    """The range of healthy runs, in words."""
+    return f"90 % of healthy runs: {low:.3g} to {high:.3g}" if low != high else f"healthy runs: {low:.3g}"
+
+
+# Likely causes if a metric is not as in healthy runs.
+SAMPLING = [
+    "sampling: temperature, top-k, top-p or random seed",
+    "the model's input while sampling: padding, positions, template, truncated prompts",
+]
+STOPPING = ["the stop token: forbidden, another one, or cut off", "the limit of the response length"]
+REWARD_INPUT = [
+    "the input of the reward function: texts without the prompt, truncated, or in another order",
+    "the output of the reward model: another label, sign or scale, or read on padding",
+]
+SHAPED_SCORE = ["what is done to rewards: clipping, scaling, whitening, penalty for a missing end"]
+REFERENCE = ["the reference, or the estimator of the KL"]
+COEFFICIENT = ["the coefficient of the KL, or its controller"]
+PADDING = ["means over tokens: padding is counted, or tokens are left out"]
+OTHER_VALUE_LOSS = "the critic does not start at 0, or the value loss is averaged over other tokens"
+SMALL_RETURNS = [
+    "returns are too small: the score does not reach all tokens (its position, GAE, gamma, lambda)",
+    OTHER_VALUE_LOSS,
+]
+LARGE_RETURNS = [
+    "returns are too large: the score is paid more than once, not clipped or scaled, or padding is counted",
+    OTHER_VALUE_LOSS,
+]
+LOW_LOSS = ["the sign of the advantages or of the loss, or min and max swapped in the clipped loss"]
+HIGH_LOSS = [
+    "advantages: their whitening, mask, or the tokens or responses they belong to",
+    "rewards belong to other responses",
+]
+SMALL_STEP = "the steps are small: learning rate, epochs, minibatches, gradient clipping"
+LARGE_STEP = "the steps are large: learning rate, epochs, minibatches, or gradients that are not zeroed"
+OTHER_LOGPROBS = "old and new log-probabilities are of different rows, tokens, models or temperatures"
+SMALL_ADVANTAGES = "advantages are too small: not whitened, or the score hardly reaches them"
+LARGE_ADVANTAGES = "advantages are too large: not whitened, or whitened over padding"
+CLIPPING = "clipping: its range, min and max, or a ratio per token instead of per response"
+SMALL_GRADIENT = [
+    "the loss is scaled down: divided twice, or a mean over padding",
+    "advantages are too small: not divided by the standard deviation, or not of their group",
+]
+LARGE_GRADIENT = [
+    "the loss is scaled up: a sum instead of a mean, or gradients that are not zeroed",
+    "advantages are too large: not divided by the standard deviation, or not of their group",
+]
+SCHEDULE = ["the learning rate or its schedule"]
+LOW_KL = ["the reference follows the policy, or the policy hardly moves"]
+HIGH_KL = ["the KL penalty is too weak: its coefficient, its controller, or what it is added to"]
+LOW_SCORE = [
+    "rewards or advantages reach the wrong responses or tokens: shuffled, off by one, wrong sign",
+    "the KL penalty is too strong, or clipping or masks leave little of the loss",
+]
+HIGH_SCORE = ["the prompts are few, or always the same", "the KL penalty is too weak"]
+SMALL_LATER_STEP = ["the steps become small: the schedule, gradient clipping, the optimizer's state"]
+LARGE_LATER_STEP = ["the steps become large: stale old log-probabilities, or gradients that are not zeroed"]
+LATER_CRITIC = ["the critic: its loss, its returns, or the scores that it predicts"]
+
+# (metric, causes if it is lower than in healthy runs, causes if it is higher). The first metric that differs
+# decides, so those that a script computes first come first: a fault shows in all that follows. Loss, KL and
+# clipping of the first update are means over its optimizer steps.
+FIRST_UPDATE = [
+    ("lr", SCHEDULE, SCHEDULE),
+    ("completions/clipped_ratio", STOPPING, STOPPING),
+    ("completions/max_length", STOPPING, STOPPING),
+    ("completions/mean_length", STOPPING, STOPPING),
+    ("objective/entropy", SAMPLING, SAMPLING),
+    ("completions/distinct_2", SAMPLING, SAMPLING),
+    ("intent", REWARD_INPUT, REWARD_INPUT),
+    ("meteor", REWARD_INPUT, REWARD_INPUT),
+    ("env/reward_mean", REWARD_INPUT, REWARD_INPUT),
+    ("env/reward_std", REWARD_INPUT, REWARD_INPUT),
+    ("objective/scores", SHAPED_SCORE, SHAPED_SCORE),
+    ("objective/kl", REFERENCE, REFERENCE),
+    ("objective/kl_coef", COEFFICIENT, COEFFICIENT),
+    ("policy/entropy_avg", PADDING, PADDING),
+    ("loss/value_avg", SMALL_RETURNS, LARGE_RETURNS),
+    ("loss/policy_avg", LOW_LOSS, HIGH_LOSS),
+    ("policy/approxkl_avg", [SMALL_STEP, SMALL_ADVANTAGES], [LARGE_STEP, OTHER_LOGPROBS, LARGE_ADVANTAGES]),
+    ("policy/clipfrac_avg", [CLIPPING, SMALL_STEP], [CLIPPING, LARGE_STEP, OTHER_LOGPROBS]),
+    ("grad_norm", SMALL_GRADIENT, LARGE_GRADIENT),
+]
+OF_THE_LOSS = {"loss/value_avg", "loss/policy_avg", "policy/approxkl_avg", "policy/clipfrac_avg", "grad_norm"}
+# The same for the metric that is the first to leave the band after the first update.
+LATER_UPDATES = [
+    ("lr", SCHEDULE, SCHEDULE),
+    ("objective/kl", LOW_KL, HIGH_KL),
+    ("objective/kl_coef", COEFFICIENT, COEFFICIENT),
+    ("policy/approxkl_avg", SMALL_LATER_STEP, LARGE_LATER_STEP),
+    ("policy/clipfrac_avg", SMALL_LATER_STEP, LARGE_LATER_STEP),
+    ("val/ratio_var", SMALL_LATER_STEP, LARGE_LATER_STEP),
+    ("objective/scores", LOW_SCORE, HIGH_SCORE),
+    ("loss/value_avg", LATER_CRITIC, LATER_CRITIC),
+]
+
+
+def causes_of(metric, is_higher, table):
+    """The causes that FIRST_UPDATE or LATER_UPDATES has for a metric. -> list of str"""
+    [causes] = [higher if is_higher else lower for name, lower, higher in table if name == metric]
+    return causes
+
+
+def check_first_update(run):
+    """All healthy runs start from the same models, so only chance tells their first updates apart."""
+    different = different_at_first(run)
+    if not different:
+        return None
+    evidence = []
+    for metric, _ in different[:3]:
+        low, high = run.band[metric]["5"][0], run.band[metric]["95"][0]
+        evidence.append(f"{metric} is {run.metrics[0][metric]:.3g} ({in_band(low, high)})")
+    return Finding(
+        "The first update is not like that of healthy runs",
+        "; ".join(evidence) + ".",
+        causes_of(*different[0], FIRST_UPDATE),
+        "first-update",
+    )
 
 
 def different_at_first(run):
-    """What is far outside of the healthy band in the first update. -> keys of AREAS, in their order"""
-    if not run.metrics or run.metrics[0].get("update") != 1:
+    """What is far outside the band in update 1. -> list of (metric, is higher), in the order of FIRST_UPDATE
+
+    Far: by more than 1 width of the band for the loss and its steps, 1.5 widths for what is sampled.
+    """
+    if not run.metrics or run.metrics[0].get("update") != 1 or not has_flags_of_band(run):
         return []
-    areas = set()
-    for metric, area in FIRST_METRICS.items():
+    different = []
+    for metric, *_ in FIRST_UPDATE:
         value, band = number(run.metrics[0].get(metric)), run.band.get(metric)
         if value is None or band is None or band["update"][0] != 1:
             continue
         low, high = band["5"][0], band["95"][0]
-        width = max(high - low, 0.02 * abs(high), 1e-6)
-        if value < low - width or value > high + width:
-            areas.add(area)
-    return [area for area in AREAS if area in areas]
+        margin = (1 if metric in OF_THE_LOSS else 1.5) * max(high - low, 0.02 * abs(high), 1e-6)
+        if value < low - margin or value > high + margin:
+            different.append((metric, value > high))
+    return different
+
+
+def first_to_leave_band(run):
+    """The metric of LATER_UPDATES that leaves the band first. -> metric, update, is higher; or None
+
+    It leaves the band if it is outside by more than a width of it, on the same side, at two points in a row.
+    """
+    found = None
+    by_update = {row["update"]: row for row in run.metrics}
+    for metric, *_ in LATER_UPDATES:
+        band = run.band.get(metric)
+        if band is None:
+            continue
+        previous_side = 0  # -1: below the band at the point before, 1: above, 0: inside
+        previous_update = 0
+        for update, low, high in zip(band["update"], band["5"], band["95"]):
+            value = number(by_update.get(update, {}).get(metric))
+            width = max(high - low, 1e-3 * abs(high), 1e-9)
+            side = 0
+            if value is not None and value > high + width:
+                side = 1
+            elif value is not None and value < low - width:
+                side = -1
+            if side != 0 and side == previous_side:  # one point outside is chance
+                if found is None or previous_update < found[1]:
+                    found = (metric, previous_update, side > 0)
+                break
+            previous_side, previous_update = side, update
+    return found
 
 
 def has_flags_of_band(run):
-    """True if there is a band, and its runs had the same flags. They had one process each."""
+    """True if there is a band, and its runs had the same flags. This run must have one process, as they had.
+
+    Flags that only one side has do not count, nor do those of MAY_DIFFER.
+    """
     if run.about.get("world_size", 1) != 1:
         return False
     shared = (set(run.args) & set(run.band_args)) - MAY_DIFFER
@@ -992,7 +1164,7 @@ def has_flags_of_band(run):
 
 
 def is_in_band(run, metric):
-    """True if healthy runs with the same flags look alike in this metric."""
+    """True if the metric is inside the band of healthy runs with the same flags, or close to it."""
     return metric in run.band and has_flags_of_band(run) and distance_from_band(run, metric) < 0.5
 
 
@@ -1011,11 +1183,12 @@ def distance_from_band(run, metric):
 
 
 def last_value_and_band(run, metric):
-    """The last value that can be compared. -> value, 5 %, 95 %"""
+    """The last value that can be compared. -> update, value, 5 %, 95 %"""
     by_update = {row["update"]: number(row.get(metric)) for row in run.metrics}
     band = run.band[metric]
     i = max(i for i, update in enumerate(band["update"]) if by_update.get(update) is not None)
-    return by_update[band["update"][i]], band["5"][i], band["95"][i]
+    update = band["update"][i]
+    return update, by_update[update], band["5"][i], band["95"][i]
 
 
 def check_loss(run):
@@ -1147,7 +1320,8 @@ def check_token_advantages(run):
         return None
     return Finding(
         "Advantages do not follow from rewards and values",
-        f"In {wrong} of {total} saved updates, they are not those of GAE (gamma {gamma:g}, lambda {lam:g}).",
+        f"In {wrong} of {total} saved updates, GAE (gamma {gamma:g}, lambda {lam:g}) gives other advantages "
+        "for the saved rewards and values.",
         [
             "the recursion of GAE is wrong: its direction, a token too early or late, gamma or lambda",
             "advantages have the wrong sign, or belong to other tokens or responses",
@@ -1557,7 +1731,8 @@ def describe_findings(run):
         return f"{run.name}: nothing looks wrong"
     lines = [f"{run.name}: {len(findings)} findings"]
     for finding in findings:
-        lines += ["", f"{finding.title}. {finding.evidence}", "Likely causes:"]
+        lines += ["", f"{finding.title}. {finding.evidence}"]
+        lines += ["Likely causes:"] if finding.causes else []
         lines += [f"  {i}. {cause}" for i, cause in enumerate(finding.causes, 1)]
         lines += [f"  See docs/debugging.md#{finding.entry}"]
     return "\n".join(lines)
@@ -1748,8 +1923,9 @@ TEMPLATE = """<!doctype html>
 
 {% endif %}
 {% for finding in view.findings %}
-<div class="finding"><b>{{ finding.title }}.</b> {{ finding.evidence }}<br>Likely causes:
-<ol>{% for cause in finding.causes %}<li>{{ cause }}{% endfor %}</ol>
+<div class="finding"><b>{{ finding.title }}.</b> {{ finding.evidence }}
+{% if finding.causes %}<br>Likely causes:
+<ol>{% for cause in finding.causes %}<li>{{ cause }}{% endfor %}</ol>{% endif %}
 <span class="note">See docs/debugging.md#{{ finding.entry }}</span></div>
 {% endfor %}
 {% endfor %}

@@ -551,6 +551,12 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
         "The score rises on the training prompts only",
         "Compare with held-out prompts: a gain that does not carry over was learned by heart, or is measured in another way.",
     ),
+    "first-update": (
+        "The first update is not like that of healthy runs",
+        "All runs of a recipe start from the same models, so only chance tells their first updates apart. `report.py` goes through the "
+        "metrics in the order in which a script computes them: responses, rewards, KL, returns, loss, steps. The first one that differs "
+        "is the closest to the fault. Shown only if something else looks wrong too.",
+    ),
     "not-finite": (
         "Some numbers are not finite",
         "The scripts skip a step whose gradient is not finite, and stop after five in a row. Other programs go on with NaN.",
@@ -567,7 +573,7 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
         "model computes different numbers in two passes.",
     ),
     "equal-rewards": (
-        "All rewards are equal",
+        "In most updates, all rewards are equal",
         "Then all advantages are 0, and only the KL penalty is left. Print a few responses with their rewards.",
     ),
     "groups-without-variance": (

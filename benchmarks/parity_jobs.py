@@ -269,9 +269,7 @@ def train_rloo_trl(script, args, updates, snapshots):
         logging_steps=steps,
     )
     tokenizer = script.load_tokenizer(args.model_name_or_path)
-    score = script.load_reward_model(
-        args.reward_model_path, args.local_rollout_forward_batch_size, torch.device("cpu")
-    )
+    score = script.load_reward_model(args, args.reward_model_path, torch.device("cpu"))
 
     def reward(prompts, completions, completion_ids, **columns):
         ended = [tokenizer.eos_token_id in ids for ids in completion_ids]
@@ -292,12 +290,13 @@ def train_rloo_trl(script, args, updates, snapshots):
     trainer.train()
 
 
-def train_rloo_trl_old(script, args, updates, snapshots):
-    """TRL 0.11.4's RLOOTrainer."""
+def train_rloo_trl_old(script, args, updates, snapshots, scores_at_eos=True):
+    """TRL 0.11.4's RLOOTrainer. As it ships, it scores a response that was cut off at its last token."""
     tokenizer = script.load_tokenizer(args.model_name_or_path)
     train_rows, _ = script.load_splits(args.dataset_name)
     posts = script.load_posts(train_rows, tokenizer, args)
-    settings = asdict(args) | {"updates": updates, "rows": [post["ids"] for post in posts]}
+    rows = [post["ids"] for post in posts]
+    settings = asdict(args) | {"updates": updates, "rows": rows, "scores_at_eos": scores_at_eos}
     copies = train_trl_old("rloo", settings)
     for update, seconds, weights in copies:
         weights["lm_head.weight"] = weights.pop("embed_out.weight")  # its name in newer versions of GPT-NeoX
@@ -618,6 +617,7 @@ JOBS = {
             "ours": train_ours,
             "TRL 1.16 RLOOTrainer": train_rloo_trl,
             "TRL 0.11 RLOOTrainer": train_rloo_trl_old,
+            "TRL 0.11 RLOOTrainer, as it ships": partial(train_rloo_trl_old, scores_at_eos=False),
         },
         meter=sampling_meter,
         load_rows=lambda script, rows, tokenizer, args: script.load_posts(rows, tokenizer, args),

@@ -7,11 +7,13 @@ TRL_PYTHON=OLD/bin/python python benchmarks/parity.py run rloo ...
 TRL_PYTHON benchmarks/parity_trl_old.py rloo FOLDER    # or ppo; FOLDER/settings.json -> FOLDER/copies.pt
 """
 
+import contextlib
 import json
 import math
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import torch
 import transformers
@@ -19,6 +21,7 @@ from datasets import Dataset
 from parity_snapshots import Snapshots
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
+from trl.trainer import rloo_trainer
 
 
 def load_tokenizer(folder, padding_side="left"):
@@ -91,7 +94,20 @@ def train_rloo(settings, snapshots):
             callbacks=[See()],
         )
         snapshots.see(0, policy)
-        trainer.train()
+        with score_at_eos(tokenizer) if settings["scores_at_eos"] else contextlib.nullcontext():
+            trainer.train()
+
+
+def score_at_eos(tokenizer):
+    """A patch: a response that was cut off gets its score at an EOS after it, and not at its last token."""
+    get_reward = rloo_trainer.get_reward
+
+    def get_reward_at_eos(model, ids, pad_token_id, context_length):
+        ended = (ids[:, context_length:] == tokenizer.eos_token_id).any(1)
+        next_ids = torch.where(ended, pad_token_id, tokenizer.eos_token_id)
+        return get_reward(model, torch.cat([ids, next_ids[:, None]], 1), pad_token_id, context_length)
+
+    return mock.patch.object(rloo_trainer, "get_reward", get_reward_at_eos)
 
 
 def load_classifier(settings):

@@ -28,7 +28,7 @@ SHOWN_IN_DOCS = {  # script -> folder with some of the seeds
     "rloo_tldr": "rloo-tiny",
     "grpo_math": "grpo-math-tiny",
 }
-LEFT_OUT = ("perf/", "eps", "episode", "epoch", "lr")  # the machine's, or the same in all runs
+LEFT_OUT = ("perf/", "eps", "episode", "epoch")  # of the machine, or the same in all runs
 
 
 def run_path(script, seed):

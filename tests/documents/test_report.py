@@ -37,9 +37,9 @@ def test_false_alarms_are_counted_in_the_docs():
     """Of the runs in results/diagnose, with seeds and flags that the limits were not chosen on."""
     folders = sorted((ROOT / "results/diagnose/runs").glob("healthy-*"))
     alarms = [folder for folder in folders if report.find_problems(report.read_run(folder))]
-    assert len(alarms) == 1
     page = " ".join((ROOT / "docs/running.md").read_text().split())
-    assert f"In {len(folders)} healthy runs" in page and "there was one false alarm" in page
+    assert f"In {len(folders)} healthy runs" in page
+    assert f"{len(alarms)} false alarms" in page
 
 
 def test_an_exploited_reward_is_found():
@@ -96,7 +96,7 @@ CASES = {  # a change of a healthy run -> title of what is found, or None
     ),
     "loss, noisy, falls a little": ({"loss": lambda x: 2 - 0.2 * x + noise(0.05)(x)}, {}, None),
     "KL at the start": ({"objective__kl": lambda x: 0.4}, {}, "The KL is not 0 in the first update"),
-    "equal rewards": ({"env__reward_std": lambda x: 0.0}, {}, "All rewards are equal"),
+    "equal rewards": ({"env__reward_std": lambda x: 0.0}, {}, "In most updates, all rewards are equal"),
     "equal groups": ({"frac_reward_zero_std": lambda x: 0.9}, {}, "Most groups have equal rewards"),
     "equal groups at the end": ({"frac_reward_zero_std": lambda x: 0.9 * x}, {}, None),
     "no gradient": ({"grad_norm": lambda x: 0.0}, {}, "There is no gradient"),
@@ -355,6 +355,43 @@ def test_why_responses_do_not_end(tmp_path, early, mean_length, cause):
     assert finding.title == "Responses do not end" and finding.causes[0].startswith(cause)
 
 
+@pytest.mark.parametrize("healthy, cause", [(0.0, "the stop token is"), (1.0, "the response length is")])
+def test_a_limit_that_is_enough_for_healthy_runs_is_not_too_short(tmp_path, monkeypatch, healthy, cause):
+    """All responses reach the limit. healthy: how many do so in healthy runs with the same flags."""
+    band = {"update": [1, 50, 100], "5": [healthy] * 3, "95": [healthy] * 3}
+    metrics = {"completions/clipped_ratio": band}
+    args = {"dtype": "float32", "missing_eos_penalty": 1.0}
+    bands = {"ppo_sentiment none": {"metrics": metrics, "args": args}}
+    (tmp_path / "bands.json").write_text(json.dumps(bands))
+    monkeypatch.setattr(report, "BANDS", tmp_path / "bands.json")
+    columns = dict(
+        completions__clipped_ratio=1.0, completions__mean_length=20.0, completions__max_length=20.0
+    )
+    columns = {name: lambda x, value=value: value for name, value in columns.items()}
+    run = report.read_run(write_run(tmp_path / "run", args, **columns))
+    finding = report.find_problems(run)[0]
+    assert finding.title == "Responses do not end" and finding.causes[0].startswith(cause)
+
+
+def test_a_kl_that_is_above_its_target_in_healthy_runs_too_is_no_finding(tmp_path, monkeypatch):
+    args = {"kl_target": 4.0}
+    columns = dict(objective__kl=lambda x: 7.0 * x, objective__kl_coef=lambda x: 0.1)
+    run = report.read_run(write_run(tmp_path / "run", args, **columns))
+    assert [finding.title for finding in report.find_problems(run)] == ["The KL is above its target"]
+    band = {"update": [1, 50, 100], "5": [0.0, 3.0, 6.0], "95": [0.1, 4.0, 8.0]}
+    bands = {"ppo_sentiment none": {"metrics": {"objective/kl": band}, "args": args}}
+    (tmp_path / "bands.json").write_text(json.dumps(bands))
+    monkeypatch.setattr(report, "BANDS", tmp_path / "bands.json")
+    assert report.find_problems(report.read_run(tmp_path / "run")) == []
+
+
+def test_a_finding_without_causes_has_no_empty_list(tmp_path, monkeypatch):
+    run = run_with_band(tmp_path, monkeypatch, env__reward_std=lambda x: 3.0)
+    text = report.describe_findings(run)
+    assert text.count("Likely causes:") == 1 and text.count("See docs/debugging.md") == 2
+    assert report.page([run]).count("Likely causes:") == 1
+
+
 @pytest.mark.parametrize("first, is_stale", [(0.0, True), (0.02, False)])
 def test_a_gap_that_is_not_there_at_first_comes_from_stale_weights(tmp_path, first, is_stale):
     gap = {"sampling__logprob_gap_mean": lambda x: 0.02 if x > 0 else first}
@@ -362,30 +399,133 @@ def test_a_gap_that_is_not_there_at_first_comes_from_stale_weights(tmp_path, fir
     assert finding.causes[0].startswith("the weights used for generation") == is_stale
 
 
-@pytest.mark.parametrize(
-    "at_first, causes",
-    [
-        ({}, ["the update"]),
-        ({"env__reward_std": 3.0}, ["the rewards"]),
-        ({"policy__entropy_avg": 9.0, "objective__kl": 0.005}, ["the responses", "the KL"]),
-    ],
-)
-def test_the_first_batch_says_where_to_look(tmp_path, monkeypatch, at_first, causes):
-    """A run that ends outside of the band, and differs from it in the first update, or does not."""
-    usual = {"env/reward_std": 1.0, "policy/entropy_avg": 1.0, "objective/kl": 0.0, "val/ratio": 1.0}
-    band = {name: {"update": [1, 50, 100], "5": [x] * 3, "95": [x + 0.001] * 3} for name, x in usual.items()}
+BAND = {  # metric -> what ten healthy runs have in each update, give or take 0.01
+    "objective/entropy": 5.0,
+    "env/reward_std": 1.0,
+    "objective/kl": 0.005,
+    "loss/value_avg": 0.5,
+    "lr": 0.1,
+}
+
+
+def run_with_band(tmp_path, monkeypatch, **columns):
+    """A run folder whose script and recipe have a band. columns: as write_run's. -> Run"""
+    band = {}
+    for name, x in BAND.items():
+        quantiles = {"5": [x - 0.01] * 5, "50": [x] * 5, "95": [x + 0.01] * 5}
+        band[name] = {"update": [1, 26, 51, 76, 100]} | quantiles
     bands = {"ppo_sentiment none": {"metrics": band, "args": {"dtype": "float32"}}}
     (tmp_path / "bands.json").write_text(json.dumps(bands))
     monkeypatch.setattr(report, "BANDS", tmp_path / "bands.json")
-    columns = {name.replace("/", "__"): lambda x, usual=x: usual for name, x in usual.items()}
-    columns["val__ratio"] = lambda x: 1.0 + x
-    for name, value in at_first.items():
-        later = columns[name]
-        columns[name] = lambda x, value=value, later=later: value if x == 0 else later(x)
-    columns["objective__kl"] = columns["objective__kl"] if "objective__kl" in at_first else lambda x: 0.0005
-    found = report.find_problems(report.read_run(write_run(tmp_path / "run", **columns)))
-    [finding] = [finding for finding in found if finding.entry == "outside-the-band"]
-    assert finding.causes[:-1] == [report.AREAS[area] for area in causes]
+    usual = {name.replace("/", "__"): lambda x, usual=usual: usual for name, usual in BAND.items()}
+    return report.read_run(write_run(tmp_path / "run", **usual | columns))
+
+
+def first(value, later):
+    """A column: value in the first update, then something else."""
+    return lambda x: value if x == 0 else later
+
+
+@pytest.mark.parametrize(
+    "columns, causes",
+    [
+        ({"env__reward_std": first(3.0, 1.0)}, report.REWARD_INPUT),
+        # Responses come before rewards, and rewards before the loss.
+        ({"env__reward_std": first(3.0, 1.0), "objective__entropy": first(6.0, 5.0)}, report.SAMPLING),
+        ({"loss__value_avg": first(0.3, 0.5)}, report.SMALL_RETURNS),
+        ({"loss__value_avg": first(0.7, 0.5)}, report.LARGE_RETURNS),
+        ({"lr": first(0.3, 0.1)}, report.SCHEDULE),
+    ],
+)
+def test_the_first_update_says_where_to_look(tmp_path, monkeypatch, columns, causes):
+    """A run whose score does not rise, and that differs from healthy runs before any step."""
+    run = run_with_band(tmp_path, monkeypatch, **columns, objective__scores=lambda x: 0.0)
+    found = report.find_problems(run)
+    assert [finding.title for finding in found] == [
+        "The first update is not like that of healthy runs",
+        "The score does not rise",
+    ]
+    assert found[0].causes == causes
+
+
+def test_a_first_update_that_differs_is_no_fault_by_itself(tmp_path, monkeypatch):
+    run = run_with_band(tmp_path, monkeypatch, env__reward_std=first(3.0, 1.0))
+    assert report.different_at_first(run) == [("env/reward_std", True)]
+    assert report.find_problems(run) == []
+
+
+def test_a_first_update_within_chance_does_not_differ(tmp_path, monkeypatch):
+    run = run_with_band(tmp_path, monkeypatch, env__reward_std=first(1.035, 1.0))
+    assert report.different_at_first(run) == []  # 1.25 widths above
+
+
+def test_the_loss_of_the_first_update_has_a_smaller_margin(tmp_path, monkeypatch):
+    run = run_with_band(tmp_path, monkeypatch, loss__value_avg=first(0.535, 0.5))
+    assert report.different_at_first(run) == [("loss/value_avg", True)]  # 1.25 widths above
+
+
+@pytest.mark.parametrize(
+    "columns, metric, update, causes",
+    [
+        ({"loss__value_avg": lambda x: 0.5 + x}, "loss/value_avg", 26, report.LATER_CRITIC),
+        ({"loss__value_avg": lambda x: 0.5 - x}, "loss/value_avg", 26, report.LATER_CRITIC),
+        # The one that leaves first counts, not the one that is listed first.
+        (
+            {"objective__kl": lambda x: 1.0 if x > 0.4 else 0.0, "loss__value_avg": lambda x: 0.5 + x},
+            "loss/value_avg",
+            26,
+            report.LATER_CRITIC,
+        ),
+        ({"objective__kl": lambda x: 0.5 if x > 0.4 else 0.0}, "objective/kl", 51, report.HIGH_KL),
+        # One point outside is chance.
+        (
+            {"lr": lambda x: 0.3 if 0.2 < x < 0.3 else 0.1, "loss__value_avg": lambda x: 0.5 + 2 * (x > 0.4)},
+            "loss/value_avg",
+            51,
+            report.LATER_CRITIC,
+        ),
+    ],
+)
+def test_the_metric_that_leaves_the_band_first_is_named(
+    tmp_path, monkeypatch, columns, metric, update, causes
+):
+    run = run_with_band(tmp_path, monkeypatch, **columns)
+    found = {finding.entry: finding for finding in report.find_problems(run)}
+    finding = found["outside-the-band"]
+    assert f"{metric} was the first to be" in finding.evidence
+    assert f"at update {update}." in finding.evidence
+    assert finding.causes[: len(causes)] == causes
+
+
+def test_a_batch_that_differs_at_first_and_later_is_not_said_to_leave(tmp_path, monkeypatch):
+    run = run_with_band(tmp_path, monkeypatch, env__reward_std=lambda x: 3.0)
+    found = report.find_problems(run)
+    assert [finding.entry for finding in found] == ["first-update", "outside-the-band"]
+    assert found[1].evidence.endswith("The first update differed already: see that finding.")
+
+
+def test_all_metrics_with_causes_are_logged():
+    """A misspelled metric would never be looked at."""
+    bands = json.loads((ROOT / "results/reference_bands.json").read_text()).values()
+    logged = {metric for band in bands for metric in band["metrics"]}
+    tables = report.FIRST_UPDATE + report.LATER_UPDATES
+    assert {metric for metric, *_ in tables} <= logged
+    assert all(lower and higher for _, lower, higher in tables)
+
+
+@pytest.mark.parametrize("after, share, is_found", [(0.7, 0.25, False), (0.5, 0.25, True), (0.7, 0.45, True)])
+def test_a_word_that_a_judge_approves_may_spread(tmp_path, after, share, is_found):
+    """after: what the judge approves, 0.5 before. A word in nearly half of the texts is too much."""
+    folder = write_run(tmp_path / "run")
+    evaluation = {
+        "n": 200,
+        "before": {"win rate": 0.5},
+        "after": {"win rate": after},
+        "commonest new word": {"metric": 'commonest new word: "upset"', "before": 0.05, "after": share},
+    }
+    (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    found = [finding.title for finding in report.find_problems(report.read_run(folder))]
+    assert ("The responses become alike" in found) == is_found
 
 
 def test_unusual_flags_come_first_if_something_is_wrong(tmp_path, monkeypatch):
@@ -400,8 +540,8 @@ def test_unusual_flags_come_first_if_something_is_wrong(tmp_path, monkeypatch):
     first, second = report.find_problems(failed)
     assert first.entry == "flags" and second.title == "The score falls"
     assert first.causes == [
-        "--learning-rate is 0.01, in healthy runs 0.0001 (100 times more)",
-        "--optimizer is SGD, in healthy runs Adam",
+        "--learning-rate is 0.01, healthy runs: 0.0001 (100 times more)",
+        "--optimizer is SGD, healthy runs: Adam",
     ]
 
 
@@ -430,10 +570,10 @@ def test_distance_from_the_band(tmp_path, monkeypatch, value, rate, is_found):
     args = {"learning_rate": rate, "seed": 2}
     run = report.read_run(write_run(tmp_path / "run", args, objective__entropy=lambda x: value))
     found = report.find_problems(run)
-    assert [finding.title for finding in found] == ["Not like healthy runs with the same flags"] * is_found
+    assert [finding.entry for finding in found] == ["first-update", "outside-the-band"] * is_found
     if is_found:
-        evidence = f"objective/entropy ends at {value:.3g}, healthy runs are between 2 and 3"
-        assert evidence in found[0].evidence
+        evidence = f"objective/entropy is {value:.3g} at update 100 (90 % of healthy runs: 2 to 3)"
+        assert evidence in found[1].evidence
 
 
 def test_healthy_runs_excuse_what_a_limit_would_not(tmp_path, monkeypatch):
