@@ -11,9 +11,10 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
    responses are right, the advantages are 0 and the group teaches nothing.
 3. Every token is an action. All tokens of a response have its advantage, but each one has a ratio and a clip
    of its own, as in PPO. In RLOO the whole response has one.
-4. The loss is the sum over all tokens of the minibatch, divided by the number of tokens (DAPO). With
-   ratios of 1, RLOO divides the same sum by the number of responses. In both, every token counts the same. In
-   Shao et al. every response counts the same, so the tokens of long responses count less.
+4. The loss is the sum over all tokens of the minibatch, divided by the number of tokens, as in DAPO (Yu et
+   al. 2025). At ratios of 1, RLOO's gradient is such a sum over tokens too, divided by the number of
+   responses. So in both, each token has the same weight. The original GRPO (Shao et al. 2024) averages within
+   each response first, so a token of a long response has less weight.
 5. A KL penalty, if there is one, is a term of the loss (k3), not of the reward. By default there is none, as
    in DAPO, and then no reference model is needed.
 6. By default there is one optimizer step per batch of rollouts. The policy that is trained is then still the
@@ -94,19 +95,19 @@ class Args:
     # Model
     model_name_or_path: str = "Qwen/Qwen2.5-0.5B-Instruct"  # initial policy: Hub name, folder, or LoRA folder
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
-    load_in_8bit: bool = False  # 8-bit frozen weights: with LoRA the base model, without it the reference
+    load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
-    compile: bool = False  # experimental: torch.compile, with CUDA graphs for sampling; never run on a GPU
+    compile: bool = False  # experimental: torch.compile, CUDA graphs for sampling; untested on GPUs
     lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
     lora_target_modules: str = "all-linear"  # layers with an adapter: comma-separated names, or all-linear
 
     # Tasks and rewards
-    dataset_name: str = "openai/gsm8k:main"  # Hub name, NAME:CONFIG, or folder; column prompt, and others
+    dataset_name: str = "openai/gsm8k:main"  # Hub name, NAME:CONFIG, or folder; rewards get all columns
     num_train_rows: int | None = None  # train on the first N rows of the data set only; None: on all
     hard_dataset_name: str | None = None  # other held-out tasks, never trained on, for the final table
-    prompt_template: str | None = "{question}"  # makes prompts from other columns; None: the column prompt
+    prompt_template: str | None = "{question}"  # makes prompts, if the data have no column prompt
     system_prompt: str | None = (  # system message of each chat, or text before each prompt
         "Think step by step, and put your final answer within \\boxed{}."
     )
@@ -143,7 +144,7 @@ class Args:
     learning_rate: float = 1e-6  # initial (or constant) learning rate
     optimizer: str = "torch.optim.AdamW"  # dotted name: torch.optim.SGD, bitsandbytes.optim.Adam8bit, ...
     adam_eps: float = 1e-8  # epsilon of Adam
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "exponential"] = "constant"  # per update
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "exponential"] = "constant"  # set per update
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises from 0
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
 
@@ -171,7 +172,8 @@ RECIPES = {
         gradient_checkpointing=True,
         save_every=50,  # a checkpoint takes 18 GB
     ),
-    "countdown-qwen-1.5b": Args(  # TinyZero's task; without its reward for the format, and its first words
+    # TinyZero's task, with two differences: the format is not rewarded, and no first words are given.
+    "countdown-qwen-1.5b": Args(
         model_name_or_path="Qwen/Qwen2.5-1.5B-Instruct",
         dataset_name="Jiayi-Pan/Countdown-Tasks-3to4",
         num_train_rows=50_000,
@@ -195,7 +197,7 @@ RECIPES = {
 # ---- Math: pure functions of tensors -----------------------------------------------------------------------
 #
 # Shapes: P tasks with k responses each make B = k * P rows. C positions of the prompt, T positions of the
-# response, V words in the vocabulary, H hidden units. Rows are ordered as in rloo_tldr.py: the first
+# response, V tokens in the vocabulary, H hidden units. Rows are ordered as in rloo_tldr.py: the first
 # responses to all tasks, then the second ones, ... So rows r, P + r, 2 P + r, ... are the group of task r. A
 # row of C + T tokens is a left-padded prompt and a right-padded response, here with C = 4 and T = 5:
 #
@@ -224,13 +226,14 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
     hidden [..., H], weight [V, H], tokens [...], bias [V] or None -> logprobs, entropies, fp32 [...], in
     nats. Only the log-probabilities have a gradient. ChunkedLogprobs (Part II) computes them in chunks of
-    rows, because all logits [N, V] would need too much memory.
+    rows, because the logits of all N tokens, [N, V], would need too much memory.
     """
     if bias is not None:
         bias = bias.clamp(min=-1e4)  # models may forbid a token by -inf, but p log p would be 0 * -inf = nan
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])  # [N, H]
     flat_tokens = tokens.reshape(-1)  # [N]
-    # In the forward of an autograd.Function, torch.is_grad_enabled() is always False. So it is passed in.
+    # ChunkedLogprobs keeps what a backward pass needs only if there will be one. Inside of an
+    # autograd.Function, torch.is_grad_enabled() is always False, so it is passed in.
     logprobs, entropies = ChunkedLogprobs.apply(
         flat_hidden, weight, flat_tokens, temperature, bias, torch.is_grad_enabled()
     )
@@ -240,9 +243,12 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 def kl_per_token(logprobs, ref_logprobs, estimator):
     """Estimates of KL(policy || reference) from samples of the policy, in nats, any shape (Schulman 2020).
 
-    k1 is unbiased; k2 is biased, but never negative; k3 is unbiased and never negative. As part of a reward,
-    which is held constant, only k1 leads to the gradient of the KL. As a loss, k1 has no gradient on average,
-    k2 has that of KL(policy || reference), and k3 that of KL(reference || policy).
+    As numbers: k1 is unbiased, k2 is biased but never negative, k3 is unbiased and never negative.
+    In a reward, which is a constant: only k1 gives the policy gradient of KL(policy || reference).
+    In a loss, which is differentiated, the average gradient over samples of the current policy is
+        k1  0
+        k2  that of KL(policy || reference), per token
+        k3  that of KL(reference || policy), per token
     """
     log_ratio = logprobs - ref_logprobs
     if estimator == "k1":
@@ -290,9 +296,10 @@ def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
 def sample_tokens(probs, uniforms):
     """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
 
-    Unlike torch.multinomial, each token depends only on its own uniform number, so the samples are the same
-    no matter how a batch is split. The search has two levels, first a block of 64 tokens and then the token
-    in it: an fp32 cumulative sum over the whole vocabulary would lose small probabilities.
+    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
+    same probabilities, the samples are the same no matter how a batch is split. The search has two levels,
+    first a block of 64 tokens and then the token in it: an fp32 cumulative sum over the whole vocabulary
+    would lose small probabilities.
     """
     almost_one = 1 - 2**-23  # so that rounding cannot select past the last token
     padding = -probs.shape[1] % 64  # to a multiple of 64
@@ -374,8 +381,8 @@ def response_logprobs(lm, ids, mask, T, temperature):
     hidden = hidden_states(body, ids, mask)
     hidden = hidden[:, -T - 1 : -1]  # the state at position t - 1 predicts token t
     tokens, valid = ids[:, -T:], mask[:, -T:]
-    # Only valid tokens go through the output layer, which is large. Both are [number of valid tokens].
-    valid_logprobs, valid_entropies = token_logprobs(
+    # The output layer is large, so only valid tokens go through it.
+    valid_logprobs, valid_entropies = token_logprobs(  # [number of valid tokens] each
         hidden[valid], head.weight, tokens[valid], temperature, head.bias
     )
     logprobs = torch.zeros(valid.shape, device=ids.device).masked_scatter(valid, valid_logprobs)
@@ -384,13 +391,13 @@ def response_logprobs(lm, ids, mask, T, temperature):
 
 
 class PolicyAndReference(nn.Module):
-    """The policy, and perhaps a reference model. The forward pass, which DDP wraps, is the policy's."""
+    """The policy, and its reference model if it needs one. DDP wraps forward, that of the policy."""
 
     def __init__(self, policy, reference=None):
         super().__init__()
         self.policy = policy
-        self.reference = reference  # None: the policy without its LoRA adapter, or no reference at all
-        self.compiled_policy = None  # what samples instead of the policy with --compile
+        self.reference = reference  # None: the policy without its LoRA adapter, or none is needed
+        self.compiled_policy = None  # with --compile: a CompiledPolicy that samples in place of the policy
 
     def forward(self, ids, mask, T, temperature):
         """Returns logprobs and entropies of the responses, fp32 [B, T] each, 0 where masked."""
@@ -419,7 +426,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
         return generate_groups_compiled(policy, ids, mask, uniforms, stop_ids, temperature)
     P, k, T = uniforms.shape
     body, head = body_and_head(policy)
-    weight = cast_like_autocast(head.weight)  # once, not for each token
+    weight = cast_like_autocast(head.weight)  # to bf16 under autocast, once and not for each token
     cache = Cache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [P, H]
 
@@ -505,8 +512,8 @@ def sample_responses(policy, tokenizer, prompt_batch, stop_ids, args):
 def rollout_tasks(model, tokenizer, reward, tasks, prompt_batch, stop_ids, args):
     """Sample k responses to each task, reward them, and compute old and reference log-probabilities.
 
-    tasks: P dicts with prompt and columns, for reward functions; prompt_batch, stop_ids: as in
-    sample_responses. Returns
+    reward: RewardFunctions; tasks: P dicts with prompt (str or chat) and columns, for reward functions;
+    prompt_batch, stop_ids: as in sample_responses. Returns
     - the dict of sample_responses, and in it
         rewards/NAME [k * P]     of each reward function; nan: it does not apply to this response
         scores [k * P]           their weighted sum: the reward of the response
@@ -526,7 +533,7 @@ def rollout_tasks(model, tokenizer, reward, tasks, prompt_batch, stop_ids, args)
     # Old log-probabilities, the denominator of the ratio. With one optimizer step per batch, the policy does
     # not change before the update, and train uses its new log-probabilities as the old ones. With several
     # steps they are computed here, by a forward pass like that of the update. The update sorts its rows, so
-    # the two may round differently, but far less than generation and update do.
+    # the two differ by rounding. Log-probabilities from generation differ more.
     num_rows, T = b["sampling_logprobs"].shape
     if takes_several_steps(args):
         b["logprobs"] = torch.zeros_like(b["sampling_logprobs"])  # [k * P, T]
@@ -616,7 +623,10 @@ def train(args):
     )
 
     def evaluate_all():
-        """Solve all held-out tasks. -> dict: held-out, perhaps harder, greedy -> records of evaluate_tasks"""
+        """Solve all held-out tasks. Returns a dict of records (see evaluate_tasks).
+
+        Its keys are "held-out", "greedy" and, with --hard-dataset-name, "harder".
+        """
         inputs = model, tokenizer, reward, judge
         with autocast:
             records = {}
@@ -629,7 +639,7 @@ def train(args):
             )
         return records
 
-    before = evaluate_all()  # before run.restore: of the initial policy, in a resumed run too
+    before = evaluate_all()  # before run.restore, so it measures the initial policy in a resumed run too
 
     # `model` generates, `learner` is trained. On one process and with DDP they are the same module, and
     # copy_weights does nothing. FSDP2 and ZeRO-3 cannot generate from shards: there the learner is a
@@ -637,7 +647,7 @@ def train(args):
     learner = make_learner(model, accelerator)
     optimizer = make_optimizer(args, trainable(learner))
     learner, optimizer = accelerator.prepare(learner, optimizer)
-    # name -> parameter. Ask again after prepare: if it shards the learner, it replaces the parameters.
+    # dict: name -> parameter. Only now, because prepare replaces the parameters if it shards the learner.
     parameters = trainable(accelerator.unwrap_model(learner))
     state = run.restore(parameters, optimizer, B)  # {"update": 0} in a new run; raises if B has changed
     copy_weights(parameters, model)
@@ -824,15 +834,16 @@ def add_sums(sums, metrics):
 
 
 def evaluate_tasks(model, tokenizer, reward, judge, tasks, stop_ids, args, accelerator):
-    """Solve each task num_eval_samples times, with the same random numbers before and after training.
+    """Solve each task k = num_eval_samples times, with the same random numbers whenever it is called.
 
-    Each process takes its share of the tasks, and gets the records of all. A response is right if the judge,
-    or without one the first reward function, gives it 1 or more.
+    tasks: list of dicts (load_tasks); judge: RewardFunctions, or None. Each process takes its share of the
+    tasks, and gets the records of all. A response is right if the judge, or without one the first reward
+    function, gives it 1 or more.
     -> one dict per task:
         task          str, the prompt
         responses     k str
         right, ended  k bool
-        length        k numbers of tokens
+        length        k int, in tokens
         rewards/NAME  k numbers, for each reward function; None: it does not apply
         extra         dict: columns that reward functions logged, k values each
     """
@@ -904,8 +915,8 @@ def first_response(record):
 def distinct_bigrams(texts):
     """Different pairs of neighboring words / all pairs, in all texts (distinct-2, Li et al. 2016). -> float
 
-    It falls if a policy repeats itself, even if no two responses are equal. It also falls with the number of
-    texts, so compare equal numbers only.
+    It falls if a policy repeats itself, even if no two responses are equal. It also falls as the number of
+    texts grows, so compare only equal numbers of texts.
     """
     pairs = []
     for text in texts:
@@ -1389,7 +1400,10 @@ def call_user_code(where, function, *inputs, **named_inputs):
 
 
 # Columns of the tables of samples: log_extra cannot add one of these names.
-SAMPLE_COLUMNS = {"update", "prompt", "task", "response", "reference", "ended", "score", "right"}
+SAMPLE_COLUMNS = {
+    *("update", "prompt", "task", "last", "response", "reference", "ended", "right"),
+    *("score", "scores", "intent", "intent_match", "meteor"),
+}
 
 
 class RewardFunctions:

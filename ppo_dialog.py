@@ -4,10 +4,12 @@ This is ppo_sentiment.py with another task; PPO itself is the same code. If you 
 a dialog changes:
 
 1. The prompt is the end of a conversation. It comes with a reference answer: what the person said next
-   (`Turn`). Not to be confused with the reference model of the KL.
-2. The reward is a weighted sum, and each part of it is logged (`load_reward_parts`): intent (a classifier's
-   probability of the reference answer's dialog act, or 1 if that act is the likeliest and 0 otherwise),
-   METEOR against the reference answer, and the user's own function. The KL penalty per token comes on top.
+   (`Turn`). In this file "reference" alone means this answer. The frozen policy is the reference model.
+2. The reward is a weighted sum, and each part of it is logged (`load_reward_parts`). Intent: does the answer
+   have the same dialog act (inform, question, directive, commissive) as the reference answer? It is a
+   classifier's probability of that act, or 1 if that act is the likeliest and 0 otherwise. METEOR: how many
+   words does it share with the reference answer? And your own functions, if there are any. The KL penalty
+   per token is subtracted, as in ppo_sentiment.py.
 3. An answer ends with an end mark. In GPT-2's vocabulary, `<EOU>` is several tokens, and they merge with
    their neighbors (".<"). So the mark is searched for in the text, by an automaton that reads tokens
    (`stop_sequence_table`, `generate_until`).
@@ -89,14 +91,14 @@ class Args:
 
     # Models
     model_name_or_path: str = "rajkumarrrk/gpt2-fine-tuned-on-daily-dialog"  # also the reference model
-    reward_model_path: str | None = "rajkumarrrk/roberta-daily-dialog-intent-classifier"  # None: no intent
-    reward_fn: list[str] | None = None  # FILE.py:function ..., more parts of the reward; TRL's signature
+    reward_model_path: str | None = "rajkumarrrk/roberta-daily-dialog-intent-classifier"  # None: none
+    reward_fn: list[str] | None = None  # FILE.py:function ..., more parts of the reward; called as TRL's are
     value_model_path: str | None = None  # a critic with its own weights; None: a head on the policy
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
-    load_in_8bit: bool = False  # 8-bit frozen weights: with LoRA the base model, without it the reference
+    load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
-    compile: bool = False  # experimental: torch.compile, with CUDA graphs for sampling; never run on a GPU
+    compile: bool = False  # experimental: torch.compile, CUDA graphs for sampling; untested on GPUs
     lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
     lora_target_modules: str = "c_attn"  # layers that get an adapter: comma-separated names, or all-linear
@@ -111,7 +113,7 @@ class Args:
 
     # Reward
     intent_weight: float = 1.0  # weight of the intent; 0: it is only logged
-    intent_reward: Literal["probability", "match"] = "match"  # match: 1 if the act is likeliest
+    intent_reward: Literal["probability", "match"] = "match"  # of the reference's act; match: 1 or 0
     meteor_weight: float = 1.0  # weight of METEOR against the reference
     reward_weights: list[float] | None = None  # weights of the functions of --reward-fn; None: 1 each
 
@@ -142,7 +144,7 @@ class Args:
     learning_rate: float = 1e-6  # initial (or constant) learning rate
     optimizer: str = "torch.optim.Adam"  # dotted name: torch.optim.AdamW, bitsandbytes.optim.Adam8bit, ...
     adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "exponential"] = "constant"  # per update
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "exponential"] = "constant"  # set per update
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises from 0
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
 
@@ -175,7 +177,7 @@ RECIPES = {
 
 # ---- Math: pure functions of tensors -----------------------------------------------------------------------
 #
-# Shapes: B responses, C positions of the prompt, T positions of the response, V words in the vocabulary, H
+# Shapes: B responses, C positions of the prompt, T positions of the response, V tokens in the vocabulary, H
 # hidden units. A row of C + T tokens is a left-padded prompt and a right-padded response, here with C = 4
 # and T = 5:
 #
@@ -195,7 +197,7 @@ def response_lengths(tokens, stop_token_id):
 
 
 def stop_state(text, stop):
-    """How many characters of `stop` the text ends with; all of them if it contains `stop`."""
+    """Length of the longest beginning of `stop` that the text ends with; len(stop) if it contains `stop`."""
     if stop in text:
         return len(stop)
     for length in range(len(stop) - 1, 0, -1):
@@ -230,7 +232,10 @@ def stop_sequence_table(pieces, stop):
 
 
 def stop_sequence_seen(tokens, table):
-    """True from the token on that completes the stop sequence. [B, T], [S + 1, V] -> bool [B, T]"""
+    """True at the token that completes the stop sequence, and at all later ones.
+
+    tokens [B, T], table [S + 1, V] of a stop sequence of S characters -> bool [B, T]
+    """
     found = len(table) - 1
     state = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)  # [B]
     seen = torch.zeros_like(tokens, dtype=torch.bool)
@@ -250,13 +255,14 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
     hidden [..., H], weight [V, H], tokens [...], bias [V] or None -> logprobs, entropies, fp32 [...], in
     nats. Only the log-probabilities have a gradient. ChunkedLogprobs (Part II) computes them in chunks of
-    rows, because all logits [N, V] would need too much memory.
+    rows, because the logits of all N tokens, [N, V], would need too much memory.
     """
     if bias is not None:
         bias = bias.clamp(min=-1e4)  # models may forbid a token by -inf, but p log p would be 0 * -inf = nan
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])  # [N, H]
     flat_tokens = tokens.reshape(-1)  # [N]
-    # In the forward of an autograd.Function, torch.is_grad_enabled() is always False. So it is passed in.
+    # ChunkedLogprobs keeps what a backward pass needs only if there will be one. Inside of an
+    # autograd.Function, torch.is_grad_enabled() is always False, so it is passed in.
     logprobs, entropies = ChunkedLogprobs.apply(
         flat_hidden, weight, flat_tokens, temperature, bias, torch.is_grad_enabled()
     )
@@ -335,8 +341,9 @@ def clipped_value_loss(values, old_values, returns, cliprange_value):
 def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
     """The KL coefficient after `episodes` responses with a mean KL of `kl` nats each.
 
-    Proportional control in log space (Ziegler et al. 2019, section 2.2): per `horizon` episodes the
-    coefficient grows or shrinks by at most about 20 %. -> float
+    A proportional controller (Ziegler et al. 2019, section 2.2). It multiplies the coefficient by 1 + x; for
+    small x this adds x to its logarithm. In `horizon` episodes the coefficient changes by about 20 % at most.
+    -> float
     """
     error = kl / target - 1
     error = min(max(error, -0.2), 0.2)
@@ -346,9 +353,10 @@ def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
 def sample_tokens(probs, uniforms):
     """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
 
-    Unlike torch.multinomial, each token depends only on its own uniform number, so the samples are the same
-    no matter how a batch is split. The search has two levels, first a block of 64 tokens and then the token
-    in it: an fp32 cumulative sum over the whole vocabulary would lose small probabilities.
+    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
+    same probabilities, the samples are the same no matter how a batch is split. The search has two levels,
+    first a block of 64 tokens and then the token in it: an fp32 cumulative sum over the whole vocabulary
+    would lose small probabilities.
     """
     almost_one = 1 - 2**-23  # so that rounding cannot select past the last token
     padding = -probs.shape[1] % 64  # to a multiple of 64
@@ -430,8 +438,8 @@ def response_logprobs(lm, ids, mask, T, temperature):
     hidden = hidden_states(body, ids, mask)
     hidden = hidden[:, -T - 1 : -1]  # the state at position t - 1 predicts token t
     tokens, valid = ids[:, -T:], mask[:, -T:]
-    # Only valid tokens go through the output layer, which is large. Both are [number of valid tokens].
-    valid_logprobs, valid_entropies = token_logprobs(
+    # The output layer is large, so only valid tokens go through it.
+    valid_logprobs, valid_entropies = token_logprobs(  # [number of valid tokens] each
         hidden[valid], head.weight, tokens[valid], temperature, head.bias
     )
     logprobs = torch.zeros(valid.shape, device=ids.device).masked_scatter(valid, valid_logprobs)
@@ -446,7 +454,7 @@ class PolicyAndValue(nn.Module):
         super().__init__()
         self.policy = policy
         self.reference = reference  # None: the policy without its LoRA adapter, or no reference at all
-        self.compiled_policy = None  # what samples instead of the policy with --compile
+        self.compiled_policy = None  # with --compile: a CompiledPolicy that samples in place of the policy
         self.critic = critic  # None: the value head reads the policy's hidden states
         if critic is None:
             hidden_size = body_and_head(policy)[1].weight.shape[1]
@@ -481,7 +489,7 @@ class Turn:
     """A place in a dialog where the policy answers: what the person said there, and everything before."""
 
     columns: dict  # the whole row of the data set, for functions of --reward-fn
-    number: int  # of this utterance in row["dialog"], counted from 0
+    number: int  # index of the reference in columns["dialog"]
     context: list[str]  # all earlier utterances of the dialog
     reference: str  # what the person said there
     act: int | None  # dialog act of the reference, counted from 1; None: not in the data
@@ -492,14 +500,15 @@ class Turn:
 def context_ids(utterances, args, bos=()):
     """The prompt: the last utterances of a dialog, without the oldest ones if they are too long.
 
-    List with the token ids of each utterance; bos: [BOS] or nothing, before them -> list of token ids
+    utterances: one list of token ids each; bos: [BOS] or nothing -> list of at most max_prompt_length token
+    ids. If the last utterance alone is too long, it loses its beginning.
     """
     max_length = args.max_prompt_length - len(bos)
     kept = utterances[-args.num_context_utterances :]
     while len(kept) > 1 and sum(len(ids) for ids in kept) > max_length:
         kept = kept[1:]
     prompt = [token for ids in kept for token in ids]
-    return [*bos, *prompt[-max_length:]]
+    return [*bos, *prompt[max(len(prompt) - max_length, 0) :]]
 
 
 def intent_texts(previous, answers):
@@ -511,9 +520,10 @@ def intent_texts(previous, answers):
 
 
 def load_reward_parts(args, device, trainer_state=None):
-    """The parts of the reward as a function; the number of acts that the classifier knows, or None; and the
-    functions of --reward-fn (RewardFunctions; there may be none).
+    """Load all that the reward needs. -> reward_parts, num_acts, functions
 
+    num_acts: how many dialog acts the classifier knows; None without a classifier
+    functions: RewardFunctions of --reward-fn, perhaps none
     reward_parts(turns, answers, answer_tokens) -> dict of fp32 [B]:
         meteor        METEOR of the answer against the reference, from 0 to 1
         intent        what --intent-reward selects: the probability of the reference's act, or intent_match
@@ -567,15 +577,15 @@ def generate_until(policy, ids, mask, uniforms, stop_table, temperature, on_toke
     """Sample each response until its stop sequence or T tokens. No top-k, no top-p, no minimum length.
 
     Left-padded ids, mask [B, C]; uniforms [B, T], one random number per token; stop_table as in
-    `stop_sequence_table`. With B = 1, chat watches: on_token(tokens so far, state) is called after each
-    token. -> tokens [B, T] and the log-probabilities they were sampled with, fp32 [B, T]; both 0 after the
-    end
+    `stop_sequence_table`. on_token is for chat, where B is 1: on_token(tokens so far, state of the table) is
+    called after each token. -> tokens [B, T] and the log-probabilities they were sampled with, fp32 [B, T];
+    both 0 after the end
     """
     if isinstance(policy, CompiledPolicy):  # --compile
         return generate_until_compiled(policy, ids, mask, uniforms, stop_table, temperature)
     B, T = uniforms.shape
     body, head = body_and_head(policy)
-    weight = cast_like_autocast(head.weight)  # once, not for each token
+    weight = cast_like_autocast(head.weight)  # to bf16 under autocast, once and not for each token
     cache = Cache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
     tokens = torch.zeros(B, T, dtype=torch.long, device=ids.device)
@@ -637,7 +647,7 @@ def rollout_answers(model, tokenizer, reward_parts, turns, prompt_batch, stop_ta
             args.temperature,
         )
     seen = stop_sequence_seen(tokens, stop_table)  # [B, T]
-    lengths = response_lengths(seen.long(), 1)  # [B]; the first 1 is the stop "token"
+    lengths = response_lengths(seen.long(), 1)  # [B]; up to and including the first True
     stopped = seen[:, -1]  # [B]
     valid = length_mask(lengths, T)  # [B, T]
 
@@ -737,7 +747,7 @@ def train(args):
     learner = make_learner(model, accelerator)
     optimizer = make_optimizer(args, trainable(learner))
     learner, optimizer = accelerator.prepare(learner, optimizer)
-    # name -> parameter. Ask again after prepare: if it shards the learner, it replaces the parameters.
+    # dict: name -> parameter. Only now, because prepare replaces the parameters if it shards the learner.
     parameters = trainable(accelerator.unwrap_model(learner))
     state = run.restore(parameters, optimizer, B)  # {"update": 0} in a new run; raises if B has changed
     copy_weights(parameters, model)
@@ -820,10 +830,12 @@ def train(args):
                         log_ratio = new_logprobs - old_logprobs
                         ratio = log_ratio.exp()
                         unclipped_value_loss = 0.5 * (new_values - mb_returns) ** 2
-                        # Without the next line, rounding in old + (new - old) would count as clipped.
+                        # clipped_value_loss computes old + clamp(new - old), which rounding makes differ from
+                        # new. So a value counts as clipped only if it moved by more than the range.
                         value_moved = (new_values - old_values).abs() > args.cliprange_value
-                        # approxkl compares the new policy with the old one, not with the reference. clipfrac
-                        # counts tokens whose loss the clipping changes, CleanRL's counts large ratios.
+                        # approxkl: KL between the old and the new policy, by k2 as in TRL (CleanRL uses k3).
+                        # clipfrac: tokens whose loss the clipping changes (CleanRL: all ratios outside of the
+                        # range).
                         token_metrics = {
                             "loss/policy_avg": policy_loss,
                             "loss/value_avg": value_loss,
@@ -863,8 +875,8 @@ def train(args):
         lengths = b["lengths"].float()
         parts = {name: b[name] for name in ("intent", "meteor") if name in b}  # [B] each
         all_answers = accelerate.utils.gather_object(answers)  # of all processes, in the order of turns
-        # A policy that exploits its reward repeats the words that score best. So log the share of the word
-        # in most responses, of those words that at least doubled since the start.
+        # A policy that exploits its reward repeats the words that score best. Take the words whose share of
+        # the responses has at least doubled since the start. Log the share of the most common one.
         new_word = commonest_new_word(answers_before, all_answers)
         _, _, new_word_share = new_word  # the word, its share before training, its share now
         metrics = {
@@ -1048,7 +1060,7 @@ def dialog_records(turns, answers, columns):
     for i, (turn, answer) in enumerate(zip(turns, answers)):
         record = {"last": turn.context[-1], "reference": turn.reference, "answer": answer}
         for name, values in columns.items():
-            record[name] = values[i]
+            record.setdefault(name, values[i])  # log_extra("answer", ...) does not replace the answer
         records.append(record)
     return records
 
@@ -1076,7 +1088,7 @@ def word_shares(texts):
 
 
 def commonest_new_word(texts_before, texts_after):
-    """The content word in most texts after training, among those that at least doubled.
+    """Of the content words whose share of the texts has at least doubled, the most common one.
 
     -> the word, its share of the texts before, its share after; "", 0, 0 if there is no such word
     """
@@ -1640,7 +1652,10 @@ def call_user_code(where, function, *inputs, **named_inputs):
 
 
 # Columns of the tables of samples: log_extra cannot add one of these names.
-SAMPLE_COLUMNS = {"update", "prompt", "task", "response", "reference", "ended", "score", "right"}
+SAMPLE_COLUMNS = {
+    *("update", "prompt", "task", "last", "response", "reference", "ended", "right"),
+    *("score", "scores", "intent", "intent_match", "meteor"),
+}
 
 
 class RewardFunctions:

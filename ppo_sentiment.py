@@ -93,15 +93,15 @@ class Args:
     model_name_or_path: str = "lvwerra/gpt2-imdb"  # the policy before PPO; also the reference
     reward_model_path: str = "lvwerra/distilbert-imdb"  # a classifier; it may use another tokenizer
     reward_label: str = "positive"  # the label whose logit is the reward: its name or number
-    reward_fn: list[str] | None = None  # FILE.py:function ... instead of the classifier; TRL's signature
-    reward_weights: list[float] | None = None  # of the functions of --reward-fn; None: 1 each
+    reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the classifier; called as TRL's are
+    reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
     judge_model_path: str | None = None  # a second classifier, not seen in training, for the final table
     value_model_path: str | None = None  # a critic with its own weights; None: a head on the policy
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
-    load_in_8bit: bool = False  # 8-bit frozen weights: with LoRA the base model, without it the reference
+    load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
-    compile: bool = False  # experimental: torch.compile, with CUDA graphs for sampling; never run on a GPU
+    compile: bool = False  # experimental: torch.compile, CUDA graphs for sampling; untested on GPUs
     lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
     lora_target_modules: str = "c_attn"  # layers that get an adapter: comma-separated names, or all-linear
@@ -111,7 +111,7 @@ class Args:
     min_text_length: int = 0  # use only reviews that are longer than this, in characters
     query_min_length: int = 2  # shortest prompt, in tokens
     query_max_length: int = 8  # longest prompt, in tokens; lengths are drawn uniformly, both ends included
-    response_min_length: int = 4  # smallest length limit: each response has its own, drawn uniformly (TRL)
+    response_min_length: int = 4  # each response has its own length limit: uniform from this on, as in TRL
     response_length: int = 16  # largest length limit, in tokens; EOS may end a response earlier
     stop_token: Literal["eos"] | None = "eos"  # end responses at EOS; None: only at their length limit
     stop_token_id: int | None = None  # end responses at this token id instead of EOS
@@ -144,7 +144,7 @@ class Args:
     learning_rate: float = 1.41e-5  # initial (or constant) learning rate
     optimizer: str = "torch.optim.Adam"  # dotted name: torch.optim.AdamW, bitsandbytes.optim.Adam8bit, ...
     adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "exponential"] = "constant"  # per update
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "exponential"] = "constant"  # set per update
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises from 0
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
 
@@ -162,7 +162,7 @@ RECIPES = {
         total_episodes=25_600,
         per_device_train_batch_size=32,
         num_mini_batches=4,
-        score_clip=4.0,  # a logit of 4 is P > 0.98: nothing is gained by raising it further
+        score_clip=4.0,  # at a logit of 4 the classifier is certain: more is not paid for
         learning_rate=5e-5,
         lr_scheduler_type="linear",
         kl_target=4.0,
@@ -177,7 +177,7 @@ RECIPES = {
 
 # ---- Math: pure functions of tensors -----------------------------------------------------------------------
 #
-# Shapes: B responses, C positions of the prompt, T positions of the response, V words in the vocabulary, H
+# Shapes: B responses, C positions of the prompt, T positions of the response, V tokens in the vocabulary, H
 # hidden units. A row of C + T tokens is a left-padded prompt and a right-padded response, here with C = 4
 # and T = 5:
 #
@@ -206,13 +206,14 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
     hidden [..., H], weight [V, H], tokens [...], bias [V] or None -> logprobs, entropies, fp32 [...], in
     nats. Only the log-probabilities have a gradient. ChunkedLogprobs (Part II) computes them in chunks of
-    rows, because all logits [N, V] would need too much memory.
+    rows, because the logits of all N tokens, [N, V], would need too much memory.
     """
     if bias is not None:
         bias = bias.clamp(min=-1e4)  # models may forbid a token by -inf, but p log p would be 0 * -inf = nan
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])  # [N, H]
     flat_tokens = tokens.reshape(-1)  # [N]
-    # In the forward of an autograd.Function, torch.is_grad_enabled() is always False. So it is passed in.
+    # ChunkedLogprobs keeps what a backward pass needs only if there will be one. Inside of an
+    # autograd.Function, torch.is_grad_enabled() is always False, so it is passed in.
     logprobs, entropies = ChunkedLogprobs.apply(
         flat_hidden, weight, flat_tokens, temperature, bias, torch.is_grad_enabled()
     )
@@ -301,8 +302,9 @@ def clipped_value_loss(values, old_values, returns, cliprange_value):
 def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
     """The KL coefficient after `episodes` responses with a mean KL of `kl` nats each.
 
-    Proportional control in log space (Ziegler et al. 2019, section 2.2): per `horizon` episodes the
-    coefficient grows or shrinks by at most about 20 %. -> float
+    A proportional controller (Ziegler et al. 2019, section 2.2). It multiplies the coefficient by 1 + x; for
+    small x this adds x to its logarithm. In `horizon` episodes the coefficient changes by about 20 % at most.
+    -> float
     """
     error = kl / target - 1
     error = min(max(error, -0.2), 0.2)
@@ -312,9 +314,10 @@ def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
 def sample_tokens(probs, uniforms):
     """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
 
-    Unlike torch.multinomial, each token depends only on its own uniform number, so the samples are the same
-    no matter how a batch is split. The search has two levels, first a block of 64 tokens and then the token
-    in it: an fp32 cumulative sum over the whole vocabulary would lose small probabilities.
+    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
+    same probabilities, the samples are the same no matter how a batch is split. The search has two levels,
+    first a block of 64 tokens and then the token in it: an fp32 cumulative sum over the whole vocabulary
+    would lose small probabilities.
     """
     almost_one = 1 - 2**-23  # so that rounding cannot select past the last token
     padding = -probs.shape[1] % 64  # to a multiple of 64
@@ -396,8 +399,8 @@ def response_logprobs(lm, ids, mask, T, temperature):
     hidden = hidden_states(body, ids, mask)
     hidden = hidden[:, -T - 1 : -1]  # the state at position t - 1 predicts token t
     tokens, valid = ids[:, -T:], mask[:, -T:]
-    # Only valid tokens go through the output layer, which is large. Both are [number of valid tokens].
-    valid_logprobs, valid_entropies = token_logprobs(
+    # The output layer is large, so only valid tokens go through it.
+    valid_logprobs, valid_entropies = token_logprobs(  # [number of valid tokens] each
         hidden[valid], head.weight, tokens[valid], temperature, head.bias
     )
     logprobs = torch.zeros(valid.shape, device=ids.device).masked_scatter(valid, valid_logprobs)
@@ -412,7 +415,7 @@ class PolicyAndValue(nn.Module):
         super().__init__()
         self.policy = policy
         self.reference = reference  # None: the policy without its LoRA adapter, or no reference at all
-        self.compiled_policy = None  # what samples instead of the policy with --compile
+        self.compiled_policy = None  # with --compile: a CompiledPolicy that samples in place of the policy
         self.critic = critic  # None: the value head reads the policy's hidden states
         if critic is None:
             hidden_size = body_and_head(policy)[1].weight.shape[1]
@@ -453,7 +456,7 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_token_id, tempera
         return generate_compiled(policy, ids, mask, max_new_tokens, uniforms, stop_token_id, temperature)
     B, T = uniforms.shape
     body, head = body_and_head(policy)
-    weight = cast_like_autocast(head.weight)  # once, not for each token
+    weight = cast_like_autocast(head.weight)  # to bf16 under autocast, once and not for each token
     cache = Cache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
     tokens = torch.zeros(B, T, dtype=torch.long, device=ids.device)
@@ -481,9 +484,10 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_token_id, tempera
 
 @torch.no_grad()
 def rollout(model, tokenizer, reward, reviews, prompt_batch, stop_token_id, args):
-    """Sample a response to each prompt, classify it, and compute the log-probabilities that PPO calls old.
+    """Sample a response to each prompt, score it, and compute the log-probabilities that PPO calls old.
 
-    reviews: where the prompts are from (list of B); prompt_batch: ids, bool mask [B, C], left-padded;
+    reward: RewardFunctions; reviews: where the prompts are from (list of B dicts: ids, and columns for
+    reward functions); prompt_batch: ids, bool mask [B, C], left-padded;
     max_new_tokens [B]; uniforms [B, T] -> dict of tensors [B, ...], prompts and responses (lists of B str)
     """
     prompt_ids, prompt_mask = prompt_batch["ids"], prompt_batch["mask"]
@@ -586,8 +590,9 @@ def train(args):
 
     # Every process evaluates all held-out prompts; only the main one shows the result.
     num_eval_prompts = min(args.num_eval_prompts, len(held_out_reviews))
-    # Drawn once, with all random numbers, so both evaluations use the same ones. A resumed run draws them
-    # again: they depend only on the seed and "held-out".
+    # The held-out prompts and their random numbers depend only on the seed, so the evaluations before and
+    # after training use the same ones, and so does a resumed run. This one is before run.restore: it measures
+    # the initial policy in a resumed run too.
     data_rows = stream_rows(len(held_out_reviews), start=0, count=num_eval_prompts, seed=args.seed)
     held_out_reviews = [held_out_reviews[row] for row in data_rows]
     held_out = draw_batch(held_out_reviews, args, "held-out")
@@ -603,7 +608,7 @@ def train(args):
     learner = make_learner(model, accelerator)
     optimizer = make_optimizer(args, trainable(learner))
     learner, optimizer = accelerator.prepare(learner, optimizer)
-    # name -> parameter. Ask again after prepare: if it shards the learner, it replaces the parameters.
+    # dict: name -> parameter. Only now, because prepare replaces the parameters if it shards the learner.
     parameters = trainable(accelerator.unwrap_model(learner))
     state = run.restore(parameters, optimizer, B)  # {"update": 0} in a new run; raises if B has changed
     copy_weights(parameters, model)
@@ -613,7 +618,7 @@ def train(args):
     for update in range(state["update"] + 1, updates + 1):
         # 1. Rollout. All random numbers are drawn for the global batch. Each process generates its share of
         #    the responses; then every process gets all of them. For a given B, the result does not depend
-        #    on the number of processes.
+        #    on the number of processes, up to rounding.
         start_time = time.time()
         model.eval()
         # The next B rows of an endless stream of shuffled epochs.
@@ -689,10 +694,12 @@ def train(args):
                         log_ratio = new_logprobs - old_logprobs
                         ratio = log_ratio.exp()
                         unclipped_value_loss = 0.5 * (new_values - mb_returns) ** 2
-                        # Without the next line, rounding in old + (new - old) would count as clipped.
+                        # clipped_value_loss computes old + clamp(new - old), which rounding makes differ from
+                        # new. So a value counts as clipped only if it moved by more than the range.
                         value_moved = (new_values - old_values).abs() > args.cliprange_value
-                        # approxkl compares the new policy with the old one, not with the reference. clipfrac
-                        # counts tokens whose loss the clipping changes, CleanRL's counts large ratios.
+                        # approxkl: KL between the old and the new policy, by k2 as in TRL (CleanRL uses k3).
+                        # clipfrac: tokens whose loss the clipping changes (CleanRL: all ratios outside of the
+                        # range).
                         token_metrics = {
                             "loss/policy_avg": policy_loss,
                             "loss/value_avg": value_loss,
@@ -730,8 +737,8 @@ def train(args):
         # of the full forward pass:
         sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
         lengths = b["lengths"].float()
-        # A policy that exploits its reward repeats the words that score best. So log the share of the word
-        # in most responses, of those words that at least doubled since the start.
+        # A policy that exploits its reward repeats the words that score best. Take the words whose share of
+        # the responses has at least doubled since the start. Log the share of the most common one.
         all_responses = accelerate.utils.gather_object(responses)  # of all processes
         new_word = commonest_new_word(responses_before, all_responses)
         _, _, new_word_share = new_word  # the word, its share before training, its share now
@@ -848,8 +855,8 @@ def to_records(prompts, responses, scores, extra):
 def distinct_bigrams(texts):
     """Different pairs of neighboring words / all pairs, in all texts (distinct-2, Li et al. 2016). -> float
 
-    It falls if a policy repeats itself, even if no two responses are equal. It also falls with the number of
-    texts, so compare equal numbers only.
+    It falls if a policy repeats itself, even if no two responses are equal. It also falls as the number of
+    texts grows, so compare only equal numbers of texts.
     """
     pairs = []
     for text in texts:
@@ -881,7 +888,7 @@ def word_shares(texts):
 
 
 def commonest_new_word(texts_before, texts_after):
-    """The content word in most texts after training, among those that at least doubled.
+    """Of the content words whose share of the texts has at least doubled, the most common one.
 
     -> the word, its share of the texts before, its share after; "", 0, 0 if there is no such word
     """
@@ -1470,7 +1477,10 @@ def call_user_code(where, function, *inputs, **named_inputs):
 
 
 # Columns of the tables of samples: log_extra cannot add one of these names.
-SAMPLE_COLUMNS = {"update", "prompt", "task", "response", "reference", "ended", "score", "right"}
+SAMPLE_COLUMNS = {
+    *("update", "prompt", "task", "last", "response", "reference", "ended", "right"),
+    *("score", "scores", "intent", "intent_match", "meteor"),
+}
 
 
 class RewardFunctions:

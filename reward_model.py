@@ -473,7 +473,7 @@ def train(args):
     learner = make_learner(model, accelerator)
     optimizer = make_optimizer(args, trainable(learner))
     learner, optimizer = accelerator.prepare(learner, optimizer)
-    # name -> parameter. Ask again after prepare: if it shards the learner, it replaces the parameters.
+    # dict: name -> parameter. Only now, because prepare replaces the parameters if it shards the learner.
     parameters = trainable(accelerator.unwrap_model(learner))
     state = run.restore(parameters, optimizer, B)  # {"update": 0} in a new run
 

@@ -10,13 +10,14 @@ If you know PPO from ppo_sentiment.py, this is what changes:
    reference model, a frozen copy of the policy before RLOO. With --kl-in-loss, it is a term of the loss
    instead, as in GRPO.
 4. The score comes from a reward model that was trained on pairs of summaries (reward_model.py), or is the
-   weighted sum of what your own functions return (--reward-fn). Responses without a stop token lose
-   missing_eos_penalty, which is what teaches the policy to stop. Prompts are texts, or chats.
+   weighted sum of what your own functions return (--reward-fn). If a response has no stop token, its score is
+   lower by --missing-eos-penalty (1 in all recipes). That teaches the policy to stop. Prompts are texts, or
+   chats.
 5. A policy can learn to please the reward model without getting better. So in the end a judge compares
    summaries of held-out posts with reference summaries, and the result is a win rate (`win_rate`).
 
     python rloo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
-    python rloo_tldr.py --learning_rate 3e-6        # tiny with one change; flags are TRL 0.11's
+    python rloo_tldr.py --learning-rate 2e-4        # tiny with one change; every field of Args is a flag
     python rloo_tldr.py tldr-pythia-1b              # the published experiment, from the Hub
     accelerate launch rloo_tldr.py tldr-pythia-1b   # on N GPUs, with N times the batch
     python rloo_tldr.py --resume latest             # continue a run that was stopped, bit for bit
@@ -75,7 +76,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 @dataclass
 class Args:
-    """The defaults follow the RLOO page of TRL 0.11."""
+    """The defaults follow the RLOO page of TRL 0.11. Without a recipe or a model, tiny is run."""
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # set from the first word of the command line
@@ -90,28 +91,29 @@ class Args:
     # Models
     model_name_or_path: str = "EleutherAI/pythia-1b-deduped"  # tokenizer; policy if sft_model_path is None
     sft_model_path: str | None = None  # initial policy; the reference is a frozen copy of it
-    reward_model_path: str = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"  # has one output
-    reward_fn: list[str] | None = None  # instead: FILE.py:function ..., each f(completions, **columns)
+    reward_model_path: str = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"  # classifier with 1 output
+    reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the reward model; called as TRL's
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
     bf16: bool = False  # the same as --dtype bfloat16 (TRL's spelling)
-    load_in_8bit: bool = False  # 8-bit frozen weights: with LoRA the base model, without it the reference
+    load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
-    compile: bool = False  # experimental: torch.compile, with CUDA graphs for sampling; never run on a GPU
+    compile: bool = False  # experimental: torch.compile, CUDA graphs for sampling; untested on GPUs
     lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
     lora_target_modules: str = "all-linear"  # layers with an adapter: comma-separated names, or all-linear
 
     # Data
     dataset_name: str = "trl-lib/tldr"  # columns prompt, completion: texts, or chats (lists of messages)
-    max_prompt_length: int = 512  # posts with more tokens are skipped; the limit of N+, detail 2
+    max_prompt_length: int = 512  # posts with more tokens are skipped
     response_length: int = 53  # longest response, in tokens
     stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
     stop_token_id: int | None = None  # end responses at this token id only, instead of --stop-token
     temperature: float = 0.7  # sampling temperature; all log-probabilities use it too
 
-    # Batch: per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches x processes
+    # Responses per update = per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches
+    # x processes. Prompts per update = responses per update / rloo_k.
     total_episodes: int = 1_000_000  # number of responses in the whole run, rounded up to whole batches
     per_device_train_batch_size: int = 8  # responses per forward and backward pass on one process
     gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
@@ -123,9 +125,7 @@ class Args:
     rloo_k: int = 2  # responses per prompt; 2 or more
     kl_coef: float = 0.05  # KL penalty coefficient
 
-    # In the reward, k1 leads to the gradient of KL(policy || reference) of whole responses. In the loss, the
-    # KL is per token, given the tokens before it. On average over samples of the current policy, k2 then has
-    # the gradient of KL(policy || reference), k3 that of KL(reference || policy), and k1 has none.
+    # Why k1 for a KL in the reward, and k2 or k3 for a KL in the loss: see kl_per_token.
     kl_in_loss: bool = False  # the KL is a term of the loss, not of the reward; needs k2 or k3
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1 in the reward; k2 or k3 (as in GRPO) in the loss
     missing_eos_penalty: float | None = None  # subtracted from the score of a response without a stop token
@@ -133,10 +133,10 @@ class Args:
     whiten_rewards: bool = False  # rescale rewards to std 1 (the baseline removes their mean)
     cliprange: float = 0.2  # epsilon of the clipped policy loss
 
-    # Judge
+    # Judge: judge_model if there is one, or judge_fn, or the reward itself
     num_examples: int = 256  # number of held-out posts whose summaries are judged, before and after
     judge_fn: str | None = None  # FILE.py:function like --reward-fn; the response with the higher score wins
-    judge_model: str | None = None  # reward model (folder) or chat model; None: judge_fn, or else the reward
+    judge_model: str | None = None  # an existing folder: a reward model; any other name: a chat model
     judge_url: str | None = None  # server of the chat model; None: OpenAI if its key is set, or Hugging Face
 
     # Optimizer
@@ -168,14 +168,14 @@ RECIPES = {
         num_examples=300,
         num_sample_generations=3,
     ),
-    "pythia-14m": Args(  # TRL's first command. It checks that all runs: this reward model has a random head
+    "pythia-14m": Args(  # TRL's first command, a test only: its reward model has a random head
         model_name_or_path="EleutherAI/pythia-14m",
         reward_model_path="EleutherAI/pythia-14m",
         total_episodes=10_000,
         per_device_train_batch_size=64,
         missing_eos_penalty=1.0,
     ),
-    "tldr-pythia-1b": Args(  # TRL's second command, with the epsilon of the N+ paper
+    "tldr-pythia-1b": Args(  # TRL's second command, with Adam's epsilon of Huang et al. 2024
         sft_model_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
         num_ppo_epochs=2,
         num_mini_batches=2,
@@ -192,7 +192,7 @@ RECIPES = {
 # ---- Math: pure functions of tensors -----------------------------------------------------------------------
 #
 # Shapes: P prompts with k responses each make B = k * P rows. C positions of the prompt, T positions of the
-# response, V words in the vocabulary, H hidden units. Rows are ordered as in TRL: the first responses to all
+# response, V tokens in the vocabulary, H hidden units. Rows are ordered as in TRL: the first responses to all
 # prompts, then the second ones, ... So rows r, P + r, 2 P + r, ... are the group of prompt r. A row of C + T
 # tokens is a left-padded prompt and a right-padded response, here with C = 4 and T = 5:
 #
@@ -200,8 +200,12 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "DR:" predicts "My".
 #
-# Each reward function gives a response a number, rewards/NAME; the sum of these is its score. What RLOO
-# maximizes, the reward, is the score minus the KL penalty.
+# From reward functions to the reward, per response:
+#
+#     rewards/NAME   what one reward function returns
+#     raw score      their weighted sum, b["scores"]; logged as env/reward_mean
+#     score          the raw score, clipped, minus the penalty for a missing EOS; logged as objective/scores
+#     reward         the score minus the KL penalty, which RLOO maximizes (with --kl-in-loss, the score)
 
 
 def response_lengths(tokens, stop_token_id):
@@ -224,13 +228,14 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
     hidden [..., H], weight [V, H], tokens [...], bias [V] or None -> logprobs, entropies, fp32 [...], in
     nats. Only the log-probabilities have a gradient. ChunkedLogprobs (Part II) computes them in chunks of
-    rows, because all logits [N, V] would need too much memory.
+    rows, because the logits of all N tokens, [N, V], would need too much memory.
     """
     if bias is not None:
         bias = bias.clamp(min=-1e4)  # models may forbid a token by -inf, but p log p would be 0 * -inf = nan
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])  # [N, H]
     flat_tokens = tokens.reshape(-1)  # [N]
-    # In the forward of an autograd.Function, torch.is_grad_enabled() is always False. So it is passed in.
+    # ChunkedLogprobs keeps what a backward pass needs only if there will be one. Inside of an
+    # autograd.Function, torch.is_grad_enabled() is always False, so it is passed in.
     logprobs, entropies = ChunkedLogprobs.apply(
         flat_hidden, weight, flat_tokens, temperature, bias, torch.is_grad_enabled()
     )
@@ -240,9 +245,12 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 def kl_per_token(logprobs, ref_logprobs, estimator):
     """Estimates of KL(policy || reference) from samples of the policy, in nats, any shape (Schulman 2020).
 
-    k1 is unbiased; k2 is biased, but never negative; k3 is unbiased and never negative. As part of a reward,
-    which is held constant, only k1 leads to the gradient of the KL. As a loss, k1 has no gradient on average,
-    k2 has that of KL(policy || reference), and k3 that of KL(reference || policy).
+    As numbers: k1 is unbiased, k2 is biased but never negative, k3 is unbiased and never negative.
+    In a reward, which is a constant: only k1 gives the policy gradient of KL(policy || reference).
+    In a loss, which is differentiated, the average gradient over samples of the current policy is
+        k1  0
+        k2  that of KL(policy || reference), per token
+        k3  that of KL(reference || policy), per token
     """
     log_ratio = logprobs - ref_logprobs
     if estimator == "k1":
@@ -273,10 +281,11 @@ def rloo_advantages(rewards, rloo_k):
     Kool et al. 2019; Ahmadian et al. 2024, section 3. Unlike GRPO, this does not divide by the standard
     deviation of the group, which would blow up differences between rewards that are almost equal.
     """
-    rewards = rewards.float().view(rloo_k, -1)  # [k, P]
+    # fp64, because in fp32 rounding would give groups with equal rewards advantages that are not exactly 0.
+    rewards = rewards.double().view(rloo_k, -1)  # [k, P]
     sum_of_others = rewards.sum(0) - rewards  # [k, P]
     baselines = sum_of_others / (rloo_k - 1)
-    return (rewards - baselines).flatten()
+    return (rewards - baselines).flatten().float()
 
 
 def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
@@ -291,9 +300,10 @@ def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
 def sample_tokens(probs, uniforms):
     """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
 
-    Unlike torch.multinomial, each token depends only on its own uniform number, so the samples are the same
-    no matter how a batch is split. The search has two levels, first a block of 64 tokens and then the token
-    in it: an fp32 cumulative sum over the whole vocabulary would lose small probabilities.
+    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
+    same probabilities, the samples are the same no matter how a batch is split. The search has two levels,
+    first a block of 64 tokens and then the token in it: an fp32 cumulative sum over the whole vocabulary
+    would lose small probabilities.
     """
     almost_one = 1 - 2**-23  # so that rounding cannot select past the last token
     padding = -probs.shape[1] % 64  # to a multiple of 64
@@ -375,8 +385,8 @@ def response_logprobs(lm, ids, mask, T, temperature):
     hidden = hidden_states(body, ids, mask)
     hidden = hidden[:, -T - 1 : -1]  # the state at position t - 1 predicts token t
     tokens, valid = ids[:, -T:], mask[:, -T:]
-    # Only valid tokens go through the output layer, which is large. Both are [number of valid tokens].
-    valid_logprobs, valid_entropies = token_logprobs(
+    # The output layer is large, so only valid tokens go through it.
+    valid_logprobs, valid_entropies = token_logprobs(  # [number of valid tokens] each
         hidden[valid], head.weight, tokens[valid], temperature, head.bias
     )
     logprobs = torch.zeros(valid.shape, device=ids.device).masked_scatter(valid, valid_logprobs)
@@ -385,13 +395,13 @@ def response_logprobs(lm, ids, mask, T, temperature):
 
 
 class PolicyAndReference(nn.Module):
-    """The policy, and perhaps a reference model. The forward pass, which DDP wraps, is the policy's."""
+    """The policy, and its reference model if it needs one. DDP wraps forward, that of the policy."""
 
     def __init__(self, policy, reference=None):
         super().__init__()
         self.policy = policy
-        self.reference = reference  # None: the policy without its LoRA adapter, or no reference at all
-        self.compiled_policy = None  # what samples instead of the policy with --compile
+        self.reference = reference  # None: the policy without its LoRA adapter, or none is needed
+        self.compiled_policy = None  # with --compile: a CompiledPolicy that samples in place of the policy
 
     def forward(self, ids, mask, T, temperature):
         """Returns logprobs and entropies of the responses, fp32 [B, T] each, 0 where masked."""
@@ -420,7 +430,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
         return generate_groups_compiled(policy, ids, mask, uniforms, stop_ids, temperature)
     P, k, T = uniforms.shape
     body, head = body_and_head(policy)
-    weight = cast_like_autocast(head.weight)  # once, not for each token
+    weight = cast_like_autocast(head.weight)  # to bf16 under autocast, once and not for each token
     cache = Cache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [P, H]
 
@@ -506,8 +516,8 @@ def sample_responses(policy, tokenizer, prompt_batch, stop_ids, args):
 def rollout_groups(model, tokenizer, reward, posts, prompt_batch, stop_ids, args):
     """Sample k responses to each post, score them, and compute old and reference log-probabilities.
 
-    posts: P dicts with prompt and columns, for reward functions; prompt_batch, stop_ids: as in
-    sample_responses. Returns
+    reward: RewardFunctions; posts: P dicts with prompt (str or chat) and columns, for reward functions;
+    prompt_batch, stop_ids: as in sample_responses. Returns
     - the dict of sample_responses, and in it
         rewards/NAME [k * P]     of each reward function; nan: it does not apply to this response
         scores [k * P]           their weighted sum
@@ -524,9 +534,9 @@ def rollout_groups(model, tokenizer, reward, posts, prompt_batch, stop_ids, args
     b["scores"] = weighted_sum(rewards, args.reward_weights)  # [k * P]
     b |= {f"rewards/{name}": values for name, values in rewards.items()}
 
-    # This is the forward pass of the update, in micro-batches of the same shape, and dropout is 0. So until
-    # the first optimizer step the ratio is 1, up to rounding. Log-probabilities from generation differ more,
-    # and the sum over a response adds these differences up.
+    # Old log-probabilities come from a forward pass like that of the update, in micro-batches of the same
+    # shape and without dropout. So until the first optimizer step the ratio is 1, up to rounding. Those from
+    # generation differ more, and the sum over a response adds the differences up.
     b["logprobs"] = torch.zeros_like(b["sampling_logprobs"])  # [k * P, T]
     b["ref_logprobs"] = torch.zeros_like(b["sampling_logprobs"])
     num_rows, T = b["logprobs"].shape
@@ -590,6 +600,7 @@ def train(args):
         judge = load_summary_judge(args, tokenizer, reward, judge_functions, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device))
 
+    # What the progress bar shows: label -> metric.
     status = {"score": "objective/scores", "KL": "objective/kl", "ended": "val/num_eos_tokens"}
     run = Run(args, accelerator, updates, status)
     run.print_setup(f"{policy_name} on {args.dataset_name}", model)
@@ -602,8 +613,9 @@ def train(args):
 
     # Every process summarizes all held-out posts; only the main one has a judge and shows the result.
     held_out_posts = choose_held_out(held_out_posts, args)
-    # The prompts, and the random numbers for one summary of each. Both evaluations use the same ones. So does
-    # a resumed run: they depend only on the seed and "held-out".
+    # The prompts, and the random numbers for one summary of each. They depend only on the seed, so the
+    # evaluations before and after training use the same ones, and so does a resumed run. This one is before
+    # run.restore: it measures the initial policy in a resumed run too.
     held_out = draw_groups(held_out_posts, 1, args, "held-out")
     held_out = {name: x.to(device) for name, x in held_out.items()}
     with autocast:
@@ -617,7 +629,7 @@ def train(args):
     learner = make_learner(model, accelerator)
     optimizer = make_optimizer(args, trainable(learner))
     learner, optimizer = accelerator.prepare(learner, optimizer)
-    # name -> parameter. Ask again after prepare: if it shards the learner, it replaces the parameters.
+    # dict: name -> parameter. Only now, because prepare replaces the parameters if it shards the learner.
     parameters = trainable(accelerator.unwrap_model(learner))
     state = run.restore(parameters, optimizer, B)  # {"update": 0} in a new run; raises if B has changed
     copy_weights(parameters, model)
@@ -626,9 +638,10 @@ def train(args):
     for update in range(state["update"] + 1, updates + 1):
         # 1. Rollout. All random numbers are drawn for the global batch. Each process generates all k
         #    responses to its share of the prompts; then every process gets all responses. For a given B, the
-        #    result does not depend on the number of processes.
+        #    result does not depend on the number of processes, up to rounding.
         start_time = time.time()
         model.eval()
+        # The next P posts of an endless stream: the data set is shuffled again after each pass.
         data_rows = stream_rows(len(train_posts), start=(update - 1) * P, count=P, seed=args.seed)
         posts = [train_posts[row] for row in data_rows.tolist()]  # list of P
         prompt_batch = draw_groups(posts, k, args, update)  # ids, mask [P, C]; uniforms [P, k, T]
@@ -637,7 +650,8 @@ def train(args):
         trainer_state.global_step = update - 1
         with autocast:
             local, responses = rollout_groups(model, tokenizer, reward, posts, prompt_batch, stop_ids, args)
-        # Only logged. If it falls while the scores rise, the policy over-optimizes the reward.
+        # The score of --judge-fn is only logged. If it falls while the reward's score rises, the policy
+        # over-optimizes the reward.
         if judge_functions is not None:
             local["judge_scores"] = score_texts(judge_functions, tokenizer, posts * k, responses)
         # b: the rollouts of all processes, [B, ...] each
@@ -670,7 +684,8 @@ def train(args):
 
         # 5. Update. Minibatches are drawn from the global batch; each process trains on its share, n rows at
         #    a time. The loss is the sum over this process's responses, divided by the number of responses in
-        #    the minibatch on all processes. So the gradient does not depend on how a minibatch is split.
+        #    the minibatch on all processes. So the gradient does not depend on how a minibatch is split,
+        #    up to rounding.
         learner.train()  # dropout is 0; this switches on gradient checkpointing
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, update, updates)
@@ -744,8 +759,8 @@ def train(args):
         sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
         score_std_of_groups = b["scores"].view(k, P).std(0, correction=0)  # [P]
         lengths = b["lengths"].float()
-        # A policy that exploits its reward repeats the words that score best. So log the share of the word
-        # in most responses, of those words that at least doubled since the start.
+        # A policy that exploits its reward repeats the words that score best. Take the words whose share of
+        # the responses has at least doubled since the start. Log the share of the most common one.
         all_responses = accelerate.utils.gather_object(responses)  # of all processes
         new_word = commonest_new_word(responses_before, all_responses)
         _, _, new_word_share = new_word  # the word, its share before training, its share now
@@ -822,7 +837,9 @@ def add_sums(sums, metrics):
 def evaluate_summaries(model, tokenizer, reward, judge, posts, prompt_batch, stop_ids, args):
     """Summarize the held-out posts, with the same random numbers before and after training.
 
-    judge: of load_summary_judge; None: no win rate -> metrics (dict of floats), and the summary_records
+    posts: list of P dicts (load_posts); prompt_batch: of draw_groups, with k = 1; judge: of
+    load_summary_judge, or None for no win rate.
+    Returns metrics (dict of floats), and one record per post (summary_records).
     """
     model.eval()
     b, responses = rollout_groups(model, tokenizer, reward, posts, prompt_batch, stop_ids, args)
@@ -894,8 +911,8 @@ def summary_records(posts, responses, b, extra):
 def distinct_bigrams(texts):
     """Different pairs of neighboring words / all pairs, in all texts (distinct-2, Li et al. 2016). -> float
 
-    It falls if a policy repeats itself, even if no two responses are equal. It also falls with the number of
-    texts, so compare equal numbers only.
+    It falls if a policy repeats itself, even if no two responses are equal. It also falls as the number of
+    texts grows, so compare only equal numbers of texts.
     """
     pairs = []
     for text in texts:
@@ -927,7 +944,7 @@ def word_shares(texts):
 
 
 def commonest_new_word(texts_before, texts_after):
-    """The content word in most texts after training, among those that at least doubled.
+    """Of the content words whose share of the texts has at least doubled, the most common one.
 
     -> the word, its share of the texts before, its share after; "", 0, 0 if there is no such word
     """
@@ -1530,7 +1547,10 @@ def call_user_code(where, function, *inputs, **named_inputs):
 
 
 # Columns of the tables of samples: log_extra cannot add one of these names.
-SAMPLE_COLUMNS = {"update", "prompt", "task", "response", "reference", "ended", "score", "right"}
+SAMPLE_COLUMNS = {
+    *("update", "prompt", "task", "last", "response", "reference", "ended", "right"),
+    *("score", "scores", "intent", "intent_match", "meteor"),
+}
 
 
 class RewardFunctions:

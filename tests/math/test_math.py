@@ -538,6 +538,13 @@ def test_rloo_advantages_edges():
     assert rloo.rloo_advantages(x.bfloat16(), 2).dtype is torch.float32
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.2, 0.7, 1.2, 1.3841])
+def test_rloo_advantages_of_equal_rewards_are_exactly_0(reward):
+    """In fp32, rounding would leave some."""
+    for k in (2, 3, 4, 8):
+        assert rloo.rloo_advantages(torch.full((k,), reward), k).tolist() == [0.0] * k
+
+
 # ---- Preferences -------------------------------------------------------------------------------------------
 
 

@@ -151,6 +151,12 @@ def test_a_prompt_is_the_end_of_a_dialog(script, count, max_length, prompt):
     assert script.context_ids([[1, 2], [3], [4, 5, 6], [7]], args) == prompt
 
 
+def test_a_bos_that_fills_the_prompt_leaves_no_room(script):
+    """Not all of the last utterance: its last 0 tokens are none."""
+    args = script.Args(num_context_utterances=3, max_prompt_length=1)
+    assert script.context_ids([[1, 2], [3]], args, bos=[9]) == [9]
+
+
 def test_a_long_utterance_loses_its_beginning(script):
     """If the last utterance alone is too long, its end is the prompt."""
     args = script.Args(num_context_utterances=3, max_prompt_length=4)

@@ -526,6 +526,19 @@ def second(completions, log_metric, log_extra, **columns):
 """
 
 
+def test_log_extra_does_not_replace_the_answers_of_a_dialog(scripts, small, tmp_path):
+    source = """
+def score(completions, log_extra, **columns):
+    log_extra("answer", ["another text"] * len(completions))
+    return [0.0] * len(completions)
+"""
+    functions = function_file(tmp_path, source, "score")
+    flags = dict(total_episodes=8, num_sample_generations=1, reward_fn=functions)
+    _, folder = scripts["ppo_dialog"].train(small("ppo_dialog", **flags))
+    answers = [row["answer"] for row in rows_of(folder, "samples.jsonl")]
+    assert answers and "another text" not in answers
+
+
 @pytest.mark.parametrize("name", RL)
 def test_what_functions_log(scripts, small, monkeypatch, tmp_path, name):
     """Metrics are means over the calls of log_metric in an update's rollout. Columns are in the samples."""
