@@ -275,9 +275,9 @@ EXERCISES = {
             ("the rows are read prompt by prompt", "view(rloo_k, -1)", "view(-1, rloo_k).T"),
             (
                 "rows next to each other are taken for a group",
-                "rewards = rewards.float().view(rloo_k, -1)  # [k, P]\n"
+                "rewards = rewards.double().view(rloo_k, -1)  # [k, P]\n"
                 "    sum_of_others = rewards.sum(0) - rewards",
-                "rewards = rewards.float().view(-1, rloo_k)\n"
+                "rewards = rewards.double().view(-1, rloo_k)\n"
                 "    sum_of_others = rewards.sum(1, keepdim=True) - rewards",
             ),
             (
