@@ -195,13 +195,17 @@ def run(command, threads, log):
 
 # ---- Contestants -------------------------------------------------------------------------------------------------------
 def flags_of(options):
-    """{"a_b": 1} -> ["--a-b", "1"]; True and False are switches."""
-    words = [
-        [f"--{k.replace('_', '-')}"] + ([str(v)] if v is not True else [])
-        for k, v in options.items()
-        if v is not False
-    ]
-    return [word for pair in words for word in pair]
+    """{"a_b": 1, "c": ["x", "y"]} -> ["--a-b", "1", "--c", "x", "y"]; True and False are switches."""
+    words = []
+    for name, value in options.items():
+        if value is False:
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, list):
+            words += value
+        elif value is not True:
+            words.append(str(value))
+    return words
 
 
 def our_command(job, changes, models, rows, batches, out, root=ROOT):

@@ -26,6 +26,8 @@ def test_our_command_is_the_job(name, scripts, tmp_path):
         script, flags = words[place], words[place + 1 :]
         args = scripts[script.stem].parse_args(list(map(str, flags)))
         assert args.dtype == changes.get("dtype", "float32") and args.save_every == 0
+        for function in getattr(args, "reward_fn", None) or []:
+            assert Path(function.split(":")[0]).exists()
         if "batch" in job:
             local_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
             assert (
