@@ -1,7 +1,8 @@
 """Does report.py name the true cause of a failed run, and is it silent about healthy ones?
 
     python benchmarks/diagnose.py run --only healthy --jobs 2    # the runs that are not there yet, whole runs
-    python benchmarks/diagnose.py findings                       # prints what report.py says of each run
+    python benchmarks/diagnose.py findings --only unseen         # prints what report.py says of each run
+    python benchmarks/diagnose.py findings --only unseen --save causes.jsonl    # for somebody who judges it
 
 healthy: runs with other seeds and flags than those on which the limits of report.py were chosen. What report.py
 finds in them is a false alarm.
@@ -130,12 +131,17 @@ def run_all(only, jobs):
                 print(error, flush=True)
 
 
-def print_findings(only):
-    """What report.py says of each run that is there: its titles, and the first three causes."""
+def print_findings(only, save=None):
+    """What report.py says of each run that is there: its titles, and the first three causes.
+
+    save: a file for lines with the name, the true cause and these three
+    """
     sys.path.insert(0, str(ROOT))
     import report
 
+    true_causes = {} if only == "healthy" else {fault["name"]: fault["cause"] for fault in read_faults(only)}
     num_runs, num_silent = 0, 0
+    lines = []
     for name, *_ in all_runs(only):
         folder = FOLDER / "runs" / name
         if not (folder / "args.json").exists():
@@ -144,10 +150,13 @@ def print_findings(only):
         num_runs += 1
         num_silent += not findings
         print(f"{name}: {'; '.join(finding.title for finding in findings) or 'nothing'}")
-        causes = [cause for finding in findings for cause in finding.causes]
-        for i, cause in enumerate(causes[:3], 1):
+        causes = [cause for finding in findings for cause in finding.causes][:3]
+        for i, cause in enumerate(causes, 1):
             print(f"    {i}. {cause}")
+        lines.append({"name": name, "true cause": true_causes.get(name), "causes": causes})
     print(f"nothing found in {num_silent} of {num_runs} runs")
+    if save is not None:
+        save.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":
@@ -155,8 +164,9 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=["run", "findings"])
     parser.add_argument("--only", choices=["healthy", "unseen", "faults"], required=True)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--save", type=Path, help="with findings: write them to this file, too")
     flags = parser.parse_args()
     if flags.what == "run":
         run_all(flags.only, flags.jobs)
     else:
-        print_findings(flags.only)
+        print_findings(flags.only, flags.save)

@@ -22,6 +22,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -112,7 +113,9 @@ def print_power(job, seeds):
     from parity_jobs import JOBS
 
     rows = [row for row in read(job) if row["seed"] in seeds]
-    sides = sorted({row["side"] for row in rows})
+    counts = Counter(row["side"] for row in rows)
+    sides = sorted(side for side in counts if counts[side] > 1)  # one run has no spread
+    rows = [row for row in rows if row["side"] in sides]
     for metric in JOBS[job].tested:
         start = mean(row["curve"][0][metric] for row in rows)
         gain = mean(row["final"][metric] for row in rows) - start
