@@ -14,6 +14,7 @@ import argparse
 import gzip
 import json
 import math
+import os
 import re
 import sys
 from collections import Counter
@@ -276,6 +277,9 @@ def find_problems(run):
         check_kl_sign,
         check_first_kl,
         check_endings,
+        check_prompts,
+        check_no_step,
+        check_same_answers,
         check_first_update,
         check_rewards_differ,
         check_gradient,
@@ -287,6 +291,7 @@ def find_problems(run):
         check_band,
         # Consequences: many faults lead to them.
         check_score,
+        check_gain,
         check_words,
         check_kl_target,
         check_entropy,
@@ -511,21 +516,47 @@ def check_rewards_differ(run):
     return None
 
 
+def check_prompts(run):
+    """Prompts of samples.jsonl are those of the data, prompts of tokens.jsonl are what the policy read."""
+    of_data = [row["prompt"].rstrip() for row in run.samples if isinstance(row.get("prompt"), str)]
+    read = [row["prompt"].rstrip() for row in run.tokens if isinstance(row.get("prompt"), str)]
+    if len(set(of_data)) < 3 or not read:
+        return None
+    end = os.path.commonprefix([text[::-1] for text in of_data])[::-1]
+    missing = mean(not text.endswith(end) for text in read)
+    if len(end.strip()) < 4 or missing < 0.5:
+        return None
+    return Finding(
+        "The policy does not read the end of its prompts",
+        f"All prompts of the data end with {end.strip()!r}, but {missing:.0%} of the saved prompts that the "
+        "policy read do not.",
+        [
+            "prompts that are too long lose their end instead of their beginning: the truncation side",
+            "the prompts are shortened twice, or padded on the wrong side",
+        ],
+        "prompts-without-end",
+    )
+
+
+def check_no_step(run):
+    moved = run.values("policy/approxkl_avg")
+    if not moved or max(moved) >= 1e-9 or not takes_several_steps(run):
+        return None
+    return Finding(
+        "The policy does not move",
+        f"The new policy equals the old one in every update: approximate KL at most {max(moved):.1g}.",
+        [
+            "the learning rate is 0 or far too small",
+            "the policy is frozen, or the optimizer holds another copy: is the reference the same object?",
+            "all advantages are 0",
+        ],
+        "policy-does-not-move",
+    )
+
+
 def check_step_size(run):
     variance = run.values("val/ratio_var")
     clipped = run.values("policy/clipfrac_avg")
-    moved = run.values("policy/approxkl_avg")
-    if moved and max(moved) < 1e-9 and takes_several_steps(run):
-        return Finding(
-            "The policy does not move",
-            f"The new policy equals the old one in every update: approximate KL at most {max(moved):.1g}.",
-            [
-                "the learning rate is 0 or far too small",
-                "the optimizer does not hold the parameters that are used: another copy, or frozen",
-                "all advantages are 0",
-            ],
-            "policy-does-not-move",
-        )
     evidence = []
     if variance and mean(variance) > 0.5:
         evidence.append(
@@ -619,6 +650,30 @@ def check_score(run):
     return Finding("The score does not rise", f"{evidence}.", causes, "score-does-not-rise")
 
 
+def check_gain(run):
+    """With other flags, less than half of what healthy runs gain is a finding. Rewards must be the same."""
+    band = run.band.get("objective/scores")
+    gain, (early, late) = score_gain(run), early_and_late(run, "objective/scores")
+    if band is None or gain is None or len(run.metrics) < 10 or has_flags_of_band(run):
+        return None
+    if check_score(run) is not None or any(
+        word in text for text in unusual_flags(run) for word in REWARD_FLAGS
+    ):
+        return None
+    usual = part_mean(band["50"], 0.8, 1) - band["50"][0]
+    if usual <= 0 or late - early > 0.5 * usual:
+        return None
+    return Finding(
+        "The score rises less than with the usual flags",
+        f"By {late - early:.3g}; the median of healthy runs: by {usual:.3g}.",
+        ["the KL penalty is too strong", "the learning rate is too low, or the run too short"],
+        "score-does-not-rise",
+    )
+
+
+REWARD_FLAGS = ("reward", "weight", "score", "judge", "dataset", "model")  # their scores cannot be compared
+
+
 def check_judge(run):
     """A judge that the policy is not trained on, before and after."""
     before, after = run.evaluation.get("before") or {}, run.evaluation.get("after") or {}
@@ -643,23 +698,29 @@ def check_judge(run):
     return None
 
 
-def check_held_out(run):
-    """What is learned on the training prompts must show on others, and responses must change at all."""
-    pairs = [pair for pair in run.pairs if None not in (pair["score"], pair["score after"])]
-    if len(pairs) < 50:
+def check_same_answers(run):
+    if len(run.pairs) < 50 or check_no_step(run) is not None:  # which says the same
         return None
-    same = mean(pair["before"] == pair["after"] for pair in pairs)
-    if same > 0.95:
-        return Finding(
-            "The policy does not change",
-            f"{same:.0%} of the held-out responses are the same after training as before.",
-            [
-                "the steps are too small: the learning rate, the optimizer, or weights that round them away",
-                "the optimizer does not hold the parameters that are used: another copy, or frozen",
-                "all advantages are 0, or no gradient reaches the policy",
-            ],
-            "policy-does-not-change",
-        )
+    same = mean(pair["before"] == pair["after"] for pair in run.pairs)
+    if same <= 0.95:
+        return None
+    return Finding(
+        "The policy does not change",
+        f"{same:.0%} of the held-out responses are the same after training as before.",
+        [
+            "the steps are too small: the learning rate, the optimizer, or weights that round them away",
+            "the policy is frozen, or the optimizer holds another copy of its parameters",
+            "all advantages are 0, or no gradient reaches the policy",
+        ],
+        "policy-does-not-change",
+    )
+
+
+def check_held_out(run):
+    """What is learned on the training prompts must show on others."""
+    pairs = [pair for pair in run.pairs if None not in (pair["score"], pair["score after"])]
+    if len(pairs) < 50 or check_same_answers(run) is not None:  # the same answers have the same scores
+        return None
     train_before, train_after = early_and_late(run, "env/reward_mean")
     if train_before is None:
         return None
@@ -996,7 +1057,8 @@ SAMPLING = [
 ]
 STOPPING = ["the stop token: forbidden, another one, or cut off", "the limit of the response length"]
 REWARD_INPUT = [
-    "the input of the reward function: texts without the prompt, truncated, or in another order",
+    "the input of the reward function: truncated, without the prompt, or prompt or answer of another row",
+    "the prompts: truncated, with another template, or other data",
     "the output of the reward model: another label, sign or scale, or read on padding",
 ]
 SHAPED_SCORE = ["what is done to rewards: clipping, scaling, whitening, penalty for a missing end"]
@@ -1014,7 +1076,8 @@ LARGE_RETURNS = [
 ]
 LOW_LOSS = ["the sign of the advantages or of the loss, or min and max swapped in the clipped loss"]
 HIGH_LOSS = [
-    "advantages: their whitening, mask, or the tokens or responses they belong to",
+    "advantages: their sign, whitening or mask, or those of other tokens or responses",
+    "the steps do not follow the gradient: weight decay, another optimizer, frozen parameters",
     "rewards belong to other responses",
 ]
 SMALL_STEP = "the steps are small: learning rate, epochs, minibatches, gradient clipping"
@@ -1037,6 +1100,7 @@ HIGH_KL = ["the KL penalty is too weak: its coefficient, its controller, or what
 LOW_SCORE = [
     "rewards or advantages reach the wrong responses or tokens: shuffled, off by one, wrong sign",
     "the KL penalty is too strong, or clipping or masks leave little of the loss",
+    "steps get lost: weights in bf16, frozen parameters, weight decay",
 ]
 HIGH_SCORE = ["the prompts are few, or always the same", "the KL penalty is too weak"]
 SMALL_LATER_STEP = ["the steps become small: the schedule, gradient clipping, the optimizer's state"]

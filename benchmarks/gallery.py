@@ -543,6 +543,10 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
         "The score rises, and the judge disagrees",
         "The judge is a measure that the policy is not trained on. Read samples: does the reward like what you like?",
     ),
+    "prompts-without-end": (
+        "The policy does not read the end of its prompts",
+        "What a prompt asks for is at its end. A prompt that is too long must lose its beginning (`truncation_side`).",
+    ),
     "policy-does-not-change": (
         "The responses stay the same",
         "The same prompts with the same random numbers give the same text before and after training: nothing that matters was trained.",

@@ -38,8 +38,27 @@ def test_false_alarms_are_counted_in_the_docs():
     folders = sorted((ROOT / "results/diagnose/runs").glob("healthy-*"))
     alarms = [folder for folder in folders if report.find_problems(report.read_run(folder))]
     page = " ".join((ROOT / "docs/running.md").read_text().split())
-    assert len(folders) == 20 and "In 20 healthy runs" in page
-    assert f"{len(alarms)} false alarms" in page
+    assert not alarms and f"no false alarm in {len(folders)} runs" in page
+
+
+def test_the_verdicts_in_the_docs_are_those_of_the_file():
+    """Of two judges, about the first three causes that were printed for each fault."""
+    with open(ROOT / "results/diagnose/verdicts.jsonl") as file:
+        rows = [json.loads(line) for line in file]
+    page = (ROOT / "docs/running.md").read_text()
+    right = [row for row in rows if row["verdicts"] == ["right", "right"]]
+    share = f"{len(right)} of {len(rows)} ({len(right) / len(rows):.0%})".replace("%", " %")
+    assert f'both said "right" for {share}' in page
+    others = []
+    for row in rows:
+        if row not in right:
+            first_cause = row["causes"][0] if row["causes"] else "(nothing)"
+            others.append(f"| `{row['name']}` | {first_cause} | {', '.join(row['verdicts'])} |")
+    assert others == [
+        line
+        for line in page.splitlines()
+        if line.startswith("| `") and line.endswith(("wrong |", "close |", "right |"))
+    ]
 
 
 def test_an_exploited_reward_is_found():
@@ -332,6 +351,59 @@ def test_what_held_out_prompts_show(tmp_path, case):
     evaluation = {"before": {"judge: P(positive)": 0.5}, "after": {"judge: P(positive)": judge}, "n": 60}
     (folder / "evaluation.json").write_text(json.dumps(evaluation))
     assert [finding.title for finding in report.find_problems(report.read_run(folder))] == titles
+
+
+def test_a_policy_that_does_not_move_is_reported_once(tmp_path):
+    """Its responses stay the same, too."""
+    folder = write_run(tmp_path / "run", {"num_ppo_epochs": 4}, policy__approxkl_avg=lambda x: 0.0)
+    pairs = [{"prompt": "p", "before": f"text {i}", "after": f"text {i}"} for i in range(60)]
+    (folder / "evaluation_samples.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    found = [finding.title for finding in report.find_problems(report.read_run(folder))]
+    assert found == ["The policy does not move"]
+
+
+@pytest.mark.parametrize(
+    "of_data, read, is_found",
+    [
+        (["one. TL;DR:", "two? TL;DR:", "three TL;DR:"], ["one. ", "two"], True),
+        (["one. TL;DR:", "two? TL;DR:", "three TL;DR:"], ["four. TL;DR:", "wo? TL;DR: "], False),
+        (["one. TL;DR:", "two? TL;DR:", "three TL;DR:"], ["one. ", "o. TL;DR:", "two? TL;DR:"], False),
+        (["one. TL;DR:", "two? TL;DR:"], ["one. "], False),  # too few to tell
+        (["one?", "two?", "three?"], ["one"], False),  # too short to tell
+        (["one", "two", "three"], ["on"], False),
+    ],
+)
+def test_prompts_without_their_end(tmp_path, of_data, read, is_found):
+    folder = write_run(tmp_path / "run")
+    for name, prompts in (("samples.jsonl", of_data), ("tokens.jsonl", read)):
+        rows = [{"update": 1, "prompt": prompt, "response": "a", "tokens": ["a"]} for prompt in prompts]
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = report.find_problems(report.read_run(folder))
+    assert [finding.entry for finding in found] == ["prompts-without-end"] * is_found
+    if is_found:
+        assert "'TL;DR:'" in found[0].evidence and "100%" in found[0].evidence
+
+
+@pytest.mark.parametrize(
+    "gain, flags, is_found",
+    [
+        (1.0, {"kl_coef": 5.0}, True),
+        (2.0, {"kl_coef": 5.0}, False),
+        (1.0, {"kl_coef": 0.1}, False),  # the usual flags: check_band decides
+        (1.0, {"kl_coef": 5.0, "intent_reward": "match"}, False),  # another reward cannot be compared
+    ],
+)
+def test_a_score_that_rises_less_than_with_the_usual_flags(tmp_path, monkeypatch, gain, flags, is_found):
+    """Healthy runs gain 3; their range is wide, so that check_band is silent."""
+    band = {"update": [1, 50, 100], "5": [-1.0, -1.0, 0.0], "50": [0.0, 3.0, 3.0], "95": [1.0, 4.0, 4.0]}
+    usual = {"kl_coef": 0.1, "intent_reward": "probability"}
+    bands = {"ppo_sentiment none": {"metrics": {"objective/scores": band}, "args": usual}}
+    (tmp_path / "bands.json").write_text(json.dumps(bands))
+    monkeypatch.setattr(report, "BANDS", tmp_path / "bands.json")
+    columns = {"objective__scores": lambda x: gain * min(1.0, 2 * x)}
+    run = report.read_run(write_run(tmp_path / "run", usual | flags, **columns))
+    titles = ["Flags differ from those of healthy runs", "The score rises less than with the usual flags"]
+    assert [finding.title for finding in report.find_problems(run)] == titles * is_found
 
 
 @pytest.mark.parametrize(
