@@ -391,7 +391,7 @@ def response_logprobs(lm, ids, mask, T, temperature):
 
 
 class PolicyAndReference(nn.Module):
-    """The policy, and its reference model if it needs one. DDP wraps forward, that of the policy."""
+    """The policy, and its reference model if it needs one. `forward` is that of the policy; DDP wraps it."""
 
     def __init__(self, policy, reference=None):
         super().__init__()
@@ -1400,10 +1400,9 @@ def call_user_code(where, function, *inputs, **named_inputs):
 
 
 # Columns of the tables of samples: log_extra cannot add one of these names.
-SAMPLE_COLUMNS = {
-    *("update", "prompt", "task", "last", "response", "reference", "ended", "right"),
-    *("score", "scores", "intent", "intent_match", "meteor"),
-}
+SAMPLE_COLUMNS = set(
+    "update prompt task last response reference ended right score scores intent intent_match meteor".split()
+)
 
 
 class RewardFunctions:

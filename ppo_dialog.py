@@ -91,7 +91,7 @@ class Args:
 
     # Models
     model_name_or_path: str = "rajkumarrrk/gpt2-fine-tuned-on-daily-dialog"  # also the reference model
-    reward_model_path: str | None = "rajkumarrrk/roberta-daily-dialog-intent-classifier"  # None: none
+    reward_model_path: str | None = "rajkumarrrk/roberta-daily-dialog-intent-classifier"  # None: no intent
     reward_fn: list[str] | None = None  # FILE.py:function ..., more parts of the reward; called as TRL's are
     value_model_path: str | None = None  # a critic with its own weights; None: a head on the policy
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
@@ -1652,10 +1652,9 @@ def call_user_code(where, function, *inputs, **named_inputs):
 
 
 # Columns of the tables of samples: log_extra cannot add one of these names.
-SAMPLE_COLUMNS = {
-    *("update", "prompt", "task", "last", "response", "reference", "ended", "right"),
-    *("score", "scores", "intent", "intent_match", "meteor"),
-}
+SAMPLE_COLUMNS = set(
+    "update prompt task last response reference ended right score scores intent intent_match meteor".split()
+)
 
 
 class RewardFunctions:

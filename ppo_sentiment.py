@@ -1477,10 +1477,9 @@ def call_user_code(where, function, *inputs, **named_inputs):
 
 
 # Columns of the tables of samples: log_extra cannot add one of these names.
-SAMPLE_COLUMNS = {
-    *("update", "prompt", "task", "last", "response", "reference", "ended", "right"),
-    *("score", "scores", "intent", "intent_match", "meteor"),
-}
+SAMPLE_COLUMNS = set(
+    "update prompt task last response reference ended right score scores intent intent_match meteor".split()
+)
 
 
 class RewardFunctions:

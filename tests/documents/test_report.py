@@ -1,5 +1,6 @@
 """report.py: what it finds in committed runs, and the page in a real browser."""
 
+import ast
 import json
 import math
 import re
@@ -39,6 +40,19 @@ def test_false_alarms_are_counted_in_the_docs():
     alarms = [folder for folder in folders if report.find_problems(report.read_run(folder))]
     page = " ".join((ROOT / "docs/running.md").read_text().split())
     assert not alarms and f"no false alarm in {len(folders)} runs" in page
+
+
+@pytest.mark.parametrize("name", ["faults", "unseen", "unseen2"])
+def test_the_lists_of_faults_fit_the_scripts(monkeypatch, name):
+    """Each fault's old text is in its function once, and the script with the new one can be read."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import diagnose
+
+    runs = diagnose.all_runs(name)
+    assert len(runs) >= 20 and len({run[0] for run in runs}) == len(runs)
+    for _, script, source, words in runs:
+        ast.parse(source)
+        assert words or source != (ROOT / f"{script}.py").read_text()
 
 
 def test_the_verdicts_in_the_docs_are_those_of_the_file():
