@@ -1060,7 +1060,9 @@ def dialog_records(turns, answers, columns):
     for i, (turn, answer) in enumerate(zip(turns, answers)):
         record = {"last": turn.context[-1], "reference": turn.reference, "answer": answer}
         for name, values in columns.items():
-            record.setdefault(name, values[i])  # log_extra("answer", ...) does not replace the answer
+            if name in record:
+                raise UserError(f"log_extra({name!r}, ...): the samples have such a column already")
+            record[name] = values[i]
         records.append(record)
     return records
 

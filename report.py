@@ -20,7 +20,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import correlation, mean, median, stdev
 
 ROOT = Path(__file__).resolve().parent
 BANDS = ROOT / "results/reference_bands.json"
@@ -271,6 +271,7 @@ def find_problems(run):
         check_token_rewards,
         check_token_advantages,
         check_group_advantages,
+        check_same_scores,
         check_values,
         check_schedule,
         check_kl_is_zero,
@@ -278,8 +279,11 @@ def find_problems(run):
         check_first_kl,
         check_endings,
         check_prompts,
+        check_same_prompts,
         check_no_step,
         check_same_answers,
+        check_direction,
+        check_score_falls,
         check_first_update,
         check_rewards_differ,
         check_gradient,
@@ -305,7 +309,9 @@ def find_problems(run):
         if finding is not None:
             found.append(finding)
     if [finding.entry for finding in found] == ["first-update"]:
-        return []  # one update may differ by chance, if nothing looks wrong later
+        metrics = [metric for metric, _ in different_at_first(run)]
+        if all(distance_from_band(run, metric) < 2 for metric in metrics):
+            return []  # one update may differ by chance, if nothing looks wrong later
     other_flags = unusual_flags(run)
     if found and other_flags:  # a run that fails with other flags fails, most likely, because of them
         found.insert(0, finding_of_flags(other_flags))
@@ -538,6 +544,23 @@ def check_prompts(run):
     )
 
 
+def check_same_prompts(run):
+    """tokens.jsonl has the first prompts of a few updates. ppo_sentiment.py cuts them to random lengths."""
+    updates = [[row.get("prompt") for row in rows] for rows in rows_by_update(run).values()]
+    if len(updates) < 2 or None in updates[0] + updates[-1] or len(run.metrics) < 10:
+        return None
+    for prompts in updates[1:]:
+        for prompt, first_prompt in zip(prompts, updates[0]):
+            if not (prompt.startswith(first_prompt) or first_prompt.startswith(prompt)):
+                return None
+    return Finding(
+        "Every update has the same prompts",
+        f"The prompts that were saved are the same in {len(updates)} updates, or begin alike.",
+        ["the same rows of the data are taken in every update", "the data set has very few rows"],
+        "same-prompts",
+    )
+
+
 def check_no_step(run):
     moved = run.values("policy/approxkl_avg")
     if not moved or max(moved) >= 1e-9 or not takes_several_steps(run):
@@ -615,27 +638,39 @@ def clear_change(run):
     return 1 if change > 0 else -1
 
 
+def score_in_words(run):
+    early, late = early_and_late(run, "objective/scores")
+    return (
+        f"It was {early:.3g} in the first updates and {late:.3g} in the last fifth of the run "
+        f"({score_gain(run):+.2f} standard deviations of the reward)"
+    )
+
+
+def check_score_falls(run):
+    gain = score_gain(run)
+    if gain is None or gain > -0.15 or len(run.metrics) < 10:
+        return None
+    if clear_change(run) > -1 or is_in_band(run, "objective/scores"):
+        return None
+    return Finding(
+        "The score falls",
+        f"{score_in_words(run)}.",
+        [
+            "the loss, the advantages or the logarithm of the ratio have the wrong sign",
+            "the learning rate is too high: the policy has come apart (look at its entropy and KL)",
+            "rewards reach the wrong responses or tokens: on padding, off by one, shuffled",
+        ],
+        "score-falls",
+    )
+
+
 def check_score(run):
     gain = score_gain(run)
-    if gain is None or gain > 0.15 or len(run.metrics) < 10:
+    if gain is None or gain > 0.15 or len(run.metrics) < 10 or check_score_falls(run) is not None:
         return None
-    change = clear_change(run)
-    if change == 1 or is_in_band(run, "objective/scores"):
+    if clear_change(run) == 1 or is_in_band(run, "objective/scores"):
         return None
-    early, late = early_and_late(run, "objective/scores")
-    evidence = f"It was {early:.3g} in the first updates and {late:.3g} in the last fifth of the run"
-    evidence += f" ({gain:+.2f} standard deviations of the reward)"
-    if change == -1 and gain < -0.15:
-        return Finding(
-            "The score falls",
-            f"{evidence}.",
-            [
-                "the loss or the advantages have the wrong sign",
-                "the learning rate is too high: the policy has come apart (look at its entropy and KL)",
-                "rewards reach the wrong responses or tokens: on padding, off by one, shuffled",
-            ],
-            "score-falls",
-        )
+    evidence = score_in_words(run)
     _, late_kl = early_and_late(run, "objective/kl")
     causes = [
         "rewards reach the wrong responses or tokens: on padding, off by one, shuffled",
@@ -651,27 +686,30 @@ def check_score(run):
 
 
 def check_gain(run):
-    """With other flags, less than half of what healthy runs gain is a finding. Rewards must be the same."""
-    band = run.band.get("objective/scores")
-    gain, (early, late) = score_gain(run), early_and_late(run, "objective/scores")
-    if band is None or gain is None or len(run.metrics) < 10 or has_flags_of_band(run):
+    """With other flags, less than half of what healthy runs gain is a finding.
+
+    The metric is the raw reward, before clipping and penalties. The reward functions must be the same.
+    """
+    band = run.band.get("env/reward_mean")
+    early, late = early_and_late(run, "env/reward_mean")
+    if band is None or early is None or len(run.metrics) < 10 or has_flags_of_band(run):
         return None
-    if check_score(run) is not None or any(
-        word in text for text in unusual_flags(run) for word in REWARD_FLAGS
-    ):
+    if check_score(run) is not None or check_score_falls(run) is not None:
+        return None
+    if any(word in text for text in unusual_flags(run) for word in REWARD_FLAGS):
         return None
     usual = part_mean(band["50"], 0.8, 1) - band["50"][0]
     if usual <= 0 or late - early > 0.5 * usual:
         return None
     return Finding(
         "The score rises less than with the usual flags",
-        f"By {late - early:.3g}; the median of healthy runs: by {usual:.3g}.",
+        f"The raw reward rose by {late - early:.3g}; the median of healthy runs: by {usual:.3g}.",
         ["the KL penalty is too strong", "the learning rate is too low, or the run too short"],
         "score-does-not-rise",
     )
 
 
-REWARD_FLAGS = ("reward", "weight", "score", "judge", "dataset", "model")  # their scores cannot be compared
+REWARD_FLAGS = ("reward", "weight", "judge", "dataset", "model")  # with them, rewards cannot be compared
 
 
 def check_judge(run):
@@ -1074,7 +1112,10 @@ LARGE_RETURNS = [
     "returns are too large: the score is paid more than once, not clipped or scaled, or padding is counted",
     OTHER_VALUE_LOSS,
 ]
-LOW_LOSS = ["the sign of the advantages or of the loss, or min and max swapped in the clipped loss"]
+LOW_LOSS = [
+    "the sign of the advantages or of the loss, or min and max swapped in the clipped loss",
+    "the mean of the advantages is not 0: whitening is missing, or counts padding",
+]
 HIGH_LOSS = [
     "advantages: their sign, whitening or mask, or those of other tokens or responses",
     "the steps do not follow the gradient: weight decay, another optimizer, frozen parameters",
@@ -1362,9 +1403,10 @@ def check_token_advantages(run):
     gamma, lam = run.args.get("gamma"), run.args.get("lam")
     if gamma is None or lam is None:
         return None
-    wrong, total = 0, 0
+    wrong, wrong_returns, total = 0, 0, 0
     for rows in rows_by_update(run).values():
         ours, theirs = [], []
+        return_errors = []
         for row in rows:
             if not {"reward", "value", "advantage"} <= row.keys():
                 continue
@@ -1373,13 +1415,28 @@ def check_token_advantages(run):
                 advantage = reward + gamma * next_value - value + gamma * lam * advantage
                 next_value = value
                 advantages.append(advantage)
-            ours += advantages[::-1]
+            advantages.reverse()
+            ours += advantages
             theirs += row["advantage"]
+            if row.get("return"):
+                sums = [advantage + value for advantage, value in zip(advantages, row["value"])]
+                return_errors += [abs(x - y) for x, y in zip(row["return"], sums)]
         if len(ours) < 3:
             continue
         total += 1
         slope, _, error = fit(ours, theirs)
         wrong += slope <= 0 or error > 0.02 + 0.01 * max(abs(x) for x in theirs)
+        wrong_returns += any(x > 0.02 + 0.01 * max(abs(y) for y in ours) for x in return_errors)
+    if wrong <= total / 2 and wrong_returns > total / 2:
+        return Finding(
+            "Returns are not advantages plus values",
+            f"In {wrong_returns} of {total} saved updates; the advantages themselves follow from GAE.",
+            [
+                "the critic learns another target: whitened returns, or values added twice or not at all",
+                "returns belong to other tokens or responses",
+            ],
+            "token-advantages",
+        )
     if wrong <= total / 2:
         return None
     return Finding(
@@ -1392,6 +1449,52 @@ def check_token_advantages(run):
             "padding enters the advantages or their whitening",
         ],
         "token-advantages",
+    )
+
+
+def check_same_scores(run):
+    """The same response to the same prompt has the same score."""
+    scores = {}  # (update, prompt, response) -> scores
+    for row in run.tokens:
+        if {"prompt", "tokens", "score"} <= row.keys():
+            text = "".join(row["tokens"])
+            scores.setdefault((row["update"], row["prompt"], text), []).append(row["score"])
+    repeated = [values for values in scores.values() if len(values) > 1]
+    different = sum(max(values) - min(values) > 0.01 + 0.01 * abs(values[0]) for values in repeated)
+    if not different or different < 0.1 * len(repeated):
+        return None
+    return Finding(
+        "The same response has different scores",
+        f"In {different} of {len(repeated)} cases in which a prompt got the same response more than once.",
+        [
+            "scores belong to other responses or prompts: shuffled, or ordered in another way",
+            "the reward function reads more than prompt and response: the batch, the order, random numbers",
+        ],
+        "same-response-other-score",
+    )
+
+
+def check_direction(run):
+    """PPO: after an update, tokens with a high advantage should be more likely than before."""
+    sums, total = 0.0, 0
+    for rows in rows_by_update(run).values():
+        rows = [row for row in rows if {"advantage", "value", "ratio"} <= row.keys()]
+        advantages = [x for row in rows for x in row["advantage"]]
+        log_ratios = [math.log(max(x, 1e-4)) for row in rows for x in row["ratio"]]
+        if len(advantages) > 2 and min(stdev(advantages), stdev(log_ratios)) > 1e-6:
+            sums += len(advantages) * correlation(advantages, log_ratios)
+            total += len(advantages)
+    if total < 100 or sums / total > 0.02:
+        return None
+    return Finding(
+        "Updates do not make tokens with high advantages more likely",
+        f"In {total} saved tokens, advantage and log-ratio have a correlation of {sums / total:.2f}.",
+        [
+            "the sign of the loss, of the advantages in it, or of the logarithm of the ratio",
+            "the loss multiplies ratios and advantages of different tokens or responses",
+            "something else moves the weights: value loss, weight decay, steps that are far too large",
+        ],
+        "direction",
     )
 
 
@@ -1419,7 +1522,7 @@ def check_group_advantages(run):
     coefficient = 0.0
     if run.script == "rloo_tldr" and not run.args.get("kl_in_loss"):
         coefficient = run.args.get("kl_coef") or 0.0
-    wrong, total, alike = 0, 0, 0
+    wrong, other_kl, off_center, other_scale, total, alike = 0, 0, 0, 0, 0, 0
     for rows in rows_by_update(run).values():
         rows = [row for row in rows if row.get("advantage")]
         if len(rows) < 2:
@@ -1428,12 +1531,22 @@ def check_group_advantages(run):
         alike += all(row["tokens"] == rows[0]["tokens"] for row in rows)
         rewards = [row["score"] - coefficient * sum(row.get("KL", [0.0])) for row in rows]
         advantages = [row["advantage"][0] for row in rows]
-        slope, offset, error = fit(rewards, advantages)
+        slope, _, error = fit(rewards, advantages)
         size = max(abs(x) for x in advantages)
         if max(rewards) - min(rewards) < 0.01:
-            wrong += size > 0.1
+            follow = max(advantages) - min(advantages) < 0.1
+            usual_slope = slope
         else:
-            wrong += slope <= 0 or error > 0.01 + 0.02 * size
+            follow = slope > 0 and error < 0.005 + 0.005 * size
+            # RLOO: k / (k - 1). GRPO: 1 / standard deviation.
+            usual_slope = len(rows) / (len(rows) - 1)
+            if run.script == "grpo_math":
+                usual_slope = 1 / (stdev(rewards) + 1e-4)
+        wrong += not follow
+        # A KL that enters in another way than it should changes the advantages less than the scores do.
+        other_kl += not follow and coefficient > 0 and slope > 0 and error < 0.3 * size
+        off_center += follow and abs(mean(advantages)) > 0.01 + 0.01 * size
+        other_scale += follow and size > 0.1 and abs(slope / usual_slope - 1) > 0.05
     if total >= 3 and alike > 0.8 * total:
         return Finding(
             "The responses to a prompt are the same",
@@ -1445,14 +1558,47 @@ def check_group_advantages(run):
             ],
             "same-responses",
         )
-    if wrong <= total / 2 or total < 2:
+    if total < 2:
+        return None
+    if off_center > wrong and wrong + off_center > total / 2:
+        return Finding(
+            "The advantages of a group do not sum to 0",
+            f"In {off_center} of {total} saved groups. They rise with the reward, but have another baseline.",
+            [
+                "the baseline is missing, or it is the mean of other responses than those of the group",
+                "advantages are whitened over the batch",
+            ],
+            "group-advantages",
+        )
+    if other_scale > 0 and wrong == 0 and not run.args.get("whiten_rewards"):
+        return Finding(
+            "The advantages of a group have another scale",
+            f"In {other_scale} of {total} saved groups. They follow from the rewards, but for a factor.",
+            [
+                "the standard deviation of the group: not divided by, of the batch, or (RLOO) divided by",
+                "advantages are whitened or clipped after that",
+            ],
+            "group-advantages",
+        )
+    if other_kl > wrong / 2 and wrong > total / 2:
+        return Finding(
+            "The KL in the rewards is not kl_coef times the KL of the response",
+            f"In {wrong} of {total} saved groups, advantages differ a little from those that follow from "
+            "scores and KL.",
+            [
+                "the KL penalty is a mean over tokens, has the wrong sign, another coefficient or estimator",
+                "rewards are clipped or whitened in another way",
+            ],
+            "group-advantages",
+        )
+    if wrong <= total / 2:
         return None
     return Finding(
         "Advantages do not follow from the rewards of the group",
         f"In {wrong} of {total} saved groups, they do not rise with the reward of their response.",
         [
             "groups are mixed up: rows are grouped or ordered in two different ways",
-            "the baseline is wrong, or the advantages have the wrong sign",
+            "the advantages have the wrong sign, or a wrong baseline",
             "rewards and advantages are of different responses",
         ],
         "group-advantages",

@@ -516,7 +516,8 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
     "group-advantages": (
         "Advantages do not follow from the rewards of the group",
         "In RLOO and GRPO the better response of a group must have the larger advantage. If not, groups are mixed up: rows are "
-        "in one order when they are sampled and in another one when they are scored.",
+        "in one order when they are sampled and in another one when they are scored. `tokens.jsonl` has whole groups, so "
+        "`report.py` also checks that their advantages sum to 0, and are scaled as RLOO or GRPO scales them.",
     ),
     "same-responses": (
         "All responses to a prompt are the same",
@@ -542,6 +543,19 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
     "judge-disagrees": (
         "The score rises, and the judge disagrees",
         "The judge is a measure that the policy is not trained on. Read samples: does the reward like what you like?",
+    ),
+    "same-response-other-score": (
+        "The same response has different scores",
+        "Most rewards are functions of the prompt and the response. If the same pair has two scores, one of them is another pair's.",
+    ),
+    "same-prompts": (
+        "Every update has the same prompts",
+        "The policy learns the answers to a few prompts. The next batch must begin where the last one ended.",
+    ),
+    "direction": (
+        "Updates do not make tokens with high advantages more likely",
+        "That is what a policy gradient is for. `tokens.jsonl` has the ratio of each token after the update: it should be above 1 "
+        "where the advantage is positive, more often than not.",
     ),
     "prompts-without-end": (
         "The policy does not read the end of its prompts",

@@ -190,10 +190,10 @@ CASES = {  # a change of a healthy run -> title of what is found, or None
 }
 
 
-def write_tokens(folder, row):
-    """tokens.jsonl with four saved updates of three responses. row: function of a random generator -> dict"""
+def write_tokens(folder, row, num_rows=3):
+    """tokens.jsonl with four saved updates of num_rows responses. row: function of a generator -> dict"""
     rng = np.random.default_rng(0)
-    rows = [{"update": update} | row(rng) for update in (1, 34, 67, 100) for _ in range(3)]
+    rows = [{"update": update} | row(rng) for update in (1, 34, 67, 100) for _ in range(num_rows)]
     (folder / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -211,6 +211,7 @@ def ppo_row(rng):
     delta = reward + GAMMA * next_value - value
     advantage = [sum((GAMMA * LAM) ** (j - t) * delta[j] for j in range(t, T)) for t in range(T)]
     row = {"KL": kl, "value": value, "reward": reward, "advantage": 0.3 * np.array(advantage) - 0.1}
+    row["return"] = np.array(advantage) + value
     return {"score": score, "tokens": ["a"] * T} | {name: x.round(4).tolist() for name, x in row.items()}
 
 
@@ -266,6 +267,11 @@ TOKEN_CASES = {  # rows of tokens.jsonl -> titles, and a part of the first cause
         ["Advantages do not follow from rewards and values"],
         "the recursion of GAE is wrong",
     ),
+    "whitened returns": (
+        with_change(**{"return": lambda row: row["advantage"]}),
+        ["Returns are not advantages plus values"],
+        "the critic learns another target",
+    ),
     "values are 0": (
         with_change(value=lambda row: [0.0] * len(row["value"]), advantage=lambda row: None),
         ["The critic predicts 0 for every token"],
@@ -299,41 +305,120 @@ def test_a_score_may_be_clipped_and_penalized(tmp_path, clip, penalty, paid):
     assert report.find_problems(report.read_run(folder)) == []
 
 
-def group_row(advantage):
-    """A response of RLOO. advantage: function of its reward"""
+def naive_rloo(rewards):
+    """Reward minus the mean of the others."""
+    rewards = rewards.tolist()
+    return [x - (sum(rewards) - x) / (len(rewards) - 1) for x in rewards]
 
-    def row(rng):
-        score, kl = float(rng.normal()), float(rng.normal())
-        text = str(rng.integers(10**9))
-        return {"score": score, "tokens": [text], "KL": [kl], "advantage": [advantage(score - KL_COEF * kl)]}
 
-    return row
+def naive_grpo(rewards):
+    deviations = rewards - rewards.mean()
+    return deviations / (deviations @ deviations / (len(rewards) - 1)) ** 0.5
+
+
+OTHER_GROUP = "Advantages do not follow from the rewards of the group"
+OTHER_BASELINE = "The advantages of a group do not sum to 0"
+OTHER_SCALE = "The advantages of a group have another scale"
+OTHER_KL = "The KL in the rewards is not kl_coef times the KL of the response"
+GROUP_CASES = {  # script, function: scores, KL of the responses -> advantages; title of what is found
+    "rloo": ("rloo_tldr", lambda scores, kl: naive_rloo(scores - KL_COEF * kl), None),
+    "grpo": ("grpo_math", lambda scores, kl: naive_grpo(scores), None),
+    "negative": ("rloo_tldr", lambda scores, kl: -np.array(naive_rloo(scores - KL_COEF * kl)), OTHER_GROUP),
+    "of another response": ("grpo_math", lambda scores, kl: naive_grpo(np.roll(scores, 1)), OTHER_GROUP),
+    "no baseline": ("rloo_tldr", lambda scores, kl: scores - KL_COEF * kl, OTHER_BASELINE),
+    "baseline of other groups": ("grpo_math", lambda scores, kl: naive_grpo(scores) - 0.3, OTHER_BASELINE),
+    "no standard deviation": ("grpo_math", lambda scores, kl: scores - scores.mean(), OTHER_SCALE),
+    "GRPO's deviation in RLOO": (
+        "rloo_tldr",
+        lambda scores, kl: naive_grpo(scores - KL_COEF * kl),
+        OTHER_SCALE,
+    ),
+    "KL is a bonus": ("rloo_tldr", lambda scores, kl: naive_rloo(scores + KL_COEF * kl), OTHER_KL),
+    "no KL": ("rloo_tldr", lambda scores, kl: naive_rloo(scores), OTHER_KL),
+}
+
+
+def write_groups(folder, script, advantages, texts=None):
+    """tokens.jsonl with a group of five responses in each of three updates; each has one token."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for update in (1, 50, 100):
+        scores, kl = rng.normal(0, 1, 5).round(4), rng.normal(0, 0.1, 5).round(4)
+        for i, advantage in enumerate(advantages(scores, kl)):
+            text = f"{update} {i}" if texts is None else texts
+            row = {"update": update, "prompt": f"task {update}", "tokens": [text], "score": scores[i]}
+            rows.append(row | {"KL": [kl[i]], "advantage": [round(float(advantage), 4)]})
+    (folder / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    about = json.loads((folder / "args.json").read_text()) | {"command": [f"{script}.py"]}
+    (folder / "args.json").write_text(json.dumps(about))
+
+
+@pytest.mark.parametrize("case", GROUP_CASES)
+def test_advantages_of_groups(tmp_path, case):
+    script, advantages, title = GROUP_CASES[case]
+    folder = write_run(tmp_path / "run", {"kl_coef": KL_COEF})
+    write_groups(folder, script, advantages)
+    found = [finding.title for finding in report.find_problems(report.read_run(folder))]
+    assert found == [title] * (title is not None)
+
+
+def test_the_same_response_in_a_group(tmp_path):
+    folder = write_run(tmp_path / "run", {"kl_coef": KL_COEF})
+    write_groups(folder, "grpo_math", lambda scores, kl: naive_grpo(scores), texts="same")
+    first, second = report.find_problems(report.read_run(folder))
+    assert first.title == "The responses to a prompt are the same"
+    assert second.title == "The same response has different scores"
 
 
 @pytest.mark.parametrize(
-    "row, titles",
+    "prompts, tokens, scores, is_found",
     [
-        (group_row(lambda reward: 1.5 * reward - 0.3), []),
-        (
-            group_row(lambda reward: -1.5 * reward),
-            ["Advantages do not follow from the rewards of the group"],
-        ),
-        (
-            group_row(lambda reward: math.sin(9 * reward)),
-            ["Advantages do not follow from the rewards of the group"],
-        ),
-        (
-            lambda rng: {"score": 1.0, "tokens": ["same"], "KL": [0.0], "advantage": [0.0]},
-            ["The responses to a prompt are the same"],
-        ),
+        ("aaa", [["x"], ["x"], ["y"]], [1.0, 1.0, 0.0], False),
+        ("aaa", [["x"], ["x"], ["y"]], [1.0, 0.0, 1.0], True),
+        ("aba", [["x"], ["x"], ["y"]], [1.0, 0.0, 1.0], False),
     ],
 )
-def test_advantages_of_groups(tmp_path, row, titles):
-    folder = write_run(tmp_path / "run", {"kl_coef": KL_COEF})
-    about = json.loads((folder / "args.json").read_text()) | {"command": ["rloo_tldr.py"]}
-    (folder / "args.json").write_text(json.dumps(about))
-    write_tokens(folder, row)
-    assert [finding.title for finding in report.find_problems(report.read_run(folder))] == titles
+def test_the_same_response_has_one_score(tmp_path, prompts, tokens, scores, is_found):
+    folder = write_run(tmp_path / "run")
+    rows = [
+        {"update": 1, "prompt": prompt, "tokens": response, "score": score}
+        for prompt, response, score in zip(prompts, tokens, scores)
+    ]
+    (folder / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    titles = [finding.title for finding in report.find_problems(report.read_run(folder))]
+    assert titles == ["The same response has different scores"] * is_found
+
+
+@pytest.mark.parametrize("sign, is_found", [(1, False), (-1, True)])
+def test_the_direction_of_the_updates(tmp_path, sign, is_found):
+    """sign: of what a high advantage does to the probability of its token"""
+
+    def row(rng):
+        right = ppo_row(rng)
+        noise = rng.normal(0, 0.1, len(right["advantage"]))
+        log_ratio = sign * 0.1 * np.array(right["advantage"]) + noise
+        return right | {"ratio": np.exp(log_ratio).tolist()}
+
+    folder = write_run(tmp_path / "run", {"gamma": GAMMA, "lam": LAM}, objective__kl_coef=lambda x: KL_COEF)
+    write_tokens(folder, row, num_rows=12)
+    titles = [finding.title for finding in report.find_problems(report.read_run(folder))]
+    assert titles == ["Updates do not make tokens with high advantages more likely"] * is_found
+
+
+@pytest.mark.parametrize(
+    "prompts, is_found",
+    [
+        ({1: ["The film", "My"], 50: ["The", "My friend"]}, True),
+        ({1: ["The film", "My"], 50: ["The", "A friend"]}, False),
+        ({1: ["The film", "My"]}, False),
+    ],
+)
+def test_prompts_that_come_again(tmp_path, prompts, is_found):
+    folder = write_run(tmp_path / "run")
+    rows = [{"update": update, "prompt": text} for update, texts in prompts.items() for text in texts]
+    (folder / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    titles = [finding.title for finding in report.find_problems(report.read_run(folder))]
+    assert titles == ["Every update has the same prompts"] * is_found
 
 
 HELD_OUT_CASES = {  # held-out responses and scores before and after, the judge after, what is found
@@ -411,10 +496,10 @@ def test_a_score_that_rises_less_than_with_the_usual_flags(tmp_path, monkeypatch
     """Healthy runs gain 3; their range is wide, so that check_band is silent."""
     band = {"update": [1, 50, 100], "5": [-1.0, -1.0, 0.0], "50": [0.0, 3.0, 3.0], "95": [1.0, 4.0, 4.0]}
     usual = {"kl_coef": 0.1, "intent_reward": "probability"}
-    bands = {"ppo_sentiment none": {"metrics": {"objective/scores": band}, "args": usual}}
+    bands = {"ppo_sentiment none": {"metrics": {"env/reward_mean": band}, "args": usual}}
     (tmp_path / "bands.json").write_text(json.dumps(bands))
     monkeypatch.setattr(report, "BANDS", tmp_path / "bands.json")
-    columns = {"objective__scores": lambda x: gain * min(1.0, 2 * x)}
+    columns = {"env__reward_mean": lambda x: gain * min(1.0, 2 * x)}
     run = report.read_run(write_run(tmp_path / "run", usual | flags, **columns))
     titles = ["Flags differ from those of healthy runs", "The score rises less than with the usual flags"]
     assert [finding.title for finding in report.find_problems(run)] == titles * is_found
