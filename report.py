@@ -268,6 +268,7 @@ def find_problems(run):
         # Evidence for one fault: numbers that contradict each other.
         check_numbers,
         check_sampling,
+        check_surprise,
         check_token_rewards,
         check_token_advantages,
         check_group_advantages,
@@ -381,13 +382,58 @@ def check_sampling(run):
         "positions, padding or the attention mask differ, or the cache holds wrong keys",
         "dropout is on in one of them",
     ]
-    if gaps[0] <= limit:
+    ratio, _ = surprise(run)
+    if ratio is not None and ratio > 1.1:
+        causes = [*causes[1:], causes[0]]  # sharper sampling would make it smaller
+    if gaps[0] > 1:
+        causes.insert(
+            0, "other rows or tokens are scored than were sampled: rows in another order, or off by one"
+        )
+    elif gaps[0] <= limit:
         evidence += " In the first update there is no difference."
         causes.insert(
             0, "the weights used for generation are not those that are trained: they are older copies"
         )
     return Finding(
         "Rollout and update compute different distributions", evidence, causes, "rollout-and-update-disagree"
+    )
+
+
+def surprise(run):
+    """Mean of -log p of the sampled tokens / entropy of the distributions that are scored. -> ratio, error
+
+    Entropy is the mean of -log p of tokens that are sampled from the distribution. So the ratio is 1, up to
+    chance and the steps of an update. error: its standard error. None, None without the metrics.
+    """
+    ratios = []
+    for row in run.metrics:
+        sampled, entropy = number(row.get("objective/entropy")), number(row.get("policy/entropy_avg"))
+        length = number(row.get("completions/mean_length"))
+        if None not in (sampled, entropy, length) and entropy * length > 0.05:
+            ratios.append(sampled / (entropy * length))
+    if len(ratios) < 10:
+        return None, None
+    return mean(ratios), stdev(ratios) / len(ratios) ** 0.5
+
+
+def check_surprise(run):
+    ratio, error = surprise(run)
+    if ratio is None or abs(ratio - 1) < max(0.05, 3.5 * error) or check_sampling(run) is not None:
+        return None
+    causes = [
+        "padding is counted: tokens after the end of a response",
+        "tokens are sampled in another way: wrong random numbers, other weights, another prompt or position",
+    ]
+    if ratio < 1:
+        causes = [
+            "sampling prefers likely tokens: top-k, top-p, greedy, a lower temperature, wrong random numbers",
+            "the temperature does not reach the log-probabilities",
+        ]
+    return Finding(
+        "The sampled tokens are not from the distribution that is scored",
+        f"The mean of -log p of the sampled tokens is {ratio:.2f} times the entropy. Both should be equal.",
+        causes,
+        "rollout-and-update-disagree",
     )
 
 
@@ -1535,18 +1581,17 @@ def check_group_advantages(run):
         size = max(abs(x) for x in advantages)
         if max(rewards) - min(rewards) < 0.01:
             follow = max(advantages) - min(advantages) < 0.1
-            usual_slope = slope
         else:
             follow = slope > 0 and error < 0.005 + 0.005 * size
             # RLOO: k / (k - 1). GRPO: 1 / standard deviation.
             usual_slope = len(rows) / (len(rows) - 1)
             if run.script == "grpo_math":
                 usual_slope = 1 / (stdev(rewards) + 1e-4)
+            other_scale += follow and size > 0.1 and abs(slope / usual_slope - 1) > 0.05
         wrong += not follow
         # A KL that enters in another way than it should changes the advantages less than the scores do.
         other_kl += not follow and coefficient > 0 and slope > 0 and error < 0.3 * size
         off_center += follow and abs(mean(advantages)) > 0.01 + 0.01 * size
-        other_scale += follow and size > 0.1 and abs(slope / usual_slope - 1) > 0.05
     if total >= 3 and alike > 0.8 * total:
         return Finding(
             "The responses to a prompt are the same",

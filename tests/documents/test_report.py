@@ -563,11 +563,42 @@ def test_a_finding_without_causes_has_no_empty_list(tmp_path, monkeypatch):
     assert report.page([run]).count("Likely causes:") == 1
 
 
-@pytest.mark.parametrize("first, is_stale", [(0.0, True), (0.02, False)])
-def test_a_gap_that_is_not_there_at_first_comes_from_stale_weights(tmp_path, first, is_stale):
+@pytest.mark.parametrize(
+    "ratio, gap, causes",
+    [
+        (1.0, 0.0, []),
+        (1.04, 0.0, []),
+        (1.2, 0.0, ["padding is counted: tokens after the end of a response"]),
+        (0.8, 0.0, ["sampling prefers likely tokens"]),
+        (1.2, 0.5, ["positions, padding or the attention mask differ"]),
+        (0.8, 0.5, ["sampling and scoring use another temperature"]),
+    ],
+)
+def test_sampled_tokens_are_as_unlikely_as_the_entropy_says(tmp_path, ratio, gap, causes):
+    """ratio: -log p of a sampled token / entropy; gap: between the log-probabilities of rollout and update"""
+    columns = {
+        "objective__entropy": lambda x: 20 * 0.5 * ratio * (1 + noise(0.01)(x)),
+        "policy__entropy_avg": lambda x: 0.5,
+        "completions__mean_length": lambda x: 20.0,
+        "sampling__logprob_gap_mean": lambda x: gap,
+    }
+    found = report.find_problems(report.read_run(write_run(tmp_path / "run", **columns)))
+    assert [finding.entry for finding in found] == ["rollout-and-update-disagree"] * len(causes)
+    assert all(finding.causes[0].startswith(cause) for finding, cause in zip(found, causes))
+
+
+@pytest.mark.parametrize(
+    "first, cause",
+    [
+        (0.0, "the weights used for generation are not"),
+        (0.02, "sampling and scoring use another temperature"),
+        (2.0, "other rows or tokens are scored"),
+    ],
+)
+def test_what_the_first_gap_tells(tmp_path, first, cause):
     gap = {"sampling__logprob_gap_mean": lambda x: 0.02 if x > 0 else first}
     [finding] = report.find_problems(report.read_run(write_run(tmp_path / "run", **gap)))
-    assert finding.causes[0].startswith("the weights used for generation") == is_stale
+    assert finding.causes[0].startswith(cause)
 
 
 BAND = {  # metric -> what ten healthy runs have in each update, give or take 0.01
