@@ -320,7 +320,7 @@ def find_problems(run):
 
 
 def unusual_flags(run):
-    """Flags that differ from those of the healthy runs: numbers by a factor of 2 or more. -> list of str"""
+    """Flags that differ from those of the healthy runs, numbers by a clear factor. -> list of str"""
     if not run.band:
         return []
     unusual = []
@@ -331,11 +331,14 @@ def unusual_flags(run):
         shown = f"--{name.replace('_', '-')} is {value}, healthy runs: {usual}"
         if number(value) and number(usual) and value * usual > 0 and not isinstance(value, bool):
             factor = max(value / usual, usual / value)
-            if factor < 2:
+            if factor < (1.05 if name in SENSITIVE else 1.5):
                 continue
             shown += f" ({factor:.3g} times {'more' if value > usual else 'less'})"
         unusual.append(shown)
     return unusual
+
+
+SENSITIVE = {"temperature", "gamma", "lam"}  # usually 1 or a little less, where small changes count
 
 
 def finding_of_flags(other_flags):

@@ -731,17 +731,18 @@ def test_a_word_that_a_judge_approves_may_spread(tmp_path, after, share, is_foun
 
 
 def test_unusual_flags_come_first_if_something_is_wrong(tmp_path, monkeypatch):
-    usual = {"learning_rate": 1e-4, "kl_coef": 0.2, "optimizer": "Adam", "seed": 1}
+    usual = {"learning_rate": 1e-4, "kl_coef": 0.2, "gamma": 1.0, "optimizer": "Adam", "seed": 1}
     bands = {"ppo_sentiment none": {"metrics": {"x": {}}, "args": usual}}
     (tmp_path / "bands.json").write_text(json.dumps(bands))
     monkeypatch.setattr(report, "BANDS", tmp_path / "bands.json")
-    flags = {"learning_rate": 1e-2, "kl_coef": 0.3, "optimizer": "SGD", "seed": 2}
+    flags = {"learning_rate": 1e-2, "kl_coef": 0.25, "gamma": 0.9, "optimizer": "SGD", "seed": 2}
     healthy = report.read_run(write_run(tmp_path / "healthy", flags))
     assert report.find_problems(healthy) == []
     failed = report.read_run(write_run(tmp_path / "failed", flags, objective__scores=lambda x: -x))
     first, second = report.find_problems(failed)
     assert first.entry == "flags" and second.title == "The score falls"
     assert first.causes == [
+        "--gamma is 0.9, healthy runs: 1.0 (1.11 times less)",
         "--learning-rate is 0.01, healthy runs: 0.0001 (100 times more)",
         "--optimizer is SGD, healthy runs: Adam",
     ]
