@@ -275,6 +275,7 @@ def find_problems(run):
         check_same_scores,
         check_values,
         check_schedule,
+        check_shaped_scores,
         check_kl_is_zero,
         check_kl_sign,
         check_first_kl,
@@ -924,19 +925,60 @@ def distinct_pairs(run):
     return early_and_late(run, "completions/distinct_2")
 
 
+def check_shaped_scores(run):
+    """Without clipping, the score is the reward minus the penalty of the responses that did not end."""
+    penalty = run.args.get("missing_eos_penalty") or 0.0
+    wrong = []
+    for row in run.metrics:
+        score, reward = number(row.get("objective/scores")), number(row.get("env/reward_mean"))
+        not_ended = number(row.get("completions/clipped_ratio"))
+        if None not in (score, reward, not_ended):
+            expected = reward - penalty * not_ended
+            wrong.append(abs(score - expected) > 0.001 + 0.001 * abs(expected))
+    if not run.args or run.args.get("score_clip") is not None or not wrong or mean(wrong) < 0.1:
+        return None
+    text = "reward - missing_eos_penalty * responses without an end" if penalty else "reward"
+    return Finding(
+        "The score is not what the flags make of the reward",
+        f"In {mean(wrong):.0%} of the updates, the mean score is not the mean of {text}.",
+        [
+            "the penalty for a missing end has the wrong sign, or hits other responses",
+            "scores are clipped, scaled or whitened, though no flag says so",
+        ],
+        "shaped-score",
+    )
+
+
 def check_coefficient(run):
     target = run.target("objective/kl")
     rows = [row for row in run.metrics if {"objective/kl", "objective/kl_coef"} <= row.keys()]
     if not target or len(rows) < 10:
         return None
     against = []  # for each update with a clear error: does the coefficient move against it?
+    other_steps = []  # is its step another one than that of the controller?
     for row, next_row in zip(rows, rows[1:]):
         error = row["objective/kl"] / target - 1
         step = next_row["objective/kl_coef"] - row["objective/kl_coef"]
         if abs(error) > 0.05 and step != 0:
             against.append(error * step < 0)
+        if run.args.get("kl_horizon") and "episode" in row and "episode" in next_row:
+            episodes = next_row["episode"] - row["episode"]
+            relative_step = min(max(error, -0.2), 0.2) * episodes / run.args["kl_horizon"]
+            expected = row["objective/kl_coef"] * relative_step
+            other_steps.append(abs(step - expected) > 0.05 * abs(expected) + 1e-5 * row["objective/kl_coef"])
     if not against or mean(against) < 0.5:
-        return None
+        if not other_steps or mean(other_steps) < 0.5:
+            return None
+        return Finding(
+            "The KL coefficient does not take the steps of its controller",
+            f"In {mean(other_steps):.0%} of the updates, it does not change by the KL's relative error (at "
+            "most 0.2) times the episodes of the update / --kl-horizon.",
+            [
+                "the controller reads another KL than the one that is logged: per token, or of one process",
+                "the error is not clipped, or the step counts other episodes than those of an update",
+            ],
+            "kl-coefficient",
+        )
     return Finding(
         "The KL coefficient moves the wrong way",
         f"In {mean(against):.0%} of the updates it falls while the KL is above its target {target:g}, or it "

@@ -548,6 +548,11 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
         "The same response has different scores",
         "Most rewards are functions of the prompt and the response. If the same pair has two scores, one of them is another pair's.",
     ),
+    "shaped-score": (
+        "The score is not what the flags make of the reward",
+        "Without `--score-clip`, the score is the reward, minus `--missing-eos-penalty` for responses that did not end. Both means are "
+        "logged, so `report.py` can check it.",
+    ),
     "same-prompts": (
         "Every update has the same prompts",
         "The policy learns the answers to a few prompts. The next batch must begin where the last one ended.",

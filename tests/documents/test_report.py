@@ -174,6 +174,45 @@ CASES = {  # a change of a healthy run -> title of what is found, or None
         {"kl_target": 4.0},
         None,
     ),
+    "another controller": (
+        {
+            "episode": lambda x: 1 + round(99 * x),
+            "objective__kl": lambda x: 3.0 * (x > 0),
+            "objective__kl_coef": lambda x: 0.1 * (1 - 0.001) ** round(99 * x),
+        },
+        {"kl_target": 4.0, "kl_horizon": 100},
+        "The KL coefficient does not take the steps of its controller",
+    ),
+    "the controller": (
+        {
+            "episode": lambda x: 1 + round(99 * x),
+            "objective__kl": lambda x: 3.0 * (x > 0),
+            "objective__kl_coef": lambda x: 0.1 * (1 - 0.2 / 100) ** round(99 * x),
+        },
+        {"kl_target": 4.0, "kl_horizon": 100},
+        None,
+    ),
+    "penalty": (
+        {
+            "env__reward_mean": lambda x: x + 0.3 * 0.5,
+            "completions__clipped_ratio": lambda x: 0.3,
+        },
+        {"missing_eos_penalty": 0.5},
+        None,
+    ),
+    "penalty of responses that end": (
+        {
+            "env__reward_mean": lambda x: x + 0.7 * 0.5,
+            "completions__clipped_ratio": lambda x: 0.3,
+        },
+        {"missing_eos_penalty": 0.5},
+        "The score is not what the flags make of the reward",
+    ),
+    "clipped scores": (
+        {"env__reward_mean": lambda x: 2 * x, "completions__clipped_ratio": lambda x: 0.3},
+        {"score_clip": 1.0},
+        None,
+    ),
     "entropy up": ({"policy__entropy_avg": lambda x: 1 + x}, {}, "The entropy rises"),
     "entropy down with a gain": ({"policy__entropy_avg": lambda x: 1.01 - x}, {}, None),
     "no end": (
