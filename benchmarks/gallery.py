@@ -578,7 +578,7 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
         "The first update is not like that of healthy runs",
         "All runs of a recipe start from the same models, so only chance tells their first updates apart. `report.py` goes through the "
         "metrics in the order in which a script computes them: responses, rewards, KL, returns, loss, steps. The first one that differs "
-        "is the closest to the fault. Shown only if something else looks wrong too.",
+        "is the closest to the fault. Shown only if something else looks wrong too, or if that metric stays far from healthy runs.",
     ),
     "not-finite": (
         "Some numbers are not finite",
@@ -639,7 +639,8 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
     ),
     "kl-coefficient": (
         "The KL coefficient moves the wrong way",
-        "It must rise while the KL is above its target, and fall while it is below.",
+        "It must rise while the KL is above its target, and fall while it is below. The controller's formula is that of "
+        "`adaptive_kl_coef`, so `report.py` also checks the size of its steps.",
     ),
     "entropy-rises": (
         "The entropy rises",

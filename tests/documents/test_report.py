@@ -358,7 +358,6 @@ def naive_grpo(rewards):
 OTHER_GROUP = "Advantages do not follow from the rewards of the group"
 OTHER_BASELINE = "The advantages of a group do not sum to 0"
 OTHER_SCALE = "The advantages of a group have another scale"
-OTHER_KL = "The KL in the rewards is not kl_coef times the KL of the response"
 GROUP_CASES = {  # script, function: scores, KL of the responses -> advantages; title of what is found
     "rloo": ("rloo_tldr", lambda scores, kl: naive_rloo(scores - KL_COEF * kl), None),
     "grpo": ("grpo_math", lambda scores, kl: naive_grpo(scores), None),
@@ -372,8 +371,8 @@ GROUP_CASES = {  # script, function: scores, KL of the responses -> advantages; 
         lambda scores, kl: naive_grpo(scores - KL_COEF * kl),
         OTHER_SCALE,
     ),
-    "KL is a bonus": ("rloo_tldr", lambda scores, kl: naive_rloo(scores + KL_COEF * kl), OTHER_KL),
-    "no KL": ("rloo_tldr", lambda scores, kl: naive_rloo(scores), OTHER_KL),
+    "KL is a bonus": ("rloo_tldr", lambda scores, kl: naive_rloo(scores + KL_COEF * kl), OTHER_GROUP),
+    "no KL": ("rloo_tldr", lambda scores, kl: naive_rloo(scores), OTHER_GROUP),
 }
 
 
@@ -388,6 +387,10 @@ def write_groups(folder, script, advantages, texts=None):
             row = {"update": update, "prompt": f"task {update}", "tokens": [text], "score": scores[i]}
             rows.append(row | {"KL": [kl[i]], "advantage": [round(float(advantage), 4)]})
     (folder / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    set_script(folder, script)
+
+
+def set_script(folder, script):
     about = json.loads((folder / "args.json").read_text()) | {"command": [f"{script}.py"]}
     (folder / "args.json").write_text(json.dumps(about))
 
@@ -397,63 +400,122 @@ def test_advantages_of_groups(tmp_path, case):
     script, advantages, title = GROUP_CASES[case]
     folder = write_run(tmp_path / "run", {"kl_coef": KL_COEF})
     write_groups(folder, script, advantages)
-    found = [finding.title for finding in report.find_problems(report.read_run(folder))]
-    assert found == [title] * (title is not None)
+    found = report.find_problems(report.read_run(folder))
+    assert [finding.title for finding in found] == [title] * (title is not None)
+    if "KL" in case:
+        assert found[0].causes[0].startswith("the KL penalty")
 
 
-def test_the_same_response_in_a_group(tmp_path):
+@pytest.mark.parametrize("scale", [1.0, 0.01, 0.0001])
+@pytest.mark.parametrize("script", ["rloo_tldr", "grpo_math"])
+def test_small_rewards_are_no_fault(tmp_path, script, scale):
+    """GRPO divides by their deviation, and so does RLOO with --whiten-rewards."""
+    folder = write_run(tmp_path / "run", {"kl_coef": KL_COEF, "whiten_rewards": script == "rloo_tldr"})
+
+    def advantages(scores, kl):
+        scores *= scale  # in place: these are saved
+        kl *= 0.0
+        deviation = np.std(scores, ddof=1)
+        if script == "grpo_math":
+            return (scores - scores.mean()) / (deviation + 1e-4)
+        return np.array(naive_rloo(scores)) / deviation
+
+    write_groups(folder, script, advantages)
+    assert report.find_problems(report.read_run(folder)) == []
+
+
+@pytest.mark.parametrize("logprob, is_found", [(-2.0, True), (-0.05, False)])
+def test_the_same_responses_in_all_groups(tmp_path, logprob, is_found):
+    """No fault if the policy is certain of them."""
     folder = write_run(tmp_path / "run", {"kl_coef": KL_COEF})
-    write_groups(folder, "grpo_math", lambda scores, kl: naive_grpo(scores), texts="same")
-    first, second = report.find_problems(report.read_run(folder))
-    assert first.title == "The responses to a prompt are the same"
-    assert second.title == "The same response has different scores"
+    row = {"tokens": ["same"], "ids": [7], "score": 1.0, "logprob": [logprob], "advantage": [0.0]}
+    rows = [{"update": update, "prompt": f"task {update}"} | row for update in (1, 50, 100) for _ in range(4)]
+    (folder / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    set_script(folder, "grpo_math")
+    titles = [finding.title for finding in report.find_problems(report.read_run(folder))]
+    assert titles == ["The responses to a prompt are the same"] * is_found
 
 
 @pytest.mark.parametrize(
-    "prompts, tokens, scores, is_found",
+    "script, prompts, tokens, scores, is_found",
     [
-        ("aaa", [["x"], ["x"], ["y"]], [1.0, 1.0, 0.0], False),
-        ("aaa", [["x"], ["x"], ["y"]], [1.0, 0.0, 1.0], True),
-        ("aba", [["x"], ["x"], ["y"]], [1.0, 0.0, 1.0], False),
+        ("grpo_math", "aabb", "xxyy", [1.0, 1.0, 0.0, 0.0], False),
+        ("grpo_math", "aabb", "xxyy", [1.0, 0.0, 0.0, 1.0], True),
+        ("grpo_math", "abab", "xxyy", [1.0, 0.0, 0.0, 1.0], False),
+        ("ppo_sentiment", "aabb", "xxyy", [1.0, 0.0, 0.0, 1.0], False),  # columns of the rows may differ
     ],
 )
-def test_the_same_response_has_one_score(tmp_path, prompts, tokens, scores, is_found):
+def test_the_same_response_has_one_score(tmp_path, script, prompts, tokens, scores, is_found):
     folder = write_run(tmp_path / "run")
     rows = [
-        {"update": 1, "prompt": prompt, "tokens": response, "score": score}
-        for prompt, response, score in zip(prompts, tokens, scores)
+        {"update": 1, "prompt": prompt, "tokens": [token], "score": score}
+        for prompt, token, score in zip(prompts, tokens, scores)
     ]
     (folder / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    set_script(folder, script)
     titles = [finding.title for finding in report.find_problems(report.read_run(folder))]
     assert titles == ["The same response has different scores"] * is_found
 
 
-@pytest.mark.parametrize("sign, is_found", [(1, False), (-1, True)])
-def test_the_direction_of_the_updates(tmp_path, sign, is_found):
-    """sign: of what a high advantage does to the probability of its token"""
+@pytest.mark.parametrize(
+    "sign, size, dtype, is_found",
+    [
+        (1, 1.0, "float32", False),
+        (-1, 1.0, "float32", True),
+        (-1, 1.0, "bfloat16", True),
+        (-1, 0.1, "float32", True),
+        (-1, 0.1, "bfloat16", False),  # may be rounding
+    ],
+)
+def test_the_direction_of_the_updates(tmp_path, sign, size, dtype, is_found):
+    """sign: of what a high advantage does to the probability of its token; size: of the steps"""
 
     def row(rng):
         right = ppo_row(rng)
         noise = rng.normal(0, 0.1, len(right["advantage"]))
-        log_ratio = sign * 0.1 * np.array(right["advantage"]) + noise
+        log_ratio = size * (sign * 0.1 * np.array(right["advantage"]) + noise)
         return right | {"ratio": np.exp(log_ratio).tolist()}
 
-    folder = write_run(tmp_path / "run", {"gamma": GAMMA, "lam": LAM}, objective__kl_coef=lambda x: KL_COEF)
+    flags = {"gamma": GAMMA, "lam": LAM, "dtype": dtype}
+    folder = write_run(tmp_path / "run", flags, objective__kl_coef=lambda x: KL_COEF)
     write_tokens(folder, row, num_rows=12)
     titles = [finding.title for finding in report.find_problems(report.read_run(folder))]
     assert titles == ["Updates do not make tokens with high advantages more likely"] * is_found
 
 
+@pytest.mark.parametrize("column", ["ratio", "advantage", "score", "reward"])
+@pytest.mark.parametrize("script", ["ppo_sentiment", "grpo_math"])
+def test_tokens_may_have_numbers_that_are_not_finite(tmp_path, script, column):
+    def row(rng):
+        row = ppo_row(rng) | {"prompt": "a", "ids": [1]}
+        row["ratio"] = list(row["advantage"])
+        row[column] = math.nan if column == "score" else [math.inf] * len(row["value"])
+        return row
+
+    folder = write_run(tmp_path / "run", {"gamma": GAMMA, "lam": LAM}, objective__kl_coef=lambda x: KL_COEF)
+    write_tokens(folder, row)
+    set_script(folder, script)
+    report.find_problems(report.read_run(folder))  # no error
+
+
 @pytest.mark.parametrize(
-    "prompts, is_found",
+    "script, prompts, is_found",
     [
-        ({1: ["The film", "My"], 50: ["The", "My friend"]}, True),
-        ({1: ["The film", "My"], 50: ["The", "A friend"]}, False),
-        ({1: ["The film", "My"]}, False),
+        ("ppo_sentiment", {1: ["The film", "My"], 50: ["The", "My friend"]}, True),
+        ("ppo_sentiment", {1: ["The film", "My"], 50: ["The", "A friend"]}, False),
+        (
+            "ppo_sentiment",
+            {1: ["The film", "The"], 50: ["The", "The film is"]},
+            False,
+        ),  # all texts begin alike
+        ("ppo_sentiment", {1: ["The film", "My"]}, False),
+        ("rloo_tldr", {1: ["The film", "My"], 50: ["The film", "My"]}, True),
+        ("rloo_tldr", {1: ["The film", "My"], 50: ["The", "My friend"]}, False),
     ],
 )
-def test_prompts_that_come_again(tmp_path, prompts, is_found):
+def test_prompts_that_come_again(tmp_path, script, prompts, is_found):
     folder = write_run(tmp_path / "run")
+    set_script(folder, script)
     rows = [{"update": update, "prompt": text} for update, texts in prompts.items() for text in texts]
     (folder / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     titles = [finding.title for finding in report.find_problems(report.read_run(folder))]
