@@ -6,10 +6,11 @@
 
 healthy: runs with other seeds and flags than those on which the limits of report.py were chosen. What report.py
 finds in them is a false alarm.
-unseen2: results/diagnose/unseen2.jsonl, faults and bad settings, each with its true cause. The list was written by
+unseen3: results/diagnose/unseen3.jsonl, faults and bad settings, each with its true cause. The list was written by
 somebody who had not read report.py, and nobody who worked on report.py has read the list.
-unseen, faults: such lists, too. Checks of report.py were written after they had been read, so how many of them it
-finds today says nothing about new faults. results/diagnose/verdicts.jsonl: what it said of `unseen` before that.
+unseen2, unseen, faults: such lists, too. Checks of report.py were written after they had been read, so how many of
+them it finds today says nothing about new faults. results/diagnose/verdicts.jsonl: what it said of `unseen` and
+`unseen2` before that.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "results/diagnose"
+LISTS = ("unseen3", "unseen2", "unseen", "faults")
 KEPT = ("metrics.jsonl", "samples.jsonl", "evaluation_samples.jsonl", "tokens.jsonl")
 HEALTHY = [  # script, flags
     *[("ppo_sentiment", f"--seed {seed}") for seed in (11, 12, 13, 14)],
@@ -42,7 +44,7 @@ HEALTHY = [  # script, flags
 
 
 def read_faults(list_name):
-    """list_name: "unseen2", "unseen" or "faults" -> list of dict"""
+    """list_name: one of LISTS -> list of dict"""
     with open(FOLDER / f"{list_name}.jsonl") as file:
         return [json.loads(line) for line in file]
 
@@ -73,7 +75,10 @@ def faulty_source(fault):
 
 
 def run_one(name, script, source, words):
-    """A whole run of a script, with one thread. What report.py needs goes to results/diagnose/runs/NAME."""
+    """A whole run of a script, with one thread. What report.py needs goes to results/diagnose/runs/NAME.
+
+    name: LIST/NAME, as of names_of_runs
+    """
     target = FOLDER / "runs" / name
     with tempfile.TemporaryDirectory() as folder:
         project = Path(folder).resolve() / "project"
@@ -104,10 +109,10 @@ def run_one(name, script, source, words):
 
 
 def names_of_runs(only):
-    """only: "healthy" or the name of a list -> the names of the runs, which are those of their folders"""
+    """only: "healthy" or the name of a list -> list of LIST/NAME"""
     if only == "healthy":
-        return [f"healthy-{script}-{flags.split()[-1]}" for script, flags in HEALTHY]
-    return [fault["name"] for fault in read_faults(only)]
+        return [f"healthy/{script}-{flags.split()[-1]}" for script, flags in HEALTHY]
+    return [f"{only}/{fault['name']}" for fault in read_faults(only)]
 
 
 def all_runs(only):
@@ -141,7 +146,9 @@ def print_findings(only, save=None):
     sys.path.insert(0, str(ROOT))
     import report
 
-    true_causes = {} if only == "healthy" else {fault["name"]: fault["cause"] for fault in read_faults(only)}
+    true_causes = {}
+    if only != "healthy":
+        true_causes = {f"{only}/{fault['name']}": fault["cause"] for fault in read_faults(only)}
     num_runs, num_silent = 0, 0
     lines = []
     for name in names_of_runs(only):
@@ -164,7 +171,7 @@ def print_findings(only, save=None):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["run", "findings"])
-    parser.add_argument("--only", choices=["healthy", "unseen2", "unseen", "faults"], required=True)
+    parser.add_argument("--only", choices=["healthy", *LISTS], required=True)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--save", type=Path, help="with findings: write them to this file, too")
     flags = parser.parse_args()

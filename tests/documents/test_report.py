@@ -36,13 +36,13 @@ def test_nothing_is_found_in_a_healthy_run(folder):
 
 def test_false_alarms_are_counted_in_the_docs():
     """Of the runs in results/diagnose, with seeds and flags that the limits were not chosen on."""
-    folders = sorted((ROOT / "results/diagnose/runs").glob("healthy-*"))
+    folders = sorted((ROOT / "results/diagnose/runs/healthy").iterdir())
     alarms = [folder for folder in folders if report.find_problems(report.read_run(folder))]
     page = " ".join((ROOT / "docs/running.md").read_text().split())
     assert not alarms and f"no false alarm in {len(folders)} runs" in page
 
 
-@pytest.mark.parametrize("name", ["faults", "unseen", "unseen2"])
+@pytest.mark.parametrize("name", ["faults", "unseen", "unseen2", "unseen3"])
 def test_the_lists_of_faults_fit_the_scripts(monkeypatch, name):
     """Each fault's old text is in its function once, and the script with the new one can be read."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
@@ -61,8 +61,12 @@ def test_the_verdicts_in_the_docs_are_those_of_the_file():
         rows = [json.loads(line) for line in file]
     page = (ROOT / "docs/running.md").read_text()
     right = [row for row in rows if row["verdicts"] == ["right", "right"]]
-    share = f"{len(right)} of {len(rows)} ({len(right) / len(rows):.0%})".replace("%", " %")
-    assert f'both said "right" for {share}' in page
+    for name in ("unseen", "unseen2"):
+        count = sum(row["name"].startswith(f"{name}/") for row in right)
+        total = sum(row["name"].startswith(f"{name}/") for row in rows)
+        share = f"{count} of {total} ({count / total:.0%})".replace("%", " %")
+        [line] = [line for line in page.splitlines() if line.startswith(f"| `results/diagnose/{name}.jsonl`")]
+        assert line.endswith(f"| {share} |")
     others = []
     for row in rows:
         if row not in right:
@@ -481,6 +485,24 @@ def test_the_direction_of_the_updates(tmp_path, sign, size, dtype, is_found):
     write_tokens(folder, row, num_rows=12)
     titles = [finding.title for finding in report.find_problems(report.read_run(folder))]
     assert titles == ["Updates do not make tokens with high advantages more likely"] * is_found
+
+
+@pytest.mark.parametrize(
+    "last_tokens, clipped, is_found",
+    [("eeeeeeee", 0.1, False), ("eeeeabcd", 0.1, False), ("abcdefgh", 0.1, True), ("abcdefgh", 0.9, False)],
+)
+def test_responses_have_their_stop_token(tmp_path, last_tokens, clipped, is_found):
+    folder = write_run(tmp_path / "run", completions__clipped_ratio=lambda x: clipped)
+    rows = []
+    for i, token in enumerate(last_tokens):
+        update, score = 1 + 50 * (i // 4), float(i)
+        advantage = (i % 4 - 1.5) * 4 / 3
+        row = {"update": update, "tokens": [f"{i}", token], "score": score, "advantage": [advantage] * 2}
+        rows.append(row | {"prompt": f"task {update}"})
+    (folder / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    set_script(folder, "rloo_tldr")
+    titles = [finding.title for finding in report.find_problems(report.read_run(folder))]
+    assert titles == ["Responses lack their stop token"] * is_found
 
 
 @pytest.mark.parametrize("column", ["ratio", "advantage", "score", "reward"])
