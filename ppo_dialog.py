@@ -734,10 +734,12 @@ def train(args):
     num_eval_prompts = min(args.num_eval_prompts, len(held_out_turns))
     data_rows = stream_rows(len(held_out_turns), start=0, count=num_eval_prompts, seed=args.seed)
     held_out_turns = [held_out_turns[row] for row in data_rows]
-    held_out = draw_prompts(held_out_turns, args, "held-out")
-    held_out = {name: x.to(device) for name, x in held_out.items()}
+    held_out_batch = draw_prompts(held_out_turns, args, "held-out")
+    held_out_batch = {name: x.to(device) for name, x in held_out_batch.items()}
     with autocast:
-        before = evaluate_dialogs(model, tokenizer, reward_parts, held_out_turns, held_out, stop_table, args)
+        before = evaluate_dialogs(
+            model, tokenizer, reward_parts, held_out_turns, held_out_batch, stop_table, args
+        )
     _, records_before = before
     answers_before = [record["answer"] for record in records_before]
 
@@ -912,7 +914,7 @@ def train(args):
         if is_sample_update(update, updates, args):
             # The same prompts each time, with the same random numbers: watch the responses change.
             first_turns = held_out_turns[:4]
-            first_prompts = {name: x[:4] for name, x in held_out.items()}
+            first_prompts = {name: x[:4] for name, x in held_out_batch.items()}
             with autocast:
                 sample, answers = rollout_answers(
                     model, tokenizer, reward_parts, first_turns, first_prompts, stop_table, args
@@ -942,7 +944,9 @@ def train(args):
 
     # 8. Evaluate on the same held-out prompts again, and save the model.
     with autocast:
-        after = evaluate_dialogs(model, tokenizer, reward_parts, held_out_turns, held_out, stop_table, args)
+        after = evaluate_dialogs(
+            model, tokenizer, reward_parts, held_out_turns, held_out_batch, stop_table, args
+        )
     if accelerator.is_main_process:
         report_dialog_evaluation(run, held_out_turns, before, after)
         save_policy(model.policy, tokenizer, run.folder / "model")

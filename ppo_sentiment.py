@@ -595,10 +595,12 @@ def train(args):
     # the initial policy in a resumed run too.
     data_rows = stream_rows(len(held_out_reviews), start=0, count=num_eval_prompts, seed=args.seed)
     held_out_reviews = [held_out_reviews[row] for row in data_rows]
-    held_out = draw_batch(held_out_reviews, args, "held-out")
-    held_out = {name: x.to(device) for name, x in held_out.items()}
+    held_out_batch = draw_batch(held_out_reviews, args, "held-out")
+    held_out_batch = {name: x.to(device) for name, x in held_out_batch.items()}
     with autocast:
-        before = evaluate(model, tokenizer, reward, judge, held_out_reviews, held_out, stop_token_id, args)
+        before = evaluate(
+            model, tokenizer, reward, judge, held_out_reviews, held_out_batch, stop_token_id, args
+        )
     _, records_before = before
     responses_before = [record["response"] for record in records_before]
 
@@ -773,7 +775,7 @@ def train(args):
         if is_sample_update(update, updates, args):
             # The same prompts each time, with the same random numbers: watch the responses change.
             first_reviews = held_out_reviews[:4]
-            first_prompts = {name: x[:4] for name, x in held_out.items()}
+            first_prompts = {name: x[:4] for name, x in held_out_batch.items()}
             with autocast:
                 _, records = evaluate(
                     model, tokenizer, reward, None, first_reviews, first_prompts, stop_token_id, args
@@ -798,7 +800,9 @@ def train(args):
 
     # 8. Evaluate on the same held-out prompts again, and save the model.
     with autocast:
-        after = evaluate(model, tokenizer, reward, judge, held_out_reviews, held_out, stop_token_id, args)
+        after = evaluate(
+            model, tokenizer, reward, judge, held_out_reviews, held_out_batch, stop_token_id, args
+        )
     if accelerator.is_main_process:
         report_evaluation(run, before, after)
         save_policy(model.policy, tokenizer, run.folder / "model")

@@ -616,10 +616,12 @@ def train(args):
     # The prompts, and the random numbers for one summary of each. They depend only on the seed, so the
     # evaluations before and after training use the same ones, and so does a resumed run. This one is before
     # run.restore: it measures the initial policy in a resumed run too.
-    held_out = draw_groups(held_out_posts, 1, args, "held-out")
-    held_out = {name: x.to(device) for name, x in held_out.items()}
+    held_out_batch = draw_groups(held_out_posts, 1, args, "held-out")
+    held_out_batch = {name: x.to(device) for name, x in held_out_batch.items()}
     with autocast:
-        before = evaluate_summaries(model, tokenizer, reward, judge, held_out_posts, held_out, stop_ids, args)
+        before = evaluate_summaries(
+            model, tokenizer, reward, judge, held_out_posts, held_out_batch, stop_ids, args
+        )
     _, records_before = before
     responses_before = [record["response"] for record in records_before]
 
@@ -799,7 +801,7 @@ def train(args):
         run.log(metrics, health_warnings(metrics, args, new_word))
         if is_sample_update(update, updates, args):
             # The same prompts each time, with the same random numbers: watch the responses change.
-            first_three = {name: x[:3] for name, x in held_out.items()}
+            first_three = {name: x[:3] for name, x in held_out_batch.items()}
             with autocast:
                 _, records = evaluate_summaries(
                     model, tokenizer, reward, None, held_out_posts[:3], first_three, stop_ids, args
@@ -817,7 +819,9 @@ def train(args):
 
     # 8. Evaluate on the same held-out posts again, and save the model.
     with autocast:
-        after = evaluate_summaries(model, tokenizer, reward, judge, held_out_posts, held_out, stop_ids, args)
+        after = evaluate_summaries(
+            model, tokenizer, reward, judge, held_out_posts, held_out_batch, stop_ids, args
+        )
     if accelerator.is_main_process:
         report_summaries(run, held_out_posts, before, after)
         save_policy(model.policy, tokenizer, run.folder / "model")

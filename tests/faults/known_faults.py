@@ -1589,7 +1589,7 @@ VARIETY = [
         name="samples come from the batch",
         script="ppo_sentiment",
         function="train",
-        old="{name: x[:4] for name, x in held_out.items()}",
+        old="{name: x[:4] for name, x in held_out_batch.items()}",
         new="{name: x[:4] for name, x in prompt_batch.items()}",
         test="runs/test_first_steps.py::test_samples_repeat_their_prompts[ppo_sentiment-prompt]",
     ),
