@@ -1,20 +1,16 @@
-"""What each trick that has a flag is worth: the tiny recipes as they are, and once more for each change of
-one flag, with seeds 1, 2, 3.
+"""What each trick that has a flag is worth: the tiny recipes, and the same with one flag changed, seeds 1, 2, 3.
 
-    python benchmarks/ablations.py --jobs 2                # all runs, each on one thread; what is there
-    already is not run again
-    python benchmarks/ablations.py --only rloo_tldr k3     # runs whose script, name or flags have all these
-    words
-    python benchmarks/ablations.py --list                  # the runs, and which of them are done
-    python benchmarks/ablations.py --table                 # only write the tables anew
+    python benchmarks/ablations.py --jobs 2               # all runs, one thread each; adds what is not there yet
+    python benchmarks/ablations.py --only rloo_tldr k3    # runs whose script, name or flags have all these words
+    python benchmarks/ablations.py --list                 # the runs, and which of them are done
+    python benchmarks/ablations.py --table                # only write the tables again
 
-A run is `python SCRIPT.py --seed S FLAGS --output-dir runs/ablations/...`; a line of results.jsonl is what
-is kept of it: the held-out numbers of evaluation.json, and of metrics.jsonl means over the last tenth of
-the updates and extremes. Tables go to the screen and to README.md next to results.jsonl. To try it out:
+A run is `python SCRIPT.py --seed S FLAGS --output-dir runs/ablations/...`. A line of results.jsonl is what is kept of
+it: the held-out numbers of evaluation.json, and from metrics.jsonl the extremes and the means over the last tenth of
+the updates. Tables go to the screen and to README.md next to results.jsonl. To try it out:
 --flags "--total-episodes 256" --folder DIR.
 
-To add a change, add a line to CHANGES: script, name, numbers of the tricks in
-docs/implementation_details.md, flags.
+To add a change, add a line to CHANGES: script, name, numbers of the tricks in docs/implementation_details.md, flags.
 """
 
 import argparse

@@ -1,10 +1,9 @@
 """Peak memory of rloo_tldr.py by size of the policy, with and without LoRA and gradient checkpointing.
 
-    python benchmarks/memory.py    # 12 runs of one update, about 5 minutes on 2 cores; writes
-    results/memory.json
+    python benchmarks/memory.py    # 12 runs of one update, about 5 minutes on 2 cores
 
-The policies are GPT-2s with random weights; prompts are those of data/tldr. The libraries, the reward model
-and the data take memory too: that is what the row "base", a policy of almost no size, shows.
+Writes results/memory.json. The policies are GPT-2s with random weights; prompts are those of data/tldr. The libraries,
+the reward model and the data take memory too: the row "base", a policy of almost no size, shows how much.
 """
 
 import json

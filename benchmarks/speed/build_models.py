@@ -1,13 +1,15 @@
-"""Build the models of compare.py: local, small, weights at random, so that nothing is downloaded and all
-contestants load the same.
+"""Build the models of compare.py: local and small, with random weights, the same for all contestants.
 
-    trl_old/bin/python build_models.py FOLDER     (install_peers.sh does it; transformers 4.45 writes what
-    4.45 and 5 both load)
+    trl_old/bin/python build_models.py FOLDER    # install_peers.sh does this
 
-gpt2_tiny (4 layers x 128, vocabulary 4096), neox14m (pythia-14m's shape), neox14m_eos (the same, a sampled
-token is EOS with probability 0.03, so that a response has about 26 of 53 tokens), gpt2_small (GPT-2, 124
-M); beside each NAME a NAME_rm, a sequence classifier with one label; prompts_4k and prompts_50k, texts of
-exactly 64 tokens under the tokenizers of gpt2_tiny and of the others.
+transformers 4.45 writes them, because 4.45 and 5 can both load the result.
+
+- gpt2_tiny: 4 layers of width 128, vocabulary 4096
+- neox14m: the shape of pythia-14m
+- neox14m_eos: the same, but each sampled token is EOS with probability 0.03: a response has about 26 of 53 tokens
+- gpt2_small: GPT-2 with 124 M parameters
+- NAME_rm, for each of them: a sequence classifier with one label
+- prompts_4k, prompts_50k: texts of exactly 64 tokens, for the tokenizer of gpt2_tiny and for that of the others
 """
 
 import argparse

@@ -1,14 +1,11 @@
-"""Our scripts and TRL's trainers side by side: the same models, prompts, lengths, batches, epochs and
-optimizer steps, in turn.
+"""Our scripts and TRL's trainers: the same models, prompts, lengths, batches, epochs and optimizer steps.
 
-    python benchmarks/speed/compare.py rloo --peers FOLDER      # FOLDER: where install_peers.sh put them;
-    `all` runs every comparison
-    python benchmarks/speed/compare.py rloo --show              # only the table, from the committed results
-    python benchmarks/speed/compare.py rloo --peers FOLDER --other CHECKOUT --only "ours fp32" other    #
-    two versions of our scripts
+    python benchmarks/speed/compare.py rloo --peers FOLDER    # one comparison; `all` runs all of them
+    python benchmarks/speed/compare.py rloo --show            # only the table of the committed results
+    python benchmarks/speed/compare.py rloo --peers FOLDER --other CHECKOUT --only "ours fp32" other
 
-Every contestant is a process of its own, and a round runs each once: A B C A B C ... What a number means:
-docs/speed.md.
+FOLDER is where install_peers.sh put TRL and the models. The last command compares two versions of our scripts.
+Each contestant has its own process, and they take turns: A B C A B C ... docs/speed.md says what the numbers mean.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""How the time of a token and the peak of memory of rloo_tldr.py grow with the response, the vocabulary,
-the batch and the model.
+"""How time per token and peak memory of rloo_tldr.py grow with response length, vocabulary, batch and model size.
 
-    python benchmarks/speed/growth.py                     # every point of every sweep, then
-    results/growth.jsonl, growth.png and a table
-    python benchmarks/speed/growth.py --sweep vocabulary --points 1024 8192
-    python benchmarks/speed/growth.py --show              # the table and the plot from the file
+    python benchmarks/speed/growth.py                                         # all points of all sweeps
+    python benchmarks/speed/growth.py --sweep vocabulary --points 1024 8192   # some
+    python benchmarks/speed/growth.py --show                                  # only the table and the plot
 
-A point is a process: two updates (one epoch, one minibatch, micro-batches of 8, no reward model, no early
-stop), of which the second counts. Weights are at random, the prompt has 32 tokens. Where nothing else is
-said: 64 responses of 64 tokens, vocabulary 8192, GPT-2 of 4 layers x 128. All responses are decoded at
-once.
+Writes results/speed/growth.jsonl and growth.png, and prints a table.
+
+A point is a process with two updates, of which the second counts: one epoch, one minibatch, micro-batches of 8, no
+reward model, no early stop. Weights are random, and the prompt has 32 tokens. What a sweep does not change: 64
+responses of 64 tokens, a vocabulary of 8192, and a GPT-2 of 4 layers of width 128. All responses of a batch are
+generated at once.
 """
 
 import argparse

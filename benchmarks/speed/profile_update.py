@@ -1,19 +1,14 @@
-"""Where a batch spends its time: the third update of a script, by the clock, and with --operators those of
-the fourth.
+"""Where one batch of a script spends its time. The third update is measured.
 
-    python benchmarks/speed/profile_update.py rloo_tldr.py --total-episodes 512 --num-examples 1      # a
-    script and its normal flags
-    python benchmarks/speed/profile_update.py rloo --peers FOLDER        # a job of compare.py (fp32 by
-    default)
-    python benchmarks/speed/profile_update.py rloo --peers FOLDER --save          # and a line in
-    results/profiles.jsonl
-    python benchmarks/speed/profile_update.py rloo --peers FOLDER --operators     # and the operators of the
-    next one, by torch.profiler
-    python benchmarks/speed/profile_update.py --show                              # the tables of that file
+    python benchmarks/speed/profile_update.py rloo_tldr.py --total-episodes 512    # a script and its own flags
+    python benchmarks/speed/profile_update.py rloo --peers FOLDER                  # a job of compare.py, in fp32
+    python benchmarks/speed/profile_update.py rloo --peers FOLDER --save           # adds a line to the results
+    python benchmarks/speed/profile_update.py rloo --peers FOLDER --operators      # also the operators
+    python benchmarks/speed/profile_update.py --show                               # the tables of the results
 
-Phases are functions of the script, timed from outside, each without what it calls of the others.
-torch.profiler takes time and new memory itself, which shows as time of the operators that take memory: read
-its table as rough.
+A phase is some functions of the script, timed from outside. If a function of one phase calls one of another phase,
+the inner time counts only for the inner phase. The results are in results/speed/profiles.jsonl.
+--operators runs torch.profiler on the fourth update. The profiler itself takes time and memory, so its table is rough.
 """
 
 import argparse
@@ -193,7 +188,7 @@ def main():
     parser.add_argument(
         "--operators", action="store_true", help="print the operators of the fourth update, by torch.profiler"
     )
-    parser.add_argument("--save", action="store_true", help="append the phases to results/profiles.jsonl")
+    parser.add_argument("--save", action="store_true", help="append the phases to results/speed/profiles.jsonl")
     parser.add_argument("--show", action="store_true", help="print that file as tables, run nothing")
     args, flags = parser.parse_known_args()
     if args.show:

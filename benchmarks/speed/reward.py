@@ -1,5 +1,4 @@
-"""A reward that costs nothing, for comparisons of everything else: the number of different letters of a
-response."""
+"""A reward that costs nothing: the number of different letters in a response."""
 
 
 def distinct_letters(prompts, completions, **columns):

@@ -1,8 +1,9 @@
-"""How long a user waits: from a command to its help, and to the first update of the default recipe, for
-each of the five scripts.
+"""How long a user waits: from a command to its help, and to the first update of the default recipe.
 
-    python benchmarks/speed/startup.py            # three times each: results/startup.jsonl and a table
-    python benchmarks/speed/startup.py --show     # the table from the file
+    python benchmarks/speed/startup.py            # each of the six scripts, three times
+    python benchmarks/speed/startup.py --show     # only the table
+
+Writes results/speed/startup.jsonl, and prints a table.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from statistics import median
 
 from compare import ROOT, describe_machine, run, table
 
-SCRIPTS = ("sft", "reward_model", "ppo_sentiment", "ppo_dialog", "rloo_tldr")
+SCRIPTS = ("sft", "reward_model", "ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math")
 FILE = ROOT / "results/speed" / "startup.jsonl"
 LIMIT = 300  # seconds to a first update
 
