@@ -188,7 +188,9 @@ def main():
     parser.add_argument(
         "--operators", action="store_true", help="print the operators of the fourth update, by torch.profiler"
     )
-    parser.add_argument("--save", action="store_true", help="append the phases to results/speed/profiles.jsonl")
+    parser.add_argument(
+        "--save", action="store_true", help="append the phases to results/speed/profiles.jsonl"
+    )
     parser.add_argument("--show", action="store_true", help="print that file as tables, run nothing")
     args, flags = parser.parse_known_args()
     if args.show:

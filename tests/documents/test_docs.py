@@ -91,7 +91,7 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     # Flags of the programs in benchmarks/.
     known |= {"peers", "other", "only", "rounds", "batches", "results"}
     known |= {"show", "save", "signals", "minutes", "trl", "jobs", "seeds", "side"}
-    known |= {"algorithm", "gpus", "gpu_memory", "sharding"}
+    known |= {"algorithm", "gpus", "gpu_memory", "reward_model", "sharding", "rows"}
     known |= {"output", "diagnose", "unipo"}  # report.py
     known |= {"no_deps", "target"}  # pip
     for script in scripts.values():

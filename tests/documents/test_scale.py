@@ -487,7 +487,7 @@ def test_the_tables_of_the_page_are_those_that_the_program_prints():
     lines = [line for line in printed([]).splitlines() if line]
     body = [line for line in lines if line.startswith("|") or line.startswith("Host memory")]
     assert len(body) > 60 and set(body) <= set(PAGE.splitlines())
-    ours = PAGE.split("\n## Where these scripts end")[0].splitlines()
+    ours = PAGE.split("\n## What these scripts cannot do")[0].splitlines()
     assert {line for line in ours if line.startswith("|")} <= set(body)
 
 
@@ -496,6 +496,8 @@ def test_the_numbers_in_the_text_are_those_of_the_program():
     text = "\n".join(line for line in PAGE.splitlines() if not line.startswith(("|", "Host memory", "+")))
     assert set(re.findall(r"(\d+) GB\b", text)) == {str(size) for size in scale.GPUS}
     assert "a reserve of 10 % of the memory" in text and scale.USABLE == 0.9
+    assert "fits 80 GB if it needs at most 72.0, and 141 GB if at most 126.9." in text
+    assert [round(scale.USABLE * size, 1) for size in scale.GPUS] == [72.0, 126.9]
     assert "40 % of the peak rate" in text and scale.MATMUL_UTILIZATION == 0.4
     assert "53 per layer in a Llama, 10 µs each" in text
     assert (scale.MODELS["llama-7b"].operations, scale.LAUNCH_SECONDS) == (53, 10e-6)
