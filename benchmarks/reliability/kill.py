@@ -1,16 +1,16 @@
-"""Kill runs at random moments, let them go on, and compare the end with that of a run that was left alone,
-bit for bit.
+"""Kill runs at random moments, resume them, and compare the result with an uninterrupted run, bit for bit.
 
-    python benchmarks/reliability/kill.py                     # 50 SIGKILLs, 50 SIGTERMs and 50 SIGINTs of
-    each script
+    python benchmarks/reliability/kill.py                     # 50 SIGKILLs, SIGTERMs and SIGINTs for each script
     python benchmarks/reliability/kill.py --kills 5 --signals KILL --scripts sft
 
-Runs of 8 updates on the models of checkpoints/ and the first rows of data/, a checkpoint after each update.
-They are forked from a process that has imported everything, so a run takes about a second (no curves are
-drawn). Every second signal is aimed at a save: it is sent within 20 ms after the writing of some checkpoint
-or of the final model began. The others come at any time between start and end. Each line of kills.jsonl is
-one signal: when it came, how the process ended, what was there then, and whether the run that went on ended
-with the same model, value head, metrics, samples and last table (clocks apart).
+A run has 8 updates, with models of checkpoints/, the first rows of data/, and a checkpoint after each update. Runs are
+forked from a process that has imported everything, so one takes about a second. They draw no curves. Every second
+signal is aimed at a save: it comes within 20 ms after the run began to write a checkpoint or the final model. The
+others come at any time between start and end.
+
+Each line of results/reliability/kills.jsonl is one signal: when it came, how the process ended, which checkpoints there
+were, and whether the resumed run ended with the same model, metrics, samples, tokens and tables (times are not
+compared).
 """
 
 import argparse
@@ -47,13 +47,18 @@ RUNS = {
                             dataset_name="dialogs", num_eval_prompts=4, response_length=8, max_prompt_length=64),
     "rloo_tldr": RL | dict(model_name_or_path="checkpoints/tldr-sft", reward_model_path="checkpoints/tldr-reward", dataset_name="tldr",
                            num_examples=4, response_length=8, rloo_k=2),
+    "grpo_math": RL | dict(model_name_or_path="checkpoints/arithmetic-sft", dataset_name="arithmetic", prompt_template=None,
+                           system_prompt=None, gradient_accumulation_steps=1, num_generations=4, response_length=16,
+                           num_examples=4, num_eval_samples=2),
 }  # fmt: skip
 COMPARED = (
     "model/model.safetensors",
     "model/value_head.safetensors",
     "metrics.jsonl",
     "samples.jsonl",
+    "tokens.jsonl",
     "evaluation.json",
+    "evaluation_samples.jsonl",
 )
 
 
@@ -182,7 +187,7 @@ def main():
     parser.add_argument("--out", default=str(ROOT / "results/reliability/kills.jsonl"))
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp())
-    for name in ("reviews", "dialogs", "tldr"):
+    for name in ("reviews", "dialogs", "tldr", "arithmetic"):
         (root / name).mkdir()
         for split, count in (("train", 48), ("test", 8)):
             lines = (ROOT / f"data/{name}/{split}.jsonl").read_text().splitlines(True)
