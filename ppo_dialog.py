@@ -17,7 +17,7 @@ a dialog changes:
    n-grams and the perplexity of the references, before and after training (`evaluate_dialogs`).
 5. Your own metrics go into one function and appear in the log and in the table (`custom_metrics`).
 
-    python ppo_dialog.py                            # recipe tiny: no download, no GPU, 2 minutes on 2 cores
+    python ppo_dialog.py                            # recipe tiny: no download, no GPU, minutes on 2 cores
     python ppo_dialog.py --meteor-weight 0          # tiny with one change; every field of Args is a flag
     python ppo_dialog.py gpt2-dailydialog           # the published experiment, from the Hub
     python ppo_dialog.py chat RUN_FOLDER_OR_MODEL   # chat with the trained model

@@ -268,6 +268,7 @@ def find_problems(run):
     checks = [
         # Evidence for one fault: numbers that contradict each other.
         check_numbers,
+        check_masks,
         check_sampling,
         check_surprise,
         check_token_rewards,
@@ -736,7 +737,7 @@ def check_score_falls(run):
         [
             "the loss, the advantages or the logarithm of the ratio have the wrong sign",
             "the learning rate is too high: the policy has come apart (look at its entropy and KL)",
-            "rewards reach the wrong responses or tokens: on padding, off by one, shuffled",
+            "rewards or advantages reach the wrong responses or tokens: padding, off by one, another order",
         ],
         "score-falls",
     )
@@ -751,7 +752,7 @@ def check_score(run):
     evidence = score_in_words(run)
     _, late_kl = early_and_late(run, "objective/kl")
     causes = [
-        "rewards reach the wrong responses or tokens: on padding, off by one, shuffled",
+        "rewards or advantages reach the wrong responses or tokens: padding, off by one, another order",
         "the learning rate is too low, or the run too short",
         "the KL penalty is too strong: the policy stays at its reference",
         "the reward does not depend on what the policy can change",
@@ -1137,8 +1138,9 @@ def check_critic(run):
         "The critic gets worse",
         f"The value loss rises from {early:.3g} to {late:.3g}.",
         [
-            "the learning rate is too high for the value head",
+            "the value loss has the wrong sign, or too little weight",
             "values are aligned with other tokens than the returns: off by one, or padding",
+            "the learning rate is too high for the value head",
             "the scores spread out more and more: clip or whiten them",
         ],
         "critic",
@@ -1217,8 +1219,13 @@ METEOR_INPUT = [
     "what METEOR compares: another reference (an utterance too early, of another row), or a text that is not "
     "only the answer",
 ]
+INTENT_INPUT = [
+    "what the intent is compared with: the act of another turn or row, or acts counted from another number",
+    "the input of the intent classifier: another utterance, truncated, or without the utterance before",
+]
 REWARD_INPUT = [
-    "the input of the reward function: truncated, without the prompt, or prompt or answer of another row",
+    "what the reward function gets: texts that are truncated, without the prompt or without their EOS, or "
+    "the prompt or answer of another row",
     "the prompts: truncated, with another template, or other data",
     "the output of the reward model: another label, sign or scale, or read on padding",
 ]
@@ -1269,7 +1276,10 @@ LOW_SCORE = [
 HIGH_SCORE = ["the prompts are few, or always the same", "the KL penalty is too weak"]
 SMALL_LATER_STEP = ["the steps become small: the schedule, gradient clipping, the optimizer's state"]
 LARGE_LATER_STEP = ["the steps become large: stale old log-probabilities, or gradients that are not zeroed"]
-LATER_CRITIC = ["the critic: its loss, its returns, or the scores that it predicts"]
+LATER_CRITIC = [
+    "the value loss: its sign, its weight, its clipping, or old values of another update",
+    "what the critic learns: returns of other tokens, or scores on another scale",
+]
 
 # (metric, causes if it is lower than in healthy runs, causes if it is higher). The first metric that differs
 # decides, so those that a script computes first come first: a fault shows in all that follows. Loss, KL and
@@ -1281,7 +1291,7 @@ FIRST_UPDATE = [
     ("completions/mean_length", STOPPING, STOPPING),
     ("objective/entropy", SAMPLING, SAMPLING),
     ("completions/distinct_2", SAMPLING, SAMPLING),
-    ("intent", REWARD_INPUT, REWARD_INPUT),
+    ("intent", INTENT_INPUT + REWARD_INPUT[1:], INTENT_INPUT + REWARD_INPUT[1:]),
     ("meteor", METEOR_INPUT + REWARD_INPUT, METEOR_INPUT + REWARD_INPUT),
     ("env/reward_mean", REWARD_INPUT, REWARD_INPUT),
     ("env/reward_std", REWARD_INPUT, REWARD_INPUT),
@@ -1475,6 +1485,7 @@ def check_token_rewards(run):
         return None
     coefficients = {row.get("update"): number(row.get("objective/kl_coef")) for row in run.metrics}
     wrong_kl, wrong_last, paid_elsewhere = 0, 0, 0
+    equal_rewards, proportional = 0, 0  # responses whose tokens all have the same reward, or -c * KL
     slopes = []  # of reward over KL: -kl_coef is right
     rows = [row for row in run.tokens if {"reward", "KL", "score"} <= row.keys()]
     rows = [row for row in rows if coefficients.get(row["update"]) is not None and row["reward"]]
@@ -1489,6 +1500,9 @@ def check_token_rewards(run):
         if any(wrong[:-1]) and spread > 0:
             slopes.append(sum(kl * reward for kl, reward in zip(early_kl, early_rewards)) / spread)
             wrong_kl += 1
+            equal_rewards += max(early_rewards) - min(early_rewards) < 0.0005
+            errors = [abs(reward - slopes[-1] * kl) for kl, reward in zip(early_kl, early_rewards)]
+            proportional += all(error <= limit for error, limit in zip(errors, tolerance))
             scores = [score for score in possible_scores(run, row["score"]) if abs(score) > 0.05]
             paid_elsewhere += any(abs(x - score) < 0.01 for x in rest[:-1] for score in scores)
         paid = possible_scores(run, row["score"])
@@ -1511,12 +1525,47 @@ def check_token_rewards(run):
             )
         elif paid_elsewhere > 0.2 * wrong_kl:
             causes.insert(0, "the score is paid on more tokens than the last one")
+        elif equal_rewards > 0.5 * wrong_kl:
+            causes.insert(0, "the KL of the whole response is charged to each of its tokens")
+        elif proportional > 0.5 * wrong_kl:
+            causes.insert(0, f"the KL penalty has another coefficient: rewards are {median(slopes):.3g} * KL")
         causes.append("the KL penalty is computed from other log-probabilities, or with another coefficient")
     return Finding(
         "Rewards are not the KL penalty and the score",
         ("; ".join(evidence) + ".").capitalize(),
         causes,
         "token-rewards",
+    )
+
+
+def check_masks(run):
+    """PPO: a token of a response with a KL, return and advantage of exactly 0 is outside of the mask."""
+    rows = [row for row in run.tokens if {"KL", "return", "advantage"} <= row.keys() and row["KL"]]
+    masked_last, masked_first, masked_between = 0, 0, 0
+    for row in rows:
+        masked = [
+            kl == 0 and x == 0 and y == 0 for kl, x, y in zip(row["KL"], row["return"], row["advantage"])
+        ]
+        masked_last += masked[-1]
+        masked_first += masked[0]
+        masked_between += any(masked[1:-1])
+    if max(masked_last, masked_first, masked_between) < max(2, 0.25 * len(rows)):
+        return None
+    causes = []
+    if masked_last >= max(masked_first, masked_between):
+        causes = [
+            "the mask leaves out the last token: it is made of token ids (pad = EOS), or it is one too short",
+            "the length of a response does not count its stop token",
+        ]
+    elif masked_first >= masked_between:
+        causes = ["the mask leaves out the first token: it begins one too late, or ends one too early"]
+    causes.append("the mask of the response is of other tokens or rows")
+    return Finding(
+        "Tokens of the responses are masked out",
+        f"In {len(rows)} saved responses, the last token has a KL, return and advantage of exactly 0 in "
+        f"{masked_last}, the first one in {masked_first}, others in {masked_between}. They are not learned.",
+        causes,
+        "masks",
     )
 
 
@@ -1633,13 +1682,15 @@ def check_same_scores(run):
 
 
 def check_direction(run):
-    """PPO: after an update, tokens with a high advantage should be more likely than before."""
+    """After an update, tokens with a high advantage should be more likely than before."""
     rounding = 0.05 if rounds_more(run) else 0.001  # of log-ratios
     correlations, total = [], 0
     for rows in rows_by_update(run).values():
         advantages, log_ratios = [], []
         for row in rows:
-            if {"advantage", "value", "ratio"} <= row.keys() and all_finite(row["advantage"] + row["ratio"]):
+            if not {"advantage", "ratio"} <= row.keys() or not row["ratio"]:
+                continue
+            if all_finite(row["advantage"] + row["ratio"]):
                 advantages += row["advantage"]
                 log_ratios += [math.log(max(x, 1e-4)) for x in row["ratio"]]
         if len(advantages) > 2 and stdev(advantages) > 1e-6 and stdev(log_ratios) > rounding:
@@ -1661,7 +1712,7 @@ def check_direction(run):
 
 
 def all_finite(values):
-    return all(math.isfinite(x) for x in values)
+    return all(x is not None and math.isfinite(x) for x in values)
 
 
 def check_values(run):

@@ -6,11 +6,11 @@
 
 healthy: runs with other seeds and flags than those on which the limits of report.py were chosen. What report.py
 finds in them is a false alarm.
-unseen3: results/diagnose/unseen3.jsonl, faults and bad settings, each with its true cause. The list was written by
+unseen4: results/diagnose/unseen4.jsonl, faults and bad settings, each with its true cause. The list was written by
 somebody who had not read report.py, and nobody who worked on report.py has read the list.
-unseen2, unseen, faults: such lists, too. Checks of report.py were written after they had been read, so how many of
-them it finds today says nothing about new faults. results/diagnose/verdicts.jsonl: what it said of `unseen` and
-`unseen2` before that.
+unseen3, unseen2, unseen, faults: such lists, too. Checks of report.py were written after they had been read, so how
+many of them it finds today says nothing about new faults. results/diagnose/verdicts.jsonl: what it said of the first
+three before that.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "results/diagnose"
-LISTS = ("unseen3", "unseen2", "unseen", "faults")
+LISTS = ("unseen4", "unseen3", "unseen2", "unseen", "faults")
 KEPT = ("metrics.jsonl", "samples.jsonl", "evaluation_samples.jsonl", "tokens.jsonl")
 HEALTHY = [  # script, flags
     *[("ppo_sentiment", f"--seed {seed}") for seed in (11, 12, 13, 14)],

@@ -504,6 +504,12 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
         "Shown only if something else looks wrong, and only for the recipes in `results/reference_bands.json`. Try the run again "
         "with the recipe's flags.",
     ),
+    "masks": (
+        "Tokens of the responses are masked out",
+        "Each token of a response, its stop token included, has a KL, a return and an advantage. If all three are exactly 0, the "
+        "mask leaves the token out: it is not learned, and a score that is paid on it is lost. The usual cause is a mask made of "
+        "`token != pad` where pad is EOS: make masks from the lengths of the responses.",
+    ),
     "token-rewards": (
         "Rewards are not the KL penalty and the score",
         "In PPO each token is paid `-kl_coef * KL`, and the last one the score too. `report.py` computes this again from "

@@ -42,6 +42,8 @@ def prefix_metrics(folder, rows, length):
 
 
 def main():
+    if not sys.argv[1:]:
+        sys.exit("name at least one folder with a classifier")
     rows = [json.loads(line) for line in open(ROOT / "data/reviews/test.jsonl")]
     results = {}
     for folder in sys.argv[1:]:

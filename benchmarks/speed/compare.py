@@ -416,7 +416,7 @@ def compare(name, args):
                 with open(file, "a") as lines:
                     lines.write(json.dumps(line) + "\n")
                 print(
-                    f"round {number + 1}, {who}: {median(b['seconds'] for b in timed(line)):.2f} s a batch",
+                    f"round {number + 1}, {who}: {median(b['seconds'] for b in timed(line)):.2f} s per batch",
                     flush=True,
                 )
     show(name, args)
@@ -464,7 +464,7 @@ def numbers(line):
     each = [(useful_flops(job, *line["parameters"], b["prompt_tokens"], b["response_tokens"], training),
              b["prompt_tokens"] + b["response_tokens"], b["seconds"]) for b in timed(line)]  # fmt: skip
     row = {"episodes/s": job["batch"] / seconds} if "batch" in job else {}
-    row |= {"tokens/s": median(tokens / s for _, tokens, s in each), "s a batch": seconds}
+    row |= {"tokens/s": median(tokens / s for _, tokens, s in each), "s per batch": seconds}
     row |= (
         {phase: median(batch[phase] for batch in timed(line)) for phase in ("rollout", "train")}
         if "batch" in job

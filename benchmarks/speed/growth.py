@@ -121,16 +121,16 @@ def show(file):
     from matplotlib.figure import Figure
 
     lines = read(file)
-    header = ["sweep", "point", "ms a token", "rollout, ms", "peak MB", "batch x length x vocabulary, MB"]
+    header = ["sweep", "point", "ms per token", "rollout, ms", "peak MB", "batch x length x vocabulary, MB"]
     keys = ("point", "ms", "rollout_ms", "peak_memory_mb", "logits_mb")
     print(table(header, [[line["sweep"], *(f"{line[key]:.4g}" for key in keys)] for line in lines]))
     sweeps = [sweep for sweep in SWEEPS if any(line["sweep"] == sweep for line in lines)]
     figure = Figure(figsize=(3.2 * len(sweeps), 5), layout="constrained")
     axes = figure.subplots(2, len(sweeps), squeeze=False, sharey="row")
     names = dict(
-        response="tokens of a response",
+        response="tokens per response",
         vocabulary="vocabulary",
-        batch="responses a batch",
+        batch="responses per batch",
         model="weights, millions",
     )
     for column, sweep in zip(axes.T, sweeps):
@@ -147,7 +147,7 @@ def show(file):
         column[1].set_xlabel(names[sweep])
     for axis in axes[:, 0]:
         axis.yaxis.set_major_formatter("{x:g}")
-    axes[0, 0].set_ylabel("ms a response token")
+    axes[0, 0].set_ylabel("ms per response token")
     axes[1, 0].set_ylabel("MB")
     axes[0, 0].legend(fontsize=7)
     axes[1, 0].legend(fontsize=7)

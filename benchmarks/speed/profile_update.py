@@ -30,7 +30,12 @@ import torch
 FILE = compare.ROOT / "results/speed" / "profiles.jsonl"
 PHASES = {  # of a script's functions, as far as it has them; what is left of an update are rewards, texts, the sums of the log
     "generation": ("generate", "generate_groups"),
-    "transformer, forward": ("response_logprobs", "document_states", "sequence_logits"),
+    "transformer, forward": (
+        "response_logprobs",
+        "PolicyAndValue.forward",
+        "document_states",
+        "sequence_logits",
+    ),
     "logits and their gradient": (
         "ChunkedLogprobs.forward",
         "ChunkedLogprobs.backward",
@@ -98,7 +103,7 @@ def bounds(jobs):
         runs = {}
         for run in map(json.loads, (FILE.parent / f"{job}.jsonl").read_text().splitlines()):
             runs.setdefault(run["contestant"], []).append(compare.numbers(run))
-        seconds = {who: median(row["s a batch"] for row in found) for who, found in runs.items()}
+        seconds = {who: median(row["s per batch"] for row in found) for who, found in runs.items()}
         mfu = median(row["useful MFU %"] for row in runs["ours fp32"]) / 100
         times = seconds["ours fp32"], seconds["ours fp32"] * mfu
         for peer in (who for who in seconds if not who.startswith("ours")):

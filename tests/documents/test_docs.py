@@ -10,12 +10,16 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers.trainer_callback  # noqa: F401 (scripts import it late; here it happens before a device check)
 from conftest import ROOT, SCRIPTS
+from device_check import pretended_gpu
+from run_fixtures import check_names
 from run_tools import reward_file
 
 pytest_plugins = ["run_fixtures"]
@@ -93,7 +97,7 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     known |= {"show", "save", "signals", "minutes", "trl", "jobs", "seeds", "side"}
     known |= {"algorithm", "gpus", "gpu_memory", "reward_model", "sharding", "rows"}
     known |= {"output", "diagnose", "unipo"}  # report.py
-    known |= {"no_deps", "target"}  # pip
+    known |= {"no_deps", "target", "index_url"}  # pip
     for script in scripts.values():
         for field in script.Args.__dataclass_fields__.values():
             known |= {field.name, f"no_{field.name}"}
@@ -113,8 +117,9 @@ def changes():
 
 
 @pytest.mark.parametrize("name, title, block", list(changes()), ids=lambda x: x if len(x) < 70 else "")
-def test_lines_to_change_fit_the_script(name, title, block):
-    """The old lines of each hunk are in the script exactly once, and the changed script compiles."""
+def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, name, title, block):
+    """The old lines of each hunk are in the script exactly once. The changed script runs in bf16 on a
+    pretended GPU: four updates, samples and the evaluation."""
     source = (ROOT / f"{name}.py").read_text()
     hunks = re.split(r"^@@.*\n", block, flags=re.M)[1:]
     assert hunks
@@ -124,7 +129,21 @@ def test_lines_to_change_fit_the_script(name, title, block):
         new = "\n" + "".join(line[1:] + "\n" for line in lines if not line.startswith("-"))
         assert source.count(old) == 1, old
         source = source.replace(old, new)
-    compile(source, title, "exec")
+    path = tmp_path / f"{name}_changed.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)  # dataclasses look it up
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module.Run, "plot", check_names)
+    flags = {}
+    if name in ("ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math"):
+        flags = dict(total_episodes=32, num_sample_generations=2, learning_rate=1e-4)
+    dtype = "float32" if "fp32 only" in title else "bfloat16"
+    args = small(name, dtype=dtype, **flags)
+    with pretended_gpu() as check:
+        module.train(module.Args(**vars(args)))
+    assert check.mistakes == []
 
 
 @pytest.mark.parametrize("name", ["README", "ppo_sentiment", "rloo_tldr"])
@@ -278,7 +297,8 @@ def test_a_table_before_and_after_is_that_of_the_file(name, heading, folder):
     evaluation = result(f"{folder}/evaluation.json")
     for metric, after in evaluation["after"].items():
         before = evaluation["before"][metric]
-        assert cells_of(page, metric)[:2] == [f"{before:.3f}", f"{after:.3f}"]
+        name_today = metric.replace(" a response", " per response").replace(" an answer", " per answer")
+        assert cells_of(page, name_today)[:2] == [f"{before:.3f}", f"{after:.3f}"]
 
 
 def test_the_table_of_the_readme_is_that_of_the_file():
@@ -336,6 +356,25 @@ def test_the_speed_tables_are_those_of_the_files(capsys):
         printed = capsys.readouterr().out.splitlines()
         rows = [line for line in section.splitlines() if line.startswith("|")]
         assert rows and not set(rows) - set(printed)
+
+
+@pytest.mark.parametrize("program, heading", [("profile_update", "What bounds"), ("startup", "Start-up")])
+def test_profiles_and_starts_are_those_of_the_files(program, heading, capsys, monkeypatch):
+    """The column of dtypes is left out: all are fp32."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks/speed")
+    load_program(f"benchmarks/speed/{program}.py").show()
+    printed = capsys.readouterr().out.replace(" float32 |", "").splitlines()
+    section = DOCS["speed"].split(f"\n## {heading}")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|") and "---" not in line]
+    assert len(rows) >= 6 and not set(rows[1:]) - set(printed)
+
+
+def test_the_memory_of_a_large_vocabulary_is_that_of_the_file():
+    with open(ROOT / "results/speed/growth.jsonl") as file:
+        [row] = [row for row in map(json.loads, file) if row["vocabulary"] == 150_000]
+    logits = 4 * row["batch"] * row["response"] * row["vocabulary"] / 2**20
+    sizes = f"have {logits:,.0f} MB in fp32, and the process peaks at {row['peak_memory_mb']:,.0f} MB"
+    assert sizes in " ".join(DOCS["speed"].split())
 
 
 def test_the_ratios_of_the_readme_are_those_of_the_speed_page():

@@ -42,7 +42,7 @@ def test_false_alarms_are_counted_in_the_docs():
     assert not alarms and f"no false alarm in {len(folders)} runs" in page
 
 
-@pytest.mark.parametrize("name", ["faults", "unseen", "unseen2", "unseen3"])
+@pytest.mark.parametrize("name", ["faults", "unseen", "unseen2", "unseen3", "unseen4"])
 def test_the_lists_of_faults_fit_the_scripts(monkeypatch, name):
     """Each fault's old text is in its function once, and the script with the new one can be read."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
@@ -61,7 +61,7 @@ def test_the_verdicts_in_the_docs_are_those_of_the_file():
         rows = [json.loads(line) for line in file]
     page = (ROOT / "docs/running.md").read_text()
     right = [row for row in rows if row["verdicts"] == ["right", "right"]]
-    for name in ("unseen", "unseen2"):
+    for name in ("unseen", "unseen2", "unseen3"):
         count = sum(row["name"].startswith(f"{name}/") for row in right)
         total = sum(row["name"].startswith(f"{name}/") for row in rows)
         share = f"{count} of {total} ({count / total:.0%})".replace("%", " %")
@@ -283,6 +283,28 @@ def rewards_with_a_bonus(row):
     return rewards
 
 
+def masked(where):
+    """KL, return and advantage of a token are exactly 0."""
+
+    def zeros(name):
+        return lambda row: [0.0 if i == where % len(row[name]) else x for i, x in enumerate(row[name])]
+
+    return {name: zeros(name) for name in ("KL", "return", "advantage")}
+
+
+def penalty_of_all(row):
+    """Each token pays the KL of the whole response."""
+    rewards = [-KL_COEF * sum(row["KL"])] * len(row["KL"])
+    rewards[-1] += row["score"]
+    return rewards
+
+
+def penalty_of_twice(row):
+    rewards = [-2 * KL_COEF * kl for kl in row["KL"]]
+    rewards[-1] += row["score"]
+    return rewards
+
+
 TOKEN_CASES = {  # rows of tokens.jsonl -> titles, and a part of the first cause
     "healthy": (ppo_row, [], ""),
     "score too early": (
@@ -294,6 +316,31 @@ TOKEN_CASES = {  # rows of tokens.jsonl -> titles, and a part of the first cause
         with_change(reward=rewards_with_a_bonus, advantage=lambda row: None),
         ["Rewards are not the KL penalty and the score"],
         "the KL penalty has the wrong sign",
+    ),
+    "KL of the response on each token": (
+        with_change(reward=penalty_of_all, advantage=lambda row: None),
+        ["Rewards are not the KL penalty and the score"],
+        "the KL of the whole response is charged to each of its tokens",
+    ),
+    "twice the KL": (
+        with_change(reward=penalty_of_twice, advantage=lambda row: None),
+        ["Rewards are not the KL penalty and the score"],
+        "the KL penalty has another coefficient: rewards are -1 * KL",
+    ),
+    "the last token is masked": (
+        with_change(**masked(-1), reward=lambda row: None, value=lambda row: None),
+        ["Tokens of the responses are masked out"],
+        "the mask leaves out the last token",
+    ),
+    "the first token is masked": (
+        with_change(**masked(0), reward=lambda row: None, value=lambda row: None),
+        ["Tokens of the responses are masked out"],
+        "the mask leaves out the first token",
+    ),
+    "another token is masked": (
+        with_change(**masked(1), reward=lambda row: None, value=lambda row: None),
+        ["Tokens of the responses are masked out"],
+        "the mask of the response is of other tokens",
     ),
     "no score": (
         with_change(reward=lambda row: [-KL_COEF * kl for kl in row["KL"]], advantage=lambda row: None),
@@ -485,6 +532,22 @@ def test_the_direction_of_the_updates(tmp_path, sign, size, dtype, is_found):
     write_tokens(folder, row, num_rows=12)
     titles = [finding.title for finding in report.find_problems(report.read_run(folder))]
     assert titles == ["Updates do not make tokens with high advantages more likely"] * is_found
+
+
+def test_the_direction_of_the_updates_of_groups(tmp_path):
+    """RLOO and GRPO: all tokens of a response have its advantage."""
+    for name, sign in (("right", 1), ("wrong", -1)):
+        folder = write_run(tmp_path / name)
+
+        def row(rng, sign=sign):
+            advantage = float(rng.normal())
+            log_ratios = sign * 0.1 * advantage + rng.normal(0, 0.1, 6)
+            return {"tokens": ["a"] * 6, "advantage": [advantage] * 6, "ratio": np.exp(log_ratios).tolist()}
+
+        write_tokens(folder, row, num_rows=12)
+        set_script(folder, "grpo_math")
+        titles = [finding.title for finding in report.find_problems(report.read_run(folder))]
+        assert titles == ["Updates do not make tokens with high advantages more likely"] * (sign < 0)
 
 
 @pytest.mark.parametrize(
