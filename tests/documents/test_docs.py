@@ -611,6 +611,16 @@ def test_the_other_tables_of_grpo_are_those_of_the_files(program):
     assert set(table.splitlines()) <= set(DOCS["grpo_math"].splitlines())
 
 
+def test_the_ranges_before_training_are_those_of_the_files():
+    before = [result(f"grpo-math-tiny/seed{seed}/evaluation.json")["before"] for seed in range(1, 6)]
+    ranges = []
+    for name in ("held-out: pass@1", "held-out: pass@8", "greedy: pass@1"):
+        values = [row[name] for row in before]
+        ranges.append(f"{min(values):.3f} to {max(values):.3f}")
+    sentence = "a pass@1 of {}, a pass@8 of {}, and a greedy pass@1 of {}".format(*ranges)
+    assert sentence in DOCS["grpo_math"]
+
+
 def test_the_hacked_reward_of_grpo_is_that_of_the_file():
     page = DOCS["grpo_math"].split("\n### A reward that can be hacked")[1]
     run = result("grpo-variants/work-alone/seed1/evaluation.json")
