@@ -1642,7 +1642,11 @@ def decode(tokenizer, prompt_tokens, response_tokens):
     prompts = tokenizer.batch_decode(prompt_tokens)
     plain_prompts = tokenizer.batch_decode(prompt_tokens, skip_special_tokens=True)
     full_texts = tokenizer.batch_decode(full_tokens, skip_special_tokens=True)
-    responses = [text[len(prompt) :] for prompt, text in zip(plain_prompts, full_texts)]
+    responses = []
+    for prompt, text in zip(plain_prompts, full_texts):
+        # Not len(prompt): a response may complete the last character of the prompt.
+        start = len(os.path.commonprefix([prompt, text]))
+        responses.append(text[start:])
     return prompts, responses
 
 
@@ -1825,6 +1829,8 @@ def start_accelerator(args):
     uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     if uses_fsdp and os.environ.get("FSDP_VERSION") != "2":
         raise UserError("FSDP 1 does not work here: set fsdp_version: 2 in accelerate's config")
+    if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "").lower() == "true":  # it renames the parameters
+        raise UserError("use --gradient-checkpointing instead of fsdp_activation_checkpointing")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     if not has_gpu and (uses_fsdp or uses_deepspeed):
         # accelerate shards on GPUs only, but does it on a CPU too if it believes that this is a GPU.
@@ -2013,7 +2019,8 @@ class Run:
             signal.signal(number, self.on_signal)
         if is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.write("args.json", json.dumps(self.describe(), indent=2))
+            if not args.resume:  # else restore writes it, if the run can be resumed with these flags
+                self.write("args.json", json.dumps(self.describe(), indent=2))
         if args.log_with != "none":
             accelerator.log_with = [args.log_with]
             accelerator.project_configuration.logging_dir = str(self.folder)
@@ -2023,8 +2030,9 @@ class Run:
     def choose_folder(self):
         """The same folder on all processes. A new run must not write into the folder of another one."""
         name = self.args.output_dir
-        if name is None:
-            name = f"runs/{SCRIPT}/{self.args.recipe}-s{self.args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if name is None and self.accelerator.is_main_process:
+            now = time.strftime("%Y%m%d-%H%M%S")
+            name = make_new_folder(f"runs/{SCRIPT}/{self.args.recipe}-s{self.args.seed}-{now}")
         name, resume = accelerate.utils.broadcast_object_list([name, self.args.resume])
         if Path(name).is_file():
             raise UserError(f"--output-dir {name} is a file")
@@ -2121,7 +2129,8 @@ class Run:
         if file is not None:
             rows = [extra | row for row in rows]
             self.append(file, rows)
-            self.track_table(Path(file).stem, rows, extra["update"])
+            if self.accelerator.is_main_process:
+                self.track_table(Path(file).stem, rows, extra["update"])
 
     def track_table(self, name, rows, step):
         """Send a table of samples to the tracker: a table for wandb, text for tensorboard."""
@@ -2297,6 +2306,7 @@ class Run:
             self.print(f"resumed after update {state['update']}, from {chosen}")
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process and self.args.resume:
+            self.write("args.json", json.dumps(self.describe(), indent=2))
             self.forget_after(state["update"])
         return state
 
@@ -2336,6 +2346,19 @@ class Run:
                 complete = [line for line in lines if line.endswith("\n")]  # a kill can tear the last one
                 kept = [line for line in complete if json.loads(line)["update"] <= update]
                 self.write(name, "".join(kept))
+
+
+def make_new_folder(name):
+    """Make a folder of this name; NAME-2, NAME-3, ... if other runs began in the same second. -> its name"""
+    folder = Path(name)
+    number = 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return str(folder)
+        except FileExistsError:
+            number += 1
+            folder = Path(f"{name}-{number}")
 
 
 def git_commit():

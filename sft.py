@@ -1121,7 +1121,10 @@ def save_language_model(model, tokenizer, folder, args, stop_ids):
     """Save what plain transformers loads, in --save-dtype, with LoRA merged. Generation ends at stop_ids."""
     if args.lora_r:
         model = model.float().merge_and_unload()  # bf16 (to_device) is too coarse to merge into
-    model.generation_config.eos_token_id = stop_ids
+    generation_config = model.generation_config
+    generation_config.eos_token_id = stop_ids
+    if not generation_config.do_sample:  # then transformers refuses to save the settings of sampling
+        generation_config.temperature = generation_config.top_p = generation_config.top_k = None
     model.to(getattr(torch, args.save_dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -1260,6 +1263,8 @@ def start_accelerator(args):
     uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     if uses_fsdp and os.environ.get("FSDP_VERSION") != "2":
         raise UserError("FSDP 1 does not work here: set fsdp_version: 2 in accelerate's config")
+    if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "").lower() == "true":  # it renames the parameters
+        raise UserError("use --gradient-checkpointing instead of fsdp_activation_checkpointing")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     if not has_gpu and (uses_fsdp or uses_deepspeed):
         # accelerate shards on GPUs only, but does it on a CPU too if it believes that this is a GPU.
@@ -1413,7 +1418,8 @@ class Run:
             signal.signal(number, self.on_signal)
         if is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.write("args.json", json.dumps(self.describe(), indent=2))
+            if not args.resume:  # else restore writes it, if the run can be resumed with these flags
+                self.write("args.json", json.dumps(self.describe(), indent=2))
         if args.log_with != "none":
             accelerator.log_with = [args.log_with]
             accelerator.project_configuration.logging_dir = str(self.folder)
@@ -1423,8 +1429,9 @@ class Run:
     def choose_folder(self):
         """The same folder on all processes. A new run must not write into the folder of another one."""
         name = self.args.output_dir
-        if name is None:
-            name = f"runs/{SCRIPT}/{self.args.recipe}-s{self.args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if name is None and self.accelerator.is_main_process:
+            now = time.strftime("%Y%m%d-%H%M%S")
+            name = make_new_folder(f"runs/{SCRIPT}/{self.args.recipe}-s{self.args.seed}-{now}")
         name, resume = accelerate.utils.broadcast_object_list([name, self.args.resume])
         if Path(name).is_file():
             raise UserError(f"--output-dir {name} is a file")
@@ -1521,7 +1528,8 @@ class Run:
         if file is not None:
             rows = [extra | row for row in rows]
             self.append(file, rows)
-            self.track_table(Path(file).stem, rows, extra["update"])
+            if self.accelerator.is_main_process:
+                self.track_table(Path(file).stem, rows, extra["update"])
 
     def track_table(self, name, rows, step):
         """Send a table of samples to the tracker: a table for wandb, text for tensorboard."""
@@ -1697,6 +1705,7 @@ class Run:
             self.print(f"resumed after update {state['update']}, from {chosen}")
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process and self.args.resume:
+            self.write("args.json", json.dumps(self.describe(), indent=2))
             self.forget_after(state["update"])
         return state
 
@@ -1736,6 +1745,19 @@ class Run:
                 complete = [line for line in lines if line.endswith("\n")]  # a kill can tear the last one
                 kept = [line for line in complete if json.loads(line)["update"] <= update]
                 self.write(name, "".join(kept))
+
+
+def make_new_folder(name):
+    """Make a folder of this name; NAME-2, NAME-3, ... if other runs began in the same second. -> its name"""
+    folder = Path(name)
+    number = 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return str(folder)
+        except FileExistsError:
+            number += 1
+            folder = Path(f"{name}-{number}")
 
 
 def git_commit():

@@ -347,6 +347,20 @@ def test_an_evaluation_on_chats_by_hand(scripts, sft, chat_lm, family, tmp_path,
     assert {row["prompt"] for row in samples} == prompts and len(samples) == len(prompts) == 9
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_settings_of_sampling_do_not_stop_the_saving(scripts, chat_lm, tmp_path, do_sample):
+    """Some models have a temperature in generation_config.json, but no do_sample. With another EOS,
+    transformers would refuse to save it."""
+    script = scripts["sft"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(chat_lm("qwen2_5"))
+    settings = dict(eos_token_id=2, temperature=0.9, top_p=0.6, do_sample=do_sample)
+    model.generation_config = transformers.GenerationConfig.from_dict(settings)
+    args = script.Args(lora_r=None, save_dtype="float32")
+    script.save_language_model(model, build_tokenizer("qwen2_5"), tmp_path / "model", args, [2, 5])
+    saved = transformers.GenerationConfig.from_pretrained(tmp_path / "model")
+    assert saved.eos_token_id == [2, 5] and saved.temperature == (0.9 if do_sample else None)
+
+
 def test_what_ends_a_response(scripts, chat_lm, family):
     """The last token that is learned, if it is special: not what follows it, nor where a document was cut."""
     tokenizer = build_tokenizer(family)

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import transformers
@@ -539,6 +540,25 @@ def test_the_first_fsdp_is_refused(scripts, small, monkeypatch, name):
     monkeypatch.setenv("FSDP_VERSION", "1")
     with pytest.raises(scripts[name].UserError, match="fsdp_version: 2"):
         scripts[name].train(small(name))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_activation_checkpointing_of_fsdp_is_refused(scripts, small, monkeypatch, name):
+    """It renames the parameters of the sharded copy. The line names our flag."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    with pytest.raises(scripts[name].UserError, match="use --gradient-checkpointing"):
+        scripts[name].train(small(name))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_new_runs_never_share_a_folder(scripts, tmp_path, name):
+    """Runs that begin in the same second get numbers."""
+    folder = str(tmp_path / "runs" / "tiny-s1")
+    names = [scripts[name].make_new_folder(folder) for _ in range(3)]
+    assert names == [folder, f"{folder}-2", f"{folder}-3"]
+    assert all(Path(made).is_dir() for made in names)
 
 
 def test_8_bit_weights_cannot_be_sharded(script, monkeypatch):

@@ -910,6 +910,22 @@ def test_decode_with_special_tokens(script):
     assert script.bos_ids(tokenizer) == [bos]
 
 
+def test_a_response_that_completes_a_character(script):
+    """A prompt may end inside a character (Llama, Mistral). The response then begins with that character."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"t": 256, "h": 257, "i": 258, "<e>": 259}
+    model = tokenizers.models.BPE(vocabulary, [], byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    steps = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    backend.decoder = tokenizers.decoders.Sequence(steps)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>")
+    first, second, third = "€".encode()
+    prompts, responses = script.decode(
+        tokenizer, [[256, first, second], [256]], [[third, 257, 258], [257, 258, 259]]
+    )
+    assert prompts == ["t\ufffd\ufffd", "t"]
+    assert responses == ["€hi", "hi"]
+
+
 @pytest.mark.parametrize(
     "flags, of_model, expected",
     [

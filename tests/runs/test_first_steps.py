@@ -7,10 +7,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
 import torch
+from rich.console import Console
 from run_tools import ALL, ROOT, maker, one_line, reward_file, rows_of, spy, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -450,6 +452,21 @@ def test_tensorboard_has_samples_and_the_evaluation(ppo):
         assert " ".join(row["prompt"].split()).replace("|", "&#124;") in shown
     tags = {tag for file in files for tag in file.Tags()["scalars"]}
     assert {"eval/before/score mean", "eval/after/score mean", "eval/n"} <= tags
+
+
+def test_only_the_main_process_sends_tables(scripts, tmp_path):
+    """On the others, accelerate's tracker has no tables: it raises."""
+    for module in scripts.values():
+        for is_main in (False, True):
+            sent = []
+            run = object.__new__(module.Run)
+            run.args = SimpleNamespace(log_with="wandb")
+            run.accelerator = SimpleNamespace(is_main_process=is_main)
+            run.console = Console(quiet=True)
+            run.folder = tmp_path
+            run.track_table = lambda *inputs, sent=sent: sent.append(inputs)
+            run.table("samples", [{"prompt": "a"}], "samples.jsonl", update=3)
+            assert sent == [("samples", [{"update": 3, "prompt": "a"}], 3)] * is_main
 
 
 def test_wandb_names_the_run_and_keeps_one_table(ppo, monkeypatch, tmp_path):

@@ -376,8 +376,21 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(scripts, small):
     later = checkpoint.with_name("000099")
     later.mkdir()
     metrics = (folder / "metrics.jsonl").read_text()
+    about = (folder / "args.json").read_text()
     for changes in (dict(sharding="ZeRO-2 on 2 processes"), dict(batch_size=3)):
         torch.save(state | dict(update=0) | changes, checkpoint / "state.pt")
         with pytest.raises(module.UserError, match=f"--resume {checkpoint}"):
             resume(module, checkpoint)
         assert later.exists() and (folder / "metrics.jsonl").read_text() == metrics
+        assert (folder / "args.json").read_text() == about
+
+
+def test_a_refused_flag_is_forgotten(scripts, small):
+    """After a resume with another batch was refused, the run continues with its own flags."""
+    module = scripts["sft"]
+    _, folder = module.train(small("sft", num_samples=0))
+    with pytest.raises(module.UserError, match="its batch was 4, this one is 8"):
+        resume(module, folder, "--per-device-train-batch-size", "8")
+    resume(module, folder, "--keep-checkpoints", "3")
+    args = json.loads((folder / "args.json").read_text())["args"]
+    assert args["per_device_train_batch_size"] == 4 and args["keep_checkpoints"] == 3

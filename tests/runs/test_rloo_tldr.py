@@ -926,6 +926,14 @@ def test_the_verb_judge_takes_the_flags_of_training(
     assert f"n = 11, judge {judge}, sampling, temperature 1.1, at most 25 tokens" in capsys.readouterr().out
 
 
+def test_the_verb_judge_needs_a_weight_for_each_function(script, small, tmp_path):
+    """Otherwise the last functions would not count."""
+    files = reward_file(tmp_path, "return [1.0] * len(completions)") * 2
+    args = small("rloo_tldr", reward_fn=files, reward_weights=[1.0], output_dir=None)
+    with pytest.raises(script.UserError, match="1 weights for 2 functions"):
+        script.judge_policy(args)
+
+
 def test_the_verb_judge_needs_references(script, small, capsys, tmp_path):
     """Posts without a summary are left out. If no post has one, a line says so."""
     train = [dict(prompt=f"Old post {i}.\n\nTL;DR:", completion=" Old.") for i in range(12)]
