@@ -286,13 +286,13 @@ def find_problems(run):
         check_endings,
         check_prompts,
         check_same_prompts,
+        check_gradient,
         check_no_step,
         check_same_answers,
         check_direction,
         check_score_falls,
         check_first_update,
         check_rewards_differ,
-        check_gradient,
         check_judge,
         check_held_out,
         check_gold_score,
@@ -884,6 +884,7 @@ def check_gold_score(run):
         [
             "the reward model is too weak: the policy has found what it gets wrong",
             "the policy is too far from its reference: raise the KL coefficient, or stop earlier",
+            "the reward model reads something else than in its training: no prompt, no EOS, another template",
         ],
         "over-optimization",
     )
@@ -1210,10 +1211,11 @@ def in_band(low, high):
 
 
 # Likely causes if a metric is not as in healthy runs.
-SAMPLING = [
-    "sampling: temperature, top-k, top-p or random seed",
-    "the model's input while sampling: padding, positions, template, truncated prompts",
-]
+MODEL_INPUT = (
+    "the model's input: positions, padding, another template, prompts that are truncated or end in EOS"
+)
+DECODING = "the texts of responses: decoded with special tokens, with the prompt, or of other tokens"
+SAMPLING = ["sampling: temperature, top-k, top-p or random seed", MODEL_INPUT]
 STOPPING = ["the stop token: forbidden, another one, or cut off", "the limit of the response length"]
 METEOR_INPUT = [
     "what METEOR compares: another reference (an utterance too early, of another row), or a text that is not "
@@ -1222,6 +1224,7 @@ METEOR_INPUT = [
 INTENT_INPUT = [
     "what the intent is compared with: the act of another turn or row, or acts counted from another number",
     "the input of the intent classifier: another utterance, truncated, or without the utterance before",
+    "the output of the intent classifier: another class, or a softmax over the wrong dimension",
 ]
 REWARD_INPUT = [
     "what the reward function gets: texts that are truncated, without the prompt or without their EOS, or "
@@ -1291,7 +1294,7 @@ FIRST_UPDATE = [
     ("completions/mean_length", STOPPING, STOPPING),
     ("objective/entropy", SAMPLING, SAMPLING),
     ("completions/distinct_2", SAMPLING, SAMPLING),
-    ("intent", INTENT_INPUT + REWARD_INPUT[1:], INTENT_INPUT + REWARD_INPUT[1:]),
+    ("intent", INTENT_INPUT, INTENT_INPUT),
     ("meteor", METEOR_INPUT + REWARD_INPUT, METEOR_INPUT + REWARD_INPUT),
     ("env/reward_mean", REWARD_INPUT, REWARD_INPUT),
     ("env/reward_std", REWARD_INPUT, REWARD_INPUT),
@@ -1344,9 +1347,22 @@ def check_first_update(run):
     return Finding(
         "The first update is not like that of healthy runs",
         "; ".join(evidence) + ".",
-        causes_of(*different[0], FIRST_UPDATE),
+        causes_at_first(different),
         "first-update",
     )
+
+
+def causes_at_first(different):
+    """The causes of the first metric that differs; others come before them if several metrics tell more."""
+    metrics = [metric for metric, _ in different]
+    causes = causes_of(*different[0], FIRST_UPDATE)
+    has_other_length = metrics[0].startswith("completions/") and metrics[0] != "completions/distinct_2"
+    if "policy/entropy_avg" in metrics or (has_other_length and "env/reward_mean" in metrics):
+        # The policy predicts other tokens: it reads something else.
+        causes = [MODEL_INPUT, *(cause for cause in causes if cause != MODEL_INPUT)]
+    elif metrics[0] == "completions/distinct_2":  # other texts, of tokens that are as likely as usual
+        causes = [DECODING, *causes]
+    return causes
 
 
 def different_at_first(run):
@@ -1627,7 +1643,7 @@ def check_token_advantages(run):
         [
             "the recursion of GAE is wrong: its direction, a token too early or late, gamma or lambda",
             "advantages have the wrong sign, or belong to other tokens or responses",
-            "padding enters the advantages or their whitening",
+            "advantages are whitened over the wrong tokens: of one response, of a minibatch, or with padding",
         ],
         "token-advantages",
     )

@@ -6,11 +6,11 @@
 
 healthy: runs with other seeds and flags than those on which the limits of report.py were chosen. What report.py
 finds in them is a false alarm.
-unseen4: results/diagnose/unseen4.jsonl, faults and bad settings, each with its true cause. The list was written by
-somebody who had not read report.py, and nobody who worked on report.py has read the list.
-unseen3, unseen2, unseen, faults: such lists, too. Checks of report.py were written after they had been read, so how
-many of them it finds today says nothing about new faults. results/diagnose/verdicts.jsonl: what it said of the first
-three before that.
+unseen, unseen2, unseen3, unseen4: lists of faults and bad settings in results/diagnose, each with its true cause. A list
+was written by somebody who had not read report.py. Checks of report.py were written after each measurement, so how
+many of these faults it finds today says nothing about new faults. results/diagnose/verdicts.jsonl: what it said of
+each list before that.
+faults: such a list, on which checks were developed.
 """
 
 import argparse

@@ -61,12 +61,14 @@ def test_the_verdicts_in_the_docs_are_those_of_the_file():
         rows = [json.loads(line) for line in file]
     page = (ROOT / "docs/running.md").read_text()
     right = [row for row in rows if row["verdicts"] == ["right", "right"]]
-    for name in ("unseen", "unseen2", "unseen3"):
+    for name in ("unseen", "unseen2", "unseen3", "unseen4"):
         count = sum(row["name"].startswith(f"{name}/") for row in right)
         total = sum(row["name"].startswith(f"{name}/") for row in rows)
         share = f"{count} of {total} ({count / total:.0%})".replace("%", " %")
         [line] = [line for line in page.splitlines() if line.startswith(f"| `results/diagnose/{name}.jsonl`")]
         assert line.endswith(f"| {share} |")
+    total = f"{len(right)} of {len(rows)} ({len(right) / len(rows):.0%})".replace("%", " %")
+    assert f"Together that is {total}" in page
     others = []
     for row in rows:
         if row not in right:
@@ -393,6 +395,23 @@ def test_a_score_may_be_clipped_and_penalized(tmp_path, clip, penalty, paid):
         folder, lambda rng: {"score": 3.0, "tokens": ["a"] * 2, "KL": [1, 0], "reward": [-0.5, paid]}
     )
     assert report.find_problems(report.read_run(folder)) == []
+
+
+@pytest.mark.parametrize(
+    "metrics, cause",
+    [
+        (["completions/clipped_ratio", "policy/entropy_avg"], "the model's input: positions"),
+        (["completions/mean_length", "env/reward_mean"], "the model's input: positions"),
+        (["completions/mean_length"], "the stop token: forbidden"),
+        (["completions/distinct_2", "intent"], "the texts of responses: decoded"),
+        (["completions/distinct_2", "policy/entropy_avg"], "the model's input: positions"),
+        (["objective/entropy"], "sampling: temperature"),
+        (["intent", "env/reward_mean"], "what the intent is compared with"),
+    ],
+)
+def test_several_metrics_tell_more_about_the_first_update(metrics, cause):
+    causes = report.causes_at_first([(metric, True) for metric in metrics])
+    assert causes[0].startswith(cause) and len(set(causes)) == len(causes)
 
 
 def naive_rloo(rewards):
