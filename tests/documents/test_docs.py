@@ -400,7 +400,9 @@ def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
     faults = [json.loads(line) for line in open(ROOT / "tests/faults/mutations.jsonl")]
     assert f"all {len(faults)} known faults" in README and all(fault["killed_by"] for fault in faults)
     kills = [json.loads(line) for line in open(ROOT / "results/reliability/kills.jsonl")]
-    assert f"{len(kills)} kills" in README and all(kill["same"] for kill in kills)
+    sigkills = sum(kill["signal"] == "SIGKILL" for kill in kills)
+    assert f"{sigkills} SIGKILLs at random moments" in README and all(kill["same"] for kill in kills)
+    assert f"and {len(kills) - sigkills} SIGTERMs and SIGINTs" in README
     noticed = []
     for path in sorted((ROOT / "results/blind-faults").glob("*.outcomes.jsonl")):
         outcomes = [json.loads(line) for line in path.read_text().splitlines()]
