@@ -231,6 +231,18 @@ def test_a_measurement_by_hand():
         assert found[name] == pytest.approx(mean(values), abs=1e-4), name
 
 
+def test_a_part_of_the_planned_runs_is_not_shown(monkeypatch):
+    """The table has a pair of sides only if both have all planned seeds."""
+    rows = parity.read("grpo")
+    planned = json.loads(parity.PLAN.read_text())["grpo"]["seeds"]
+    shown = {}
+    for number_of_seeds in (len(planned), len(planned) - 1):
+        kept = [row for row in rows if row["side"] == "ours" or row["seed"] in planned[:number_of_seeds]]
+        monkeypatch.setattr(parity, "read", lambda job, kept=kept: kept if job == "grpo" else [])
+        shown[number_of_seeds] = len(parity.table().splitlines()) - 2
+    assert list(shown.values()) == [2, 0]
+
+
 def test_the_page_has_the_table_of_the_results():
     """docs/parity.md has the lines that benchmarks/parity.py prints, and the margins are the plan's."""
     page = (ROOT / "docs/parity.md").read_text()
