@@ -1605,13 +1605,28 @@ def save_value(model, folder):
 # ---- Rewards -----------------------------------------------------------------------------------------------
 
 
+def sequence_logits(model, ids, mask):
+    """Class logits of right-padded texts. [B, L], bool [B, L] -> fp32 [B, classes]
+
+    A decoder is read at its last real token, found by its length: looking for `token != pad` would miss a
+    real EOS if pad is EOS. It never looks to its right, so its pads need no attention mask.
+    """
+    if hasattr(model, "get_base_model"):  # with LoRA
+        model = model.get_base_model()
+    if not hasattr(model, "score"):  # BERT and its family
+        return model(input_ids=ids, attention_mask=mask.long()).logits.float()
+    ids = torch.where(mask, ids, 0)  # a pad id may lie outside the embedding table
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, L, H]
+    rows = torch.arange(len(ids), device=ids.device)
+    last = mask.sum(1) - 1  # [B]
+    return model.score(hidden[rows, last]).float()
+
+
 def load_classifier(args, name, device):
     """A classifier as a function from texts (list of str) to logits [B, labels]; and its config."""
     model = load_model(AutoModelForSequenceClassification, name).requires_grad_(False)
     model = to_device(model, args, device).eval()
     tokenizer = load_tokenizer(name)
-    model.config.pad_token_id = tokenizer.pad_token_id  # by which a decoder finds its last token
-    tokenizer.padding_side = "right"
     tokenizer.truncation_side = "left"  # the response is at the end
     max_length = min(tokenizer.model_max_length, context_length(model))
 
@@ -1621,14 +1636,11 @@ def load_classifier(args, name, device):
         text_lengths = torch.tensor([len(text) for text in texts])
         # Similar lengths need little padding.
         for rows in text_lengths.argsort().split(args.local_rollout_forward_batch_size):
-            batch = tokenizer(
-                [texts[i] for i in rows],
-                truncation=True,
-                max_length=max_length,
-                padding=True,
-                return_tensors="pt",
-            )
-            logits[rows] = model(**batch.to(device)).logits.float()
+            tokens = tokenizer([texts[i] for i in rows], truncation=True, max_length=max_length).input_ids
+            lengths = torch.tensor([len(row) for row in tokens])
+            ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in tokens], batch_first=True)
+            mask = length_mask(lengths, ids.shape[1])  # [rows, L], like ids
+            logits[rows] = sequence_logits(model, ids.to(device), mask.to(device))
         return logits
 
     return classify, model.config

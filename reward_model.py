@@ -397,7 +397,8 @@ def cut_to_prefixes(rows, tokenizer, args, update):
         ids = row.texts[0]
         shortest = min(args.min_prefix_length, len(ids))
         length = shortest + round(fraction * (len(ids) - shortest))
-        if ids[-1] == tokenizer.sep_token_id:  # BERT's [SEP] stays at the end
+        # BERT's [SEP], or an EOS that the tokenizer appends, stays at the end.
+        if ids[-1] in (tokenizer.sep_token_id, tokenizer.eos_token_id):
             prefix = ids[: length - 1] + ids[-1:]
         else:
             prefix = ids[:length]

@@ -1,6 +1,7 @@
 """Classifiers and reward models against transformers, which reads each text alone, without padding."""
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from conftest import ARCHITECTURES, ROOT, module_with
@@ -102,6 +103,32 @@ def test_the_reward_of_a_text_is_the_classifiers(classifier_folder, arch, pad):
     folder = classifier_folder(arch, pad)
     classify, config = ppo.load_classifier(ppo.Args(local_rollout_forward_batch_size=2), folder, CPU)
     assert config.num_labels == 2
+    close(classify(TEXTS), logits_of_texts(folder, TEXTS), **near)
+
+
+@pytest.mark.parametrize("pad", [None, "eos"])
+def test_a_classifier_is_read_at_the_eos_of_its_texts(classifier_folder, pad):
+    """A tokenizer that appends EOS, and has no pad, or EOS as its pad: a decoder learned to be read there."""
+    folder = classifier_folder("llama", "eos")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    eos = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"$A {eos}", special_tokens=[(eos, tokenizer.eos_token_id)]
+    )
+    tokenizer.pad_token = eos if pad == "eos" else None
+    tokenizer.save_pretrained(folder)
+    classify, _ = ppo.load_classifier(ppo.Args(local_rollout_forward_batch_size=2), folder, CPU)
+    assert [ids[-1] for ids in tokenizer(TEXTS).input_ids] == [tokenizer.eos_token_id] * 3
+    close(classify(TEXTS), logits_of_texts(folder, TEXTS), **near)
+
+
+def test_a_classifier_without_special_tokens(classifier_folder):
+    """Its tokenizer has neither pad nor EOS."""
+    folder = classifier_folder("gpt2")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    classify, _ = ppo.load_classifier(ppo.Args(local_rollout_forward_batch_size=2), folder, CPU)
     close(classify(TEXTS), logits_of_texts(folder, TEXTS), **near)
 
 

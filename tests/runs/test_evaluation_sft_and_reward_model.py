@@ -887,17 +887,19 @@ def test_prefixes_by_hand(scripts):
     assert other != cuts[0]
 
 
-def test_prefixes_that_end_in_a_mark(scripts):
-    """[SEP] takes the last place of a prefix, whose length it does not change."""
+@pytest.mark.parametrize("name", ["sep_token", "eos_token"])
+def test_prefixes_that_end_in_a_mark(scripts, name):
+    """[SEP] or EOS takes the last place of a prefix, whose length it does not change."""
     script = scripts["reward_model"]
     tokenizer = byte_level_tokenizer()
-    tokenizer.sep_token = tokenizer.eos_token
-    sep = tokenizer.sep_token_id
+    mark = tokenizer.eos_token_id
+    tokenizer.eos_token = None
+    setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(mark))
     args = script.Args(min_prefix_length=4)
-    rows = [script.Row([[*range(10, 19), sep]], i % 2) for i in range(60)]
+    rows = [script.Row([[*range(10, 19), mark]], i % 2) for i in range(60)]
     prefixes = [row.texts[0] for row in script.cut_to_prefixes(rows, tokenizer, args, 1)]
     assert {len(ids) for ids in prefixes} == set(range(4, 11))
-    assert all(ids == [*range(10, 9 + len(ids)), sep] for ids in prefixes)
+    assert all(ids == [*range(10, 9 + len(ids)), mark] for ids in prefixes)
 
 
 # ---- reward_model.py: preferences --------------------------------------------------------------------------
