@@ -74,36 +74,39 @@ def run_all(job, seeds, jobs, trl, only):
 # ---- Statistics --------------------------------------------------------------------------------------------
 
 
-def difference(ours, theirs):
-    """Mean of ours - mean of theirs, with a 90 % interval (Welch's t). -> difference, low, high
+def difference(ours, theirs, paired=False):
+    """Mean of ours - mean of theirs, with a 90 % interval. -> difference, low, high
 
-    ours, theirs: one number per seed. If the whole interval lies within +- the margin, both of the one-sided tests
-    at 5 % reject a difference as large as the margin: the sides are equivalent (TOST, Schuirmann 1987).
+    ours, theirs: one number per seed. paired: both sides start from the same weights for a seed, so the interval
+    is that of the differences per seed (paired t); otherwise it is Welch's. If the whole interval lies within
+    +- the margin, both of the one-sided tests at 5 % reject a difference as large as the margin: the sides are
+    equivalent (TOST, Schuirmann 1987).
     """
-    from scipy.stats import ttest_ind
+    from scipy.stats import ttest_ind, ttest_rel
 
-    result = ttest_ind(ours, theirs, equal_var=False)
+    result = ttest_rel(ours, theirs) if paired else ttest_ind(ours, theirs, equal_var=False)
     interval = result.confidence_interval(0.9)
     return mean(ours) - mean(theirs), interval.low, interval.high
 
 
-def power(sd, margin, seeds):
+def power(sd, margin, seeds, paired=False):
     """How likely the 90 % interval lies within the margin, if the sides are equal. -> float from 0 to 1
 
-    sd: standard deviation over seeds, the same for both sides; seeds: runs per side. The interval's half width is taken
-    at the expected sd.
+    sd: standard deviation over seeds, the same for both sides (paired: of the differences); seeds: runs per
+    side. The interval's half width is taken at the expected sd.
     """
     from scipy.stats import norm, t
 
-    error = sd * (2 / seeds) ** 0.5
-    room = margin - t.ppf(0.95, 2 * seeds - 2) * error  # how far the difference may be off
+    error = sd * ((1 if paired else 2) / seeds) ** 0.5
+    degrees_of_freedom = seeds - 1 if paired else 2 * seeds - 2
+    room = margin - t.ppf(0.95, degrees_of_freedom) * error  # how far the difference may be off
     return max(0.0, 2 * norm.cdf(room / error) - 1) if error > 0 else 1.0
 
 
-def seeds_for_power(sd, margin, most=10):
+def seeds_for_power(sd, margin, paired=False, most=10):
     """The fewest seeds per side with a power of 80 %; None if `most` are not enough."""
     for seeds in range(3, most + 1):
-        if power(sd, margin, seeds) >= 0.8:
+        if power(sd, margin, seeds, paired) >= 0.8:
             return seeds
     return None
 
@@ -112,21 +115,33 @@ def print_power(job, seeds):
     """What a pilot says: the gain, the spread over seeds, and the power for margins of the final metrics."""
     from parity_jobs import JOBS
 
+    paired = JOBS[job].paired
     rows = [row for row in read(job) if row["seed"] in seeds]
     counts = Counter(row["side"] for row in rows)
     sides = sorted(side for side in counts if counts[side] > 1)  # one run has no spread
     rows = [row for row in rows if row["side"] in sides]
     for metric in JOBS[job].tested:
         start = mean(row["curve"][0][metric] for row in rows)
-        gain = mean(row["final"][metric] for row in rows) - start
-        # The larger spread of the sides, because the plan must hold for both.
-        sd = max(stdev(row["final"][metric] for row in rows if row["side"] == side) for side in sides)
-        print(f"{job}, {metric}: start {start:.4f}, gain {gain:.4f}, largest sd over seeds {sd:.4f}")
-        for share in (0.05, 0.1, 0.2):
-            margin = share * abs(gain)
-            powers = ", ".join(f"{seeds} seeds {power(sd, margin, seeds):.2f}" for seeds in (5, 8, 10))
-            need = seeds_for_power(sd, margin)
-            print(f"  margin {share:.0%} of the gain = {margin:.4f}: power {powers}; 80 % takes {need} seeds")
+        end = mean(row["final"][metric] for row in rows)
+        finals = [[row["final"][metric] for row in rows if row["side"] == side] for side in sides]
+        if paired:
+            ours, theirs = finals
+            sd = stdev(a - b for a, b in zip(ours, theirs, strict=True))
+            spread = f"sd of the differences {sd:.4f}"
+        else:  # the larger spread of the sides, because the plan must hold for both
+            sd = max(stdev(values) for values in finals)
+            spread = f"largest sd over seeds {sd:.4f}"
+        print(f"{job}, {metric}: start {start:.4f}, end {end:.4f}, gain {end - start:.4f}, {spread}")
+        for share, of, size in [
+            (0.05, "gain", end - start),
+            (0.1, "gain", end - start),
+            (0.2, "gain", end - start),
+            (0.03, "end", end),
+        ]:
+            margin = share * abs(size)
+            powers = ", ".join(f"{n} seeds {power(sd, margin, n, paired):.2f}" for n in (5, 8, 10))
+            need = seeds_for_power(sd, margin, paired)
+            print(f"  margin {share:.0%} of the {of} = {margin:.4f}: power {powers}; 80 % takes {need} seeds")
 
 
 # ---- Table and figures -------------------------------------------------------------------------------------
@@ -168,7 +183,7 @@ def table():
             ratio = median(row["seconds"] for row in theirs) / median(row["seconds"] for row in ours)
             for metric in JOBS[job].tested:
                 a, b = ([row["final"][metric] for row in half] for half in (ours, theirs))
-                delta, low, high = difference(a, b)
+                delta, low, high = difference(a, b, JOBS[job].paired)
                 margin = planned["margin"][metric]
                 lines.append([
                     job, side, peer, JOBS[job].metrics[metric].split(",")[0],

@@ -480,6 +480,7 @@ class Job:
     metrics: dict[str, str] = field(default_factory=lambda: SAMPLED)  # in the figure: name -> title
     tested: tuple[str, str] = ("score", "kl")  # metrics of the table
     unit: str = "episodes (responses)"
+    paired: bool = False  # both sides start from the same random weights for a seed
     k: int = 1  # responses to each held-out prompt in the last measurement
     load_rows: Callable = None  # (script, data set, tokenizer, args) -> all held-out rows
     scores: Callable = None  # (script, args) -> dict: name -> RewardFunctions; the first one is the score
@@ -683,6 +684,7 @@ JOBS = {
             num_samples=0,
         ),
         sides={"ours": train_supervised_ours, "TRL 1.16 SFTTrainer": train_sft_trl},
+        paired=True,
         meter=sft_meter,
         metrics={"loss": "held-out loss, nats per token", "accuracy": "held-out accuracy of tokens"},
         tested=("loss", "accuracy"),
@@ -694,6 +696,7 @@ JOBS = {
         recipe="tiny-tldr",
         changes=dict(per_device_train_batch_size=40, num_train_epochs=1.0),  # the data have 250 batches
         sides={"ours": train_supervised_ours, "TRL 1.16 RewardTrainer": train_reward_trl},
+        paired=True,
         meter=reward_meter,
         metrics={
             "loss": "held-out loss, nats",

@@ -25,16 +25,27 @@ def test_the_interval_is_that_of_welch():
     assert high - low == pytest.approx(2 * t * error, rel=1e-3)
 
 
+def test_the_paired_interval():
+    """By hand: differences -1, -3, -2, -6, -3 have the mean -3, the variance 3.5, and 4 degrees of freedom."""
+    delta, low, high = parity.difference([1, 2, 3, 4, 5], [2, 5, 5, 10, 8], paired=True)
+    assert delta == -3
+    assert (low + high) / 2 == pytest.approx(-3)
+    t, error = 2.1318, (3.5 / 5) ** 0.5  # t: 95 % quantile
+    assert high - low == pytest.approx(2 * t * error, rel=1e-3)
+
+
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("sd, margin, seeds", [(0.01, 0.02, 10), (0.02, 0.02, 10), (0.01, 0.02, 5)])
-def test_the_power_is_that_of_a_simulation(sd, margin, seeds):
-    """How often the interval of two equal sides lies within the margin."""
+def test_the_power_is_that_of_a_simulation(sd, margin, seeds, paired):
+    """How often the interval of two equal sides lies within the margin. Pairs share what a seed starts from."""
     generator = np.random.default_rng(1)
     verdicts = []
     for _ in range(1000):
-        ours, theirs = generator.normal(0.5, sd, (2, seeds))
-        _, low, high = parity.difference(ours.tolist(), theirs.tolist())
+        start = generator.normal(0.5, 10 * sd, seeds) if paired else 0.5
+        ours, theirs = start + generator.normal(0, sd / 2**0.5 if paired else sd, (2, seeds))
+        _, low, high = parity.difference(ours.tolist(), theirs.tolist(), paired)
         verdicts.append(parity.verdict(low, high, margin) == "equivalent")
-    assert parity.power(sd, margin, seeds) == pytest.approx(mean(verdicts), abs=0.08)
+    assert parity.power(sd, margin, seeds, paired) == pytest.approx(mean(verdicts), abs=0.08)
 
 
 def test_seeds_for_power():
