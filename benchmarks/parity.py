@@ -210,7 +210,7 @@ def plot(job):
     rows = read(job)
     metrics = JOBS[job].metrics
     first = next(iter(metrics))
-    figure = Figure(figsize=(3 * (len(metrics) + 1), 3.6), layout="constrained")
+    figure = Figure(figsize=(3 * (len(metrics) + 1), 3.8), layout="constrained")
     axes = figure.subplots(1, len(metrics) + 1)
     for side in JOBS[job].sides:
         runs = [row for row in rows if row["side"] == side]
@@ -229,8 +229,10 @@ def plot(job):
     axes[-1].set(title=f"median {first}", xlabel="minutes of training, one thread")
     for axis in axes:
         axis.grid(alpha=0.3)
+        axis.locator_params(axis="x", nbins=5)
         axis.title.set_fontsize(9)
-    axes[0].legend(fontsize=8)
+    lines, labels = axes[0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
     figure.suptitle(f"{JOBS[job].title}: median and 10 to 90 % band over seeds")
     figure.savefig(ROOT / f"docs/parity-{job}.png", dpi=100)
 

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 from parity_snapshots import Snapshots
 
@@ -382,6 +383,7 @@ def train_critic_trl(script, args, updates, snapshots):
         transformers.AutoModelForCausalLM.from_pretrained(ROOT / args.model_name_or_path, dtype="float32")
         for _ in range(2)
     )
+    np.random.seed(args.seed)  # TRL shuffles the minibatches with it, and does not seed it
     trainer = PPOTrainer(
         args=config,
         processing_class=tokenizer,
