@@ -26,7 +26,7 @@ def test_the_interval_is_that_of_welch():
 
 
 def test_the_paired_interval():
-    """By hand: differences -1, -3, -2, -6, -3 have the mean -3, the variance 3.5, and 4 degrees of freedom."""
+    """By hand: differences -1, -3, -2, -6, -3; mean -3, variance 3.5, 4 degrees of freedom."""
     delta, low, high = parity.difference([1, 2, 3, 4, 5], [2, 5, 5, 10, 8], paired=True)
     assert delta == -3
     assert (low + high) / 2 == pytest.approx(-3)
@@ -37,7 +37,7 @@ def test_the_paired_interval():
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("sd, margin, seeds", [(0.01, 0.02, 10), (0.02, 0.02, 10), (0.01, 0.02, 5)])
 def test_the_power_is_that_of_a_simulation(sd, margin, seeds, paired):
-    """How often the interval of two equal sides lies within the margin. Pairs share what a seed starts from."""
+    """How often the interval of two equal sides lies within the margin. Pairs share their start."""
     generator = np.random.default_rng(1)
     verdicts = []
     for _ in range(1000):
