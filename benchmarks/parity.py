@@ -123,13 +123,16 @@ def print_power(job, seeds):
     for metric in JOBS[job].tested:
         start = mean(row["curve"][0][metric] for row in rows)
         end = mean(row["final"][metric] for row in rows)
-        finals = [[row["final"][metric] for row in rows if row["side"] == side] for side in sides]
+        finals = {side: [row["final"][metric] for row in rows if row["side"] == side] for side in sides}
+        # The largest spread, because the plan must hold for all sides.
         if paired:
-            ours, theirs = finals
-            sd = stdev(a - b for a, b in zip(ours, theirs, strict=True))
-            spread = f"sd of the differences {sd:.4f}"
-        else:  # the larger spread of the sides, because the plan must hold for both
-            sd = max(stdev(values) for values in finals)
+            sd = max(
+                stdev(a - b for a, b in zip(finals[ours], finals[peer], strict=True))
+                for ours, peer in pairs(sides)
+            )
+            spread = f"largest sd of the differences {sd:.4f}"
+        else:
+            sd = max(stdev(values) for values in finals.values())
             spread = f"largest sd over seeds {sd:.4f}"
         print(f"{job}, {metric}: start {start:.4f}, end {end:.4f}, gain {end - start:.4f}, {spread}")
         for share, of, size in [

@@ -398,7 +398,7 @@ def train_critic_trl(script, args, updates, snapshots):
     trainer.train()
 
 
-def supervised_settings(args, updates):
+def supervised_settings(args, updates, our_order):
     """The settings that TRL 1.16's SFTConfig and RewardConfig share. -> dict"""
     return dict(
         output_dir=args.output_dir,
@@ -412,6 +412,7 @@ def supervised_settings(args, updates):
         weight_decay=0.01,
         max_grad_norm=args.max_grad_norm,
         seed=args.seed,
+        train_sampling_strategy="sequential" if our_order else "random",
         bf16=False,
         gradient_checkpointing=False,
         use_cpu=True,
@@ -422,17 +423,26 @@ def supervised_settings(args, updates):
     )
 
 
-def train_sft_trl(script, args, updates, snapshots):
+def rows_for_trl(script, args, updates, our_order):
+    """The training rows. our_order: those of all updates, in the order of our script, which TRL then keeps."""
+    rows, _ = script.load_splits(args.dataset_name)
+    if not our_order:
+        return rows
+    B = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return rows.select(script.stream_rows(len(rows), start=0, count=updates * B, seed=args.seed))
+
+
+def train_sft_trl(script, args, updates, snapshots, our_order=False):
     """TRL 1.16's SFTTrainer, from the weights that sft.py starts from with this seed."""
     import trl
 
     torch.manual_seed(args.seed)
     tokenizer = script.load_tokenizer(args.model_name_or_path)
     model = script.build_language_model(args, tokenizer).lm
-    rows, _ = script.load_splits(args.dataset_name)
+    rows = rows_for_trl(script, args, updates, our_order)
     trainer = trl.SFTTrainer(
         model=model,
-        args=trl.SFTConfig(**supervised_settings(args, updates), packing=False),
+        args=trl.SFTConfig(**supervised_settings(args, updates, our_order), packing=False),
         train_dataset=rows.select_columns(["prompt", "completion"]),
         processing_class=tokenizer,
         callbacks=[callback_of(snapshots, 1)],
@@ -440,17 +450,17 @@ def train_sft_trl(script, args, updates, snapshots):
     trainer.train()
 
 
-def train_reward_trl(script, args, updates, snapshots):
+def train_reward_trl(script, args, updates, snapshots, our_order=False):
     """TRL 1.16's RewardTrainer, from the weights that reward_model.py starts from with this seed."""
     import trl
 
     torch.manual_seed(args.seed)
     tokenizer = script.load_tokenizer(args.model_name_or_path)
     model, _ = script.build_classifier(args, tokenizer, None)
-    rows, _ = script.load_splits(args.dataset_name)
+    rows = rows_for_trl(script, args, updates, our_order)
     trainer = trl.RewardTrainer(
         model=model,
-        args=trl.RewardConfig(**supervised_settings(args, updates)),
+        args=trl.RewardConfig(**supervised_settings(args, updates, our_order)),
         train_dataset=rows.select_columns(["prompt", "chosen", "rejected"]),
         processing_class=tokenizer,
         callbacks=[callback_of(snapshots, 1)],
@@ -685,7 +695,11 @@ JOBS = {
             num_eval_rows=4,
             num_samples=0,
         ),
-        sides={"ours": train_supervised_ours, "TRL 1.16 SFTTrainer": train_sft_trl},
+        sides={
+            "ours": train_supervised_ours,
+            "TRL 1.16 SFTTrainer": train_sft_trl,
+            "TRL 1.16 SFTTrainer, our order": partial(train_sft_trl, our_order=True),
+        },
         paired=True,
         meter=sft_meter,
         metrics={"loss": "held-out loss, nats per token", "accuracy": "held-out accuracy of tokens"},
@@ -697,7 +711,11 @@ JOBS = {
         script="reward_model",
         recipe="tiny-tldr",
         changes=dict(per_device_train_batch_size=40, num_train_epochs=1.0),  # the data have 250 batches
-        sides={"ours": train_supervised_ours, "TRL 1.16 RewardTrainer": train_reward_trl},
+        sides={
+            "ours": train_supervised_ours,
+            "TRL 1.16 RewardTrainer": train_reward_trl,
+            "TRL 1.16 RewardTrainer, our order": partial(train_reward_trl, our_order=True),
+        },
         paired=True,
         meter=reward_meter,
         metrics={

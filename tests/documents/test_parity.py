@@ -118,6 +118,20 @@ def test_our_side_of_a_supervised_job(tmp_path, job):
         assert row["curve"][0]["loss"] == pytest.approx(np.log(1024), abs=0.2)
 
 
+@pytest.mark.parametrize("job", ["sft", "reward"])
+def test_trl_gets_the_rows_in_our_order(monkeypatch, job):
+    """Update by update those that our script draws, beyond the first epoch too."""
+    script = parity_jobs.importlib.import_module(parity_jobs.JOBS[job].script)
+    args = replace(script.RECIPES["tiny-tldr"], per_device_train_batch_size=6, gradient_accumulation_steps=2)
+    rows = script.load_splits(args.dataset_name)[0].select(range(20))
+    monkeypatch.setattr(script, "load_splits", lambda name: (rows, None))
+    found = parity_jobs.rows_for_trl(script, args, updates=3, our_order=True)["prompt"]
+    drawn = [script.stream_rows(20, start=12 * update, count=12, seed=args.seed) for update in range(3)]
+    assert found == [rows[i]["prompt"] for i in torch.cat(drawn).tolist()]
+    assert sorted(found[:20]) == sorted(rows["prompt"]) != found[:20]
+    assert parity_jobs.rows_for_trl(script, args, updates=3, our_order=False) is rows
+
+
 def test_trls_ways_change_what_they_name():
     """Value head, variance of whitened advantages, and the position of the score."""
     ours = parity_jobs.importlib.import_module("ppo_sentiment")
