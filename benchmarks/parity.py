@@ -217,7 +217,7 @@ def plot(job):
     axes = figure.subplots(1, len(metrics) + 1)
     for side in JOBS[job].sides:
         runs = [row for row in rows if row["side"] == side]
-        if not runs:
+        if len(runs) < 2:  # one run has no band
             continue
         episodes = [point["episode"] for point in runs[0]["curve"]]
         for axis, (metric, title) in zip(axes, metrics.items()):

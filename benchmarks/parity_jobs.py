@@ -1,12 +1,14 @@
 """The jobs of parity.py: what each side trains, and how all sides are measured.
 
     python benchmarks/parity_jobs.py grpo ours 1      # one run: job, side, seed; its last line is the result
+    python benchmarks/parity_jobs.py grpo ours 1 samples.jsonl.gz    # writes the responses of its policy, too
 
 A side is a function (script, args, updates, snapshots) -> nothing. It trains as long as args say, and lets
 `snapshots` see the policy before the first update and after each update.
 """
 
 import copy
+import gzip
 import importlib
 import json
 import math
@@ -36,11 +38,12 @@ sys.path.insert(0, str(ROOT))
 # ---- Sides -------------------------------------------------------------------------------------------------
 
 
-def train_ours(script, args, updates, snapshots, patches=()):
+def train_ours(script, args, updates, snapshots, patches=(), **changes):
     """One of our scripts that sample. copy_weights is called before the first update, and after each.
 
-    patches: changes of the script, each a list of (old lines, new lines)
+    patches: changes of the script, each a list of (old lines, new lines); changes: flags of this side only
     """
+    args = replace(args, **changes)
     if patches:
         script = patched(script, patches)
     count = 0
@@ -189,10 +192,11 @@ class RewardAfterEos(torch.nn.Module):
         return types.SimpleNamespace(hidden_states=[torch.cat([hidden[:, :-2], last[:, None]], 1)])
 
 
-def train_supervised_ours(script, args, updates, snapshots):
+def train_supervised_ours(script, args, updates, snapshots, scale=1.0):
     """sft.py or reward_model.py.
 
     make_learner gets the model before the first update, and Run.checkpoint is the end of an update.
+    scale: factor of all weights before the first update
     """
     make_learner, checkpoint = script.make_learner, script.Run.checkpoint
     inner = None
@@ -200,6 +204,8 @@ def train_supervised_ours(script, args, updates, snapshots):
     def make_and_see(model, accelerator):
         nonlocal inner
         [inner] = model.children()  # the transformers model
+        for weights in inner.parameters():
+            weights.data *= scale
         snapshots.see(0, inner)
         return make_learner(model, accelerator)
 
@@ -628,6 +634,7 @@ JOBS = {
         k=8,
         sides={
             "ours": train_ours,
+            "ours, no gradient clipping": partial(train_ours, max_grad_norm=None),
             "TRL 1.16 RLOOTrainer": train_rloo_trl,
             "TRL 0.11 RLOOTrainer": train_rloo_trl_old,
             "TRL 0.11 RLOOTrainer, as it ships": partial(train_rloo_trl_old, scores_at_eos=False),
@@ -715,6 +722,8 @@ JOBS = {
             "ours": train_supervised_ours,
             "TRL 1.16 RewardTrainer": train_reward_trl,
             "TRL 1.16 RewardTrainer, our order": partial(train_reward_trl, our_order=True),
+            # The same run but for rounding: how far apart do two runs end by chance alone?
+            "reward_model.py, weights x 1.000001": partial(train_supervised_ours, scale=1 + 1e-6),
         },
         paired=True,
         meter=reward_meter,
@@ -804,6 +813,29 @@ def run(name, side, seed, **changes):
     }
 
 
+def run_and_keep_responses(name, side, seed, path, **changes):
+    """The same, and writes what the last policy answered to the held-out prompts. path: FILE.jsonl.gz"""
+    job = JOBS[name]
+    lines = []
+
+    def respond(script, args, policy, tokenizer, rows, k, start):
+        b, texts = job.respond(script, args, policy, tokenizer, rows, k, start)
+        prompts, responses, *_ = texts
+        if k == job.k:  # the last measurement
+            lines.extend(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in zip(prompts, responses))
+        return b, texts
+
+    with mock.patch.dict(JOBS, {name: replace(job, respond=respond)}):
+        row = run(name, side, seed, **changes)
+    with gzip.open(path, "wt") as file:
+        file.writelines(lines)
+    return row
+
+
 if __name__ == "__main__":
-    job, side, seed = sys.argv[1:]
-    print(json.dumps(run(job, side, int(seed))))
+    job, side, seed, *path = sys.argv[1:]
+    if path:
+        row = run_and_keep_responses(job, side, int(seed), path[0])
+    else:
+        row = run(job, side, int(seed))
+    print(json.dumps(row))

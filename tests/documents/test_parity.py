@@ -1,6 +1,7 @@
 """benchmarks/parity.py: the statistics, the measurement that all sides share, and the committed results."""
 
 import copy
+import gzip
 import json
 import sys
 from dataclasses import replace
@@ -76,7 +77,12 @@ SMALL = dict(
     ppo=dict(total_episodes=48, per_device_train_batch_size=4, num_ppo_epochs=1),
     critic=dict(total_episodes=48, per_device_train_batch_size=4, num_ppo_epochs=1),
 )
-SIDES = [("grpo", "ours"), ("rloo", "ours"), ("ppo", "ours"), ("critic", "ours, all of TRL's ways")]
+SIDES = [
+    ("grpo", "ours"),
+    ("rloo", "ours, no gradient clipping"),
+    ("ppo", "ours"),
+    ("critic", "ours, all of TRL's ways"),
+]
 
 
 @pytest.mark.parametrize("job, side", SIDES)
@@ -96,6 +102,49 @@ def test_our_sides_of_a_job(monkeypatch, job, side):
     assert ("gold" in row["final"]) == (job in ("rloo", "critic"))
     assert ("judge" in row["final"]) == (job == "ppo")
     assert set(few.metrics) <= set(row["curve"][0])
+
+
+def test_the_responses_of_the_last_policy(monkeypatch, tmp_path):
+    """Those of the last measurement only, two to each of ten prompts, and the same result as without them."""
+    rows_of = parity_jobs.JOBS["grpo"].load_rows
+    few = replace(parity_jobs.JOBS["grpo"], k=2, load_rows=lambda *inputs: rows_of(*inputs)[:10])
+    monkeypatch.setitem(parity_jobs.JOBS, "grpo", few)
+    path = tmp_path / "samples.jsonl.gz"
+    row = parity_jobs.run_and_keep_responses("grpo", "ours", 1, path, **SMALL["grpo"])
+    with gzip.open(path, "rt") as file:
+        lines = [json.loads(line) for line in file]
+    assert len(lines) == row["held_out_responses"] == 20
+    assert lines[0]["prompt"] == lines[10]["prompt"] != lines[1]["prompt"]
+    assert len({line["response"] for line in lines}) > 10
+    assert parity_jobs.run("grpo", "ours", 1, **SMALL["grpo"])["final"] == row["final"]
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_the_weights_before_the_first_update(monkeypatch, scale):
+    """The first copy of our supervised side has the weights of the script, times the factor."""
+    inner = torch.nn.Linear(2, 3)
+    expected = scale * inner.weight.detach().clone()
+    seen = []
+
+    class Script:
+        class Run:
+            checkpoint = None
+
+        @staticmethod
+        def make_learner(model, accelerator):
+            return model
+
+        @staticmethod
+        def train(args):
+            Script.make_learner(torch.nn.Sequential(inner), None)
+
+    class See:
+        def see(self, update, model):
+            seen.append((update, model.weight.detach().clone()))
+
+    parity_jobs.train_supervised_ours(Script, None, 1, See(), scale)
+    [(update, weights)] = seen
+    assert update == 0 and torch.equal(weights, expected)
 
 
 @pytest.mark.parametrize("job", ["sft", "reward"])
