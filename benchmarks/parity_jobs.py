@@ -438,7 +438,12 @@ def rows_for_trl(script, args, updates, our_order):
     return rows.select(script.stream_rows(len(rows), start=0, count=updates * B, seed=args.seed))
 
 
-def train_sft_trl(script, args, updates, snapshots, our_order=False):
+def decay_everything(model, args):
+    """AdamW with weight decay of all weights, as in our scripts. -> optimizer, no schedule: TRL makes it"""
+    return torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01), None
+
+
+def train_sft_trl(script, args, updates, snapshots, our_order=False, our_decay=False):
     """TRL 1.16's SFTTrainer, from the weights that sft.py starts from with this seed."""
     import trl
 
@@ -452,11 +457,12 @@ def train_sft_trl(script, args, updates, snapshots, our_order=False):
         train_dataset=rows.select_columns(["prompt", "completion"]),
         processing_class=tokenizer,
         callbacks=[callback_of(snapshots, 1)],
+        optimizers=decay_everything(model, args) if our_decay else (None, None),
     )
     trainer.train()
 
 
-def train_reward_trl(script, args, updates, snapshots, our_order=False):
+def train_reward_trl(script, args, updates, snapshots, our_order=False, our_decay=False):
     """TRL 1.16's RewardTrainer, from the weights that reward_model.py starts from with this seed."""
     import trl
 
@@ -470,6 +476,7 @@ def train_reward_trl(script, args, updates, snapshots, our_order=False):
         train_dataset=rows.select_columns(["prompt", "chosen", "rejected"]),
         processing_class=tokenizer,
         callbacks=[callback_of(snapshots, 1)],
+        optimizers=decay_everything(model, args) if our_decay else (None, None),
     )
     trainer.train()
 
@@ -706,6 +713,9 @@ JOBS = {
             "ours": train_supervised_ours,
             "TRL 1.16 SFTTrainer": train_sft_trl,
             "TRL 1.16 SFTTrainer, our order": partial(train_sft_trl, our_order=True),
+            "TRL 1.16 SFTTrainer, our order and weight decay": partial(
+                train_sft_trl, our_order=True, our_decay=True
+            ),
         },
         paired=True,
         meter=sft_meter,
@@ -722,6 +732,9 @@ JOBS = {
             "ours": train_supervised_ours,
             "TRL 1.16 RewardTrainer": train_reward_trl,
             "TRL 1.16 RewardTrainer, our order": partial(train_reward_trl, our_order=True),
+            "TRL 1.16 RewardTrainer, our order and weight decay": partial(
+                train_reward_trl, our_order=True, our_decay=True
+            ),
             # The same run but for rounding: how far apart do two runs end by chance alone?
             "reward_model.py, weights x 1.000001": partial(train_supervised_ours, scale=1 + 1e-6),
         },
