@@ -183,7 +183,10 @@ def table():
             ours, theirs = ([row for row in rows if row["side"] == name] for name in (side, peer))
             if min(len(ours), len(theirs)) < len(planned["seeds"]):
                 continue  # nobody should look at a part of the planned runs
-            ratio = median(row["seconds"] for row in theirs) / median(row["seconds"] for row in ours)
+            ratio = "-"
+            if as_it_ships(side) and as_it_ships(peer):
+                seconds = [median(row["seconds"] for row in half) for half in (theirs, ours)]
+                ratio = f"{seconds[0] / seconds[1]:.2f}"
             for metric in JOBS[job].tested:
                 a, b = ([row["final"][metric] for row in half] for half in (ours, theirs))
                 delta, low, high = difference(a, b, JOBS[job].paired)
@@ -193,9 +196,14 @@ def table():
                     f"{mean(a):.4f} ({len(a)} seeds, sd {stdev(a):.4f})",
                     f"{mean(b):.4f} ({len(b)} seeds, sd {stdev(b):.4f})",
                     f"{delta:+.4f} ({low:+.4f} to {high:+.4f})",
-                    f"{margin:.4f}", verdict(low, high, margin), f"{ratio:.2f}",
+                    f"{margin:.4f}", verdict(low, high, margin), ratio,
                 ])  # fmt: skip
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def as_it_ships(side):
+    """Is it a side without changes? The others ran later, beside other work, so their times do not compare."""
+    return "," not in side
 
 
 def pairs(sides):
@@ -228,7 +236,8 @@ def plot(job):
             axis.set(title=title, xlabel=JOBS[job].unit)
         minutes = np.array([[point["seconds"] / 60 for point in row["curve"]] for row in runs])
         values = np.array([[point[first] for point in row["curve"]] for row in runs])
-        axes[-1].plot(np.median(minutes, 0), np.median(values, 0), label=side)
+        if as_it_ships(side):
+            axes[-1].plot(np.median(minutes, 0), np.median(values, 0), color=line.get_color(), label=side)
     axes[-1].set(title=f"median {first}", xlabel="minutes of training, one thread")
     for axis in axes:
         axis.grid(alpha=0.3)
