@@ -232,7 +232,7 @@ def number(x):
 
 # ---- Findings ----------------------------------------------------------------------------------------------
 #
-# The limits are round numbers, chosen on the runs in results/. The metrics of the 40 healthy runs of the
+# The limits are round numbers, chosen on the runs in results/. The metrics of the 50 healthy runs of the
 # defaults, each compared with the band of the other nine, give no finding (tests/documents/test_gallery.py),
 # nor do the 20 healthy runs in results/diagnose, with their samples and tokens. All of them are tiny models
 # in fp32. This does not say how often the findings err on other jobs.

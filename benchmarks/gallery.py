@@ -777,6 +777,8 @@ def write():
 
 def page():
     """The text of docs/debugging.md, from the committed runs."""
+    from reference_bands import tables
+
     import report
 
     sections, found_in = [], {}
@@ -807,13 +809,30 @@ def page():
         symptoms.append(f'<a id="{name}"></a>\n### {title}\n\n{text}')
         if seen:
             symptoms[-1] += f"\n\nSeen in: {seen}."
-    return INTRODUCTION + "\n\n".join(symptoms) + GALLERY_HEAD + "\n\n".join(sections) + "\n"
+    return (
+        INTRODUCTION
+        + tables()
+        + SYMPTOMS_HEAD
+        + "\n\n".join(symptoms)
+        + GALLERY_HEAD
+        + "\n\n".join(sections)
+        + "\n"
+    )
 
 
 INTRODUCTION = """# Debugging a run
 
 Start with `python report.py RUN_FOLDER` ([what it shows](running.md#look-at-a-run)). Its findings link to the symptoms below; each
 symptom links to runs that show it. This page and its pictures are made by `python benchmarks/gallery.py write`.
+
+## What a healthy run looks like, and when
+
+Ten runs of each default but that of sft.py, with seeds 1 to 10: where 5 to 95 % of the seeds are at four times
+(`results/reference_bands.json`). A metric of a single batch is noisy, which makes its range wider. `report.py` draws these ranges behind
+the curves of a run. With other models, data or flags, the numbers differ, but the curves should have a similar shape.
+
+"""
+SYMPTOMS_HEAD = """
 
 ## Symptoms
 

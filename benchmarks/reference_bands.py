@@ -2,6 +2,7 @@
 
     python benchmarks/reference_bands.py run --jobs 2    # adds the runs that are not there yet
     python benchmarks/reference_bands.py write           # results/reference_bands.json
+    python benchmarks/gallery.py write                   # the tables in docs/debugging.md
 
 A band is the 5, 50 and 95 % quantile of a metric over the seeds, for each update. Each run has one thread. Some seeds
 are in results/ already, because the docs show them; the others go to results/healthy/SCRIPT/.
@@ -28,13 +29,24 @@ SHOWN_IN_DOCS = {  # script -> folder with some of the seeds
     "rloo_tldr": "rloo-tiny",
     "grpo_math": "grpo-math-tiny",
 }
+SCRIPTS = [*SHOWN_IN_DOCS, "reward_model"]
 LEFT_OUT = ("perf/", "eps", "episode", "epoch")  # of the machine, or the same in all runs
 
 
 def run_path(script, seed):
     """Where the metrics of a run are, or will be."""
-    shown = RESULTS / SHOWN_IN_DOCS[script] / f"seed{seed}/metrics.jsonl.gz"
-    return shown if shown.exists() else RESULTS / f"healthy/{script}/seed{seed}.jsonl.gz"
+    if script in SHOWN_IN_DOCS:
+        shown = RESULTS / SHOWN_IN_DOCS[script] / f"seed{seed}/metrics.jsonl.gz"
+        if shown.exists():
+            return shown
+    return RESULTS / f"healthy/{script}/seed{seed}.jsonl.gz"
+
+
+def args_path(script):
+    """Where the flags of the run with seed 1 are, or will be."""
+    if script in SHOWN_IN_DOCS:
+        return RESULTS / SHOWN_IN_DOCS[script] / "seed1/args.json"
+    return RESULTS / f"healthy/{script}/args.json"
 
 
 def run_one(script, seed):
@@ -49,13 +61,15 @@ def run_one(script, seed):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{folder}/run/metrics.jsonl", "rb") as source, gzip.open(path, "wb") as target:
             shutil.copyfileobj(source, target)
+        if seed == 1 and not args_path(script).exists():
+            args = json.loads(Path(folder, "run/args.json").read_text())["args"]
+            del args["output_dir"]  # a temporary folder
+            args_path(script).write_text(json.dumps({"args": args}) + "\n")
     print(f"{script}, seed {seed}", flush=True)
 
 
-def run_all(jobs):
-    todo = [
-        (script, seed) for script in SHOWN_IN_DOCS for seed in SEEDS if not run_path(script, seed).exists()
-    ]
+def run_all(jobs, scripts):
+    todo = [(script, seed) for script in scripts for seed in SEEDS if not run_path(script, seed).exists()]
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda run: run_one(*run), todo))
 
@@ -79,13 +93,77 @@ def band(script, seeds=SEEDS):
         metrics[name] = {"update": [updates[i] for i in shown]}
         for quantile, line in zip(("5", "50", "95"), quantiles):
             metrics[name][quantile] = [float(f"{x:.4g}") for x in line]
-    about = json.loads((RESULTS / SHOWN_IN_DOCS[script] / "seed1/args.json").read_text())
+    about = json.loads(args_path(script).read_text())
     return {"seeds": len(runs), "args": about["args"], "metrics": metrics}
+
+
+# The metrics that docs/debugging.md shows: script -> metric -> what to see.
+WHAT_TO_SEE = {
+    "ppo_sentiment": {
+        "objective/scores": "half of the gain comes in the first eighth of the run",
+        "objective/kl": "0 in update 1; rises fast, then stays near the target of 4",
+        "policy/entropy_avg": "stays where it was: the policy is not collapsing",
+        "loss/value_avg": "halves: the critic learns",
+        "policy/clipfrac_avg": "largest at first, 0 at the end, as the learning rate falls",
+        "completions/distinct_2": "falls a little: responses become more alike",
+        "completions/new_word_share": "the share of responses with the word that spread most. If it is high, read the samples",
+        "sampling/logprob_gap_mean": "rounding only, always",
+    },
+    "ppo_dialog": {
+        "intent": "little to gain: it starts near its best",
+        "meteor": "rises slowly, and differs more between batches than it gains",
+        "objective/kl": "rises to about 0.7 nats, then falls a little",
+        "policy/entropy_avg": "falls a little",
+        "loss/value_avg": "falls to a fifth: the critic learns",
+    },
+    "rloo_tldr": {
+        "objective/scores": "differs much between batches: compare means of ten updates",
+        "judge/scores": "the true quality rises with the score of the reward model. If it falls, the reward is hacked",
+        "objective/kl": "no target: the fixed coefficient holds it",
+        "policy/entropy_avg": "halves",
+        "completions/clipped_ratio": "responses learn to end in the first eighth",
+        "completions/mean_length": "falls, because long summaries cost points",
+        "frac_reward_zero_std": "groups of four equal responses appear as the entropy falls",
+    },
+    "grpo_math": {
+        "objective/scores": "the share of right answers; it gains nothing in the second half",
+        "frac_reward_zero_std": "groups that are all right or all wrong teach nothing. In the end, it is half of them",
+        "policy/entropy_avg": "falls to a sixth",
+        "grad_norm": "falls, as fewer groups teach something",
+        "completions/clipped_ratio": "0: answers end by themselves",
+    },
+    "reward_model": {
+        "loss": "starts above ln 2 = 0.69, the loss of guessing, because the new head is random. It is below only after a fifth of the run",
+        "accuracy": "of 32 reviews that are cut at random. Differs much, because short prefixes are ambiguous",
+        "grad_norm": "falls; a single batch may still be large in the end",
+    },
+}
+
+
+def tables():
+    """For each script: where ten healthy runs were at four times. -> markdown"""
+    bands = json.loads((RESULTS / "reference_bands.json").read_text())
+    parts = []
+    for script, metrics in WHAT_TO_SEE.items():
+        band = bands[f"{script} tiny"]["metrics"]
+        updates = band[next(iter(metrics))]["update"]
+        shown = [0, len(updates) // 8, len(updates) // 2, len(updates) - 1]
+        head = ["metric", *(f"update {updates[i]}" for i in shown), "what to see"]
+        lines = [head, ["---"] * len(head)]
+        for metric, what in metrics.items():
+            low, high = band[metric]["5"], band[metric]["95"]
+            ranges = [
+                f"{low[i]:.3g} to {high[i]:.3g}" if low[i] < high[i] else f"{low[i]:.3g}" for i in shown
+            ]
+            lines.append([f"`{metric}`", *ranges, what])
+        table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+        parts.append(f"**`{script}.py`**\n\n{table}")
+    return "\n\n".join(parts)
 
 
 def write():
     """results/reference_bands.json: script and recipe -> band"""
-    bands = {f"{script} tiny": band(script) for script in SHOWN_IN_DOCS}
+    bands = {f"{script} tiny": band(script) for script in SCRIPTS}
     (RESULTS / "reference_bands.json").write_text(json.dumps(bands) + "\n")
 
 
@@ -93,8 +171,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Healthy runs of the defaults, and bands of their metrics.")
     parser.add_argument("what", choices=["run", "write"])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--script", choices=SCRIPTS, help="only this script")
     flags = parser.parse_args()
     if flags.what == "run":
-        run_all(flags.jobs)
+        run_all(flags.jobs, [flags.script] if flags.script else SCRIPTS)
     else:
         write()
