@@ -232,7 +232,7 @@ def number(x):
 
 # ---- Findings ----------------------------------------------------------------------------------------------
 #
-# The limits are round numbers, chosen on the runs in results/. The metrics of the 50 healthy runs of the
+# The limits are round numbers, chosen on the runs in results/. The metrics of the 60 healthy runs of the
 # defaults, each compared with the band of the other nine, give no finding (tests/documents/test_gallery.py),
 # nor do the 20 healthy runs in results/diagnose, with their samples and tokens. All of them are tiny models
 # in fp32. This does not say how often the findings err on other jobs.
@@ -308,6 +308,7 @@ def find_problems(run):
         check_lengths,
         check_critic,
         check_loss,
+        check_loss_gain,
     ]
     found = []
     for check in checks:
@@ -1470,6 +1471,34 @@ def check_loss(run):
         ],
         "loss-does-not-fall",
     )
+
+
+def check_loss_gain(run):
+    """With other flags, a loss that falls by less than half of what it does in healthy runs is a finding.
+
+    Only for sft.py and reward_model.py, whose bands have a loss. Model, tokenizer and data must be the same.
+    """
+    band = run.band.get("loss")
+    early, late = early_and_late(run, "loss")
+    if band is None or early is None or len(run.metrics) < 10 or has_flags_of_band(run):
+        return None
+    if check_loss(run) is not None:
+        return None
+    if any(word in text for text in unusual_flags(run) for word in LOSS_FLAGS):
+        return None
+    usual = band["50"][0] - part_mean(band["50"], 0.8, 1)
+    if early - late > 0.5 * usual:
+        return None
+    return Finding(
+        "The loss falls less than with the usual flags",
+        f"It fell by {early - late:.3g}; the median of healthy runs: by {usual:.3g}.",
+        ["the learning rate is too low, or much too high", "the run is too short"],
+        "loss-does-not-fall",
+    )
+
+
+# With them, losses cannot be compared.
+LOSS_FLAGS = ("model", "config", "tokenizer", "dataset", "shard", "label")
 
 
 # ---- Findings: the saved tokens ----------------------------------------------------------------------------

@@ -827,9 +827,11 @@ symptom links to runs that show it. This page and its pictures are made by `pyth
 
 ## What a healthy run looks like, and when
 
-Ten runs of each default but that of sft.py, with seeds 1 to 10: where 5 to 95 % of the seeds are at four times
-(`results/reference_bands.json`). A metric of a single batch is noisy, which makes its range wider. `report.py` draws these ranges behind
-the curves of a run. With other models, data or flags, the numbers differ, but the curves should have a similar shape.
+Ten seeds of each default recipe (`results/reference_bands.json`). Each cell has the 5 and 95 % quantiles of the seeds, interpolated, at the
+first update, after about an eighth of the run, at half of it, and at the last update. A metric of a single batch is noisy, which makes its
+range wider. One metric slightly outside of its range is normal, because a tenth of the healthy runs are; several metrics, or one far outside,
+are not. `report.py` draws these ranges behind the curves of a run. With other models, data or flags, the numbers differ, but the curves should
+have a similar shape.
 
 """
 SYMPTOMS_HEAD = """

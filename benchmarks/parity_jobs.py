@@ -1,12 +1,14 @@
 """The jobs of parity.py: what each side trains, and how all sides are measured.
 
     python benchmarks/parity_jobs.py grpo ours 1      # one run: job, side, seed; its last line is the result
-    python benchmarks/parity_jobs.py grpo ours 1 samples.jsonl.gz    # writes the responses of its policy, too
+    python benchmarks/parity_jobs.py grpo ours 1 --responses FILE.jsonl.gz   # also writes what its policy answers
+    python benchmarks/parity_jobs.py grpo ours 1 --time    # training only: the seconds of each copy
 
 A side is a function (script, args, updates, snapshots) -> nothing. It trains as long as args say, and lets
 `snapshots` see the policy before the first update and after each update.
 """
 
+import argparse
 import copy
 import gzip
 import importlib
@@ -499,11 +501,16 @@ class Job:
     title: str
     script: str  # its name
     sides: dict[str, Callable]  # "ours" first; names of patched sides begin with "ours" too
+    comparisons: list[tuple[str, str]]  # of the plan: (our side, peer)
     meter: Callable  # (job, script, args) -> model, function that measures it, how many held-out rows
     recipe: str = "tiny"
     changes: dict = field(default_factory=dict)  # flags that differ from the recipe's
     metrics: dict[str, str] = field(default_factory=lambda: SAMPLED)  # in the figure: name -> title
-    tested: tuple[str, str] = ("score", "kl")  # metrics of the table
+    explored: list[tuple[str, str]] = field(default_factory=list)  # comparisons that were added later
+    tested: tuple[str, str] = ("score", "kl")  # metrics of the plan
+    shown: tuple[str, ...] = ()  # other metrics of the table: no margin, no verdict
+    digits: int = 3  # after the point, in the table
+    log_scale: bool = False  # of the first metric, in the figure
     unit: str = "episodes (responses)"
     paired: bool = False  # both sides start from the same random weights for a seed
     k: int = 1  # responses to each held-out prompt in the last measurement
@@ -627,6 +634,7 @@ JOBS = {
         changes=SHORT,
         k=8,
         sides={"ours": train_ours, "TRL 1.16 GRPOTrainer": train_grpo_trl},
+        comparisons=[("ours", "TRL 1.16 GRPOTrainer")],
         meter=sampling_meter,
         load_rows=lambda script, rows, tokenizer, args: script.load_tasks(
             rows, tokenizer, args, args.dataset_name
@@ -646,6 +654,12 @@ JOBS = {
             "TRL 0.11 RLOOTrainer": train_rloo_trl_old,
             "TRL 0.11 RLOOTrainer, as it ships": partial(train_rloo_trl_old, scores_at_eos=False),
         },
+        comparisons=[("ours", "TRL 1.16 RLOOTrainer"), ("ours", "TRL 0.11 RLOOTrainer")],
+        explored=[
+            ("ours, no gradient clipping", "TRL 0.11 RLOOTrainer"),
+            ("ours", "ours, no gradient clipping"),
+        ],
+        shown=("gold",),
         meter=sampling_meter,
         load_rows=lambda script, rows, tokenizer, args: script.load_posts(rows, tokenizer, args),
         scores=rloo_scores,
@@ -662,6 +676,14 @@ JOBS = {
             "ours, TRL's value head and variance": partial(train_ours, patches=PPO_PATCHES),
             "TRL 0.11 PPOTrainer": train_ppo_trl_old,
         },
+        comparisons=[
+            ("ours", "TRL 0.11 PPOTrainer"),
+            ("ours, TRL's value head and variance", "TRL 0.11 PPOTrainer"),
+        ],
+        explored=[("ours", "ours, TRL's value head and variance")],
+        # No length: the limit of each response is random, and nearly all responses reach it.
+        metrics={name: title for name, title in SAMPLED.items() if name != "length"},
+        shown=("judge", "entropy"),
         meter=sampling_meter,
         load_rows=lambda script, rows, tokenizer, args: script.load_reviews(rows, tokenizer, args)[:512],
         scores=ppo_scores,
@@ -691,6 +713,12 @@ JOBS = {
             ),
             "TRL 1.12 PPOTrainer": train_critic_trl,
         },
+        comparisons=[
+            ("ours", "TRL 1.12 PPOTrainer"),
+            ("ours, TRL's value head and variance", "TRL 1.12 PPOTrainer"),
+        ],
+        explored=[("ours", "ours, TRL's value head and variance")],
+        shown=("gold",),
         meter=sampling_meter,
         load_rows=lambda script, rows, tokenizer, args: script.load_posts(rows, tokenizer, args),
         scores=rloo_scores,
@@ -717,7 +745,14 @@ JOBS = {
                 train_sft_trl, our_order=True, our_decay=True
             ),
         },
+        comparisons=[("ours", "TRL 1.16 SFTTrainer")],
+        explored=[
+            ("ours", "TRL 1.16 SFTTrainer, our order"),
+            ("ours", "TRL 1.16 SFTTrainer, our order and weight decay"),
+        ],
         paired=True,
+        digits=4,
+        log_scale=True,
         meter=sft_meter,
         metrics={"loss": "held-out loss, nats per token", "accuracy": "held-out accuracy of tokens"},
         tested=("loss", "accuracy"),
@@ -738,7 +773,14 @@ JOBS = {
             # The same run but for rounding: how far apart do two runs end by chance alone?
             "reward_model.py, weights x 1.000001": partial(train_supervised_ours, scale=1 + 1e-6),
         },
+        comparisons=[("ours", "TRL 1.16 RewardTrainer")],
+        explored=[
+            ("ours", "TRL 1.16 RewardTrainer, our order"),
+            ("ours", "TRL 1.16 RewardTrainer, our order and weight decay"),
+            ("ours", "reward_model.py, weights x 1.000001"),
+        ],
         paired=True,
+        digits=4,
         meter=reward_meter,
         metrics={
             "loss": "held-out loss, nats",
@@ -787,8 +829,8 @@ def count_updates(script, args, batch):
     return max(1, round(args.num_train_epochs * len(rows) / batch))
 
 
-def run(name, side, seed, **changes):
-    """One run and its measurements. changes: flags that differ from the job's -> dict, a line of results/parity"""
+def train_side(name, side, seed, **changes):
+    """Train one side of a job. changes: flags that differ from the job's -> script, args, batch, Snapshots"""
     job = JOBS[name]
     script = importlib.import_module(job.script)
     flags = dict(recipe=job.recipe, seed=seed, save_every=0) | job.changes | changes
@@ -798,8 +840,16 @@ def run(name, side, seed, **changes):
     updates = count_updates(script, args, batch)
     snapshots = Snapshots(updates)
     with tempfile.TemporaryDirectory() as folder:
-        args = replace(args, output_dir=f"{folder}/run")
-        job.sides[side](script, args, updates, snapshots)
+        job.sides[side](script, replace(args, output_dir=f"{folder}/run"), updates, snapshots)
+    last, _, _ = snapshots.copies[-1]
+    assert last == updates, "the policy after the last update was not copied"
+    return script, args, batch, snapshots
+
+
+def run(name, side, seed, **changes):
+    """One run and its measurements. changes: flags that differ from the job's -> dict, a line of results/parity"""
+    job = JOBS[name]
+    script, args, batch, snapshots = train_side(name, side, seed, **changes)
     own, child = (
         resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
@@ -812,12 +862,11 @@ def run(name, side, seed, **changes):
         assert not missing, missing
         point = measure_now(is_last=False)
         curve.append({"update": update, "episode": update * batch, "seconds": seconds, **point})
-    assert curve[-1]["update"] == updates, "the policy after the last update was not copied"
     return {
         "job": name,
         "side": side,
         "seed": seed,
-        "updates": updates,
+        "updates": curve[-1]["update"],
         "seconds": curve[-1]["seconds"],
         "peak_memory_mb": memory,
         "held_out_responses": held_out_responses,
@@ -845,10 +894,25 @@ def run_and_keep_responses(name, side, seed, path, **changes):
     return row
 
 
+def time_side(name, side, seed, **changes):
+    """Only train. -> dict, a line of results/parity/times.jsonl; seconds: [episode, seconds] of each copy"""
+    _, _, batch, snapshots = train_side(name, side, seed, **changes)
+    seconds = [[update * batch, seconds] for update, seconds, _ in snapshots.copies]
+    return {"job": name, "side": side, "seed": seed, "seconds": seconds}
+
+
 if __name__ == "__main__":
-    job, side, seed, *path = sys.argv[1:]
-    if path:
-        row = run_and_keep_responses(job, side, int(seed), path[0])
+    parser = argparse.ArgumentParser(description="One run of one side of a job.")
+    parser.add_argument("job", choices=JOBS)
+    parser.add_argument("side")
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--responses", help="FILE.jsonl.gz for the responses of the last policy")
+    parser.add_argument("--time", action="store_true", help="train, but measure nothing")
+    flags = parser.parse_args()
+    if flags.time:
+        row = time_side(flags.job, flags.side, flags.seed)
+    elif flags.responses:
+        row = run_and_keep_responses(flags.job, flags.side, flags.seed, flags.responses)
     else:
-        row = run(job, side, int(seed))
+        row = run(flags.job, flags.side, flags.seed)
     print(json.dumps(row))

@@ -29,7 +29,7 @@ SHOWN_IN_DOCS = {  # script -> folder with some of the seeds
     "rloo_tldr": "rloo-tiny",
     "grpo_math": "grpo-math-tiny",
 }
-SCRIPTS = [*SHOWN_IN_DOCS, "reward_model"]
+SCRIPTS = [*SHOWN_IN_DOCS, "reward_model", "sft"]
 LEFT_OUT = ("perf/", "eps", "episode", "epoch")  # of the machine, or the same in all runs
 
 
@@ -102,11 +102,11 @@ WHAT_TO_SEE = {
     "ppo_sentiment": {
         "objective/scores": "half of the gain comes in the first eighth of the run",
         "objective/kl": "0 in update 1; rises fast, then stays near the target of 4",
-        "policy/entropy_avg": "stays where it was: the policy is not collapsing",
+        "policy/entropy_avg": "does not fall: the policy is not collapsing",
         "loss/value_avg": "halves: the critic learns",
         "policy/clipfrac_avg": "largest at first, 0 at the end, as the learning rate falls",
         "completions/distinct_2": "falls a little: responses become more alike",
-        "completions/new_word_share": "the share of responses with the word that spread most. If it is high, read the samples",
+        "completions/new_word_share": "the share of responses with the word that has spread most since the start. If it is high, read the samples",
         "sampling/logprob_gap_mean": "rounding only, always",
     },
     "ppo_dialog": {
@@ -117,8 +117,8 @@ WHAT_TO_SEE = {
         "loss/value_avg": "falls to a fifth: the critic learns",
     },
     "rloo_tldr": {
-        "objective/scores": "differs much between batches: compare means of ten updates",
-        "judge/scores": "the true quality rises with the score of the reward model. If it falls, the reward is hacked",
+        "objective/scores": "differs much between batches: compare means over ten updates",
+        "judge/scores": "the gold score, which training does not see, rises with the score of the reward model. If it falls, the reward is hacked",
         "objective/kl": "no target: the fixed coefficient holds it",
         "policy/entropy_avg": "halves",
         "completions/clipped_ratio": "responses learn to end in the first eighth",
@@ -127,15 +127,20 @@ WHAT_TO_SEE = {
     },
     "grpo_math": {
         "objective/scores": "the share of right answers; it gains nothing in the second half",
-        "frac_reward_zero_std": "groups that are all right or all wrong teach nothing. In the end, it is half of them",
+        "frac_reward_zero_std": "groups that are all right or all wrong give no gradient. In the end, these are half of them",
         "policy/entropy_avg": "falls to a sixth",
-        "grad_norm": "falls, as fewer groups teach something",
+        "grad_norm": "falls, as fewer groups give a gradient",
         "completions/clipped_ratio": "0: answers end by themselves",
     },
     "reward_model": {
         "loss": "starts above ln 2 = 0.69, the loss of guessing, because the new head is random. It is below only after a fifth of the run",
-        "accuracy": "of 32 reviews that are cut at random. Differs much, because short prefixes are ambiguous",
+        "accuracy": "of a batch of 32 reviews, cut at random places. It differs much, because short prefixes are ambiguous",
         "grad_norm": "falls; a single batch may still be large in the end",
+    },
+    "sft": {
+        "loss": "nats per token. Starts near ln 1,024 = 6.93, the loss of guessing among 1,024 tokens. Three quarters of the fall come in the first eighth",
+        "mean_token_accuracy": "cannot reach 1, because what comes next in a review is partly random",
+        "grad_norm": "falls to a third",
     },
 }
 

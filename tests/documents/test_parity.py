@@ -232,14 +232,65 @@ def test_trls_trainer_gets_the_same_reward():
     assert torch.allclose(scores, expected, atol=1e-4)
 
 
-def test_all_of_our_sides_are_compared_with_each_peer():
-    pairs = parity.pairs({"ours": 0, "ours, changed": 0, "TRL": 0, "TRL, older": 0})
-    assert pairs == [
-        ("ours", "TRL"),
-        ("ours, changed", "TRL"),
-        ("ours", "TRL, older"),
-        ("ours, changed", "TRL, older"),
+@pytest.mark.parametrize("job", parity_jobs.JOBS)
+def test_each_peer_is_compared(job):
+    """Comparisons name sides of the job, and our script as it ships meets each trainer as it ships."""
+    about = parity_jobs.JOBS[job]
+    compared = about.comparisons + about.explored
+    assert len(compared) == len(set(compared))
+    assert all(a in about.sides and b in about.sides and a != b for a, b in compared)
+    peers = [side for side in about.sides if side.startswith("TRL") and parity.as_it_ships(side)]
+    assert {("ours", peer) for peer in peers} <= set(about.comparisons)
+
+
+def test_a_comparison_by_hand(monkeypatch, tmp_path):
+    """A - B, with the verdict of the plan's margin; a metric without a margin has no verdict."""
+    ours, theirs = [1.0, 2.0, 3.0], [2.0, 4.0, 6.0]
+    rows = []
+    for side, values in {"ours": ours, "TRL 0.11 PPOTrainer": theirs}.items():
+        for seed, x in zip((4, 5, 6), values):
+            rows.append({"side": side, "seed": seed, "final": dict(score=x, kl=x, judge=x, entropy=-x)})
+    rows.append({"side": "ours", "seed": 1, "final": dict(score=99)})  # of the pilot
+    monkeypatch.setattr(parity, "read", lambda job: rows)
+    plan = {"ppo": {"seeds": [4, 5, 6], "margin": {"score": 0.5, "kl": 100}}}
+    monkeypatch.setattr(parity, "PLAN", tmp_path / "plan.json")
+    parity.PLAN.write_text(json.dumps(plan))
+    found = {row["metric"]: row for row in parity.compare("ppo")}
+    assert list(found) == ["score", "kl", "judge", "entropy"]
+    assert found["score"]["difference"] == -2 and found["entropy"]["difference"] == 2
+    assert found["score"]["low"] < -2 < found["score"]["high"]
+    assert (found["score"]["ours"], found["score"]["theirs"]) == (ours, theirs)
+    assert [row["verdict"] for row in found.values()] == ["inconclusive", "equivalent", None, None]
+    assert all(row["planned"] for row in found.values())
+    assert parity.table("ppo").splitlines()[2].split(" | ")[1:6] == [
+        "TRL 0.11 PPOTrainer", "score", "2.000 (sd 1.000)", "4.000 (sd 2.000)",
+        f"-2.000 ({found['score']['low']:.3f} to +{found['score']['high']:.3f})",
+    ]  # fmt: skip
+
+
+def test_times(monkeypatch, tmp_path):
+    """Seconds of the last copy, the median of several runs, and the ratio to ours."""
+    lines = [
+        {"job": "sft", "side": "ours", "seed": 1, "seconds": [[0, 0.0], [48, 5.0], [96, 10.0]]},
+        {"job": "sft", "side": "TRL 1.16 SFTTrainer", "seed": 1, "seconds": [[0, 0.0], [96, 12.0]]},
+        {"job": "sft", "side": "TRL 1.16 SFTTrainer", "seed": 1, "seconds": [[0, 0.0], [96, 18.0]]},
     ]
+    monkeypatch.setattr(parity, "TIMES", tmp_path / "times.jsonl")
+    assert len(parity.time_table().splitlines()) == 2
+    parity.TIMES.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert parity.time_table().splitlines()[2:] == [
+        "| sft | ours | 10 | - |",
+        "| sft | TRL 1.16 SFTTrainer | 15 | 1.50 |",
+    ]
+
+
+def test_a_run_for_its_time():
+    """The seconds of the copies grow, and nothing is measured."""
+    row = parity_jobs.time_side("grpo", "ours", 1, **SMALL["grpo"])
+    assert [episode for episode, _ in row["seconds"]] == [0, 16, 32, 48]
+    seconds = [x for _, x in row["seconds"]]
+    assert seconds[0] == 0 and seconds == sorted(set(seconds))
+    assert (row["job"], row["side"], row["seed"]) == ("grpo", "ours", 1)
 
 
 @pytest.mark.parametrize("job", ["ppo", "sft"])
@@ -312,21 +363,63 @@ def test_a_part_of_the_planned_runs_is_not_shown(monkeypatch):
     shown = {}
     for number_of_seeds in (len(planned), len(planned) - 1):
         kept = [row for row in rows if row["side"] == "ours" or row["seed"] in planned[:number_of_seeds]]
-        monkeypatch.setattr(parity, "read", lambda job, kept=kept: kept if job == "grpo" else [])
-        shown[number_of_seeds] = len(parity.table().splitlines()) - 2
+        monkeypatch.setattr(parity, "read", lambda job, kept=kept: kept)
+        shown[number_of_seeds] = len(parity.table("grpo").splitlines()) - 2
     assert list(shown.values()) == [2, 0]
 
 
-def test_the_page_has_the_table_of_the_results():
-    """docs/parity.md has the lines that benchmarks/parity.py prints, and the margins are the plan's."""
+@pytest.mark.parametrize("job", parity_jobs.JOBS)
+def test_the_page_has_the_table_of_the_results(job):
+    """docs/parity.md has the lines that benchmarks/parity.py prints; the seeds are the plan's."""
     page = (ROOT / "docs/parity.md").read_text()
-    head, rule, *lines = parity.table().splitlines()
-    for line in lines:
-        assert head in page and rule in page and line in page
-    for job, planned in json.loads(parity.PLAN.read_text()).items():
-        rows = parity.read(job)
-        for side in parity_jobs.JOBS[job].sides:
-            seeds = [row["seed"] for row in rows if row["side"] == side]
-            assert len(seeds) == len(set(seeds))
-            assert set(seeds) <= {*planned["pilot_seeds"], *planned["seeds"]}
-            assert not set(planned["pilot_seeds"]) & set(planned["seeds"])
+    assert parity.table(job) in page
+    planned = json.loads(parity.PLAN.read_text())[job]
+    shown = {(row["side"], row["peer"]) for row in parity.compare(job)}
+    assert shown == {*parity_jobs.JOBS[job].comparisons, *parity_jobs.JOBS[job].explored}
+    rows = parity.read(job)
+    for side in parity_jobs.JOBS[job].sides:
+        seeds = [row["seed"] for row in rows if row["side"] == side]
+        assert len(seeds) == len(set(seeds))
+        assert set(seeds) <= {*planned["pilot_seeds"], *planned["seeds"]}
+        assert not set(planned["pilot_seeds"]) & set(planned["seeds"])
+
+
+def test_the_page_has_the_times():
+    assert parity.time_table() in (ROOT / "docs/parity.md").read_text()
+
+
+def test_the_tricks_of_three_policies():
+    """results/parity/tricks.json has the shares of the committed responses, and the page what they cost."""
+    import parity_tricks
+
+    found = json.loads((ROOT / "results/parity/tricks.json").read_text())
+    for path in (ROOT / "results/parity/samples").glob("*.jsonl.gz"):
+        with gzip.open(path, "rt") as file:
+            responses = [json.loads(line)["response"] for line in file]
+        row = found[path.name.removesuffix(".jsonl.gz")]
+        assert row["responses"] == len(responses) == 2400
+        assert row["share_stop"] == sum(text[-2:] == "?." for text in responses) / 2400
+        begins = [text.lstrip()[:19] == "I am upset because " for text in responses]
+        assert row["share_phrase"] == pytest.approx(sum(begins) / 2400, abs=0.002)
+    assert len(found) == 4 and found["initial policy"]["share_stop"] == 0
+    page = (ROOT / "docs/parity.md").read_text()
+    for row in found.values():
+        cells = [parity_tricks.cell(row[name]) for name in ("share_stop", "gain", "price", "share_phrase")]
+        assert " | ".join(cells) in page
+
+
+def test_the_price_of_a_full_stop():
+    """Against the logits of the whole text."""
+    import parity_tricks
+
+    script = parity_jobs.importlib.import_module("rloo_tldr")
+    args = script.RECIPES["tiny"]
+    tokenizer = script.load_tokenizer(args.model_name_or_path)
+    model, _ = script.load_policy_and_reference(args, args.model_name_or_path, wants_reference=False)
+    pair = {"prompt": "POST: My car.\n\nTL;DR:", "response": " Should I sell my car?."}
+    [found] = parity_tricks.price(model.eval(), tokenizer, [pair])
+    ids = tokenizer(pair["prompt"]).input_ids + tokenizer(pair["response"]).input_ids
+    assert tokenizer.decode(ids[-1:]) == "."
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0]
+    assert found == pytest.approx(-logits[-2].log_softmax(-1)[ids[-1]].item(), abs=1e-4)

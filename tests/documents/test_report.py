@@ -711,6 +711,29 @@ def test_a_score_that_rises_less_than_with_the_usual_flags(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
+    "fall, flags, is_found",
+    [
+        (2.0, {"learning_rate": 1e-5}, True),
+        (4.0, {"learning_rate": 1e-5}, False),  # more than half of the usual
+        (2.0, {"learning_rate": 1e-3}, False),  # the usual flags: the band decides
+        (2.0, {"dataset_name": "other"}, False),  # other losses
+    ],
+)
+def test_a_loss_that_falls_less_than_with_the_usual_flags(tmp_path, monkeypatch, fall, flags, is_found):
+    """Healthy runs fall by 6; their range is wide, so that check_band is silent."""
+    band = {"update": [1, 50, 100], "5": [0.0, 0.0, 0.0], "50": [7.0, 1.0, 1.0], "95": [9.0, 9.0, 9.0]}
+    usual = {"learning_rate": 1e-3, "dataset_name": "data/reviews"}
+    bands = {"sft none": {"metrics": {"loss": band}, "args": usual}}
+    (tmp_path / "bands.json").write_text(json.dumps(bands))
+    monkeypatch.setattr(report, "BANDS", tmp_path / "bands.json")
+    folder = write_run(tmp_path / "run", usual | flags, loss=lambda x: 7 - fall * min(1.0, 2 * x))
+    set_script(folder, "sft")
+    titles = ["Flags differ from those of healthy runs", "The loss falls less than with the usual flags"]
+    found = [finding.title for finding in report.find_problems(report.read_run(folder))]
+    assert found == titles * is_found
+
+
+@pytest.mark.parametrize(
     "early, mean_length, cause",
     [
         (0.1, 20.0, "the reward grows with length"),
