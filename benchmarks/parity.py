@@ -4,7 +4,7 @@
     python benchmarks/parity.py power grpo --seeds 1-3    # from a pilot: the seeds that 80 % power takes
     python benchmarks/parity.py time --jobs 2 --trl FOLDER --trl112 FOLDER112  # the seconds of each side
     python benchmarks/parity.py table                     # the tables of docs/parity.md
-    python benchmarks/parity.py plot                      # docs/parity.png and docs/parity-JOB.png
+    python benchmarks/parity.py plot                      # docs/parity*.png
 
 A job is one model, reward, data set, batch, number of epochs and minibatches, learning rate, schedule, clip,
 KL setting, temperature and length for all sides (parity_jobs.py). A side is our script or a trainer of TRL,
@@ -235,6 +235,10 @@ def table(job):
     head = ["A", "B", "metric", "mean of A", "mean of B", "A - B (90 % interval)", "margin", "verdict"]
     lines = [head, ["---"] * len(head)]
     for row in compare(job):
+        spread = ""
+        if about.paired:
+            differences = [a - b for a, b in zip(row["ours"], row["theirs"], strict=True)]
+            spread = f", sd {stdev(differences):.{d}f}"
         word = row["verdict"] or "-"
         if row["verdict"]:
             word = f"**{word}**" if row["planned"] else f"({word})"
@@ -245,7 +249,7 @@ def table(job):
                 NAMES[row["metric"]],
                 f"{mean(row['ours']):.{d}f} (sd {stdev(row['ours']):.{d}f})",
                 f"{mean(row['theirs']):.{d}f} (sd {stdev(row['theirs']):.{d}f})",
-                f"{row['difference']:+.{d}f} ({row['low']:+.{d}f} to {row['high']:+.{d}f})",
+                f"{row['difference']:+.{d}f} ({row['low']:+.{d}f} to {row['high']:+.{d}f}){spread}",
                 f"{row['margin']:.{d}f}" if row["margin"] else "-",
                 word,
             ]
@@ -371,6 +375,35 @@ def plot_summary():
     figure.savefig(ROOT / "docs/parity.png", dpi=100)
 
 
+def plot_growth():
+    """docs/parity-growth.png: how far the losses of two runs with the same seed are apart, during training."""
+    import numpy as np
+    from matplotlib.figure import Figure
+    from parity_jobs import JOBS
+
+    jobs = [job for job in JOBS if JOBS[job].paired]
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    for axis, job in zip(figure.subplots(1, len(jobs), sharey=True), jobs):
+        planned = json.loads(PLAN.read_text())[job]["seeds"]
+        curves = {}  # side -> seed -> held-out losses
+        for row in read(job):
+            curves.setdefault(row["side"], {})[row["seed"]] = [point["loss"] for point in row["curve"]]
+            units = [point["episode"] for point in row["curve"]]
+        for i, (_, peer) in enumerate([*JOBS[job].comparisons, *JOBS[job].explored]):
+            apart = [np.subtract(curves["ours"][seed], curves[peer][seed]) for seed in planned]
+            apart = np.abs(apart).clip(3e-8)  # 0 has no logarithm
+            [line] = axis.plot(units, np.median(apart, 0), label=peer, color=f"C{i + 1}", marker=".")
+            axis.fill_between(
+                units, apart.min(0), apart.max(0), alpha=0.15, color=line.get_color(), linewidth=0
+            )
+        axis.set(title=JOBS[job].title, xlabel=JOBS[job].unit, yscale="log")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.axes[0].set_ylabel("difference of the held-out losses, nats")
+    figure.suptitle("ours and ..., seed by seed: median, smallest and largest difference")
+    figure.savefig(ROOT / "docs/parity-growth.png", dpi=100)
+
+
 def seed_range(text):
     """1-3 or 5 -> list of int"""
     first, _, last = text.partition("-")
@@ -401,5 +434,6 @@ if __name__ == "__main__":
             print("\n\n".join([*(f"{job}\n\n{table(job)}" for job in names), time_table()]))
         else:
             plot_summary()
+            plot_growth()
             for job in names:
                 plot(job)
