@@ -400,7 +400,7 @@ def plot_growth():
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     figure.axes[0].set_ylabel("difference of the held-out losses, nats")
-    figure.suptitle("ours and ..., seed by seed: median, smallest and largest difference")
+    figure.suptitle("How far a run is from ours with the same seed: median, smallest and largest difference")
     figure.savefig(ROOT / "docs/parity-growth.png", dpi=100)
 
 

@@ -94,7 +94,7 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     known |= {"nproc_per_node", "num_processes", "multi_gpu", "cpu", "config_file"}  # launchers
     # Flags of the programs in benchmarks/.
     known |= {"peers", "other", "only", "rounds", "batches", "results"}
-    known |= {"show", "save", "signals", "minutes", "trl", "jobs", "seeds", "side"}
+    known |= {"show", "save", "signals", "minutes", "trl", "trl112", "jobs", "seeds", "side", "responses"}
     known |= {"algorithm", "gpus", "gpu_memory", "reward_model", "sharding", "rows"}
     known |= {"output", "diagnose", "unipo"}  # report.py
     known |= {"no_deps", "target", "index_url"}  # pip

@@ -295,12 +295,15 @@ def test_a_run_for_its_time():
 
 @pytest.mark.parametrize("job", ["ppo", "sft"])
 def test_a_figure_shows_the_metrics_of_its_job(monkeypatch, tmp_path, job):
-    """Two runs a side, of made-up numbers."""
+    """Two runs per side, of made-up numbers, and times of one side."""
     metrics = parity_jobs.JOBS[job].metrics
     curve = [{"episode": i, "seconds": i, **dict.fromkeys(metrics, i)} for i in range(3)]
     rows = [{"side": side, "seed": 1, "curve": curve} for side in parity_jobs.JOBS[job].sides] * 2
     monkeypatch.setattr(parity, "read", lambda job: rows)
     monkeypatch.setattr(parity, "ROOT", tmp_path)
+    times = {"job": job, "side": "ours", "seed": 1, "seconds": [[i, 60.0 * i] for i in range(3)]}
+    monkeypatch.setattr(parity, "TIMES", tmp_path / "times.jsonl")
+    parity.TIMES.write_text(json.dumps(times) + "\n")
     (tmp_path / "docs").mkdir()
     parity.plot(job)
     assert (tmp_path / f"docs/parity-{job}.png").stat().st_size > 10_000
@@ -423,3 +426,31 @@ def test_the_price_of_a_full_stop():
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0]
     assert found == pytest.approx(-logits[-2].log_softmax(-1)[ids[-1]].item(), abs=1e-4)
+
+
+def test_the_summary_and_the_growth_of_differences(monkeypatch, tmp_path):
+    """Both figures, from the committed results."""
+    rows = {job: parity.read(job) for job in parity_jobs.JOBS}
+    monkeypatch.setattr(parity, "read", rows.get)
+    monkeypatch.setattr(parity, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    parity.plot_summary()
+    parity.plot_growth()
+    sizes = [path.stat().st_size for path in (tmp_path / "docs").glob("parity*.png")]
+    assert len(sizes) == 2 and min(sizes) > 10_000
+
+
+def test_what_the_page_says_of_small_differences():
+    """With the same order and weight decay: equal losses for sft, differences that grow for reward."""
+    loss = {}  # job -> list of curves: how far the losses are apart
+    for job, peer in (("sft", "SFT"), ("reward", "Reward")):
+        sides = {}
+        for row in parity.read(job):
+            sides.setdefault(row["side"], {})[row["seed"]] = [point["loss"] for point in row["curve"]]
+        theirs = sides[f"TRL 1.16 {peer}Trainer, our order and weight decay"]
+        loss[job] = np.array([np.abs(np.subtract(sides["ours"][seed], theirs[seed])) for seed in theirs])
+    assert loss["sft"].shape == (5, 11) and loss["reward"].shape == (9, 11)
+    assert loss["sft"][:, -1].max() < 2e-7
+    assert loss["reward"][:, 1].max() < 2.5e-7  # after 25 steps
+    last = np.sort(loss["reward"][:, -1])
+    assert 0.0005 < last[0] and last[-2] < 0.015 and 0.045 < last[-1] < 0.055
