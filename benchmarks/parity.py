@@ -332,7 +332,9 @@ def plot(job):
             axis.yaxis.set_minor_formatter("{x:g}")
     for axis in axes[panels:]:
         axis.axis("off")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=10)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns - 1, fontsize=10
+    )
     figure.suptitle(f"{JOBS[job].title}: median and 10 to 90 % of the seeds")
     figure.savefig(ROOT / f"docs/parity-{job}.png", dpi=100)
 
@@ -345,7 +347,8 @@ def style_of(side, sides):
         peers = [name for name in sides if as_it_ships(name) and name != "ours"]
         return {"color": ["C1", "C2"][peers.index(side)]}
     changed = [name for name in sides if not as_it_ships(name)]
-    return {"color": ["#7b3294", "#444444"][changed.index(side) % 2], "linestyle": "--"}
+    color, dashes = [("#7b3294", "--"), ("#444444", ":"), ("#d62728", "-.")][changed.index(side) % 3]
+    return {"color": color, "linestyle": dashes}
 
 
 def plot_summary():
