@@ -75,7 +75,7 @@ def run_all(job, seeds, jobs, trl, only):
 
 
 def time_all(jobs, trl, trl_of_critic):
-    """Train each side that ships as it is once more, `jobs` at a time, without any measurement.
+    """Train each side without changes once more, `jobs` at a time, without any measurement.
 
     The planned runs took place next to other work, so their times do not compare. Here, each side runs next to
     another side, on a machine that does nothing else.
@@ -340,7 +340,7 @@ def plot(job):
 
 
 def style_of(side, sides):
-    """Ours is blue, the peers as they ship are orange and green. Sides with a change are dashed, without a band."""
+    """Ours is blue, the peers as they ship are orange and green. Sides with a change are dashed or dotted."""
     if side == "ours":
         return {"color": "C0"}
     if as_it_ships(side):

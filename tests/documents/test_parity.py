@@ -5,7 +5,7 @@ import gzip
 import json
 import sys
 from dataclasses import replace
-from statistics import mean
+from statistics import mean, median, stdev
 
 import numpy as np
 import pytest
@@ -402,8 +402,8 @@ def test_the_tricks_of_three_policies():
         row = found[path.name.removesuffix(".jsonl.gz")]
         assert row["responses"] == len(responses) == 2400
         assert row["share_stop"] == sum(text[-2:] == "?." for text in responses) / 2400
-        begins = [text.lstrip()[:19] == "I am upset because " for text in responses]
-        assert row["share_phrase"] == pytest.approx(sum(begins) / 2400, abs=0.002)
+        begins = [text.lstrip()[:18] == "I am upset because" for text in responses]
+        assert row["share_phrase"] == sum(begins) / 2400
     assert len(found) == 4 and found["initial policy"]["share_stop"] == 0
     page = (ROOT / "docs/parity.md").read_text()
     for row in found.values():
@@ -454,3 +454,47 @@ def test_what_the_page_says_of_small_differences():
     assert loss["reward"][:, 1].max() < 2.5e-7  # after 25 steps
     last = np.sort(loss["reward"][:, -1])
     assert 0.0005 < last[0] and last[-2] < 0.015 and 0.045 < last[-1] < 0.055
+
+
+def test_numbers_of_the_text():
+    """Those of docs/parity.md that are in no table, from the committed results."""
+    page = " ".join((ROOT / "docs/parity.md").read_text().split())
+
+    def seeds_needed(job, peer, metric):
+        """Runs per side for a power of 80 %, with the spread of the planned runs."""
+        [row] = [
+            row
+            for row in parity.compare(job)
+            if (row["side"], row["peer"], row["metric"]) == ("ours", peer, metric)
+        ]
+        paired = parity_jobs.JOBS[job].paired
+        if paired:
+            sd = stdev(a - b for a, b in zip(row["ours"], row["theirs"], strict=True))
+        else:
+            sd = max(stdev(row["ours"]), stdev(row["theirs"]))
+        return parity.seeds_for_power(sd, row["margin"], paired, most=200)
+
+    assert f"take {seeds_needed('rloo', 'TRL 1.16 RLOOTrainer', 'kl')} seeds per side" in page
+    assert f"take {seeds_needed('sft', 'TRL 1.16 SFTTrainer', 'loss')} seeds" in page
+    assert f"take {seeds_needed('reward', 'TRL 1.16 RewardTrainer', 'loss')} seeds" in page
+
+    [row] = [
+        row
+        for row in parity.compare("rloo")
+        if row["peer"] == "TRL 1.16 RLOOTrainer" and row["metric"] == "kl"
+    ]
+    assert f"{median(row['ours']):.2f} nats for ours and {median(row['theirs']):.2f} for TRL" in page
+    highest = sorted(row["theirs"])[-2:]
+    assert [f"{x:.1f}" for x in highest] == ["4.9", "7.3"] and f"{max(row['ours']):.1f}" == "4.2"
+    above = [f"{x - median(row['theirs']):.1f}" for x in highest]
+    assert f"the median KL of TRL ({above[0]} and {above[1]} nats)" in page
+
+    planned = json.loads(parity.PLAN.read_text())["critic"]["seeds"]
+    for side, text in {
+        "ours": "the score rises to {}.",
+        "TRL 1.12 PPOTrainer": "the score falls from -1.28 to {} (mean",
+        "ours, TRL's value head and variance": "falls, too, to {},",
+    }.items():
+        runs = [row for row in parity.read("critic") if row["side"] == side and row["seed"] in planned]
+        assert f"{mean(run['curve'][0]['score'] for run in runs):.2f}" == "-1.28"
+        assert text.format(f"{mean(run['curve'][1]['score'] for run in runs):.2f}") in page
