@@ -1,9 +1,9 @@
-"""Show what a run did, on one HTML page: findings, answers before and after, curves, numbers of each token.
+"""Show what a run did, on one HTML page: findings, answers before and after, curves, numbers per token.
 
     python report.py runs/ppo_sentiment/tiny-s1-20260101-120000    # writes report.html into that folder
     python report.py RUN1 RUN2 --output compare.html               # several runs, their curves overlaid
-    python report.py RUN --diagnose                                # only the findings, on the screen
-    python report.py RUN --unipo run.json                          # for UNIPO, which explains token losses
+    python report.py RUN --diagnose                                # only print the findings
+    python report.py RUN --png curves.png                          # only draw the curves, as a picture
 
 A run is a folder that one of the scripts wrote. The page is one file that needs no network. If
 results/reference_bands.json knows the recipe, a gray band behind the curves shows healthy runs with other
@@ -14,99 +14,58 @@ import argparse
 import gzip
 import json
 import math
-import os
 import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import correlation, mean, median, stdev
+from statistics import mean, median, stdev
 
 ROOT = Path(__file__).resolve().parent
 BANDS = ROOT / "results/reference_bands.json"
 MAX_POINTS = 300  # per curve, so that the page stays small
 MAX_PAIRS = 600  # answers before and after, per run
-MAX_TOKEN_LINES = 48  # responses in the token microscope, per run
+MAX_TOKEN_ROWS = 48  # responses whose tokens are shown, per run
 MAX_BYTES = 2_000_000
 
 # What the charts show, in this order: group -> metric -> (title with unit, what to look for).
 METRICS = {
     "Does it learn?": {
-        "objective/scores": (
-            "score per response",
-            "What the policy is trained to raise, after clipping and penalties. It rises and levels off.",
-        ),
-        "judge/scores": (
-            "gold score",
-            "A second opinion that the policy is not trained on. If it falls while the score rises, "
-            "the policy exploits the reward.",
-        ),
+        "objective/scores": ("score per response", "After clipping and penalties. It rises and levels off."),
+        "judge/scores": ("gold score", "If it falls while the score rises, the policy exploits the reward."),
         "objective/kl": (
             "KL to the reference, nats per response",
-            "How far the policy is from where it began. 0 at first, never clearly negative, near its target "
-            "if it has one.",
+            "How far the policy is from where it began: 0 at first, never clearly negative.",
         ),
-        "objective/kl_coef": (
-            "KL coefficient",
-            "With a target, it rises while the KL is above it, and falls while the KL is below.",
-        ),
-        "policy/entropy_avg": (
-            "entropy, nats per token",
-            "How undecided the policy is. Near 0, all responses are alike.",
-        ),
-        "frac_reward_zero_std": (
-            "groups with equal rewards, fraction",
-            "These prompts teach nothing: all their responses are equally good.",
-        ),
-        "loss": ("loss, nats per token or pair", "It should fall, and level off."),
+        "objective/kl_coef": ("KL coefficient", "With a target, it rises while the KL is above it."),
+        "policy/entropy_avg": ("entropy, nats per token", "Near 0, all responses are alike."),
+        "frac_reward_zero_std": ("groups with equal rewards, fraction", "These prompts teach nothing."),
+        "loss": ("loss, nats per token or pair", "It falls and levels off."),
         "accuracy": ("accuracy on the batch", ""),
         "mean_token_accuracy": ("accuracy of the next token", ""),
     },
     "How large are the steps?": {
-        "val/ratio": (
-            "probability ratio, new / old",
-            "Near 1. The mean of a few large ratios can hide many small ones: see its variance.",
-        ),
+        "val/ratio": ("probability ratio, new / old", "Near 1. A few large ratios can hide many small ones."),
         "val/ratio_var": ("variance of the ratio", "Large values: the policy moves too far in one update."),
-        "policy/approxkl_avg": (
-            "approximate KL, nats per token",
-            "Between the new and the old policy of one update.",
-        ),
-        "policy/clipfrac_avg": (
-            "tokens or responses clipped, fraction",
-            "0 if the policy does not move at all. Above 0.3, most of the update is thrown away.",
-        ),
+        "policy/approxkl_avg": ("approximate KL, nats per token", "New to old policy of one update."),
+        "policy/clipfrac_avg": ("tokens or responses clipped, fraction", "0: the policy does not move."),
         "loss/policy_avg": ("policy loss", "Near 0, because advantages are. Its size says little."),
-        "loss/value_avg": (
-            "value loss",
-            "The critic's error. It should fall at first. It rises again when scores spread.",
-        ),
+        "loss/value_avg": ("value loss", "It falls at first, and rises again when scores spread."),
         "val/clipfrac_avg": ("values clipped, fraction", ""),
         "grad_norm": ("gradient norm before clipping", "Single peaks are harmless, a steady rise is not."),
         "lr": ("learning rate", ""),
     },
     "What do the responses look like?": {
-        "completions/mean_length": (
-            "tokens per response",
-            "A steady rise may mean that the reward pays for length.",
-        ),
+        "completions/mean_length": ("tokens per response", "A steady rise: the reward may pay for length."),
         "completions/clipped_ratio": ("responses without a stop token, fraction", ""),
         "val/num_eos_tokens": ("responses with a stop token, per batch", ""),
-        "completions/distinct_2": (
-            "different word pairs, fraction",
-            "If it falls, responses repeat each other.",
-        ),
-        "completions/new_word_share": (
-            "responses with the commonest new word, fraction",
-            "A word that spreads is the most visible sign of an exploited reward.",
-        ),
+        "completions/distinct_2": ("different word pairs, fraction", "If it falls, responses become alike."),
         "env/reward_std": ("standard deviation of the reward", "0: there is nothing to learn from."),
     },
     "Do rollout and update agree?": {
         "sampling/logprob_gap_mean": (
             "log-probability gap, mean, nats per token",
-            "How far the log-probabilities of rollout and update differ: about 1e-6 in fp32, 0.01 in bf16. "
-            "If it is larger, the two compute different distributions.",
+            "About 1e-6 in fp32, 0.01 in bf16. If it is larger, they compute different distributions.",
         ),
         "sampling/logprob_gap_max": ("log-probability gap, largest, nats per token", ""),
     },
@@ -134,20 +93,18 @@ class Run:
     evaluation: dict
     pairs: list  # of dict: prompt, before, score, after, score after
     samples: list  # of dict: update and texts
-    tokens: list  # of dict: update, prompt, tokens, and one list of numbers per column
+    tokens: list  # of dict: update, prompt, ids, and lists with one number per token
     band: dict = field(default_factory=dict)  # metric -> update, 5, 50, 95: lists, of healthy runs
     band_args: dict = field(default_factory=dict)  # the flags of these runs
 
     def values(self, metric):
         """The values of a metric over the updates. -> list of float, without those that are not finite"""
-        values = [row.get(metric) for row in self.metrics]
-        return [x for x in values if isinstance(x, (int, float)) and math.isfinite(x)]
+        values = [number(row.get(metric)) for row in self.metrics]
+        return [x for x in values if x is not None]
 
     def target(self, metric):
         """The value that a flag asks for, if there is one."""
-        if metric == "objective/kl":
-            return self.args.get("kl_target")
-        return None
+        return self.args.get("kl_target") if metric == "objective/kl" else None
 
 
 def read_lines(folder, name):
@@ -179,49 +136,45 @@ def read_run(folder):
     if not metrics:
         raise SystemExit(f"{folder}: no metrics.jsonl. A run is a folder that one of the scripts wrote")
     about = read_json(folder, "args.json")
-    command = about.get("command") or ["run"]
     args = about.get("args", {})
+    samples = read_lines(folder, "samples.jsonl")
+    tokens = read_lines(folder, "tokens.jsonl")  # of earlier editions
+    for row in tokens:
+        if "KL" in row:
+            row["kl"] = row.pop("KL")
     run = Run(
         folder=folder,
         name=f"{folder.parent.name}/{folder.name}",
-        script=Path(command[0]).stem,
+        script=Path((about.get("command") or ["run"])[0]).stem,
         args=args,
         about=about,
         metrics=metrics,
         evaluation=read_json(folder, "evaluation.json"),
         pairs=to_pairs(read_lines(folder, "evaluation_samples.jsonl")),
-        samples=read_lines(folder, "samples.jsonl"),
-        tokens=read_lines(folder, "tokens.jsonl"),
+        samples=samples,
+        tokens=tokens or [row for row in samples if row.get("ids")],
     )
     bands = json.loads(BANDS.read_text()) if BANDS.exists() else {}
     band = bands.get(f"{run.script} {args.get('recipe')}", {})
-    run.band = band.get("metrics", {})
-    run.band_args = band.get("args", {})
+    run.band, run.band_args = band.get("metrics", {}), band.get("args", {})
     return run
 
 
 def to_pairs(rows):
-    """Rows of evaluation_samples.jsonl of any script -> dicts: prompt, before, score, after, score after"""
+    """Rows of evaluation_samples.jsonl of any edition -> dicts: prompt, before, score, after, score after"""
     pairs = []
     for row in rows:
-        if isinstance(row.get("before"), dict):  # grpo_math.py: several responses per task
-            reward = next((name for name in row["before"] if name.startswith("rewards/")), "right")
-            for k in range(len(row["before"]["responses"])):
-                pairs.append({
-                    "prompt": row["task"],
-                    "before": row["before"]["responses"][k],
-                    "score": number(row["before"][reward][k]),
-                    "after": row["after"]["responses"][k],
-                    "score after": number(row["after"][reward][k]),
-                })  # fmt: skip
-        elif "before" in row:
-            pairs.append({
-                "prompt": row.get("prompt") or row.get("last") or "",
-                "before": row["before"],
-                "score": number(row.get("score")),
-                "after": row["after"],
-                "score after": number(row.get("score after")),
-            })  # fmt: skip
+        if isinstance(row.get("before"), dict):  # grpo_math.py of earlier editions: several per task
+            before, after = row["before"], row["after"]
+            reward = next((name for name in before if name.startswith("rewards/")), "right")
+            sides = zip(before["responses"], before[reward], after["responses"], after[reward])
+        else:
+            sides = [(row.get("before"), row.get("score"), row.get("after"), row.get("score after"))]
+        prompt = next((row[name] for name in ("prompt", "task", "last") if row.get(name)), "")
+        for old, score, new, score_after in sides:
+            if isinstance(old, str) and isinstance(new, str):
+                pair = {"prompt": prompt, "before": old, "score": number(score)}
+                pairs.append(pair | {"after": new, "score after": number(score_after)})
     return pairs
 
 
@@ -232,10 +185,9 @@ def number(x):
 
 # ---- Findings ----------------------------------------------------------------------------------------------
 #
-# The limits are round numbers, chosen on the runs in results/. The metrics of the 60 healthy runs of the
-# defaults, each compared with the band of the other nine, give no finding (tests/documents/test_gallery.py),
-# nor do the 20 healthy runs in results/diagnose, with their samples and tokens. All of them are tiny models
-# in fp32. This does not say how often the findings err on other jobs.
+# Each check names one of the committed faults that no other check names, or something that a user would miss;
+# results/diagnose/checks.json has the table. The limits are round numbers, chosen on the runs in results/,
+# which are tiny models in fp32. docs/debugging.md says how often the findings are right.
 
 
 @dataclass
@@ -248,11 +200,69 @@ class Finding:
     entry: str  # of docs/debugging.md
 
 
+CHECKS = {}  # function -> title, causes, entry; in the order in which findings are shown
+
+
+def check(entry, title, *causes):
+    """Make a function a check: it gets a run and returns its evidence as a text, or None if nothing is wrong.
+
+    It may also return (evidence, causes), with causes that come before those of the decorator.
+    """
+
+    def register(function):
+        CHECKS[function] = (title, causes, entry)
+        return function
+
+    return register
+
+
+def run_check(function, run):
+    """-> Finding, or None if nothing is wrong"""
+    title, causes, entry = CHECKS[function]
+    result = function(run)
+    if result is None:
+        return None
+    evidence, first_causes = result if isinstance(result, tuple) else (result, ())
+    return Finding(title, evidence, [*first_causes, *causes], entry)
+
+
+def find_problems(run):
+    """What looks wrong in a run, the most direct evidence first. -> list of Finding"""
+    found = [finding for function in CHECKS if (finding := run_check(function, run)) is not None]
+    if [finding.entry for finding in found] == ["first-update"]:
+        if all(distance_from_band(run, metric) < 2 for metric in different_at_first(run)):
+            return []  # one update may differ by chance, if nothing looks wrong later
+    flags = unusual_flags(run)
+    if found and flags:  # a run that fails with other flags most likely fails because of them
+        evidence = "Something else looks wrong too (below). Check these flags first."
+        found.insert(0, Finding("Flags differ from those of healthy runs", evidence, flags[:3], "flags"))
+    return found
+
+
+def unusual_flags(run):
+    """Flags that differ from those of the healthy runs. -> list of str"""
+    names = sorted(set(run.args) & set(run.band_args) - MAY_DIFFER)
+    names = [name for name in names if run.args[name] != run.band_args[name]]
+    return [
+        f"--{name.replace('_', '-')} is {run.args[name]}, healthy runs: {run.band_args[name]}"
+        for name in names
+    ]
+
+
+MAY_DIFFER = {"seed", "output_dir", "resume", "num_sample_generations", "save_every", "keep_checkpoints"}
+MAY_DIFFER |= {"log_with"}
+
+
 def part_mean(values, start, end):
     """Mean of a part of a list, by fractions of its length. At least one value."""
     first = min(int(start * len(values)), len(values) - 1)
     last = max(first + 1, math.ceil(end * len(values)))
     return mean(values[first:last])
+
+
+def tenths(values):
+    """The means of ten parts of a list."""
+    return [part_mean(values, i / 10, (i + 1) / 10) for i in range(10)]
 
 
 def early_and_late(run, metric):
@@ -263,428 +273,267 @@ def early_and_late(run, metric):
     return part_mean(values, 0, 0.05), part_mean(values, 0.8, 1)
 
 
-def find_problems(run):
-    """What looks wrong in a run, the most direct evidence first. -> list of Finding"""
-    checks = [
-        # Evidence for one fault: numbers that contradict each other.
-        check_numbers,
-        check_masks,
-        check_sampling,
-        check_surprise,
-        check_token_rewards,
-        check_token_advantages,
-        check_same_responses,
-        check_group_advantages,
-        check_same_scores,
-        check_last_tokens,
-        check_values,
-        check_schedule,
-        check_shaped_scores,
-        check_kl_is_zero,
-        check_kl_sign,
-        check_first_kl,
-        check_endings,
-        check_prompts,
-        check_same_prompts,
-        check_gradient,
-        check_no_step,
-        check_same_answers,
-        check_direction,
-        check_score_falls,
-        check_first_update,
-        check_rewards_differ,
-        check_judge,
-        check_held_out,
-        check_gold_score,
-        check_coefficient,
-        check_step_size,
-        check_band,
-        # Consequences: many faults lead to them.
-        check_score,
-        check_gain,
-        check_words,
-        check_kl_target,
-        check_entropy,
-        check_lengths,
-        check_critic,
-        check_loss,
-        check_loss_gain,
-    ]
-    found = []
-    for check in checks:
-        finding = check(run)
-        if finding is not None:
-            found.append(finding)
-    if [finding.entry for finding in found] == ["first-update"]:
-        metrics = [metric for metric, _ in different_at_first(run)]
-        if all(distance_from_band(run, metric) < 2 for metric in metrics):
-            return []  # one update may differ by chance, if nothing looks wrong later
-    other_flags = unusual_flags(run)
-    if found and other_flags:  # a run that fails with other flags fails, most likely, because of them
-        found.insert(0, finding_of_flags(other_flags))
-    return found
+# ---- Findings: the saved tokens ----------------------------------------------------------------------------
+#
+# The run folder has the numbers of a few responses. From them, rewards and advantages are computed again.
 
 
-def unusual_flags(run):
-    """Flags that differ from those of the healthy runs, numbers by a clear factor. -> list of str"""
-    if not run.band:
-        return []
-    unusual = []
-    for name in sorted(set(run.args) & set(run.band_args) - MAY_DIFFER):
-        value, usual = run.args[name], run.band_args[name]
-        if value == usual:
-            continue
-        shown = f"--{name.replace('_', '-')} is {value}, healthy runs: {usual}"
-        if number(value) and number(usual) and value * usual > 0 and not isinstance(value, bool):
-            factor = max(value / usual, usual / value)
-            near_one = name in NEAR_ONE and abs(value - usual) > 0.02
-            if factor < 1.5 and not near_one:
-                continue
-            shown += f" ({factor:.3g} times {'more' if value > usual else 'less'})"
-        unusual.append(shown)
-    return unusual
+def saved_rows(run, *columns):
+    """The saved responses that have these columns, and a score, with finite numbers only."""
+    rows = []
+    for row in run.tokens:
+        numbers = [row.get("score")] + [x for name in columns for x in row.get(name) or [None]]
+        if all(number(x) is not None for x in numbers):
+            rows.append(row)
+    return rows
 
 
-NEAR_ONE = {"temperature", "gamma", "lam"}  # usually 1 or a little less, where small changes count
+def saved_groups(run, *columns):
+    """RLOO and GRPO: whole groups of responses to one prompt, with these columns. -> list of lists of rows"""
+    size = run.args.get("rloo_k") or run.args.get("num_generations")
+    groups = {}
+    for row in saved_rows(run, "advantage", *columns):
+        groups.setdefault((row["update"], row.get("prompt")), []).append(row)
+    return [rows for rows in groups.values() if len(rows) == size]
 
 
-def finding_of_flags(other_flags):
-    return Finding(
-        "Flags differ from those of healthy runs",
-        "Something else looks wrong too (below). Check these flags first.",
-        other_flags[:3],
-        "flags",
+@check(
+    "masks",
+    "Tokens of the responses are masked out",
+    "the mask is made of token ids (pad = EOS), or is of other tokens or rows",
+)
+def check_masks(run):
+    """PPO: a token of a response with a KL, return and advantage of exactly 0 is outside of the mask."""
+    rows = saved_rows(run, "kl", "return", "advantage")
+    last, first = 0, 0
+    for row in rows:
+        is_masked = [not any(numbers) for numbers in zip(row["kl"], row["return"], row["advantage"])]
+        last += is_masked[-1]
+        first += is_masked[0]
+    if max(last, first) >= max(2, 0.25 * len(rows)):
+        where = "last" if last >= first else "first"
+        causes = [f"the mask leaves out the {where} token, or the length does not count it"]
+        return f"The {where} token of {max(last, first)} of {len(rows)} saved responses.", causes
+
+
+@check(
+    "rollout-and-update-disagree",
+    "Rollout and update compute different distributions",
+    "sampling and scoring use another temperature, or only one of them uses top-k or forbids tokens",
+    "positions, padding or the attention mask differ, or the cache holds wrong keys",
+    "dropout is on in one of them",
+)
+def check_sampling(run):
+    gaps = run.values("sampling/logprob_gap_mean")
+    # Products may be in bf16 or weights in 8 bits. The dtype "auto" depends on the machine.
+    rounds_more = run.args.get("dtype") != "float32" or run.args.get("bf16") or run.args.get("load_in_8bit")
+    limit = 0.1 if rounds_more else 0.001
+    if not gaps or max(gaps) <= limit:
+        return None
+    causes = []
+    if gaps[0] > 1:
+        causes = ["other rows or tokens are scored than were sampled: another order, or off by one"]
+    if gaps[0] <= limit:  # no difference in the first update
+        causes = ["the weights used for generation are older copies of those that are trained"]
+    return (
+        f"Log-probabilities of the sampled tokens differ by up to {max(gaps):.3g} nats per token (mean of a "
+        f"batch), {gaps[0]:.3g} in the first update. Above {limit:g} it is more than rounding.",
+        causes,
     )
 
 
+@check(
+    "token-rewards",
+    "Rewards are not the KL penalty and the score",
+    "the KL penalty is computed from other log-probabilities, or with another coefficient",
+)
+def check_token_rewards(run):
+    """PPO pays each token -kl_coef * KL, and the last token the score too."""
+    coefficients = values_by_update(run, "objective/kl_coef")
+    rows = [row for row in saved_rows(run, "reward", "kl") if row["update"] in coefficients]
+    last, early = 0, Counter()  # responses with a wrong last reward; cause -> responses with other wrong ones
+    for row in rows:
+        coefficient = coefficients[row["update"]]
+        # What a token is paid apart from its KL: 0, and the score at the end.
+        rest = [reward + coefficient * kl for reward, kl in zip(row["reward"], row["kl"])]
+        tolerance = [0.002 + 0.001 * coefficient * abs(kl) for kl in row["kl"]]
+        if any(abs(x) > limit for x, limit in zip(rest[:-1], tolerance)):
+            early[cause_of_rewards(row["reward"][:-1], row["kl"][:-1], tolerance)] += 1
+        errors = [abs(rest[-1] - score) for score in possible_scores(run, row["score"])]
+        last += min(errors) > tolerance[-1] + 0.001 * abs(row["score"])
+    if run.args.get("whiten_rewards") or last + early.total() < max(1, 0.1 * len(rows)):
+        return None
+    causes = [cause for cause, _ in early.most_common(1)]
+    if last:
+        causes.append("the score is not put on the last token of a response: on padding, off by one, or lost")
+    return (
+        f"Of {len(rows)} saved responses, {last} have a last token that is not paid the score, and "
+        f"{early.total()} have earlier tokens that are not paid -kl_coef * KL.",
+        causes,
+    )
+
+
+def possible_scores(run, score):
+    """A saved score as it is, clipped, or with the penalty for a missing EOS. -> list of float"""
+    clip = run.args.get("score_clip") or math.inf
+    penalty = run.args.get("missing_eos_penalty") or 0.0
+    clipped = max(-clip, min(clip, score))
+    return [score, clipped, score - penalty, clipped - penalty]
+
+
+def cause_of_rewards(rewards, kl, tolerance):
+    """Why tokens before the last one are not paid -kl_coef * KL. -> str"""
+    spread = sum(x**2 for x in kl)
+    slope = sum(x * reward for x, reward in zip(kl, rewards)) / spread if spread else 0.0
+    if all(abs(reward - slope * x) <= limit for reward, x, limit in zip(rewards, kl, tolerance)):
+        if slope > 0:
+            return "the KL penalty has the wrong sign: tokens that are rare under the reference are paid"
+        return "the KL penalty has another coefficient"
+    if spread and len(rewards) > 1 and max(rewards) - min(rewards) < 0.0005:
+        return "the KL of the whole response is charged to each of its tokens"
+    return "the score is paid on more tokens than the last one"
+
+
+@check(
+    "token-advantages",
+    "Advantages do not follow from rewards and values",
+    "the recursion of GAE is wrong: its direction, a token too early or late, gamma or lambda",
+    "advantages have the wrong sign, or belong to other tokens or responses",
+    "advantages are whitened over the wrong tokens: of one response, of a minibatch, or with padding",
+)
+def check_token_advantages(run):
+    """PPO: advantages must follow from rewards and values by GAE. They were whitened: an affine function."""
+    gamma, lam = run.args.get("gamma"), run.args.get("lam")
+    updates = {}
+    for row in saved_rows(run, "reward", "value", "advantage"):
+        updates.setdefault(row["update"], []).append(row)
+    wrong = []  # for each saved update
+    for rows in updates.values() if None not in (gamma, lam) else []:
+        ours = [x for row in rows for x in gae(row["reward"], row["value"], gamma, lam)]
+        theirs = [x for row in rows for x in row["advantage"]]
+        if len(ours) > 2 and max(ours) - min(ours) > 0.001:
+            slope, error = fit(ours, theirs)
+            # Earlier editions saved four digits after the point. The errors add up over the tokens.
+            rounding = 2e-4 * max(len(row["reward"]) for row in rows) * max(slope, 0.0)
+            wrong.append(slope <= 0 or error > 0.02 + 0.01 * max(abs(x) for x in theirs) + rounding)
+    if sum(wrong) > len(wrong) / 2:
+        return f"In {sum(wrong)} of {len(wrong)} saved updates, GAE gives other advantages."
+
+
+def gae(rewards, values, gamma, lam):
+    """Generalized advantage estimates of one response. -> list of float"""
+    advantage, next_value, advantages = 0.0, 0.0, []
+    for reward, value in zip(reversed(rewards), reversed(values)):
+        advantage = reward + gamma * next_value - value + gamma * lam * advantage
+        next_value = value
+        advantages.append(advantage)
+    return advantages[::-1]
+
+
+def fit(x, y):
+    """Least squares: y = slope * x + offset. Two lists -> slope, largest error"""
+    x_mean, y_mean = mean(x), mean(y)
+    spread = sum((a - x_mean) ** 2 for a in x)
+    slope = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y)) / spread if spread > 0 else 0.0
+    return slope, max(abs(slope * (a - x_mean) + y_mean - b) for a, b in zip(x, y))
+
+
+@check(
+    "same-responses",
+    "The responses to a prompt are the same",
+    "the responses of a group are sampled with the same random numbers",
+    "the rows of a group are copies of one response",
+)
+def check_same_responses(run):
+    groups = saved_groups(run, "logprob")
+    # Runs of the first edition have no ids.
+    texts = [[tuple(row.get("ids") or row.get("tokens") or ()) for row in rows] for rows in groups]
+    alike = [rows for rows, ids in zip(groups, texts) if len(set(ids)) == 1]
+    # The probability of the same text again, if it is sampled.
+    log_chance = sum((len(rows) - 1) * sum(rows[0]["logprob"]) for rows in alike)
+    if len(groups) >= 3 and len(alike) > 0.8 * len(groups) and log_chance < math.log(1e-3):
+        return f"In {len(alike)} of {len(groups)} saved groups, which is no coincidence by their probability."
+
+
+@check(
+    "group-advantages",
+    "Advantages do not follow from the rewards of the group",
+    "groups are mixed up: rows are grouped or ordered in two different ways",
+    "rewards or advantages are of other responses, or have the wrong sign",
+    "rewards are clipped, whitened or penalized in another way, or have another KL penalty",
+)
+def check_group_advantages(run):
+    """RLOO and GRPO: compute the advantages of a group again from its scores and KL."""
+    in_reward = run.script == "rloo_tldr" and not run.args.get("kl_in_loss")
+    coefficient = (run.args.get("kl_coef") or 0.0) if in_reward else 0.0
+    wrong, off_center, total = 0, 0, 0  # numbers of groups
+    for rows in saved_groups(run, "kl") if coefficient else saved_groups(run):
+        rewards = [row["score"] for row in rows]
+        if coefficient:
+            rewards = [row["score"] - coefficient * sum(row["kl"]) for row in rows]
+        saved = [row["advantage"][0] for row in rows]
+        if max(rewards) - min(rewards) < 0.01 and max(abs(x) for x in saved) < 0.01:
+            continue  # all rewards are equal
+        slope, error = fit(rewards, saved)
+        # Earlier editions saved four digits after the point.
+        rounding = 1e-4 * (1 + coefficient * max(len(row["advantage"]) for row in rows)) * max(1.0, slope)
+        tolerance = rounding + 0.005 * max(abs(x) for x in saved)
+        is_wrong = error > tolerance or (slope <= 0 and max(rewards) - min(rewards) > 0.01)
+        wrong += is_wrong
+        off_center += not is_wrong and abs(mean(saved)) > tolerance
+        total += 1
+    if off_center > total / 2:
+        causes = ["the baseline is missing, or it is the mean of other responses than those of the group"]
+        return f"In {off_center} of {total} saved groups, they do not sum to 0.", causes
+    if wrong + off_center > total / 2:
+        return f"In {wrong + off_center} of {total} saved groups."
+
+
+# ---- Findings: metrics that contradict each other ----------------------------------------------------------
+
+
+@check(
+    "not-finite",
+    "Some numbers are not finite",
+    "the learning rate is too high",
+    "a product overflows: use --dtype float32, and look for logarithms of 0",
+    "a reward function returns nan",
+)
 def check_numbers(run):
     bad = Counter()
     for row in run.metrics:
         bad.update(metric for metric, x in row.items() if isinstance(x, float) and not math.isfinite(x))
-    if not bad:
-        return None
-    counts = ", ".join(f"{metric} in {count}" for metric, count in bad.most_common(4))
-    return Finding(
-        "Some numbers are not finite",
-        f"Of {len(run.metrics)} updates: {counts}.",
-        [
-            "the learning rate is too high",
-            "a product overflows: use --dtype float32, and look for logarithms of 0",
-            "a reward function returns nan",
-        ],
-        "not-finite",
-    )
+    if bad:
+        counts = ", ".join(f"{metric} in {count}" for metric, count in bad.most_common(4))
+        return f"Of {len(run.metrics)} updates: {counts}."
 
 
-def check_sampling(run):
-    gaps = run.values("sampling/logprob_gap_mean")
-    if not gaps:
-        return None
-    limit = 0.1 if rounds_more(run) else 0.001
-    if max(gaps) <= limit:
-        return None
-    evidence = (
-        f"Log-probabilities of the sampled tokens differ by up to {max(gaps):.3g} nats per token between the "
-        f"two (mean of a batch). Above {limit:g} it is more than rounding."
-    )
-    causes = [
-        "sampling and scoring use another temperature, or only one of them uses top-k or forbids tokens",
-        "positions, padding or the attention mask differ, or the cache holds wrong keys",
-        "dropout is on in one of them",
-    ]
-    ratio, _ = surprise(run)
-    if ratio is not None and ratio > 1.1:
-        causes = [*causes[1:], causes[0]]  # sharper sampling would make the ratio smaller than 1
-    if gaps[0] > 1:
-        causes.insert(
-            0, "other rows or tokens are scored than were sampled: rows in another order, or off by one"
-        )
-    elif gaps[0] <= limit:
-        evidence += " In the first update there is no difference."
-        causes.insert(
-            0, "the weights used for generation are not those that are trained: they are older copies"
-        )
-    return Finding(
-        "Rollout and update compute different distributions", evidence, causes, "rollout-and-update-disagree"
-    )
+@check(
+    "kl-is-zero",
+    "The KL is exactly 0",
+    "the reference is the trained policy itself: the same object, or the adapter is left on",
+    "the policy that generates does not get the new weights",
+)
+def check_kl_is_zero(run):
+    """Sampled tokens have a KL of exactly 0 only under the same model."""
+    values = [abs(x) for x in run.values("objective/kl")[1:]]
+    if len(values) >= 5 and mean(x < 1e-6 for x in values) > 0.8 and not does_not_move(run):
+        return f"In {mean(x < 1e-6 for x in values):.0%} of the updates after the first one."
 
 
-def surprise(run):
-    """Mean of -log p of the sampled tokens / entropy of the distributions that are scored. -> ratio, error
-
-    Entropy is the mean of -log p of tokens that are sampled from the distribution. So the ratio is 1, up to
-    chance, and up to the steps of an update: the entropy is a mean over its forward passes. error: its
-    standard error. None, None without the metrics, or if the policy is too certain to tell.
-    """
-    ratios = []
-    total = 0.0  # nats of all responses
-    for row in run.metrics:
-        sampled, entropy = number(row.get("objective/entropy")), number(row.get("policy/entropy_avg"))
-        length = number(row.get("completions/mean_length"))
-        if None not in (sampled, entropy, length) and entropy * length > 0.05:
-            ratios.append(sampled / (entropy * length))
-            num_responses = row.get("episode", row["update"]) / row["update"]
-            total += entropy * length * num_responses
-    if len(ratios) < 10 or total < 100:
-        return None, None
-    return mean(ratios), stdev(ratios) / len(ratios) ** 0.5
-
-
-def check_surprise(run):
-    ratio, error = surprise(run)
-    if ratio is None or abs(ratio - 1) < max(0.05, 3.5 * error):
-        return None
-    if check_sampling(run) is not None or check_step_size(run) is not None:
-        return None  # it says the same; or the entropy changes during each update
-    causes = [
-        "padding is counted: tokens after the end of a response",
-        "tokens are sampled in another way: wrong random numbers, other weights, another prompt or position",
-    ]
-    if ratio < 1:
-        causes = [
-            "sampling prefers likely tokens: top-k, top-p, greedy, a lower temperature, wrong random numbers",
-            "the temperature does not reach the log-probabilities",
-        ]
-    return Finding(
-        "The sampled tokens are not from the distribution that is scored",
-        f"In the mean, -log p of the sampled tokens is {ratio:.2f} times the entropy. Both should be equal, "
-        "up to what the steps of an update change.",
-        causes,
-        "rollout-and-update-disagree",
-    )
-
-
-def rounds_more(run):
-    """True if products may be in bf16 or weights in 8 bits. The dtype "auto" depends on the machine."""
-    may_use_bf16 = run.args.get("dtype") != "float32" or bool(run.args.get("bf16"))
-    return may_use_bf16 or bool(run.args.get("load_in_8bit"))
-
-
+@check(
+    "negative-kl",
+    "The KL is negative",
+    "the tokens are not sampled from the distribution that is scored: temperature, top-k, top-p",
+    "tokens after the end of the response are counted",
+    "the penalty has the wrong sign, so the policy learns tokens that are rare under itself",
+)
 def check_kl_sign(run):
     """By chance, the mean of a batch may be negative. The mean of a tenth of the run may not."""
     values = run.values("objective/kl")
-    if not values:
-        return None
-    window = math.ceil(len(values) / 10)
-    means = [mean(values[i : i + window]) for i in range(len(values) - window + 1)]
-    worst = min(means)
-    noise = stdev(values) / window**0.5 if len(values) > 1 else 0.0
-    if worst > -max(0.1, 3 * noise):
-        return None
-    negative = mean(x < 0 for x in values)
-    return Finding(
-        "The KL is negative",
-        f"In the mean of {window} updates it is as low as {worst:.3g} nats per response. It is negative in "
-        f"{negative:.0%} of all updates.",
-        [
-            "the tokens are not sampled from the distribution that is scored: temperature, top-k, top-p",
-            "tokens after the end of the response are counted",
-            "the penalty has the wrong sign, so the policy learns tokens that are rare under itself",
-        ],
-        "negative-kl",
-    )
-
-
-def check_first_kl(run):
-    if run.args.get("load_in_8bit") and not run.args.get("lora_r"):
-        return None  # only the reference has 8-bit weights, so it differs from the policy
-    first = [number(row.get("objective/kl")) for row in run.metrics if row.get("update") == 1]
-    limit = 0.2 if rounds_more(run) else 0.01
-    if not first or first[0] is None or abs(first[0]) < limit:
-        return None
-    return Finding(
-        "The KL is not 0 in the first update",
-        f"It is {first[0]:.3g} nats per response, before anything was trained.",
-        [
-            "the reference is not the initial policy: another checkpoint, or an adapter left on",
-            "dropout is on in one of the two",
-            "one of them runs in another precision, or with other padding",
-        ],
-        "kl-not-zero-at-the-start",
-    )
-
-
-def check_gradient(run):
-    norms, stds = run.values("grad_norm"), run.values("env/reward_std")
-    if not norms or mean(x < 1e-9 for x in norms) < 0.5 or mean(x == 0 for x in stds or [1]) > 0.5:
-        return None
-    return Finding(
-        "There is no gradient",
-        f"The norm of the gradient is 0 in {mean(x < 1e-9 for x in norms):.0%} of the updates.",
-        [
-            "the loss does not depend on the parameters: it is detached, or old and new are one tensor",
-            "all advantages are 0",
-            "the parameters that are used are frozen",
-        ],
-        "no-gradient",
-    )
-
-
-def check_schedule(run):
-    """The learning rate may only be 0 at the end."""
-    rates = run.values("lr")
-    if len(rates) < 10 or max(rates) == 0:
-        return None
-    num_zero = sum(rate < 1e-6 * max(rates) for rate in rates[1:-1])
-    if num_zero < 0.1 * len(rates):
-        return None
-    return Finding(
-        "The learning rate is 0 for a part of the run",
-        f"In {num_zero} of {len(rates)} updates.",
-        [
-            "the schedule counts other steps than the training loop: optimizer steps, episodes, processes",
-            "the schedule was made for a shorter run",
-        ],
-        "schedule",
-    )
-
-
-def check_kl_is_zero(run):
-    """Sampled tokens have a KL of exactly 0 only under the same model."""
-    values = [number(row.get("objective/kl")) for row in run.metrics[1:]]
-    values = [abs(x) for x in values if x is not None]
-    if len(values) < 5 or mean(x < 1e-6 for x in values) < 0.8:
-        return None
-    moved = run.values("policy/approxkl_avg")
-    if moved and max(moved) < 1e-9 and takes_several_steps(run):
-        return None  # the policy does not move: check_step_size
-    return Finding(
-        "The KL is exactly 0",
-        f"In {mean(x < 1e-6 for x in values):.0%} of the updates after the first one.",
-        [
-            "the reference is the trained policy itself: the same object, or the adapter is left on",
-            "the policy that generates does not get the new weights",
-            "the optimizer does not hold the parameters of the policy",
-        ],
-        "kl-is-zero",
-    )
-
-
-def check_rewards_differ(run):
-    stds = run.values("env/reward_std")
-    equal = run.values("frac_reward_zero_std")
-    if stds and mean(x == 0 for x in stds) > 0.5:
-        return Finding(
-            "In most updates, all rewards are equal",
-            f"The standard deviation of the reward is 0 in {mean(x == 0 for x in stds):.0%} of the updates.",
-            [
-                "the reward function cannot parse the responses: another format, or truncated texts",
-                "the task is too hard or too easy for this policy",
-                "the reward model is constant: a head that was not trained, or not loaded",
-            ],
-            "equal-rewards",
-        )
-    if equal and part_mean(equal, 0, 0.2) > 0.6:
-        return Finding(
-            "Most groups have equal rewards from the start",
-            f"{part_mean(equal, 0, 0.2):.0%} in the first fifth of the run. Their advantages are 0.",
-            [
-                "the task is too hard or too easy for this policy, or the responses cannot be parsed",
-                "the temperature is low, so the responses to a prompt are alike",
-                "too few responses per prompt",
-            ],
-            "groups-without-variance",
-        )
-    return None
-
-
-def check_prompts(run):
-    """Prompts of samples.jsonl are those of the data, prompts of tokens.jsonl are what the policy read."""
-    of_data = [row["prompt"].rstrip() for row in run.samples if isinstance(row.get("prompt"), str)]
-    read = [row["prompt"].rstrip() for row in run.tokens if isinstance(row.get("prompt"), str)]
-    if len(set(of_data)) < 3 or not read:
-        return None
-    end = os.path.commonprefix([text[::-1] for text in of_data])[::-1]
-    missing = mean(not text.endswith(end) for text in read)
-    if len(end.strip()) < 4 or missing < 0.5:
-        return None
-    return Finding(
-        "The policy does not read the end of its prompts",
-        f"All prompts of the data end with {end.strip()!r}, but {missing:.0%} of the saved prompts that the "
-        "policy read do not.",
-        [
-            "prompts that are too long lose their end instead of their beginning: the truncation side",
-            "the prompts are shortened twice, or padded on the wrong side",
-        ],
-        "prompts-without-end",
-    )
-
-
-def check_same_prompts(run):
-    """tokens.jsonl has the first prompts of a few updates. ppo_sentiment.py cuts them to random lengths."""
-    updates = []
-    for rows in rows_by_update(run).values():
-        updates.append([row["prompt"] for row in rows if isinstance(row.get("prompt"), str)])
-    first = updates[0] if updates else []
-    if len(updates) < 2 or not first or len(run.metrics) < 10 or run.args.get("num_train_rows") is not None:
-        return None
-    is_cut = run.script == "ppo_sentiment"
-    if is_cut and any(begin_alike(x, y) for i, x in enumerate(first) for y in first[:i]):
-        return None  # all texts begin alike
-    for prompts in updates[1:]:
-        if len(prompts) != len(first):
-            return None
-        for prompt, first_prompt in zip(prompts, first):
-            if not (begin_alike(prompt, first_prompt) if is_cut else prompt == first_prompt):
-                return None
-    how = "begin like those of the first one" if is_cut else "are the same"
-    return Finding(
-        "Every update has the same prompts",
-        f"The prompts of all {len(updates)} saved updates {how}.",
-        ["the same rows of the data are taken in every update", "the data set has very few rows"],
-        "same-prompts",
-    )
-
-
-def begin_alike(x, y):
-    """True if one text is the beginning of the other."""
-    return x.startswith(y) or y.startswith(x)
-
-
-def check_no_step(run):
-    moved = run.values("policy/approxkl_avg")
-    if not moved or max(moved) >= 1e-9 or not takes_several_steps(run):
-        return None
-    return Finding(
-        "The policy does not move",
-        f"The new policy equals the old one in every update: approximate KL at most {max(moved):.1g}.",
-        [
-            "no step takes effect: the learning rate is 0, or gradients are zeroed before the step",
-            "the policy is frozen, or the optimizer holds another copy: is the reference the same object?",
-            "all advantages are 0",
-        ],
-        "policy-does-not-move",
-    )
-
-
-def check_step_size(run):
-    variance = run.values("val/ratio_var")
-    clipped = run.values("policy/clipfrac_avg")
-    evidence = []
-    if variance and mean(variance) > 0.5:
-        evidence.append(
-            f"The variance of the ratio is {median(variance):.2g} (median), at most {max(variance):.2g}."
-        )
-    if clipped and mean(clipped) > 0.35:
-        evidence.append(
-            f"The clipped loss differs from the unclipped one in {mean(clipped):.0%} of the ratios."
-        )
-    if evidence:
-        return Finding(
-            "The steps are too large",
-            " ".join(evidence),
-            [
-                "the learning rate is too high, or there are too many epochs per batch",
-                "old log-probabilities are of another model, update, temperature, row or token",
-                "advantages are not normalized, or min and max are swapped in the clipped loss",
-            ],
-            "steps-too-large",
-        )
-    return None
-
-
-def takes_several_steps(run):
-    return run.args.get("num_ppo_epochs", 1) * run.args.get("num_mini_batches", 1) > 1
+    noise = stdev(values) / math.ceil(len(values) / 10) ** 0.5 if len(values) > 1 else 0.0
+    if values and min(tenths(values)) < -max(0.1, 3 * noise):
+        return f"In the mean of a tenth of the run it is as low as {min(tenths(values)):.3g} nats."
 
 
 def score_gain(run):
@@ -696,14 +545,24 @@ def score_gain(run):
     return (late - early) / max(part_mean(spread, 0, 0.1), 1e-8)
 
 
+def rises(run):
+    gain = score_gain(run)
+    return gain is not None and gain >= 0.15
+
+
+def held_out_gains(run):
+    """Score after - score before of each held-out response that has both. -> list of float"""
+    both = [pair for pair in run.pairs if None not in (pair["score"], pair["score after"])]
+    return [pair["score after"] - pair["score"] for pair in both]
+
+
 def clear_change(run):
     """1 if the score rose by more than two standard errors, -1 if it fell by as much, else 0.
 
     On held-out prompts if there are any, or else on the batches.
     """
-    both = [pair for pair in run.pairs if None not in (pair["score"], pair["score after"])]
-    if len(both) > 1:
-        gains = [pair["score after"] - pair["score"] for pair in both]
+    gains = held_out_gains(run)
+    if len(gains) > 1:
         change, error = mean(gains), stdev(gains) / len(gains) ** 0.5
     else:
         values = run.values("objective/scores")
@@ -713,452 +572,139 @@ def clear_change(run):
         early, late = early_and_late(run, "objective/scores")
         num_early = math.ceil(0.05 * len(values))
         change, error = late - early, stdev(last) * (1 / num_early + 1 / len(last)) ** 0.5
-    if abs(change) <= 2 * error:
-        return 0
-    return 1 if change > 0 else -1
+    return (change > 2 * error) - (change < -2 * error)
 
 
-def score_in_words(run):
+def flat_or_falling(run):
+    """The score in words if it does not rise, else None. Not in short runs, nor if healthy runs are alike."""
+    gain = score_gain(run)
+    if gain is None or gain > 0.15 or len(run.metrics) < 10 or is_in_band(run, "objective/scores"):
+        return None
     early, late = early_and_late(run, "objective/scores")
     return (
         f"It was {early:.3g} in the first updates and {late:.3g} in the last fifth of the run "
-        f"({score_gain(run):+.2f} standard deviations of the reward)"
+        f"({gain:+.2f} standard deviations of the reward)."
     )
 
 
+WRONG_PLACE = "rewards or advantages reach the wrong responses or tokens: padding, off by one, another order"
+
+
+@check(
+    "score-falls",
+    "The score falls",
+    "the loss, the advantages or the logarithm of the ratio have the wrong sign",
+    "the learning rate is too high: the policy has come apart (look at its entropy and KL)",
+    WRONG_PLACE,
+)
 def check_score_falls(run):
-    gain = score_gain(run)
-    if gain is None or gain > -0.15 or len(run.metrics) < 10:
-        return None
-    if clear_change(run) > -1 or is_in_band(run, "objective/scores"):
-        return None
-    return Finding(
-        "The score falls",
-        f"{score_in_words(run)}.",
-        [
-            "the loss, the advantages or the logarithm of the ratio have the wrong sign",
-            "the learning rate is too high: the policy has come apart (look at its entropy and KL)",
-            "rewards or advantages reach the wrong responses or tokens: padding, off by one, another order",
-        ],
-        "score-falls",
-    )
+    evidence = flat_or_falling(run)
+    if evidence is not None and score_gain(run) < -0.15 and clear_change(run) == -1:
+        return evidence
 
 
-def check_score(run):
-    gain = score_gain(run)
-    if gain is None or gain > 0.15 or len(run.metrics) < 10 or check_score_falls(run) is not None:
-        return None
-    if clear_change(run) == 1 or is_in_band(run, "objective/scores"):
-        return None
-    evidence = score_in_words(run)
-    _, late_kl = early_and_late(run, "objective/kl")
-    causes = [
-        "rewards or advantages reach the wrong responses or tokens: padding, off by one, another order",
-        "the learning rate is too low, or the run too short",
-        "the KL penalty is too strong: the policy stays at its reference",
-        "the reward does not depend on what the policy can change",
-    ]
-    moved = run.values("policy/approxkl_avg")
-    if late_kl is not None and late_kl < 0.3 and moved and mean(moved) < 1e-4:
-        causes = [causes[1], causes[2], causes[0], causes[3]]
-        evidence += f", and the policy hardly left its reference (KL {late_kl:.2g})"
-    return Finding("The score does not rise", f"{evidence}.", causes, "score-does-not-rise")
-
-
-def check_gain(run):
-    """With other flags, less than half of what healthy runs gain is a finding.
-
-    The metric is the raw reward, before clipping and penalties. The reward functions must be the same.
-    """
-    band = run.band.get("env/reward_mean")
-    early, late = early_and_late(run, "env/reward_mean")
-    if band is None or early is None or len(run.metrics) < 10 or has_flags_of_band(run):
-        return None
-    if check_score(run) is not None or check_score_falls(run) is not None:
-        return None
-    if any(word in text for text in unusual_flags(run) for word in REWARD_FLAGS):
-        return None
-    usual = part_mean(band["50"], 0.8, 1) - band["50"][0]
-    if usual <= 0 or late - early > 0.5 * usual:
-        return None
-    return Finding(
-        "The score rises less than with the usual flags",
-        f"The raw reward rose by {late - early:.3g}; the median of healthy runs: by {usual:.3g}.",
-        ["the KL penalty is too strong", "the learning rate is too low, or the run too short"],
-        "score-does-not-rise",
-    )
-
-
-REWARD_FLAGS = ("reward", "weight", "judge", "dataset", "model")  # with them, rewards cannot be compared
-
-
-def check_judge(run):
-    """A judge that the policy is not trained on, before and after."""
-    before, after = run.evaluation.get("before") or {}, run.evaluation.get("after") or {}
-    gain = score_gain(run)
-    if gain is None or gain < 0.15 or run.evaluation.get("n", 0) < 50:
-        return None
-    if check_gold_score(run) is not None:
-        return None  # it says the same, with more evidence
-    for name in judge_names(run):
-        if after.get(name) is None or after[name] > before[name] - 0.1:  # both are fractions
-            continue
-        return Finding(
-            "The score rises, and the judge disagrees",
-            f"{name} fell from {before[name]:.2f} to {after[name]:.2f} on held-out prompts; the score rose "
-            f"by {gain:.1f} standard deviations of a batch's rewards.",
-            [
-                "the reward is another one than was meant: a wrong label, sign, column or order of the texts",
-                "the policy has found what the reward model gets wrong",
-            ],
-            "judge-disagrees",
-        )
-    return None
-
-
-def check_same_answers(run):
-    if len(run.pairs) < 50 or check_no_step(run) is not None:  # which says the same
-        return None
-    same = mean(pair["before"] == pair["after"] for pair in run.pairs)
-    if same <= 0.95:
-        return None
-    return Finding(
-        "The policy does not change",
-        f"{same:.0%} of the held-out responses are the same after training as before.",
-        [
-            "the steps are too small: the learning rate, the optimizer, or weights that round them away",
-            "the policy is frozen, or the optimizer holds another copy of its parameters",
-            "all advantages are 0, or no gradient reaches the policy",
-        ],
-        "policy-does-not-change",
-    )
-
-
-def check_held_out(run):
-    """What is learned on the training prompts must show on others."""
-    pairs = [pair for pair in run.pairs if None not in (pair["score"], pair["score after"])]
-    if len(pairs) < 50 or check_same_answers(run) is not None:  # the same answers have the same scores
-        return None
-    train_before, train_after = early_and_late(run, "env/reward_mean")
-    if train_before is None:
-        return None
-    gains = [pair["score after"] - pair["score"] for pair in pairs]
-    train_gain, held_out_gain = train_after - train_before, mean(gains)
-    error = (stdev(gains) ** 2 / len(gains) + stdev(run.values("env/reward_mean")) ** 2 / 10) ** 0.5
-    spread = part_mean(run.values("env/reward_std"), 0, 0.1)
-    if (
-        train_gain < 0.3 * spread
-        or held_out_gain > 0.65 * train_gain
-        or train_gain - held_out_gain < 3 * error
-    ):
-        return None
-    return Finding(
-        "The score rises on the training prompts only",
-        f"There it rose by {train_gain:.3g}, on held-out prompts by {held_out_gain:.3g}.",
-        [
-            "the prompts are few, or always the same ones: the policy learns their answers by heart",
-            "training and evaluation differ: another temperature, length, stop token or template",
-            "the score is computed in another way while training",
-        ],
-        "training-prompts-only",
-    )
-
-
-def check_gold_score(run):
-    """Compare the end with the best tenth of the run. Noise alone must not look like a fall."""
-    values = run.values("judge/scores")
-    gain = score_gain(run)
-    if len(values) < 10 or gain is None or gain < 0.15:
-        return None
-    window = math.ceil(len(values) / 10)
-    means = [mean(values[i : i + window]) for i in range(len(values) - window + 1)]
-    steps = [after - before for before, after in zip(values, values[1:])]
-    error = stdev(steps) / 2**0.5 * (2 / window) ** 0.5  # of the difference of two means
-    best, late = max(means), means[-1]
-    fall = best - late
-    # 4 standard errors, because the best one of many means is above the truth
-    if fall < 4 * error or fall < 0.3 * (best - means[0]):
-        return None
-    return Finding(
-        "The score rises, and the gold score falls",
-        f"The gold score reached {best:.3g} and ended at {late:.3g}, while the score rose.",
-        [
-            "the reward model is too weak: the policy has found what it gets wrong",
-            "the policy is too far from its reference: raise the KL coefficient, or stop earlier",
-            "the reward model reads something else than in its training: no prompt, no EOS, another template",
-        ],
-        "over-optimization",
-    )
-
-
-def check_words(run):
-    word = run.evaluation.get("commonest new word", {})
-    new_word_shares = run.values("completions/new_word_share") or [0.0]
-    share = word.get("after", part_mean(new_word_shares, 0.8, 1))
-    share_before = word.get("before", part_mean(new_word_shares, 0, 0.05))
-    enough = run.evaluation.get("n", 100) * share >= 10  # responses
-    spreads = share > 0.15 and share > 2 * share_before and enough
-    if share < 0.4 and judge_gain(run) > 0.1:
-        spreads = False  # somebody else likes the responses too
-    early, late = distinct_pairs(run)
-    repeats = early is not None and late < 0.75 * early and not is_in_band(run, "completions/distinct_2")
-    if not (spreads or repeats):
-        return None
-    evidence = []
-    if spreads:
-        if word:
-            name = re.sub(r'^.*"(.*)"$', r"“\1”", word["metric"])
-            text = (
-                f"{name} is in {share:.0%} of the held-out responses, before training in {share_before:.0%}."
-            )
-        else:
-            text = f"The commonest new word is in {share:.0%} of a batch, at first in {share_before:.0%}."
-        evidence.append(text)
-    if repeats:
-        evidence.append(f"The fraction of different word pairs fell from {early:.2f} to {late:.2f}.")
-    return Finding(
-        "The responses become alike",
-        " ".join(evidence),
-        [
-            "the policy exploits the reward: certain words raise it whatever the response says",
-            "the KL penalty is too weak, or missing",
-            "the learning rate is too high",
-        ],
-        "reward-hacking",
-    )
-
-
-def judge_gain(run):
-    """By how much the fraction that a judge approves rose on held-out prompts; 0 without a judge."""
-    before, after = run.evaluation.get("before") or {}, run.evaluation.get("after") or {}
-    gains = [after[name] - before[name] for name in judge_names(run) if after.get(name) is not None]
-    return min(gains, default=0.0)
-
-
-def judge_names(run):
-    """The metrics of evaluation.json that come from a judge: fractions."""
-    return [
-        name for name in run.evaluation.get("before") or {} if name.startswith("judge") or name == "win rate"
-    ]
-
-
-def distinct_pairs(run):
-    """The fraction of different word pairs before and after, on held-out prompts if possible. -> two floats
-
-    Arithmetic has few words, so there it says nothing.
-    """
-    if run.script == "grpo_math":
-        return None, None
-    before, after = run.evaluation.get("before") or {}, run.evaluation.get("after") or {}
-    for name in ("distinct bigrams", "distinct2"):
-        if name in before and name in after:
-            return before[name], after[name]
-    return early_and_late(run, "completions/distinct_2")
-
-
-def check_shaped_scores(run):
-    """Without clipping, the score is the reward minus the penalty of the responses that did not end."""
-    penalty = run.args.get("missing_eos_penalty") or 0.0
-    wrong = []
-    for row in run.metrics:
-        score, reward = number(row.get("objective/scores")), number(row.get("env/reward_mean"))
-        not_ended = number(row.get("completions/clipped_ratio"))
-        if None not in (score, reward, not_ended):
-            expected = reward - penalty * not_ended
-            wrong.append(abs(score - expected) > 0.001 + 0.001 * abs(expected))
-    if not run.args or run.args.get("score_clip") is not None or not wrong or mean(wrong) < 0.1:
-        return None
-    text = "reward - missing_eos_penalty * responses without an end" if penalty else "reward"
-    return Finding(
-        "The score is not what the flags make of the reward",
-        f"In {mean(wrong):.0%} of the updates, the mean score is not the mean of {text}.",
-        [
-            "the penalty for a missing end has the wrong sign, or hits other responses",
-            "scores are clipped or scaled, though no flag says so",
-        ],
-        "shaped-score",
-    )
-
-
-def check_coefficient(run):
-    target = run.target("objective/kl")
-    rows = [row for row in run.metrics if {"objective/kl", "objective/kl_coef"} <= row.keys()]
-    if not target or len(rows) < 10:
-        return None
-    against = []  # for each update with a clear error: does the coefficient move against it?
-    other_steps = []  # is its step another one than that of the controller?
-    for row, next_row in zip(rows, rows[1:]):
-        error = row["objective/kl"] / target - 1
-        step = next_row["objective/kl_coef"] - row["objective/kl_coef"]
-        if abs(error) > 0.05 and step != 0:
-            against.append(error * step < 0)
-        if run.args.get("kl_horizon") and "episode" in row and "episode" in next_row:
-            episodes = next_row["episode"] - row["episode"]
-            relative_step = min(max(error, -0.2), 0.2) * episodes / run.args["kl_horizon"]
-            expected = row["objective/kl_coef"] * relative_step
-            other_steps.append(abs(step - expected) > 0.05 * abs(expected) + 1e-5 * row["objective/kl_coef"])
-    if not against or mean(against) < 0.5:
-        if not other_steps or mean(other_steps) < 0.5:
-            return None
-        return Finding(
-            "The KL coefficient does not take the steps of its controller",
-            f"In {mean(other_steps):.0%} of the updates, its relative change is not "
-            "clip(KL / target - 1, -0.2, 0.2) * episodes of the update / --kl-horizon.",
-            [
-                "the controller reads another KL than the one that is logged: per token, or of one process",
-                "the error is not clipped, or the step counts other episodes than those of an update",
-            ],
-            "kl-coefficient",
-        )
-    return Finding(
-        "The KL coefficient moves the wrong way",
-        f"In {mean(against):.0%} of the updates in which the KL is not near its target {target:g}, it falls "
-        "while the KL is above, or rises while it is below.",
-        [
-            "the error of the controller has the wrong sign",
-            "the controller reads another KL than the one that is logged: per token, or of one process",
-        ],
-        "kl-coefficient",
-    )
-
-
-def check_kl_target(run):
-    target = run.target("objective/kl")
-    values, coefficients = run.values("objective/kl"), run.values("objective/kl_coef")
-    if not target or len(values) < 10 or not coefficients:
-        return None
-    late = part_mean(values, 0.5, 1)
-    if late < 1.3 * target or is_in_band(run, "objective/kl"):
-        return None
-    causes = [
-        "the coefficient starts too low, or --kl-horizon is too long for a run of this length",
-        "the learning rate is too high",
-        "the KL penalty does not reach the rewards, or has the wrong sign",
-    ]
-    return Finding(
-        "The KL is above its target",
-        f"{late:.3g} in the second half of the run, target {target:g}. The coefficient went from "
-        f"{coefficients[0]:.3g} to {coefficients[-1]:.3g}.",
-        causes,
-        "kl-above-target",
-    )
-
-
-def check_entropy(run):
-    early, late = early_and_late(run, "policy/entropy_avg")
-    if early is None or early <= 0:
-        return None
-    change = late / early
-    if change > 1.6:
-        return Finding(
-            "The entropy rises",
-            f"From {early:.3g} to {late:.3g} nats per token: the policy becomes more random.",
-            [
-                "the loss or the KL penalty has the wrong sign",
-                "the learning rate is too high: the policy comes apart",
-                "rewards are noise: they do not depend on the responses they are paid for",
-            ],
-            "entropy-rises",
-        )
-    if change < 0.25 and score_gain(run) is not None and clear_change(run) < 1:
-        return Finding(
-            "The entropy collapses",
-            f"From {early:.3g} to {late:.3g} nats per token, without a gain in score.",
-            [
-                "the policy exploits one response that is always paid",
-                "the KL penalty is too weak, or the learning rate too high",
-            ],
-            "entropy-collapses",
-        )
-    return None
-
-
+@check(
+    "responses-do-not-end",
+    "Responses do not end",
+    "the stop token is forbidden, cut off before it is counted, or another one than the model's",
+    "the policy has not learned a stop token: it was masked out as padding in supervised training",
+    "the response length is too short for this task",
+)
 def check_endings(run):
-    clipped = run.values("completions/clipped_ratio")
-    wants_end = run.args.get("missing_eos_penalty") is not None or run.script == "grpo_math"
-    if not clipped:
-        return None
     early, late = early_and_late(run, "completions/clipped_ratio")
-    if not (wants_end and late > 0.5) and late <= early + 0.3:
+    wants_end = run.args.get("missing_eos_penalty") is not None or run.script == "grpo_math"
+    if early is None or (late <= early + 0.3 and not (wants_end and late > 0.5)):
         return None
-    evidence = (
-        f"{late:.0%} of the responses have no stop token in the last fifth of the run, {early:.0%} at first."
-    )
-    not_learned = (
-        "the policy has not learned a stop token: the supervised model was trained without one, or with the "
-        "pad token masked out that is also the stop token"
-    )
-    too_short = "the response length is too short for this task"
-    not_seen = "the stop token is forbidden, cut off before it is counted, or another one than the model's"
-    longer = "the reward grows with length, or an end is not rewarded"
-    limit = max(run.values("completions/max_length") or [0])
-    lengths = run.values("completions/mean_length")
-    band = run.band.get("completions/clipped_ratio") if has_flags_of_band(run) else None
-    if early < 0.5:
-        causes = [longer, not_seen, not_learned]
-    elif band is not None and band["95"][0] < 0.5:  # with the same model and flags, responses end
-        causes = [not_seen, not_learned]
-    elif lengths and part_mean(lengths, 0, 0.05) < 0.9 * limit:
-        evidence += (
-            f" But they have {part_mean(lengths, 0, 0.05):.1f} tokens in the mean, and may have {limit:.0f}."
-        )
-        causes = [not_seen, not_learned, too_short]
-    else:
-        causes = [too_short, not_learned, not_seen]
-    return Finding("Responses do not end", evidence, causes, "responses-do-not-end")
+    causes = ["the reward grows with length, or an end is not rewarded"] if early < 0.5 else []
+    return f"Without a stop token: {late:.0%} in the last fifth of the run, {early:.0%} at first.", causes
 
 
-def check_lengths(run):
-    early, late = early_and_late(run, "completions/mean_length")
-    if early is None or run.script == "grpo_math":  # worked steps are longer than bare answers
-        return None
-    if late < 0.5 * early:
-        return Finding(
-            "Responses become short",
-            f"From {early:.1f} to {late:.1f} tokens.",
-            ["the reward pays for short responses", "each token costs a KL penalty that is too high"],
-            "lengths",
-        )
-    if late > 1.8 * early:
-        return Finding(
-            "Responses become long",
-            f"From {early:.1f} to {late:.1f} tokens.",
-            ["the reward grows with length", "the KL penalty has the wrong sign: each token is paid for"],
-            "lengths",
-        )
-    return None
+@check(
+    "policy-does-not-move",
+    "The policy does not move",
+    "the policy is frozen, or the optimizer holds another copy: is the reference the same object?",
+    "all advantages are 0",
+)
+def check_no_step(run):
+    norms, stds = run.values("grad_norm") or [1.0], run.values("env/reward_std") or [1.0]
+    if mean(x < 1e-9 for x in norms) >= 0.5 and mean(x == 0 for x in stds) <= 0.5:
+        causes = ["the loss does not depend on the parameters: it is detached, or old and new are one tensor"]
+        return f"The gradient is 0 in {mean(x < 1e-9 for x in norms):.0%} of the updates.", causes
+    if does_not_move(run):
+        causes = ["no step takes effect: the learning rate is 0, or gradients are zeroed before the step"]
+        return "The approximate KL of new and old policy is 0 in every update.", causes
 
 
-def check_critic(run):
-    values = run.values("loss/value_avg")
-    if len(values) < 20 or run.args.get("vf_coef") is None:
-        return None
-    early, late = part_mean(values, 0, 0.05), part_mean(values, 0.8, 1)
-    if late < 1.5 * early:
-        return None
-    return Finding(
-        "The critic gets worse",
-        f"The value loss rises from {early:.3g} to {late:.3g}.",
-        [
-            "the value loss has the wrong sign, or too little weight",
-            "values are aligned with other tokens than the returns: off by one, or padding",
-            "the learning rate is too high for the value head",
-            "the scores spread out more and more: clip or whiten them",
-        ],
-        "critic",
-    )
+def does_not_move(run):
+    """True if no optimizer step changes the policy. Only a second step per update can show it."""
+    several_steps = run.args.get("num_ppo_epochs", 1) * run.args.get("num_mini_batches", 1) > 1
+    return several_steps and max(run.values("policy/approxkl_avg"), default=1.0) < 1e-9
 
 
-MAY_DIFFER = {
-    "seed",
-    "output_dir",
-    "resume",
-    "num_sample_generations",
-    "save_every",
-    "keep_checkpoints",
-    "log_with",
+# ---- Findings: healthy runs with the same flags ------------------------------------------------------------
+
+# What to look for if a metric differs from that of healthy runs. If several differ in the first update, the
+# first of them decides, so those that a script computes first come first: a fault shows in all that follows.
+MODEL_INPUT = (
+    "the model's input: positions, padding, another template, prompts that are truncated or end in EOS"
+)
+STOPPING = ["the stop token: forbidden, another one, or cut off", MODEL_INPUT, "the limit of the length"]
+SAMPLING = ["sampling: temperature, top-k, top-p or random seed", MODEL_INPUT]
+DECODING = "the texts of responses: decoded with special tokens, with the prompt, or of other tokens"
+REWARD_INPUT = [
+    "the reward function's texts: truncated, without prompt or EOS, or the prompt or answer of another row",
+    "the prompts: truncated, with another template, or other data",
+    "the output of the reward model: another label, sign or scale, or read on padding",
+]
+OLD_LOGPROBS = "old and new log-probabilities are of different updates, rows or tokens"
+STEP_SIZE = "the size of the steps: learning rate, epochs, minibatches, or gradients that are not zeroed"
+CAUSES = {
+    "lr": ["the learning rate or its schedule"],
+    "completions/clipped_ratio": STOPPING,
+    "completions/max_length": STOPPING,
+    "completions/mean_length": STOPPING,
+    "objective/entropy": SAMPLING,
+    "completions/distinct_2": [DECODING, *SAMPLING],
+    "intent": [
+        "what the intent is compared with: the act of another turn or row",
+        "the input of the intent classifier: another utterance, truncated, or without the utterance before",
+        "the output of the intent classifier: another class, or a softmax over the wrong dimension",
+    ],
+    "meteor": ["what METEOR compares: another reference (an utterance too early, of another row)", DECODING],
+    "env/reward_mean": REWARD_INPUT,
+    "env/reward_std": REWARD_INPUT,
+    "objective/scores": [
+        "rewards or advantages reach the wrong responses or tokens: shuffled, off by one, wrong sign",
+        "what is done to rewards: clipping, penalty for a missing end, a KL penalty that is too strong",
+        "steps get lost: weights in bf16, frozen parameters, weight decay",
+    ],
+    "objective/kl": [
+        "the reference: it follows the policy, or is another model",
+        "a KL penalty that is too weak",
+    ],
+    "policy/entropy_avg": ["means over tokens: padding is counted, or tokens are left out", MODEL_INPUT],
+    "loss/value_avg": [
+        "returns: the score does not reach all tokens, or is paid more than once (its position, GAE, gamma)",
+        "the value loss: its sign, its weight, its clipping, or a mean over other tokens",
+    ],
+    "loss/policy_avg": [
+        "the sign of the loss or of the advantages, or min and max swapped in the clipped loss",
+        "rewards or advantages of other tokens or responses, or whitened with padding",
+        "the steps do not follow the gradient: weight decay, another optimizer, frozen parameters",
+    ],
+    "policy/approxkl_avg": [STEP_SIZE, OLD_LOGPROBS],
+    "policy/clipfrac_avg": ["clipping: its range, min and max, or a ratio per response", STEP_SIZE],
+    "val/ratio_var": [OLD_LOGPROBS, STEP_SIZE],
+    "grad_norm": ["the scale of the loss or of the advantages: a sum for a mean, or not whitened", STEP_SIZE],
 }
-TOLD_ELSEWHERE = {  # metrics whose distance from the band says little by itself
+# Metrics that can tell why a run leaves the band later.
+LATER = ("lr", "objective/kl", "policy/approxkl_avg", "policy/clipfrac_avg", "val/ratio_var")
+LATER += ("objective/scores", "loss/value_avg")
+# By how many widths of the band a first update must be outside; others: 1.5.
+MARGINS = {"objective/entropy": 0.75, "loss/value_avg": 1, "loss/policy_avg": 1, "grad_norm": 1}
+MARGINS |= {"policy/approxkl_avg": 1, "policy/clipfrac_avg": 1}
+# Metrics whose distance from the band says little by itself, or that only earlier editions logged.
+NOT_COMPARED = {
     "objective/kl_coef", "sampling/logprob_gap_mean", "sampling/logprob_gap_max", "loss/policy_avg",
     "completions/min_length", "completions/max_length", "val/num_eos_tokens", "objective/rlhf_reward",
     "objective/non_score_reward", "env/reward_mean", "val/clipfrac_avg", "grad_norm",
@@ -1166,252 +712,27 @@ TOLD_ELSEWHERE = {  # metrics whose distance from the band says little by itself
 }  # fmt: skip
 
 
-def check_band(run):
-    """Metrics far from those of healthy runs with the same flags."""
-    if not has_flags_of_band(run):
-        return None
-    distances = {
-        metric: distance_from_band(run, metric) for metric in run.band if metric not in TOLD_ELSEWHERE
-    }
-    far = sorted(
-        (metric for metric in distances if distances[metric] > 0.75), key=distances.get, reverse=True
-    )
-    if not far:
-        return None
-    evidence = []
-    for metric in far[:3]:
-        update, value, low, high = last_value_and_band(run, metric)
-        evidence.append(f"{metric} is {value:.3g} at update {update} ({in_band(low, high)})")
-    text = "; ".join(evidence) + "."
-    if different_at_first(run):
-        return Finding(
-            "Not like healthy runs with the same flags",
-            f"{text} The first update differed already: see that finding.",
-            [],
-            "outside-the-band",
-        )
-    causes = []
-    first = first_to_leave_band(run)
-    if first is not None:
-        metric, update, is_higher = first
-        where = "above" if is_higher else "below"
-        text += (
-            " The first update was close to theirs. Of the learning rate, KL, step size, score and value "
-            f"loss, {metric} was the first to be {where} their range, at update {update}."
-        )
-        causes += causes_of(metric, is_higher, LATER_UPDATES)
-    causes.append("advantages, loss, clipping, optimizer or schedule differ")
-    if run.args.get("vf_coef") is not None:
-        causes.append("values, returns or the value loss differ")
-    return Finding("Not like healthy runs with the same flags", text, causes, "outside-the-band")
-
-
-def in_band(low, high):
-    """The range of healthy runs, in words."""
-    return f"90 % of healthy runs: {low:.3g} to {high:.3g}" if low != high else f"healthy runs: {low:.3g}"
-
-
-# Likely causes if a metric is not as in healthy runs.
-MODEL_INPUT = (
-    "the model's input: positions, padding, another template, prompts that are truncated or end in EOS"
-)
-DECODING = "the texts of responses: decoded with special tokens, with the prompt, or of other tokens"
-SAMPLING = ["sampling: temperature, top-k, top-p or random seed", MODEL_INPUT]
-STOPPING = ["the stop token: forbidden, another one, or cut off", "the limit of the response length"]
-METEOR_INPUT = [
-    "what METEOR compares: another reference (an utterance too early, of another row), or a text that is not "
-    "only the answer",
-]
-INTENT_INPUT = [
-    "what the intent is compared with: the act of another turn or row, or acts counted from another number",
-    "the input of the intent classifier: another utterance, truncated, or without the utterance before",
-    "the output of the intent classifier: another class, or a softmax over the wrong dimension",
-]
-REWARD_INPUT = [
-    "what the reward function gets: texts that are truncated, without the prompt or without their EOS, or "
-    "the prompt or answer of another row",
-    "the prompts: truncated, with another template, or other data",
-    "the output of the reward model: another label, sign or scale, or read on padding",
-]
-SHAPED_SCORE = ["what is done to rewards: clipping, scaling, whitening, penalty for a missing end"]
-REFERENCE = ["the reference, or the estimator of the KL"]
-COEFFICIENT = ["the coefficient of the KL, or its controller"]
-PADDING = ["means over tokens: padding is counted, or tokens are left out"]
-OTHER_VALUE_LOSS = "the critic does not start at 0, or the value loss is averaged over other tokens"
-SMALL_RETURNS = [
-    "returns are too small: the score does not reach all tokens (its position, GAE, gamma, lambda)",
-    OTHER_VALUE_LOSS,
-]
-LARGE_RETURNS = [
-    "returns are too large: the score is paid more than once, not clipped or scaled, or padding is counted",
-    OTHER_VALUE_LOSS,
-]
-LOW_LOSS = [
-    "the sign of the advantages or of the loss, or min and max swapped in the clipped loss",
-    "the mean of the advantages is not 0: whitening is missing, or counts padding",
-]
-HIGH_LOSS = [
-    "advantages: their sign, whitening or mask, or those of other tokens or responses",
-    "the steps do not follow the gradient: weight decay, another optimizer, frozen parameters",
-    "rewards belong to other responses",
-]
-SMALL_STEP = "the steps are small: learning rate, epochs, minibatches, gradient clipping"
-LARGE_STEP = "the steps are large: learning rate, epochs, minibatches, or gradients that are not zeroed"
-OTHER_LOGPROBS = "old and new log-probabilities are of different rows, tokens, models or temperatures"
-SMALL_ADVANTAGES = "advantages are too small: not whitened, or the score hardly reaches them"
-LARGE_ADVANTAGES = "advantages are too large: not whitened, or whitened over padding"
-CLIPPING = "clipping: its range, min and max, or a ratio per token instead of per response"
-SMALL_GRADIENT = [
-    "the loss is scaled down: divided twice, or a mean over padding",
-    "advantages are too small: not divided by the standard deviation, or not of their group",
-]
-LARGE_GRADIENT = [
-    "the loss is scaled up: a sum instead of a mean, or gradients that are not zeroed",
-    "advantages are too large: not divided by the standard deviation, or not of their group",
-]
-SCHEDULE = ["the learning rate or its schedule"]
-LOW_KL = ["the reference follows the policy, or the policy hardly moves"]
-HIGH_KL = ["the KL penalty is too weak: its coefficient, its controller, or what it is added to"]
-LOW_SCORE = [
-    "rewards or advantages reach the wrong responses or tokens: shuffled, off by one, wrong sign",
-    "the KL penalty is too strong, or clipping or masks leave little of the loss",
-    "steps get lost: weights in bf16, frozen parameters, weight decay",
-]
-HIGH_SCORE = ["the prompts are few, or always the same", "the KL penalty is too weak"]
-SMALL_LATER_STEP = ["the steps become small: the schedule, gradient clipping, the optimizer's state"]
-LARGE_LATER_STEP = ["the steps become large: stale old log-probabilities, or gradients that are not zeroed"]
-LATER_CRITIC = [
-    "the value loss: its sign, its weight, its clipping, or old values of another update",
-    "what the critic learns: returns of other tokens, or scores on another scale",
-]
-
-# (metric, causes if it is lower than in healthy runs, causes if it is higher). The first metric that differs
-# decides, so those that a script computes first come first: a fault shows in all that follows. Loss, KL and
-# clipping of the first update are means over its optimizer steps.
-FIRST_UPDATE = [
-    ("lr", SCHEDULE, SCHEDULE),
-    ("completions/clipped_ratio", STOPPING, STOPPING),
-    ("completions/max_length", STOPPING, STOPPING),
-    ("completions/mean_length", STOPPING, STOPPING),
-    ("objective/entropy", SAMPLING, SAMPLING),
-    ("completions/distinct_2", SAMPLING, SAMPLING),
-    ("intent", INTENT_INPUT, INTENT_INPUT),
-    ("meteor", METEOR_INPUT + REWARD_INPUT, METEOR_INPUT + REWARD_INPUT),
-    ("env/reward_mean", REWARD_INPUT, REWARD_INPUT),
-    ("env/reward_std", REWARD_INPUT, REWARD_INPUT),
-    ("objective/scores", SHAPED_SCORE, SHAPED_SCORE),
-    ("objective/kl", REFERENCE, REFERENCE),
-    ("objective/kl_coef", COEFFICIENT, COEFFICIENT),
-    ("policy/entropy_avg", PADDING, PADDING),
-    ("loss/value_avg", SMALL_RETURNS, LARGE_RETURNS),
-    ("loss/policy_avg", LOW_LOSS, HIGH_LOSS),
-    ("policy/approxkl_avg", [SMALL_STEP, SMALL_ADVANTAGES], [LARGE_STEP, OTHER_LOGPROBS, LARGE_ADVANTAGES]),
-    ("policy/clipfrac_avg", [CLIPPING, SMALL_STEP], [CLIPPING, LARGE_STEP, OTHER_LOGPROBS]),
-    ("grad_norm", SMALL_GRADIENT, LARGE_GRADIENT),
-]
-MARGINS = {  # in widths of the band; others: 1.5. Entropy and loss vary less between batches than scores do.
-    "objective/entropy": 0.75,
-    "loss/value_avg": 1,
-    "loss/policy_avg": 1,
-    "policy/approxkl_avg": 1,
-    "policy/clipfrac_avg": 1,
-    "grad_norm": 1,
-}
-# The same for the metric that is the first to leave the band after the first update.
-LATER_UPDATES = [
-    ("lr", SCHEDULE, SCHEDULE),
-    ("objective/kl", LOW_KL, HIGH_KL),
-    ("objective/kl_coef", COEFFICIENT, COEFFICIENT),
-    ("policy/approxkl_avg", SMALL_LATER_STEP, LARGE_LATER_STEP),
-    ("policy/clipfrac_avg", SMALL_LATER_STEP, LARGE_LATER_STEP),
-    ("val/ratio_var", SMALL_LATER_STEP, LARGE_LATER_STEP),
-    ("objective/scores", LOW_SCORE, HIGH_SCORE),
-    ("loss/value_avg", LATER_CRITIC, LATER_CRITIC),
-]
-
-
-def causes_of(metric, is_higher, table):
-    """The causes that FIRST_UPDATE or LATER_UPDATES has for a metric. -> list of str"""
-    [causes] = [higher if is_higher else lower for name, lower, higher in table if name == metric]
-    return causes
-
-
+@check("first-update", "The first update is not like that of healthy runs")
 def check_first_update(run):
     """All healthy runs start from the same models, so only chance tells their first updates apart."""
     different = different_at_first(run)
-    if not different:
-        return None
-    evidence = []
-    for metric, _ in different[:3]:
-        low, high = run.band[metric]["5"][0], run.band[metric]["95"][0]
-        evidence.append(f"{metric} is {run.metrics[0][metric]:.3g} ({in_band(low, high)})")
-    return Finding(
-        "The first update is not like that of healthy runs",
-        "; ".join(evidence) + ".",
-        causes_at_first(different),
-        "first-update",
-    )
-
-
-def causes_at_first(different):
-    """The causes of the first metric that differs; others come before them if several metrics tell more."""
-    metrics = [metric for metric, _ in different]
-    causes = causes_of(*different[0], FIRST_UPDATE)
-    has_other_length = metrics[0].startswith("completions/") and metrics[0] != "completions/distinct_2"
-    if "policy/entropy_avg" in metrics or (has_other_length and "env/reward_mean" in metrics):
-        # The policy predicts other tokens: it reads something else.
-        causes = [MODEL_INPUT, *(cause for cause in causes if cause != MODEL_INPUT)]
-    elif metrics[0] == "completions/distinct_2":  # other texts, of tokens that are as likely as usual
-        causes = [DECODING, *causes]
-    return causes
+    if different:
+        evidence = [against_band(run, metric, 1) for metric in different[:3]]
+        return "; ".join(evidence) + ".", CAUSES[different[0]]
 
 
 def different_at_first(run):
-    """What is far outside the band in update 1. -> list of (metric, is higher), in the order of FIRST_UPDATE
-
-    Far: by more than 0.75 widths of the band for the entropy, 1 for the loss and its steps, 1.5 for the rest.
-    """
-    if not run.metrics or run.metrics[0].get("update") != 1 or not has_flags_of_band(run):
-        return []
+    """The metrics of CAUSES that are far outside the band in update 1, in this order. -> list of str"""
     different = []
-    for metric, *_ in FIRST_UPDATE:
-        value, band = number(run.metrics[0].get(metric)), run.band.get(metric)
-        if value is None or band is None or band["update"][0] != 1:
-            continue
-        low, high = band["5"][0], band["95"][0]
-        margin = MARGINS.get(metric, 1.5) * max(high - low, 0.02 * abs(high), 1e-6)
-        if value < low - margin or value > high + margin:
-            different.append((metric, value > high))
+    for metric in CAUSES if has_flags_of_band(run) else []:
+        value = values_by_update(run, metric).get(1)
+        points = band_points(run, metric)
+        if value is not None and points and points[0][0] == 1:
+            _, low, high = points[0]
+            margin = MARGINS.get(metric, 1.5) * max(high - low, 0.02 * abs(high), 1e-6)
+            if value < low - margin or value > high + margin:
+                different.append(metric)
     return different
-
-
-def first_to_leave_band(run):
-    """The metric of LATER_UPDATES that leaves the band first. -> metric, update, is higher; or None
-
-    It leaves the band if it is outside by more than a width of it, on the same side, at two points in a row.
-    """
-    found = None
-    by_update = {row["update"]: row for row in run.metrics}
-    for metric, *_ in LATER_UPDATES:
-        band = run.band.get(metric)
-        if band is None:
-            continue
-        previous_side = 0  # -1: below the band at the point before, 1: above, 0: inside
-        previous_update = 0
-        for update, low, high in zip(band["update"], band["5"], band["95"]):
-            value = number(by_update.get(update, {}).get(metric))
-            width = max(high - low, 1e-3 * abs(high), 1e-9)
-            side = 0
-            if value is not None and value > high + width:
-                side = 1
-            elif value is not None and value < low - width:
-                side = -1
-            if side != 0 and side == previous_side:  # one point outside is chance
-                if found is None or previous_update < found[1]:
-                    found = (metric, previous_update, side > 0)
-                break
-            previous_side, previous_update = side, update
-    return found
 
 
 def has_flags_of_band(run):
@@ -1419,10 +740,8 @@ def has_flags_of_band(run):
 
     Flags that only one side has do not count, nor do those of MAY_DIFFER.
     """
-    if run.about.get("world_size", 1) != 1:
-        return False
-    shared = (set(run.args) & set(run.band_args)) - MAY_DIFFER
-    return bool(run.band and run.args) and all(run.args[name] == run.band_args[name] for name in shared)
+    is_comparable = run.band and run.args and run.about.get("world_size", 1) == 1
+    return bool(is_comparable) and not unusual_flags(run)
 
 
 def is_in_band(run, metric):
@@ -1430,682 +749,477 @@ def is_in_band(run, metric):
     return metric in run.band and has_flags_of_band(run) and distance_from_band(run, metric) < 0.5
 
 
+def values_by_update(run, metric):
+    """-> dict: update -> value, without values that are missing or not finite"""
+    values = {row.get("update"): number(row.get(metric)) for row in run.metrics}
+    return {update: x for update, x in values.items() if x is not None}
+
+
+def band_points(run, metric):
+    """The range of healthy runs at the updates that this run has. -> list of (update, 5 %, 95 %)"""
+    band, by_update = run.band.get(metric), values_by_update(run, metric)
+    points = zip(band["update"], band["5"], band["95"]) if band is not None else []
+    return [point for point in points if point[0] in by_update]
+
+
+def widths_outside(run, metric):
+    """How far a metric is outside of the band, in widths of it; negative if below. -> list of (update, x)"""
+    by_update = values_by_update(run, metric)
+    distances = []
+    for update, low, high in band_points(run, metric):
+        width = max(high - low, 1e-3 * abs(high), 1e-9)
+        x = by_update[update]
+        distances.append((update, (max(x - high, 0.0) - max(low - x, 0.0)) / width))
+    return distances
+
+
 def distance_from_band(run, metric):
     """How far a metric is outside of the band, in widths of it: the median of the later half. 0: inside"""
-    by_update = {row["update"]: number(row.get(metric)) for row in run.metrics}
-    band = run.band[metric]
-    points = list(zip(band["update"], band["5"], band["95"]))
-    points = [point for point in points if by_update.get(point[0]) is not None]
-    distances = []
-    for update, low, high in points[len(points) // 2 :]:
-        outside = max(low - by_update[update], by_update[update] - high, 0.0)
-        width = max(high - low, 1e-3 * abs(high), 1e-9)
-        distances.append(outside / width)
-    return median(distances) if distances else 0.0
+    distances = [abs(x) for _, x in widths_outside(run, metric)]
+    return median(distances[len(distances) // 2 :]) if distances else 0.0
 
 
-def last_value_and_band(run, metric):
-    """The last value that can be compared. -> update, value, 5 %, 95 %"""
-    by_update = {row["update"]: number(row.get(metric)) for row in run.metrics}
-    band = run.band[metric]
-    i = max(i for i, update in enumerate(band["update"]) if by_update.get(update) is not None)
-    update = band["update"][i]
-    return update, by_update[update], band["5"][i], band["95"][i]
+def against_band(run, metric, update):
+    """The value of an update and the range of healthy runs, in words."""
+    [(low, high)] = [point[1:] for point in band_points(run, metric) if point[0] == update]
+    usual = f"90 % of healthy runs: {low:.3g} to {high:.3g}" if low != high else f"healthy runs: {low:.3g}"
+    return f"{metric} is {values_by_update(run, metric)[update]:.3g} at update {update} ({usual})"
 
 
-def check_loss(run):
-    values = run.values("loss")
-    if len(values) < 10:
+# ---- Findings: more metrics --------------------------------------------------------------------------------
+
+
+@check(
+    "equal-rewards",
+    "In most updates, all rewards are equal",
+    "the reward function cannot parse the responses: another format, or truncated texts",
+    "the task is too hard or too easy for this policy",
+    "the reward model is constant: a head that was not trained, or not loaded",
+)
+def check_equal_rewards(run):
+    stds = run.values("env/reward_std")
+    if stds and mean(x == 0 for x in stds) > 0.5:
+        return f"The standard deviation of the reward is 0 in {mean(x == 0 for x in stds):.0%} of them."
+
+
+@check(
+    "groups-without-variance",
+    "Most groups have equal rewards from the start",
+    "the task is too hard or too easy for this policy, or the responses cannot be parsed",
+    "the temperature is low, so the responses to a prompt are alike",
+    "too few responses per prompt",
+)
+def check_equal_groups(run):
+    equal = run.values("frac_reward_zero_std")
+    if equal and part_mean(equal, 0, 0.2) > 0.6 and check_equal_rewards(run) is None:
+        return f"{part_mean(equal, 0, 0.2):.0%} in the first fifth of the run. Their advantages are 0."
+
+
+@check(
+    "judge-disagrees",
+    "The score rises, and the judge disagrees",
+    "the reward is not what was meant: a wrong label, sign, column or order of the texts",
+    "the policy has found what the reward model gets wrong",
+)
+def check_judge(run):
+    """A judge that the policy is not trained on, before and after on held-out prompts."""
+    before, after = held_out_metrics(run)
+    if rises(run) and run.evaluation.get("n", 0) >= 50 and check_gold_score(run) is None:
+        for name in judge_names(run):
+            if after[name] <= before[name] - 0.1:  # both are fractions
+                return f"{name} fell from {before[name]:.2f} to {after[name]:.2f} on held-out prompts."
+
+
+def held_out_metrics(run):
+    """The numbers of evaluation.json before and after. -> two dicts with the same keys"""
+    before, after = run.evaluation.get("before"), run.evaluation.get("after")
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return {}, {}
+    names = [name for name in before if None not in (number(before[name]), number(after.get(name)))]
+    return {name: before[name] for name in names}, {name: after[name] for name in names}
+
+
+def judge_names(run):
+    """The metrics of evaluation.json that come from a judge: fractions."""
+    before, _ = held_out_metrics(run)
+    return [name for name in before if name.startswith("judge") or name == "win rate"]
+
+
+@check(
+    "over-optimization",
+    "The score rises, and the gold score falls",
+    "the reward model is too weak: the policy has found what it gets wrong",
+    "the policy is too far from its reference: raise the KL coefficient, or stop earlier",
+    "the reward model reads something else than in its training: no prompt, no EOS, another template",
+)
+def check_gold_score(run):
+    """Compare the end with the best tenth of the run. Noise alone must not look like a fall."""
+    values = run.values("judge/scores")
+    if len(values) < 10 or not rises(run):
         return None
-    early, late = part_mean(values, 0, 0.05), part_mean(values, 0.8, 1)
-    last = values[int(0.8 * len(values)) :]
-    if late < early - 2 * stdev(last) / len(last) ** 0.5:
+    means = tenths(values)
+    fall = max(means) - means[-1]
+    steps = [after - before for before, after in zip(values, values[1:])]
+    error = stdev(steps) / math.ceil(len(values) / 10) ** 0.5  # of the difference of two means
+    # 4 standard errors, because the best one of many means is above the truth
+    if fall > max(4 * error, 0.3 * (max(means) - means[0])):
+        return f"The gold score reached {max(means):.3g} and ended at {means[-1]:.3g}."
+
+
+@check(
+    "training-prompts-only",
+    "The score rises on the training prompts only",
+    "the prompts are few, or always the same ones: the policy learns their answers by heart",
+    "training and evaluation differ: another temperature, length, stop token or template",
+)
+def check_held_out(run):
+    """What is learned on the training prompts must show on others, unless their answers stay the same."""
+    gains, rewards = held_out_gains(run), run.values("env/reward_mean")
+    if len(gains) < 50 or len(rewards) < 10 or not rises(run):
         return None
-    return Finding(
-        "The loss does not fall",
-        f"From {early:.3g} to {late:.3g}.",
-        [
-            "the learning rate is too high or too low",
-            "labels are shifted twice, or not at all",
-            "all labels are masked, or the wrong ones",
-        ],
-        "loss-does-not-fall",
-    )
-
-
-def check_loss_gain(run):
-    """With other flags, a loss that falls by less than half of what it does in healthy runs is a finding.
-
-    Only for sft.py and reward_model.py, whose bands have a loss. Model, tokenizer and data must be the same.
-    """
-    band = run.band.get("loss")
-    early, late = early_and_late(run, "loss")
-    if band is None or early is None or len(run.metrics) < 10 or has_flags_of_band(run):
+    if mean(pair["before"] == pair["after"] for pair in run.pairs) > 0.95:
         return None
-    if check_loss(run) is not None:
-        return None
-    if any(word in text for text in unusual_flags(run) for word in LOSS_FLAGS):
-        return None
-    usual = band["50"][0] - part_mean(band["50"], 0.8, 1)
-    if early - late > 0.5 * usual:
-        return None
-    return Finding(
-        "The loss falls less than with the usual flags",
-        f"It fell by {early - late:.3g}; the median of healthy runs: by {usual:.3g}.",
-        ["the learning rate is too low, or much too high", "the run is too short"],
-        "loss-does-not-fall",
-    )
+    early, late = early_and_late(run, "env/reward_mean")
+    gain, error = mean(gains), (stdev(gains) ** 2 / len(gains) + stdev(rewards) ** 2 / 10) ** 0.5
+    if gain < 0.65 * (late - early) and late - early - gain > 3 * error:
+        return f"There it rose by {late - early:.3g}, on held-out prompts by {gain:.3g}."
 
 
-# With them, losses cannot be compared.
-LOSS_FLAGS = ("model", "config", "tokenizer", "dataset", "shard", "label")
+@check(
+    "kl-coefficient",
+    "The KL coefficient moves the wrong way",
+    "the error of the controller has the wrong sign",
+    "the controller reads another KL than the one that is logged: per token, or of one process",
+)
+def check_coefficient(run):
+    target, kl = run.target("objective/kl"), values_by_update(run, "objective/kl")
+    coefficients = values_by_update(run, "objective/kl_coef")
+    against = []  # for each update with a clear error: does the coefficient move against it?
+    for update in sorted(kl) if target else []:
+        if update in coefficients and update + 1 in coefficients:
+            error, step = kl[update] / target - 1, coefficients[update + 1] - coefficients[update]
+            if abs(error) > 0.05 and step != 0:
+                against.append(error * step < 0)
+    if len(against) >= 8 and mean(against) > 0.5:
+        return f"Away from the target {target:g} in {mean(against):.0%} of the updates."
 
 
-# ---- Findings: the saved tokens ----------------------------------------------------------------------------
-#
-# tokens.jsonl has the numbers of a few responses. From them, rewards and advantages are computed once more.
-
-
-def rows_by_update(run):
-    """The rows of tokens.jsonl. -> dict: update -> list of rows"""
-    updates = {}
-    for row in run.tokens:
-        updates.setdefault(row["update"], []).append(row)
-    return updates
-
-
-def fit(x, y):
-    """Least squares: y = slope * x + offset. Two lists -> slope, offset, largest error"""
-    x_mean, y_mean = mean(x), mean(y)
-    spread = sum((a - x_mean) ** 2 for a in x)
-    slope = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y)) / spread if spread > 0 else 0.0
-    offset = y_mean - slope * x_mean
-    error = max(abs(slope * a + offset - b) for a, b in zip(x, y))
-    return slope, offset, error
-
-
-def check_token_rewards(run):
-    """PPO pays each token -kl_coef * KL, and the last token the score too."""
-    if run.args.get("whiten_rewards"):
-        return None
-    coefficients = {row.get("update"): number(row.get("objective/kl_coef")) for row in run.metrics}
-    wrong_kl, wrong_last, paid_elsewhere = 0, 0, 0
-    equal_rewards, proportional = 0, 0  # responses whose tokens all have the same reward, or -c * KL
-    slopes = []  # of reward over KL: -kl_coef is right
-    rows = [row for row in run.tokens if {"reward", "KL", "score"} <= row.keys()]
-    rows = [row for row in rows if coefficients.get(row["update"]) is not None and row["reward"]]
-    for row in rows:
-        coefficient = coefficients[row["update"]]
-        # What a token is paid apart from its KL: 0, and the score at the end.
-        rest = [reward + coefficient * kl for reward, kl in zip(row["reward"], row["KL"])]
-        tolerance = [0.002 + 0.001 * coefficient * abs(kl) for kl in row["KL"]]
-        wrong = [abs(x) > limit for x, limit in zip(rest, tolerance)]
-        early_kl, early_rewards = row["KL"][:-1], row["reward"][:-1]
-        spread = sum(kl**2 for kl in early_kl)
-        if any(wrong[:-1]) and spread > 0:
-            slopes.append(sum(kl * reward for kl, reward in zip(early_kl, early_rewards)) / spread)
-            wrong_kl += 1
-            equal_rewards += max(early_rewards) - min(early_rewards) < 0.0005
-            errors = [abs(reward - slopes[-1] * kl) for kl, reward in zip(early_kl, early_rewards)]
-            proportional += all(error <= limit for error, limit in zip(errors, tolerance))
-            scores = [score for score in possible_scores(run, row["score"]) if abs(score) > 0.05]
-            paid_elsewhere += any(abs(x - score) < 0.01 for x in rest[:-1] for score in scores)
-        paid = possible_scores(run, row["score"])
-        if min(abs(rest[-1] - score) for score in paid) > tolerance[-1] + 0.001 * abs(row["score"]):
-            wrong_last += 1
-    if wrong_kl + wrong_last < max(1, 0.1 * len(rows)):
-        return None
-    evidence = []
-    causes = []
-    if wrong_last:
-        evidence.append(
-            f"In {wrong_last} of {len(rows)} saved responses, the last token is not paid the score"
+@check(
+    "steps-too-large",
+    "The steps are too large",
+    "the learning rate is too high, or there are too many epochs per batch",
+    "old log-probabilities are of another model, update, temperature, row or token",
+    "advantages are not normalized, or min and max are swapped in the clipped loss",
+)
+def check_step_size(run):
+    variance, clipped = run.values("val/ratio_var") or [0.0], run.values("policy/clipfrac_avg") or [0.0]
+    ratio = mean(run.values("val/ratio") or [1.0])
+    if mean(variance) > 0.5 or mean(clipped) > 0.35 or not 0.5 < ratio < 2:
+        return (
+            f"In the mean, {mean(clipped):.0%} of the ratios are clipped. The ratio is {ratio:.2g}, with a "
+            f"variance of {median(variance):.2g} (median), at most {max(variance):.2g}."
         )
-        causes.append("the score is not put on the last token of a response: on padding, off by one, or lost")
-    if wrong_kl:
-        evidence.append(f"in {wrong_kl}, earlier tokens are paid something else than -kl_coef * KL")
-        if mean(slopes) > 0 and paid_elsewhere < 0.5 * wrong_kl:
-            causes.insert(
-                0, "the KL penalty has the wrong sign: tokens that are rare under the reference are paid"
-            )
-        elif paid_elsewhere > 0.2 * wrong_kl:
-            causes.insert(0, "the score is paid on more tokens than the last one")
-        elif equal_rewards > 0.5 * wrong_kl:
-            causes.insert(0, "the KL of the whole response is charged to each of its tokens")
-        elif proportional > 0.5 * wrong_kl:
-            causes.insert(0, f"the KL penalty has another coefficient: rewards are {median(slopes):.3g} * KL")
-        causes.append("the KL penalty is computed from other log-probabilities, or with another coefficient")
-    return Finding(
-        "Rewards are not the KL penalty and the score",
-        ("; ".join(evidence) + ".").capitalize(),
-        causes,
-        "token-rewards",
-    )
 
 
-def check_masks(run):
-    """PPO: a token of a response with a KL, return and advantage of exactly 0 is outside of the mask."""
-    rows = [row for row in run.tokens if {"KL", "return", "advantage"} <= row.keys() and row["KL"]]
-    masked_last, masked_first, masked_between = 0, 0, 0
-    for row in rows:
-        masked = [
-            kl == 0 and x == 0 and y == 0 for kl, x, y in zip(row["KL"], row["return"], row["advantage"])
-        ]
-        masked_last += masked[-1]
-        masked_first += masked[0]
-        masked_between += any(masked[1:-1])
-    if max(masked_last, masked_first, masked_between) < max(2, 0.25 * len(rows)):
+@check(
+    "outside-the-band",
+    "Not like healthy runs with the same flags",
+    "advantages, values, returns, loss, clipping or optimizer differ",
+)
+def check_band(run):
+    """Metrics far from those of healthy runs in the later half, and the first one to leave their range."""
+    if not has_flags_of_band(run):
         return None
-    causes = []
-    if masked_last >= max(masked_first, masked_between):
-        causes = [
-            "the mask leaves out the last token: it is made of token ids (pad = EOS), or it is one too short",
-            "the length of a response does not count its stop token",
-        ]
-    elif masked_first >= masked_between:
-        causes = ["the mask leaves out the first token: it begins one too late, or ends one too early"]
-    causes.append("the mask of the response is of other tokens or rows")
-    return Finding(
-        "Tokens of the responses are masked out",
-        f"In {len(rows)} saved responses, the last token has a KL, return and advantage of exactly 0 in "
-        f"{masked_last}, the first one in {masked_first}, others in {masked_between}. They are not learned.",
-        causes,
-        "masks",
-    )
-
-
-def possible_scores(run, score):
-    """A saved score, as it is, clipped, or with the penalty for a missing end. -> list of float"""
-    clip = run.args.get("score_clip") or math.inf
-    penalty = run.args.get("missing_eos_penalty") or 0.0
-    clipped = max(-clip, min(clip, score))
-    return [score, clipped, score - penalty, clipped - penalty]
-
-
-def check_token_advantages(run):
-    """PPO: advantages must follow from rewards and values by GAE. They were whitened: an affine function."""
-    gamma, lam = run.args.get("gamma"), run.args.get("lam")
-    if gamma is None or lam is None:
+    distances = {metric: distance_from_band(run, metric) for metric in run.band if metric not in NOT_COMPARED}
+    farthest = max(distances, key=distances.get, default=None)
+    if farthest is None or distances[farthest] < 0.75:
         return None
-    wrong, wrong_returns, total = 0, 0, 0
-    for rows in rows_by_update(run).values():
-        ours, theirs = [], []
-        return_errors = []
-        for row in rows:
-            if not {"reward", "value", "advantage"} <= row.keys():
-                continue
-            advantage, next_value, advantages = 0.0, 0.0, []
-            for reward, value in zip(reversed(row["reward"]), reversed(row["value"])):
-                advantage = reward + gamma * next_value - value + gamma * lam * advantage
-                next_value = value
-                advantages.append(advantage)
-            advantages.reverse()
-            ours += advantages
-            theirs += row["advantage"]
-            if row.get("return"):
-                sums = [advantage + value for advantage, value in zip(advantages, row["value"])]
-                return_errors += [abs(x - y) for x, y in zip(row["return"], sums)]
-        if len(ours) < 3 or not all_finite(ours + theirs) or max(ours) - min(ours) < 0.001:
-            continue
-        total += 1
-        slope, _, error = fit(ours, theirs)
-        # Rewards and values are saved with four digits after the point, and add up over the tokens.
-        rounding = 2e-4 * max(len(row.get("reward", [])) for row in rows) * max(slope, 0.0)
-        wrong += slope <= 0 or error > 0.02 + 0.01 * max(abs(x) for x in theirs) + rounding
-        wrong_returns += any(x > 0.02 + 0.01 * max(abs(y) for y in ours) for x in return_errors)
-    if wrong <= total / 2 and wrong_returns > total / 2:
-        return Finding(
-            "Returns are not advantages plus values",
-            f"In {wrong_returns} of {total} saved updates. In most of them, the advantages follow from GAE.",
-            [
-                "the critic learns another target: whitened returns, or values added twice or not at all",
-                "returns belong to other tokens or responses",
-            ],
-            "token-advantages",
-        )
-    if wrong <= total / 2:
+    evidence = against_band(run, farthest, band_points(run, farthest)[-1][0])
+    left = []  # (update, metric)
+    for metric in LATER if not different_at_first(run) else []:
+        points = widths_outside(run, metric)
+        pairs = zip(points, points[1:])  # one point outside is chance
+        left += [(update, metric) for (update, x), (_, y) in pairs if min(x, y) > 1 or max(x, y) < -1]
+    if not left:
+        return f"{evidence}."
+    update, metric = min(left, key=lambda pair: pair[0])
+    evidence += f". {metric} was the first to leave their range, at update {update}."
+    return evidence, CAUSES[metric]
+
+
+@check("score-does-not-rise", "The score does not rise")
+def check_score(run):
+    evidence = flat_or_falling(run)
+    if evidence is None or clear_change(run) == 1 or check_score_falls(run) is not None:
         return None
-    return Finding(
-        "Advantages do not follow from rewards and values",
-        f"In {wrong} of {total} saved updates, GAE (gamma {gamma:g}, lambda {lam:g}) gives other advantages "
-        "for the saved rewards and values.",
-        [
-            "the recursion of GAE is wrong: its direction, a token too early or late, gamma or lambda",
-            "advantages have the wrong sign, or belong to other tokens or responses",
-            "advantages are whitened over the wrong tokens: of one response, of a minibatch, or with padding",
-        ],
-        "token-advantages",
-    )
-
-
-def check_last_tokens(run):
-    """RLOO and GRPO: the stop token is the last token of a response that has ended, and is trained."""
-    rows = [row for rows in saved_groups(run) for row in rows]
-    clipped = run.values("completions/clipped_ratio")
-    if len(rows) < 8 or not clipped or mean(clipped) > 0.5:
-        return None
-    [(last_token, count)] = Counter(row["tokens"][-1] for row in rows).most_common(1)
-    if count > 0.4 * len(rows):  # there may be more than one stop token
-        return None
-    return Finding(
-        "Responses lack their stop token",
-        f"{1 - mean(clipped):.0%} of the responses end by themselves. But only {count / len(rows):.0%} of "
-        f"the saved ones have the commonest last token, {last_token!r}.",
-        [
-            "the length of a response does not count its stop token, so the policy is never trained to stop",
-            "responses are cut at another token than the one at which they stop",
-        ],
-        "responses-do-not-end",
-    )
-
-
-def check_same_scores(run):
-    """In a group, the same response has the same score, unless the reward function uses chance or the batch.
-
-    Not in the PPO scripts: there, rows with equal prompts may have different references or other columns.
-    """
-    if run.script not in ("rloo_tldr", "grpo_math"):
-        return None
-    scores = {}  # (update, prompt, response) -> scores
-    for row in run.tokens:
-        if {"prompt", "tokens", "score"} <= row.keys():
-            response = tuple(row.get("ids", row["tokens"]))  # runs of old versions have no ids
-            scores.setdefault((row["update"], row["prompt"], response), []).append(row["score"])
-    repeated = [values for values in scores.values() if len(values) > 1]
-    different = sum(max(values) - min(values) > 0.01 + 0.01 * abs(values[0]) for values in repeated)
-    if different < max(2, 0.1 * len(repeated)):
-        return None
-    return Finding(
-        "The same response has different scores",
-        f"In {different} of {len(repeated)} cases in which a prompt got the same response more than once.",
-        [
-            "scores belong to other responses or prompts: shuffled, or ordered in another way",
-            "the reward function reads more than prompt and response: the batch, the order, random numbers",
-        ],
-        "same-response-other-score",
-    )
-
-
-def check_direction(run):
-    """After an update, tokens with a high advantage should be more likely than before."""
-    rounding = 0.05 if rounds_more(run) else 0.001  # of log-ratios
-    correlations, total = [], 0
-    for rows in rows_by_update(run).values():
-        advantages, log_ratios = [], []
-        for row in rows:
-            if not {"advantage", "ratio"} <= row.keys() or not row["ratio"]:
-                continue
-            if all_finite(row["advantage"] + row["ratio"]):
-                advantages += row["advantage"]
-                log_ratios += [math.log(max(x, 1e-4)) for x in row["ratio"]]
-        if len(advantages) > 2 and stdev(advantages) > 1e-6 and stdev(log_ratios) > rounding:
-            correlations.append(correlation(advantages, log_ratios))
-            total += len(advantages)
-    if len(correlations) < 3 or total < 100 or max(correlations) > 0.1 or mean(correlations) > 0.02:
-        return None
-    return Finding(
-        "Updates do not make tokens with high advantages more likely",
-        f"In {len(correlations)} saved updates ({total} tokens), advantage and log-ratio have correlations "
-        f"from {min(correlations):.2f} to {max(correlations):.2f}.",
-        [
-            "the sign of the loss, of the advantages in it, or of the logarithm of the ratio",
-            "the loss multiplies ratios and advantages of different tokens or responses",
-            "something else moves the weights: value loss, weight decay, steps that are far too large",
-        ],
-        "direction",
-    )
-
-
-def all_finite(values):
-    return all(x is not None and math.isfinite(x) for x in values)
-
-
-def check_values(run):
-    """Values start at 0. After some updates they should not be 0 any more."""
-    if check_no_step(run) is not None:  # nothing moves at all
-        return None
-    updates = rows_by_update(run)
-    rows = [row for update in list(updates)[1:] for row in updates[update] if row.get("value")]
-    if not rows or any(abs(value) > 1e-6 for row in rows for value in row["value"]):
-        return None
-    return Finding(
-        "The critic predicts 0 for every token",
-        f"In all {len(rows)} responses that were saved after the first time.",
-        [
-            "the value loss has no weight, or does not reach the critic",
-            "the optimizer does not hold the critic's parameters",
-        ],
-        "critic-says-zero",
-    )
-
-
-def saved_groups(run):
-    """RLOO and GRPO: all responses to one prompt, for each saved update. -> list of lists of rows"""
-    if run.script not in ("rloo_tldr", "grpo_math"):
-        return []
-    groups = []
-    for rows in rows_by_update(run).values():
-        rows = [row for row in rows if row.get("advantage") and {"tokens", "score"} <= row.keys()]
-        numbers = [[row["score"], row["advantage"][0], *row.get("KL", [])] for row in rows]
-        if len(rows) > 1 and all(all_finite(values) for values in numbers):
-            groups.append(rows)
-    return groups
-
-
-def check_same_responses(run):
-    groups = saved_groups(run)
-    alike = [rows for rows in groups if all(row["tokens"] == rows[0]["tokens"] for row in rows)]
-    log_chance = 0.0  # of these groups, by the probability of their response
-    for rows in alike:
-        log_chance += (len(rows) - 1) * sum(rows[0].get("logprob", [-math.inf]))
-    if len(groups) < 3 or len(alike) <= 0.8 * len(groups) or log_chance > math.log(1e-3):
-        return None
-    return Finding(
-        "The responses to a prompt are the same",
-        f"In {len(alike)} of {len(groups)} saved groups, all responses are the same text. By their "
-        "probabilities, that is no chance.",
-        [
-            "the responses of a group are sampled with the same random numbers",
-            "the rows of a group are copies of one response",
-        ],
-        "same-responses",
-    )
-
-
-def check_group_advantages(run):
-    """RLOO and GRPO: compute the advantages of a group again from its scores and KL."""
-    coefficient = 0.0
-    if run.script == "rloo_tldr" and not run.args.get("kl_in_loss"):
-        coefficient = run.args.get("kl_coef") or 0.0
-    kinds = Counter()  # what is wrong -> number of groups
-    all_expected, all_saved = [], []
-    num_groups = 0
-    for rows in saved_groups(run):
-        rewards = [row["score"] - coefficient * sum(row.get("KL", [0.0])) for row in rows]
-        saved = [row["advantage"][0] for row in rows]
-        expected = group_advantages(run.script, rewards)
-        if max(abs(x) for x in expected + saved) < 0.01:
-            continue  # all rewards are equal
-        num_groups += 1
-        all_expected += expected
-        all_saved += [x - mean(saved) for x in saved]
-        slope, _, error = fit(expected, saved)
-        # KL and advantages are saved with four digits after the point.
-        rounding = 1e-4 * (1 + coefficient * max(len(row["tokens"]) for row in rows)) * max(1.0, slope)
-        tolerance = rounding + 0.005 * max(abs(x) for x in saved)
-        equal_rewards = max(abs(x) for x in expected) < 0.01
-        if error > tolerance or (slope <= 0 and not equal_rewards):
-            kinds["order"] += 1
-        elif abs(mean(saved)) > tolerance:
-            kinds["baseline"] += 1
-        elif abs(slope - 1) > 0.05 and not run.args.get("whiten_rewards"):  # which divides by another number
-            kinds["scale"] += 1
-    if kinds.total() <= num_groups / 2:
-        return None
-    [(kind, count)] = kinds.most_common(1)
-    evidence = f"In {count} of {num_groups} saved groups"
-    if kind == "baseline":
-        return Finding(
-            "The advantages of a group do not sum to 0",
-            f"{evidence}. They rise with the reward, but have another baseline.",
-            [
-                "the baseline is missing, or it is the mean of other responses than those of the group",
-                "advantages are whitened over the batch",
-            ],
-            "group-advantages",
-        )
-    if kind == "scale":
-        return Finding(
-            "The advantages of a group have another scale",
-            f"{evidence}. They follow from the rewards, but for a factor.",
-            [
-                "GRPO: not divided by the standard deviation of the group, or by that of the batch",
-                "RLOO: divided by a standard deviation, as in GRPO",
-                "advantages are whitened or clipped after that",
-            ],
-            "group-advantages",
-        )
     causes = [
-        "groups are mixed up: rows are grouped or ordered in two different ways",
-        "the advantages have the wrong sign, or a wrong baseline",
-        "rewards and advantages are of different responses",
+        WRONG_PLACE,
+        "the learning rate is too low, or the run too short",
+        "the KL penalty is too strong: the policy stays at its reference",
     ]
-    similar = 0.0
-    if stdev(all_expected) > 0 and stdev(all_saved) > 0:
-        similar = correlation(all_expected, all_saved)
-    if similar > 0.9:  # the scores are in the advantages, but something small is wrong
-        causes.insert(0, "rewards are clipped, whitened or penalized in another way")
-        if coefficient > 0:
-            kl_cause = "the KL penalty: a mean over tokens, its sign, its coefficient, its estimator"
-            causes.insert(0, kl_cause)
-    return Finding(
-        "Advantages do not follow from the rewards of the group",
-        f"{evidence}. Saved advantages and those computed again from scores and KL have a correlation of "
-        f"{similar:.3f}.",
-        causes,
-        "group-advantages",
-    )
+    _, late_kl = early_and_late(run, "objective/kl")
+    moved = run.values("policy/approxkl_avg")
+    hardly_moves = late_kl is not None and late_kl < 0.3 and moved and mean(moved) < 1e-4
+    return evidence, causes[1:] + causes[:1] if hardly_moves else causes
 
 
-def group_advantages(script, rewards):
-    """The advantages of RLOO or GRPO for the rewards of one group. Two lists of float"""
-    k, center = len(rewards), mean(rewards)
-    if script == "grpo_math":
-        return [(reward - center) / (stdev(rewards) + 1e-4) for reward in rewards]
-    # reward - mean of the others = k / (k - 1) * (reward - mean of the group)
-    return [k / (k - 1) * (reward - center) for reward in rewards]
+@check(
+    "score-does-not-rise",
+    "The score rises less than with the usual flags",
+    "the KL penalty is too strong",
+    "the learning rate is too low, or the run too short",
+)
+def check_gain(run):
+    """With other flags, less than half of what healthy runs gain. The reward functions must be the same."""
+    band, flags = run.band.get("env/reward_mean"), " ".join(unusual_flags(run))
+    early, late = early_and_late(run, "env/reward_mean")
+    other_reward = any(word in flags for word in ("reward", "weight", "judge", "dataset", "model"))
+    if band is None or early is None or len(run.metrics) < 10 or not flags or other_reward:
+        return None
+    usual = part_mean(band["50"], 0.8, 1) - band["50"][0]
+    if late - early < 0.5 * usual and check_score(run) is None and check_score_falls(run) is None:
+        return f"The raw reward rose by {late - early:.3g}; the median of healthy runs: by {usual:.3g}."
+
+
+@check(
+    "reward-hacking",
+    "The responses become alike",
+    "the policy exploits the reward: certain words raise it whatever the response says",
+    "the KL penalty is too weak, or missing",
+    "the learning rate is too high",
+)
+def check_words(run):
+    """A new word takes over, or word pairs repeat. Arithmetic has few words."""
+    if run.script == "grpo_math":
+        return None
+    before, after = held_out_metrics(run)
+    word, share_before, share = (new_words(run.pairs) or [("", 0.0, 0.0)])[0]
+    judge_gain = min((after[name] - before[name] for name in judge_names(run)), default=0.0)
+    spreads = share > 0.15 and len(run.pairs) * share >= 10
+    if spreads and (share >= 0.4 or judge_gain <= 0.1):  # else somebody else likes the responses, too
+        return f"“{word}” is in {share:.0%} of the held-out responses, before training in {share_before:.0%}."
+    early, late = early_and_late(run, "completions/distinct_2")
+    for name in {"distinct bigrams", "distinct2"} & before.keys():
+        early, late = before[name], after[name]
+    if early is not None and late < 0.75 * early and not is_in_band(run, "completions/distinct_2"):
+        return f"The fraction of different word pairs fell from {early:.2f} to {late:.2f}."
+
+
+FUNCTION_WORDS = set(
+    """
+    about after again also always another anything because been before being both could does doing down
+    during each either even ever every everybody everyone everything from have having here however into
+    itself just many might more most much must neither never nobody none nothing once only other over
+    perhaps quite rather same should since some somebody someone something such than that their them
+    then there these they this those though through under until upon very well were what when where
+    whether which while whole whom whose will with within without would your yours
+    """.split()
+)
+
+
+def new_words(pairs):
+    """Content words whose share of the responses has at least doubled, the commonest first.
+
+    -> list of (word, share before, share after)
+    """
+    shares = {}
+    for side in ("before", "after"):
+        counts = Counter()
+        for pair in pairs:
+            words = re.findall(r"[^\W\d_]{4,}", pair[side].lower())  # [^\W\d_] is any letter
+            counts.update(set(words) - FUNCTION_WORDS)
+        shares[side] = {word: count / len(pairs) for word, count in counts.items()}
+    words = [
+        (word, shares["before"].get(word, 0.0), share) for word, share in sorted(shares["after"].items())
+    ]
+    return sorted((row for row in words if row[2] >= 2 * row[1]), key=lambda row: -row[2])
+
+
+@check(
+    "kl-above-target",
+    "The KL is above its target",
+    "the coefficient starts too low, or --kl-horizon is too long for a run of this length",
+    "the learning rate is too high",
+    "the KL penalty does not reach the rewards, or has the wrong sign",
+)
+def check_kl_target(run):
+    target, values = run.target("objective/kl"), run.values("objective/kl")
+    if not target or len(values) < 10 or is_in_band(run, "objective/kl"):
+        return None
+    late = part_mean(values, 0.5, 1)
+    if late > 1.3 * target:
+        return f"{late:.3g} in the second half of the run, target {target:g}."
+
+
+@check(
+    "entropy-rises",
+    "The entropy rises",
+    "the loss or the KL penalty has the wrong sign, or the KL penalty is missing",
+    "the learning rate is too high: the policy comes apart",
+)
+def check_entropy(run):
+    early, late = early_and_late(run, "policy/entropy_avg")
+    if early is not None and late > 1.6 * early:
+        return f"From {early:.3g} to {late:.3g} nats per token: the policy becomes more random."
+
+
+@check(
+    "entropy-collapses",
+    "The entropy collapses",
+    "the policy exploits one response that is always paid",
+    "the KL penalty is too weak, or the learning rate too high",
+)
+def check_low_entropy(run):
+    early, late = early_and_late(run, "policy/entropy_avg")
+    if early is not None and late < 0.25 * early and score_gain(run) is not None and clear_change(run) < 1:
+        return f"From {early:.3g} to {late:.3g} nats per token, without a gain in score."
+
+
+@check(
+    "critic",
+    "The critic does not learn",
+    "the value loss has the wrong sign or too little weight, or does not reach the critic",
+    "values are aligned with other tokens than the returns: off by one, or padding",
+    "the learning rate is too high for the critic, or the scores spread more and more",
+)
+def check_critic(run):
+    """The value loss must not rise, and values must leave 0, where they start."""
+    early, late = early_and_late(run, "loss/value_avg")
+    if early is not None and len(run.metrics) >= 20 and late > 1.5 * early:
+        return f"The value loss rises from {early:.3g} to {late:.3g}."
+    rows = saved_rows(run, "value")
+    later = [x for row in rows if row["update"] > rows[0]["update"] for x in row["value"]]
+    if later and all(abs(x) < 1e-6 for x in later) and not does_not_move(run):
+        return f"The values of {len(later)} saved tokens are all 0."
+
+
+@check(
+    "loss-does-not-fall",
+    "The loss does not fall",
+    "the learning rate is too high or too low",
+    "labels are shifted twice, or not at all",
+    "all labels are masked, or the wrong ones",
+)
+def check_loss(run):
+    """Of sft.py and reward_model.py."""
+    values = run.values("loss")
+    early, late = early_and_late(run, "loss")
+    last = values[int(0.8 * len(values)) :]
+    if len(values) >= 10 and late >= early - 2 * stdev(last) / len(last) ** 0.5:
+        return f"From {early:.3g} to {late:.3g}."
 
 
 # ---- Curves ------------------------------------------------------------------------------------------------
 
 
-def thin(items):
-    """At most MAX_POINTS items, evenly spaced, with the last one."""
-    step = math.ceil(len(items) / MAX_POINTS)
-    return items[::-1][::step][::-1] if step > 1 else items
+def chart_groups(runs):
+    """The metrics that some run has. -> list of (group, list of (metric, title, what to look for))"""
+    known = {metric for metrics in METRICS.values() for metric in metrics}
+    known |= {"update", "episode", "eps", "epoch", "step"}
+    others = {name: (name, "") for run in runs for row in run.metrics for name in row if name not in known}
+    groups = []
+    for group, metrics in [*METRICS.items(), ("Everything else", others)]:
+        charts = [(metric, *titles) for metric, titles in metrics.items()]
+        groups.append((group, [chart for chart in charts if any(run.values(chart[0]) for run in runs)]))
+    return [(group, charts) for group, charts in groups if charts]
+
+
+def curve(run, metric):
+    """At most MAX_POINTS of the points, evenly spaced, with the last one. -> updates, values"""
+    points = list(values_by_update(run, metric).items())
+    step = math.ceil(len(points) / MAX_POINTS) or 1
+    points = points[::-1][::step][::-1]
+    return [update for update, _ in points], [x for _, x in points]
 
 
 def chart(metric, title, runs, colors):
-    """A Bokeh figure of one metric over the updates, or None if no run has it."""
+    """A Bokeh figure of one metric over the updates."""
     from bokeh.models import HoverTool, Span
     from bokeh.plotting import figure
 
-    runs = [run for run in runs if run.values(metric)]
-    if not runs:
-        return None
     plot = figure(height=230, sizing_mode="stretch_width", tools="", toolbar_location=None, title=title)
     band = runs[0].band.get(metric)
     if band is not None:
-        color = "#bbbbbb"
-        plot.varea(band["update"], band["5"], band["95"], color=color, alpha=0.4)
-        plot.line(band["update"], band["50"], color=color, line_width=1)
+        plot.varea(band["update"], band["5"], band["95"], color="#bbbbbb", alpha=0.4)
+        plot.line(band["update"], band["50"], color="#bbbbbb", line_width=1)
     for run in runs:
-        rows = thin([row for row in run.metrics if number(row.get(metric)) is not None])
-        updates = [row["update"] for row in rows]
-        values = [row[metric] for row in rows]
-        line = plot.line(updates, values, color=colors[run.name], line_width=1.5)
+        line = plot.line(*curve(run, metric), color=colors[run.name], line_width=1.5)
         tooltips = [("", run.name), ("update", "@x"), (title, "@y{0.0000a}")]
         plot.add_tools(HoverTool(renderers=[line], tooltips=tooltips, mode="vline"))
         if run.target(metric):
             plot.add_layout(Span(location=run.target(metric), dimension="width", line_dash="dashed"))
-    values = [x for run in runs for x in run.values(metric)]
-    limits = without_outliers(values)
-    if max(values) == min(values) and band is None:  # Bokeh would draw from x - 1 to x + 1
-        margin = 0.1 * abs(values[0]) or 0.1
-        plot.y_range.start, plot.y_range.end = values[0] - margin, values[0] + margin
-    if limits is not None:
-        plot.y_range.start, plot.y_range.end = limits
-        plot.title.text += " (outliers cut off)"
     plot.xaxis.axis_label = "update"
     return plot
 
 
-def without_outliers(values):
-    """The range to draw if a few values would flatten all others, else None. -> (low, high)"""
-    if len(values) < 50:
-        return None
-    ordered = sorted(values)
-    low, high = ordered[len(values) // 50], ordered[-1 - len(values) // 50]  # without the outer 2 %
-    margin = high - low
-    if margin == 0 or ordered[-1] - ordered[0] < 6 * margin:
-        return None
-    return low - margin / 2, high + margin / 2
+def draw_png(runs, path):
+    """The curves as a picture."""
+    from matplotlib.figure import Figure
+
+    charts = [chart for _, charts in chart_groups(runs) for chart in charts]
+    num_rows = math.ceil(len(charts) / 4)
+    picture = Figure(figsize=(16, 2.6 * num_rows), layout="constrained")
+    for axis, (metric, title, _) in zip(picture.subplots(num_rows, 4, squeeze=False).flat, charts):
+        band = runs[0].band.get(metric)
+        if band is not None:
+            axis.fill_between(band["update"], band["5"], band["95"], color="gray", alpha=0.3)
+        for run in runs:
+            axis.plot(*curve(run, metric), label=run.name)
+        axis.set_title(title, fontsize=9)
+    picture.axes[0].legend(fontsize=7)
+    picture.savefig(path, dpi=80)
 
 
-def histogram(title, before, after):
-    """A Bokeh figure: how a number is distributed before and after the run."""
-    from bokeh.plotting import figure
-
-    low, high = min(before + after), max(before + after)
-    width = (high - low) / 24 or 1.0
-    plot = figure(height=230, sizing_mode="stretch_width", tools="", toolbar_location=None, title=title)
-    for name, values, color in (("before", before, "#8c8c8c"), ("after", after, "#1f77b4")):
-        counts = Counter(min(23, int((x - low) / width)) for x in values)
-        bins = sorted(counts)
-        plot.quad(
-            left=[low + width * i for i in bins],
-            right=[low + width * (i + 1) for i in bins],
-            bottom=0,
-            top=[counts[i] / len(values) for i in bins],
-            color=color,
-            alpha=0.5,
-            legend_label=name,
-        )
-    plot.yaxis.axis_label = "fraction of responses"
-    plot.legend.background_fill_alpha = 0.6
-    plot.legend.label_text_font_size = "8pt"
-    return plot
-
-
-# ---- Samples -----------------------------------------------------------------------------------------------
-
-
-def new_words(pairs, count=12):
-    """The words whose share of the responses grew most. -> list of (word, share before, share after)"""
-    shares = []
-    for side in ("before", "after"):
-        counts = Counter()
-        for pair in pairs:
-            counts.update(set(re.findall(r"[a-z']+", pair[side].lower())))
-        shares.append({word: n / len(pairs) for word, n in counts.items()})
-    before, after = shares
-    spread = [
-        word for word in after if after[word] > 2 * before.get(word, 0)
-    ]  # leaves out most function words
-    growth = sorted(spread, key=lambda word: (before.get(word, 0) - after[word], word))
-    return [(word, before.get(word, 0), after[word]) for word in growth[:count]]
-
-
-def samples_over_time(run):
-    """Responses to the same prompts in several updates. -> list of (prompt, [(update, text, score), ...])"""
-    prompts = {}
-    for row in run.samples:
-        prompt = next((row[name] for name in ("prompt", "query", "task", "last") if name in row), "")
-        texts = [row[name] for name in ("response", "model response", "answer", "completion") if name in row]
-        score = next((row[name] for name in row if "score" in name or name.startswith("rewards/")), None)
-        if texts and "update" in row:
-            prompts.setdefault(str(prompt), []).append((row["update"], texts[0], number(score)))
-    return list(prompts.items())
+# ---- Tokens ------------------------------------------------------------------------------------------------
 
 
 def token_data(run):
-    """What the token microscope shows. -> dict: columns, and lines with texts and numbers"""
-    lines = run.tokens
-    while len(lines) > MAX_TOKEN_LINES:  # leave out every other update, but not the last one
-        updates = sorted({line["update"] for line in lines})
-        if len(updates) == 1:
-            break
-        kept = updates[::-1][::2]
-        lines = [line for line in lines if line["update"] in kept]
-    first = lines[0] if lines else {}
-    columns = [name for name, x in first.items() if isinstance(x, list) and name not in ("tokens", "ids")]
-    clean = []
-    for line in lines[:MAX_TOKEN_LINES]:
-        numbers = {name: [number(x) for x in line.get(name, [])] for name in columns}
-        clean.append({**line, **numbers, "score": number(line.get("score"))})
-    return {"columns": columns, "lines": clean}
+    """What the token view shows. -> dict: columns, and rows with the text and the numbers of each token"""
+    updates = list(dict.fromkeys(row["update"] for row in run.tokens))
+    while len(updates) > 1 and sum(row["update"] in updates for row in run.tokens) > MAX_TOKEN_ROWS:
+        updates = updates[::-1][::2][::-1]  # every other one, with the last
+    rows = [row for row in run.tokens if row["update"] in updates][:MAX_TOKEN_ROWS]
+    names = dict.fromkeys(name for row in rows for name, x in row.items() if isinstance(x, list))
+    columns = [name for name in names if name not in ("tokens", "ids")]
+    tokenizer = load_tokenizer(run) if any("tokens" not in row for row in rows) else None
+    shown = []
+    for row in rows:
+        numbers = {name: [number(x) for x in row.get(name) or []] for name in columns}
+        about = {"update": row["update"], "prompt": row.get("prompt", ""), "score": number(row.get("score"))}
+        about["tokens"] = row.get("tokens") or token_pieces(tokenizer, row["ids"])
+        shown.append(about | numbers)
+    return {"columns": columns, "rows": shown}
 
 
-# ---- Export ------------------------------------------------------------------------------------------------
+def load_tokenizer(run):
+    """The tokenizer of the run's model, or of the model that it began with. None if neither is there."""
+    name = run.args.get("model_name_or_path") or ""
+    for path in (run.folder / "model", ROOT / name, name):
+        try:
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except Exception:  # no transformers, no such folder, not cached, another version, a damaged file
+            continue
+    return None
 
 
-ALGORITHMS = {"ppo_sentiment": "ppo", "ppo_dialog": "ppo", "rloo_tldr": "rloo", "grpo_math": "grpo"}
-UNIPO_METRICS = {  # its name -> ours
-    "reward": "objective/scores",
-    "reward_std": "env/reward_std",
-    "policy_loss": "loss/policy_avg",
-    "value_loss": "loss/value_avg",
-    "entropy": "policy/entropy_avg",
-    "kl": "objective/kl",
-    "clip_fraction": "policy/clipfrac_avg",
-    "grad_norm": "grad_norm",
-    "learning_rate": "lr",
-    "response_length": "completions/mean_length",
-    "importance_sampling_ratio": "val/ratio",
-}
-UNIPO_TOKENS = {
-    "values": "value",
-    "advantages": "advantage",
-    "returns": "return",
-    "token_kl": "KL",
-    "rewards": "reward",
-}
+def token_pieces(tokenizer, ids):
+    """The text that each token adds; without a tokenizer, its id. Decoding single tokens may lose spaces.
 
-
-def to_unipo(run):
-    """A run of an RL script for UNIPO (arXiv 2605.11549), a page that explains the loss of each token.
-
-    -> dict, in the format of docs/canonical_schema.json of github.com/poloclub/unipo
+    A character of several tokens belongs to the last of them.
     """
-    cliprange = run.args.get("cliprange", 0.2)
-    entries = []
-    for row in run.metrics:
-        metrics = {name: number(row[ours]) for name, ours in UNIPO_METRICS.items() if ours in row}
-        metrics["policy_objective"] = -metrics["policy_loss"]
-        groups = {}  # prompt -> responses
-        for i, line in enumerate(run.tokens):
-            if line["update"] == row["update"]:
-                groups.setdefault(line["prompt"], []).append(unipo_response(i, line, cliprange))
-        entry = {"step": row["update"], "is_first_step_after_rollout_phase": True, "metrics": metrics}
-        if groups:
-            entry["prompts"] = [{"prompt": prompt, "responses": groups[prompt]} for prompt in groups]
-        entries.append(entry)
-    model = run.args.get("model_name_or_path")
-    header = {
-        "task": run.script,
-        "dataset": run.args.get("dataset_name"),
-        "reward_strategy": ", ".join(run.args.get("reward_fn") or [run.args.get("reward_model_path") or ""]),
-        "algorithm": ALGORITHMS[run.script],
-        "totalSteps": len(entries),
-        "model_name": model,
-        "reference_model_name": model,
-        "hparams": {name: x for name, x in run.args.items() if isinstance(x, (int, float))},
-    }
-    return {"header": header, "entries": entries}
-
-
-def unipo_response(i, line, cliprange):
-    """Line i of tokens.jsonl -> dict"""
-    tokens = {"ids": line["ids"], "strings": line["tokens"], "old_log_probs": line["logprob"]}
-    # tokens.jsonl has four digits after the point, so a ratio may be 0 there.
-    ratios = [max(ratio, 1e-4) for ratio in line["ratio"]]
-    tokens["log_probs"] = [old + math.log(ratio) for old, ratio in zip(line["logprob"], ratios)]
-    if "KL" in line:
-        tokens["ref_log_probs"] = [old - kl for old, kl in zip(line["logprob"], line["KL"])]
-    tokens |= {name: line[ours] for name, ours in UNIPO_TOKENS.items() if ours in line}
-    objectives = []
-    for ratio, advantage in zip(ratios, line["advantage"]):
-        clipped = min(max(ratio, 1 - cliprange), 1 + cliprange)
-        objectives.append(min(ratio * advantage, clipped * advantage))
-    tokens["token_objective"] = objectives
-    return {
-        "id": f"step{line['update']}_line{i}",
-        "reward": line["score"],
-        "advantage": mean(line["advantage"]),
-        "response_text": "".join(line["tokens"]),
-        "response_length": len(line["tokens"]),
-        "tokens": tokens,
-    }
+    if tokenizer is None:
+        return [f" {i}" for i in ids]
+    pieces, shown = [], ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end])
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
+            pieces.append("")  # not a whole character yet
+        else:
+            pieces.append(text[len(shown) :])
+            shown = text
+    return pieces
 
 
 # ---- The page ----------------------------------------------------------------------------------------------
@@ -2125,46 +1239,18 @@ def page(runs):
         if run.name in [other.name for other in runs[:i]]:
             run.name = f"{run.name} ({i + 1})"
     colors = {run.name: Category10[10][i % 10] for i, run in enumerate(runs)}
-    plots = {}  # name -> Bokeh figure
-    groups = []  # (title, list of (name of the plot, help))
-    known = {metric for metrics in METRICS.values() for metric in metrics}
-    others = {metric: (metric, "") for run in runs for metric in run.metrics[-1] if metric not in known}
-    not_shown = {"update", "episode", "eps", "epoch", "step"}
-    others = {metric: titles for metric, titles in others.items() if metric not in not_shown}
-    for group, metrics in [*METRICS.items(), ("Everything else", others)]:
-        charts = []
-        for metric, (title, text) in metrics.items():
-            plot = chart(metric, title, runs, colors)
-            if plot is not None:
-                plots[metric] = plot
-                charts.append((metric, text))
-        groups.append((group, charts))
-
-    views = []
-    for i, run in enumerate(runs):
-        histograms = []
-        if run.pairs:
-            for title, values in (("score", pair_scores(run)), ("words per response", pair_lengths(run))):
-                if values[0] and values[1]:
-                    plots[f"{i} {title}"] = histogram(title, *values)
-                    histograms.append(f"{i} {title}")
-        views.append({
-            "run": run,
-            "findings": find_problems(run),
-            "comparison": comparison(run),
-            "tables": evaluation_tables(run),
-            "words": new_words(run.pairs) if run.pairs else [],
-            "over_time": samples_over_time(run),
-            "histograms": histograms,
-        })  # fmt: skip
-    data = [{"pairs": run.pairs[:MAX_PAIRS], "tokens": token_data(run)} for run in runs]
-
+    groups = chart_groups(runs)
+    plots = {}  # metric -> Bokeh figure
+    for _, charts in groups:
+        plots |= {metric: chart(metric, title, runs, colors) for metric, title, _ in charts}
     script, divs = components(plots)
+    data = [{"pairs": run.pairs[:MAX_PAIRS], "tokens": token_data(run)} for run in runs]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE).render(
         title=", ".join(run.name for run in runs),
         runs=runs,
-        views=views,
+        findings=[find_problems(run) for run in runs],
+        tables=[evaluation_tables(run) for run in runs],
         groups=groups,
         divs=divs,
         colors=colors,
@@ -2174,53 +1260,30 @@ def page(runs):
         style=STYLE,
         max_pairs=MAX_PAIRS,
         program=PROGRAM,
-        as_text=as_text,
     )
 
 
-def pair_scores(run):
-    """Scores before and after. -> two lists of float"""
-    before = [pair["score"] for pair in run.pairs if pair["score"] is not None]
-    after = [pair["score after"] for pair in run.pairs if pair["score after"] is not None]
-    return before, after
-
-
-def pair_lengths(run):
-    """Words before and after. -> two lists of int"""
-    before = [len(pair["before"].split()) for pair in run.pairs]
-    after = [len(pair["after"].split()) for pair in run.pairs]
-    return before, after
-
-
 def evaluation_tables(run):
-    """Other numbers and tables in evaluation.json, of reward_model.py. -> list of (title, columns, rows)"""
+    """evaluation.json and the words that spread. -> list of (title, columns, rows)"""
+    before, after = held_out_metrics(run)
+    tables = []
+    if before:
+        rows = [(name, before[name], after[name]) for name in before]
+        tables.append((f"{run.evaluation.get('n', '')} held-out prompts", ["", "before", "after"], rows))
     numbers = [(name, x) for name, x in run.evaluation.items() if number(x) is not None]
-    tables = [("Held-out data", ["metric", "value"], numbers)] if numbers and not comparison(run) else []
-    confusion, labels = run.evaluation.get("confusion"), run.evaluation.get("labels")
-    if confusion and labels:
-        rows = [[label, *counts] for label, counts in zip(labels, confusion)]
+    if numbers and not before:
+        tables.append(("Held-out data", ["", ""], numbers))
+    if run.evaluation.get("confusion"):  # reward_model.py
+        labels = run.evaluation.get("labels", [])
+        rows = [[label, *counts] for label, counts in zip(labels, run.evaluation["confusion"])]
         tables.append(("Confusion: what it is, what was predicted", ["is", *labels], rows))
-    calibration = run.evaluation.get("calibration")
-    if calibration:
-        rows = [list(bin.values()) for bin in calibration]
-        tables.append(("Calibration: are larger differences right more often?", list(calibration[0]), rows))
-    return tables
-
-
-def as_text(x):
-    """A number of a table in four digits; a text as it is."""
-    return f"{x:.4g}" if isinstance(x, float) else str(x)
-
-
-def comparison(run):
-    """evaluation.json as rows. -> list of (metric, before, after)"""
-    before, after = run.evaluation.get("before"), run.evaluation.get("after")
-    if not isinstance(before, dict) or not isinstance(after, dict):
-        return []
-    names = [
-        name for name in before if number(before[name]) is not None and number(after.get(name)) is not None
+    words = [(word, f"{old:.1%}", f"{new:.1%}") for word, old, new in new_words(run.pairs)[:12]]
+    if words:
+        tables.append(("Words that spread: in how many responses", ["word", "before", "after"], words))
+    return [
+        (title, columns, [[f"{x:.4g}" if isinstance(x, float) else x for x in row] for row in rows])
+        for title, columns, rows in tables
     ]
-    return [(name, before[name], after[name]) for name in names]
 
 
 def describe_findings(run):
@@ -2248,20 +1311,15 @@ h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.2rem; margi
 h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
 nav a { margin-right: 1rem; }
 table { border-collapse: collapse; display: block; overflow-x: auto; }
-td, th { border-bottom: 1px solid var(--line); padding: .2rem .7rem .2rem 0; }
-td, th { text-align: left; vertical-align: top; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; }
+td, th { border-bottom: 1px solid var(--line); padding: .2rem .7rem .2rem 0; text-align: left; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); gap: 1rem; }
 .columns { display: flex; flex-wrap: wrap; gap: 0 3rem; }
-.chart p, .note { color: #5a6672; font-size: .85rem; margin: .2rem 0; }
-.finding { border-left: 4px solid var(--bad); background: var(--soft); padding: .6rem 1rem; margin: .7rem 0; }
-.flags code { display: inline-block; margin-right: 1rem; font-size: .8rem; overflow-wrap: anywhere; }
-.differs { font-weight: bold; }
-.healthy { border-left: 4px solid var(--good); background: var(--soft); padding: .6rem 1rem; }
+.chart p, .note, .score { color: #5a6672; font-size: .85rem; margin: .2rem 0; }
+.finding, .healthy { border-left: 4px solid var(--bad); background: var(--soft); }
+.finding, .healthy { padding: .6rem 1rem; margin: .7rem 0; } .healthy { border-color: var(--good); }
 .pair { display: grid; gap: .8rem; grid-template-columns: 1fr 1fr 1fr; }
 .pair { border-top: 1px solid var(--line); padding: .5rem 0; }
-.pair div, .line, td.text { white-space: pre-wrap; overflow-wrap: anywhere; }
-.score { font-variant-numeric: tabular-nums; color: #5a6672; font-size: .85rem; }
+.pair div, .line { white-space: pre-wrap; overflow-wrap: anywhere; }
 .token { border-radius: 3px; cursor: default; } .token:hover { outline: 2px solid #555; }
 .line { margin: .5rem 0 1rem; font: 14px/1.9 ui-monospace, monospace; }
 #tip { position: fixed; display: none; z-index: 9; white-space: pre; font: .8rem ui-monospace, monospace; }
@@ -2328,9 +1386,9 @@ function showTokens(box) {
   const tokens = data[box.dataset.run].tokens;
   const [update, column] = [...box.querySelectorAll("select")].map((select) => select.value);
   const neutral = column === "ratio" ? 1 : 0;
-  const lines = tokens.lines.filter((line) => String(line.update) === update);
+  const lines = tokens.rows.filter((row) => String(row.update) === update);
   // The scale is the same for all updates, so that colors can be compared. A few outliers may saturate.
-  const sizes = tokens.lines.flatMap((line) => line[column]).filter((x) => x !== null);
+  const sizes = tokens.rows.flatMap((row) => row[column] || []).filter((x) => x !== null);
   const sorted = sizes.map((x) => Math.abs(x - neutral)).sort((a, b) => a - b);
   const scale = sorted[Math.floor(0.98 * (sorted.length - 1))] || 1;
   box.querySelector(".scale").textContent =
@@ -2345,19 +1403,17 @@ function showTokens(box) {
     prompt = line.prompt;
     line.tokens.forEach((text, i) => {
       const token = add(row, "span", "token", text);
-      token.style.background = tokenColor(line[column][i], neutral, scale);
+      token.style.background = tokenColor((line[column] || [])[i], neutral, scale);
       const numbers = tokens.columns.map((name) => `${name.padEnd(10)}${format(line[name][i])}`);
       token.dataset.tip = [JSON.stringify(text), ...numbers].join("\n");
     });
-    const advantages = new Set(line.advantage || []);
-    const one = advantages.size === 1 ? `, advantage ${format(line.advantage[0])}` : "";
-    add(row, "span", "score", `  score ${format(line.score)}${one}`);
+    add(row, "span", "score", `  score ${format(line.score)}`);
   }
 }
 for (const box of document.querySelectorAll(".tokens")) {
   const tokens = data[box.dataset.run].tokens;
   const [updates, columns] = box.querySelectorAll("select");
-  for (const update of new Set(tokens.lines.map((line) => line.update))) add(updates, "option", "", update);
+  for (const update of new Set(tokens.rows.map((row) => row.update))) add(updates, "option", "", update);
   for (const column of tokens.columns) add(columns, "option", "", column);
   if (tokens.columns.includes("reward")) columns.value = "reward";
   updates.addEventListener("change", () => showTokens(box));
@@ -2392,8 +1448,7 @@ TEMPLATE = """<!doctype html>
 <body>
 <h1>{{ title }}</h1>
 <nav><a href="#findings">Findings</a><a href="#answers">Before and after</a><a href="#curves">Curves</a>
-{% if runs | selectattr("tokens") | list %}<a href="#tokens">Tokens</a>{% endif %}
-{% if views | selectattr("over_time") | list %}<a href="#time">Over time</a>{% endif %}</nav>
+<a href="#tokens">Tokens</a></nav>
 <table>
 <tr><th>run<th>script<th>recipe<th>seed<th>updates<th>command
 {% for run in runs %}
@@ -2403,75 +1458,43 @@ TEMPLATE = """<!doctype html>
 {% endfor %}
 </table>
 
-<details><summary>All flags</summary>
-{% for run in runs %}
-<p class="note">{{ run.name }}{% if run.band_args %}; bold: other than in the healthy runs{% endif %}</p>
-<p class="flags">{% for name, value in run.args.items() %}
-{% set differs = run.band_args and name in run.band_args and run.band_args[name] != value %}
-<code{% if differs %} class="differs"{% endif %}>--{{ name | replace("_", "-") }} {{ value }}</code>
-{% endfor %}</p>
-{% endfor %}
-</details>
-
 <h2 id="findings">Findings</h2>
 <p class="note">The most direct evidence comes first. What comes after it may only follow from it.</p>
-{% for view in views %}
-{% if runs | length > 1 %}<h3>{{ view.run.name }}</h3>{% endif %}
-{% if not view.findings %}
-{% if view.run.metrics | length < 10 %}
-<p class="note">Too few updates to judge: {{ view.run.metrics | length }}.</p>
-{% else %}<p class="healthy">Nothing looks wrong in the numbers. Read the answers all the same.</p>{% endif %}
-
-{% endif %}
-{% for finding in view.findings %}
+{% for run in runs %}
+{% if runs | length > 1 %}<h3>{{ run.name }}</h3>{% endif %}
+{% for finding in findings[loop.index0] %}
 <div class="finding"><b>{{ finding.title }}.</b> {{ finding.evidence }}
 {% if finding.causes %}<br>Likely causes:
 <ol>{% for cause in finding.causes %}<li>{{ cause }}{% endfor %}</ol>{% endif %}
 <span class="note">See docs/debugging.md#{{ finding.entry }}</span></div>
+{% else %}
+{% if run.metrics | length < 10 %}
+<p class="note">Too few updates to judge: {{ run.metrics | length }}.</p>
+{% else %}<p class="healthy">Nothing looks wrong in the numbers. Read the answers all the same.</p>{% endif %}
+
 {% endfor %}
 {% endfor %}
 
 <h2 id="answers">Before and after</h2>
-{% for view in views %}
-{% if runs | length > 1 %}<h3>{{ view.run.name }}</h3>{% endif %}
+{% for run in runs %}
+{% if runs | length > 1 %}<h3>{{ run.name }}</h3>{% endif %}
 <div class="columns">
-{% if view.comparison %}
-<div><p class="note">{{ view.run.evaluation.n }} held-out prompts; {{ view.run.evaluation.decoding }}</p>
-<table><tr><th>metric<th>before<th>after
-{% for name, before, after in view.comparison %}
-<tr><td>{{ name }}<td class="number">{{ "%.3f" | format(before) }}
-<td class="number">{{ "%.3f" | format(after) }}
-{% endfor %}
-</table></div>
-{% endif %}
-{% for title, columns, rows in view.tables %}
+{% for title, columns, rows in tables[loop.index0] %}
 <div><p class="note">{{ title }}</p>
 <table><tr>{% for column in columns %}<th>{{ column }}{% endfor %}
 {% for row in rows %}
-<tr>{% for x in row %}<td{% if x is number %} class="number"{% endif %}>{{ as_text(x) }}{% endfor %}
+<tr>{% for x in row %}<td>{{ x }}{% endfor %}
 {% endfor %}
 </table></div>
+{% else %}
+<p class="note">There is no evaluation: the run stopped before its end, or is still going on.</p>
 {% endfor %}
-{% if view.words %}
-<div><p class="note">Words that spread: in how many responses they are</p>
-<table><tr><th>word<th>before<th>after
-{% for word, before, after in view.words %}
-<tr><td>{{ word }}<td class="number">{{ "%.1f" | format(100 * before) }} %
-<td class="number">{{ "%.1f" | format(100 * after) }} %
-{% endfor %}
-</table></div>
-{% endif %}
 </div>
-<div class="charts">
-{% for name in view.histograms %}<div class="chart">{{ divs[name] | safe }}</div>{% endfor %}
-</div>
-{% if view.run.pairs %}
-<h3>Answers to the same prompts</h3>
-<p class="note">{{ [view.run.pairs | length, max_pairs] | min }} of {{ view.run.pairs | length }}</p>
+{% if run.pairs %}
+<p class="note">Answers to the same prompts: {{ [run.pairs | length, max_pairs] | min }} of
+{{ run.pairs | length }}</p>
 <div class="pairs" data-run="{{ loop.index0 }}" data-count="8">Sort by <select></select>
 <div class="list"></div><button>Show more</button></div>
-{% elif not view.tables and not view.comparison %}
-<p class="note">There is no evaluation: the run stopped before its end, or is still going on.</p>
 {% endif %}
 {% endfor %}
 
@@ -2480,44 +1503,28 @@ TEMPLATE = """<!doctype html>
 {% if runs[0].band %}<b style="color: #bbbbbb">&#9632;</b> 5 to 95 % of ten healthy runs of
 {{ runs[0].script }}.py {{ runs[0].args.recipe }}, with its default flags (not for all metrics).{% endif %}
  Dashed line: target.</p>
-{% for group, charts in groups if charts %}
+{% for group, charts in groups %}
 <h3>{{ group }}</h3>
 <div class="charts">
-{% for name, text in charts %}<div class="chart">{{ divs[name] | safe }}<p>{{ text }}</p></div>{% endfor %}
+{% for metric, _, text in charts %}
+<div class="chart">{{ divs[metric] | safe }}<p>{{ text }}</p></div>
+{% endfor %}
 </div>
 {% endfor %}
 
-{% if runs | selectattr("tokens") | list %}
 <h2 id="tokens">Tokens</h2>
 <p class="note">Responses that the policy learned from, token by token. Point at a token or tap it to see its
-numbers. score: what the response was paid in the end. reward (PPO): the KL penalty, and on the last token the
-score. KL: log-probability minus the reference's. value, return (PPO): what the critic expected, and what
-came. advantage: in RLOO and GRPO, one number per response. logprob: under the policy that is about to be
-trained. ratio, entropy: after the update.</p>
-{% for view in views %}
-{% if runs | length > 1 %}<h3>{{ view.run.name }}</h3>{% endif %}
-{% if view.run.tokens %}
+numbers. score: what the response was paid. reward (PPO): the KL penalty, and on the last token the score too.
+kl: log-probability minus the reference's. value, return (PPO): what the critic expected, and what came.</p>
+{% for run in runs %}
+{% if runs | length > 1 %}<h3>{{ run.name }}</h3>{% endif %}
+{% if run.tokens %}
 <div class="tokens" data-run="{{ loop.index0 }}">Update <select></select> color by <select></select>
 <span class="note scale"></span><div class="list"></div></div>
 {% else %}
-<p class="note">This run has no tokens.jsonl.</p>
+<p class="note">This run has no numbers of tokens.</p>
 {% endif %}
 {% endfor %}
-
-{% endif %}
-{% if views | selectattr("over_time") | list %}
-<h2 id="time">The same prompts over time</h2>
-{% for view in views %}
-{% if runs | length > 1 %}<h3>{{ view.run.name }}</h3>{% endif %}
-{% for prompt, rows in view.over_time %}
-<h3>{{ prompt }}</h3>
-<table>{% for update, text, score in rows %}
-<tr><td class="number">{{ update }}<td class="text">{{ text }}
-<td class="number">{% if score is not none %}{{ "%.2f" | format(score) }}{% endif %}
-{% endfor %}</table>
-{% endfor %}
-{% endfor %}
-{% endif %}
 <div id="tip"></div>
 <script type="application/json" id="data">{{ data | safe }}</script>
 {{ script | safe }}
@@ -2537,26 +1544,20 @@ def main(argv=None):
         "--output", type=Path, help="the page; default: report.html in the first run's folder"
     )
     parser.add_argument("--diagnose", action="store_true", help="print the findings, and write no page")
-    parser.add_argument(
-        "--unipo", type=Path, help="write the first run for github.com/poloclub/unipo, and no page"
-    )
+    parser.add_argument("--png", type=Path, help="draw the curves into this file, and write no page")
     flags = parser.parse_args(argv)
     runs = [read_run(folder) for folder in flags.runs]
-    if flags.unipo is not None:
-        if runs[0].script not in ALGORITHMS:
-            raise SystemExit(f"--unipo: {runs[0].name} is no run of an RL script")
-        flags.unipo.write_text(json.dumps(to_unipo(runs[0])))
-        print(f"wrote {flags.unipo}")
-        return
     if flags.diagnose:
         print("\n\n".join(describe_findings(run) for run in runs))
         return
     output = flags.output or runs[0].folder / "report.html"
-    text = page(runs)
-    output.write_text(text)
-    size = len(text.encode())
-    if size > MAX_BYTES:
-        print(f"{output} has {size / 1e6:.1f} MB: compare fewer runs at a time", file=sys.stderr)
+    if flags.png is not None:
+        output = flags.png
+        draw_png(runs, output)
+    else:
+        output.write_text(page(runs))
+    if output.stat().st_size > MAX_BYTES:
+        print(f"{output} has {output.stat().st_size / 1e6:.1f} MB: compare fewer runs", file=sys.stderr)
     print(f"wrote {output}")
 
 

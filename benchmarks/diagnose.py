@@ -1,27 +1,38 @@
 """Does report.py name the true cause of a failed run, and is it silent about healthy ones?
 
-    python benchmarks/diagnose.py run --only healthy --jobs 2    # the runs that are not there yet, whole runs
-    python benchmarks/diagnose.py findings --only unseen         # prints what report.py says of each run
-    python benchmarks/diagnose.py findings --only unseen --save causes.jsonl    # for somebody who judges it
+    python benchmarks/diagnose.py run --only healthy --jobs 2    # whole runs, those that are missing
+    python benchmarks/diagnose.py findings --only unseen         # what report.py says of each run
+    python benchmarks/diagnose.py findings --only unseen --save causes.jsonl    # for a judge
+    python benchmarks/diagnose.py table                          # results/diagnose/checks.json
 
-healthy: runs with other seeds and flags than those on which the limits of report.py were chosen. What report.py
-finds in them is a false alarm.
-unseen, unseen2, unseen3, unseen4: lists of faults and bad settings in results/diagnose, each with its true cause. A list
-was written by somebody who had not read report.py. Checks of report.py were written after each measurement, so how
-many of these faults it finds today says nothing about new faults. results/diagnose/verdicts.jsonl: what it said of
-each list before that.
+healthy: runs with seeds and flags on which the limits of report.py were not chosen. A finding in them is a false alarm.
+unseen, unseen2, unseen3, unseen4: lists of faults and bad settings in results/diagnose, each with its true cause. The
+author of a list had not read report.py. Checks were added after each measurement, so how many of these faults
+report.py names today says nothing about new faults. results/diagnose/verdicts.jsonl has what two judges said of each
+list before that. The lists and their runs are of the second edition: to run them again, use a worktree of 21db0b9.
 faults: such a list, on which checks were developed.
+
+table: which check finds which fault, of all these lists and of results/gallery, from the committed runs. A fault is
+named if one of the first three causes matches its pattern in results/diagnose/naming.json; one reader wrote these
+patterns, and is kinder than the two judges. A check is needed for a fault if it is no longer named without the check.
+The table of the 41 checks of the second edition, checks_before.json:
+
+    git show 21db0b9:report.py > /tmp/report_before.py
+    python benchmarks/diagnose.py table --report /tmp/report_before.py --save results/diagnose/checks_before.json
 """
 
 import argparse
 import gzip
+import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -168,14 +179,106 @@ def print_findings(only, save=None):
         save.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def folder_of(name):
+    """The run of a fault. name: LIST/NAME, gallery/NAME, or results/NAME for a run of another purpose"""
+    group, _, rest = name.partition("/")
+    if group == "results":
+        return ROOT / "results" / rest
+    return ROOT / "results" / name if group == "gallery" else FOLDER / "runs" / name
+
+
+def import_report(path):
+    """report.py, or an earlier version of it in another file."""
+    spec = importlib.util.spec_from_file_location("report_to_measure", path)
+    report = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = report  # dataclasses look it up
+    spec.loader.exec_module(report)
+    report.BANDS = ROOT / "results/reference_bands.json"
+    return report
+
+
+def finding_of(report, check, run):
+    """What one check says. -> Finding or None. Checks of earlier versions return a Finding themselves."""
+    return report.run_check(check, run) if hasattr(report, "run_check") else check(run)
+
+
+def named_faults(report, runs, patterns):
+    """The faults of which one of the first three causes matches the pattern. -> set of names"""
+    named = set()
+    for name, run in runs.items():
+        causes = [cause for finding in report.find_problems(run) for cause in finding.causes][:3]
+        if any(re.search(patterns[name], cause) for cause in causes):
+            named.add(name)
+    return named
+
+
+def named_without(report, check_name, runs, patterns):
+    """The same if a check is left out."""
+    check, all_checks = getattr(report, check_name), dict(getattr(report, "CHECKS", {}))
+    if all_checks:
+        report.CHECKS.pop(check)
+    else:
+        setattr(report, check_name, lambda run: None)
+    named = named_faults(report, runs, patterns)
+    setattr(report, check_name, check)
+    if all_checks:
+        report.CHECKS.clear()
+        report.CHECKS.update(all_checks)
+    return named
+
+
+def make_table(report):
+    """Checks x faults. -> dict"""
+    patterns = json.loads((FOLDER / "naming.json").read_text())
+    runs = {name: report.read_run(folder_of(name)) for name in patterns}
+    healthy = {name: report.read_run(folder_of(name)) for name in names_of_runs("healthy")}
+    named = named_faults(report, runs, patterns)
+    unseen = {name: replace(run, band={}, band_args={}) for name, run in runs.items() if "unseen" in name}
+    alone = named_faults(report, unseen, patterns)
+    groups = {}
+    for name in runs:
+        groups.setdefault(name.split("/")[0], []).append(name in named)
+    table = {
+        "named": {group: f"{sum(right)} of {len(right)}" for group, right in groups.items()},
+        "not named": sorted(runs.keys() - named),
+        "unseen faults named without the bands of healthy runs": f"{len(alone)} of {len(unseen)}",
+        "false alarms": [name for name, run in healthy.items() if report.find_problems(run)],
+        "healthy runs": len(healthy),
+        "checks": {},
+    }
+    for check_name in [name for name in vars(report) if name.startswith("check_")]:
+        row = {"finds": [], "names": []}
+        for name, run in runs.items():
+            finding = finding_of(report, getattr(report, check_name), run)
+            if finding is not None:
+                row["finds"].append(name)
+                if any(re.search(patterns[name], cause) for cause in finding.causes[:3]):
+                    row["names"].append(name)
+        row["needed for"] = sorted(named - named_without(report, check_name, runs, patterns))
+        table["checks"][check_name.removeprefix("check_")] = row
+    return table
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["run", "findings"])
-    parser.add_argument("--only", choices=["healthy", *LISTS], required=True)
+    parser.add_argument("what", choices=["run", "findings", "table"])
+    parser.add_argument("--only", choices=["healthy", *LISTS], help="for run and findings")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--save", type=Path, help="with findings: write them to this file, too")
+    parser.add_argument("--save", type=Path, help="with findings or table: write to this file")
+    parser.add_argument(
+        "--report", type=Path, default=ROOT / "report.py", help="with table: another report.py"
+    )
     flags = parser.parse_args()
-    if flags.what == "run":
+    if flags.what == "table":
+        table = make_table(import_report(flags.report))
+        (flags.save or FOLDER / "checks.json").write_text(json.dumps(table, indent=1) + "\n")
+        for name, row in table.pop("checks").items():
+            counts = {column: len(faults) for column, faults in row.items()}
+            print(f"{name:20} {counts}")
+        print(json.dumps(table, indent=1))
+    elif flags.only is None:
+        parser.error("--only is missing")
+    elif flags.what == "run":
         run_all(flags.only, flags.jobs)
     else:
         print_findings(flags.only, flags.save)

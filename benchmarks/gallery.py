@@ -513,34 +513,21 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
     "token-rewards": (
         "Rewards are not the KL penalty and the score",
         "In PPO each token is paid `-kl_coef * KL`, and the last one the score too. `report.py` computes this again from "
-        "`tokens.jsonl`. A score that is paid elsewhere, a KL with the wrong sign or a wrong coefficient shows at once.",
+        "the saved tokens. A score that is paid elsewhere, a KL with the wrong sign or a wrong coefficient shows at once.",
     ),
     "token-advantages": (
         "Advantages do not follow from rewards and values",
-        "`report.py` computes GAE again from the rewards and values in `tokens.jsonl`. Whitening may only shift and scale the result.",
+        "`report.py` computes GAE again from the saved rewards and values. Whitening may only shift and scale the result.",
     ),
     "group-advantages": (
         "Advantages do not follow from the rewards of the group",
         "In RLOO and GRPO the better response of a group must have the larger advantage. If not, groups are mixed up: rows are "
-        "in one order when they are sampled and in another one when they are scored. `tokens.jsonl` has whole groups, so "
-        "`report.py` also checks that their advantages sum to 0, and are scaled as RLOO or GRPO scales them.",
+        "in one order when they are sampled and in another one when they are scored. If all responses to a prompt were "
+        "saved, `report.py` also checks that their advantages sum to 0.",
     ),
     "same-responses": (
         "All responses to a prompt are the same",
         "Then all advantages are 0 or noise. Each response needs its own random numbers, and a temperature near 1.",
-    ),
-    "critic-says-zero": (
-        "The critic predicts 0 for every token",
-        "The value head starts at 0 and has to leave it within a few updates.",
-    ),
-    "no-gradient": (
-        "There is no gradient",
-        "The loss does not depend on the parameters: a `detach` or `no_grad` too many, or a ratio of a tensor with itself. The loss "
-        "may look normal.",
-    ),
-    "schedule": (
-        "The learning rate is 0 for a part of the run",
-        "Schedulers count calls of `step()`. If it is called once per optimizer step, but was told the number of updates, it ends early.",
     ),
     "kl-is-zero": (
         "The KL is exactly 0",
@@ -549,32 +536,6 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
     "judge-disagrees": (
         "The score rises, and the judge disagrees",
         "The judge is a measure that the policy is not trained on. Read samples: does the reward like what you like?",
-    ),
-    "same-response-other-score": (
-        "The same response has different scores",
-        "Most rewards are functions of the prompt and the response. If the same pair has two scores, one of them is another pair's.",
-    ),
-    "shaped-score": (
-        "The score is not what the flags make of the reward",
-        "Without `--score-clip`, the score is the reward, minus `--missing-eos-penalty` for responses that did not end. Both means are "
-        "logged, so `report.py` can check it.",
-    ),
-    "same-prompts": (
-        "Every update has the same prompts",
-        "The policy learns the answers to a few prompts. The next batch must begin where the last one ended.",
-    ),
-    "direction": (
-        "Updates do not make tokens with high advantages more likely",
-        "That is what a policy gradient is for. `tokens.jsonl` has the ratio of each token after the update: it should be above 1 "
-        "where the advantage is positive, more often than not.",
-    ),
-    "prompts-without-end": (
-        "The policy does not read the end of its prompts",
-        "What a prompt asks for is at its end. A prompt that is too long must lose its beginning (`truncation_side`).",
-    ),
-    "policy-does-not-change": (
-        "The responses stay the same",
-        "The same prompts with the same random numbers give the same text before and after training: nothing that matters was trained.",
     ),
     "training-prompts-only": (
         "The score rises on the training prompts only",
@@ -596,11 +557,6 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
         "negative. The mean over samples of the policy cannot be clearly negative, so the tokens are not samples of the "
         "policy that is scored, or tokens are counted that were not sampled.",
     ),
-    "kl-not-zero-at-the-start": (
-        "Why is the KL not 0 at the start?",
-        "Before the first step the policy is the reference. If the KL is not 0, the two are different models, or the same "
-        "model computes different numbers in two passes.",
-    ),
     "equal-rewards": (
         "In most updates, all rewards are equal",
         "Then all advantages are 0, and only the KL penalty is left. Print a few responses with their rewards.",
@@ -612,7 +568,8 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
     ),
     "policy-does-not-move": (
         "The policy does not move",
-        "If the approximate KL is exactly 0 after several steps per batch, the optimizer does not change what the rollout uses.",
+        "If the approximate KL is exactly 0 after several steps per batch, the optimizer does not change what the rollout uses. If the "
+        "gradient is 0, the loss does not depend on the parameters: a `detach` or `no_grad` too many, or a ratio of a tensor with itself.",
     ),
     "steps-too-large": (
         "The steps are too large",
@@ -636,7 +593,7 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
     ),
     "reward-hacking": (
         "It always gives the same answer",
-        "Count words, not only scores: the commonest new word and the fraction of different word pairs are in every final table.",
+        "Count words, not only scores: `report.py` shows the words that spread, and the final table has the fraction of different word pairs.",
     ),
     "kl-above-target": (
         "The KL is above its target",
@@ -646,7 +603,7 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
     "kl-coefficient": (
         "The KL coefficient moves the wrong way",
         "It must rise while the KL is above its target, and fall while it is below. The controller's formula is that of "
-        "`adaptive_kl_coef`, so `report.py` also checks the size of its steps.",
+        "`adaptive_kl_coef`.",
     ),
     "entropy-rises": (
         "The entropy rises",
@@ -661,13 +618,9 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
         "It never stops",
         "The policy must have learned a stop token before RL, and the rollout must wait for the same one.",
     ),
-    "lengths": (
-        "The length runs away",
-        "A reward that grows with length, or a penalty per token, moves the length first.",
-    ),
     "critic": (
-        "The critic gets worse",
-        "Compare the value loss with the variance of the scores. Because advantages are whitened, a useless critic is easy to miss.",
+        "The critic does not learn",
+        "The value head starts at 0 and has to leave it within a few updates; the value loss should fall. Compare the value loss with the variance of the scores. Because advantages are whitened, a useless critic is easy to miss.",
     ),
     "outside-the-band": (
         "Not like healthy runs with the same flags",
@@ -754,12 +707,24 @@ def the_line(entry):
     return "\n".join([head, "", "```diff", *removed, *added, "```"])
 
 
+def samples_over_time(run):
+    """Responses to the same prompts in several updates. -> list of (prompt, [(update, text, score), ...])"""
+    from report import number
+
+    prompts = {}
+    for row in run.samples:
+        prompt = next((row[name] for name in ("prompt", "query", "task", "last") if name in row), "")
+        texts = [row[name] for name in ("response", "model response", "answer", "completion") if name in row]
+        score = next((row[name] for name in row if "score" in name or name.startswith("rewards/")), None)
+        if texts and "update" in row:
+            prompts.setdefault(str(prompt), []).append((row["update"], texts[0], number(score)))
+    return list(prompts.items())
+
+
 def samples_of(run, count=2):
     """The last responses to the first held-out prompts, as markdown."""
-    import report
-
     lines = []
-    for prompt, rows in report.samples_over_time(run)[:count]:
+    for prompt, rows in samples_over_time(run)[:count]:
         update, text, score = rows[-1]
         shown = " ".join(prompt.split())[-60:]
         score = "" if score is None else f", score {score:.2f}"
@@ -835,6 +800,21 @@ have a similar shape.
 
 """
 SYMPTOMS_HEAD = """
+
+## How often the findings are right
+
+There is no false alarm in 20 healthy runs with seeds and flags on which the limits were not chosen.
+
+Four lists of 20 faults each were written by authors who had not read `report.py`, and each fault was put into a default run. The second
+edition, with 41 checks, named the true cause of 54 of these 80 (68 %) among the first three causes, by two strict judges
+(`results/diagnose/verdicts.jsonl`). Checks were then added for what it had missed, so only a new list would measure them. In hindsight the 41
+checks name 78 of 80, and so do the 29 that are left. This hindsight is by the patterns of one reader (`results/diagnose/naming.json`), who is
+kinder than the judges. `results/diagnose/checks.json` has which check is needed for which fault, `results/diagnose/checks_before.json` the same
+for the 41.
+
+Without the bands of healthy runs, as with your own model and data, the 29 checks name 47 of 80, the 41 named 48. So expect the true cause among
+the first three in two of three failed runs of a default recipe, and less often elsewhere. A run without findings can still be bad: read
+its responses.
 
 ## Symptoms
 

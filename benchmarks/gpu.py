@@ -2,7 +2,7 @@
 
     bash benchmarks/gpu.sh                          # writes results/gpu.json
     bash benchmarks/gpu.sh out.json --only math ratio
-    bash benchmarks/gpu.sh results/gpu-toy-cpu.json --device cpu --toy    # tests this program, without a GPU
+    bash benchmarks/gpu.sh out.json --device cpu --toy    # tests this program, without a GPU
 
 Sections run one after another, the most important ones first. Each has a process and a time limit of its own,
 and the file is written after each of them, so whatever stops the program leaves what is done.
@@ -480,7 +480,6 @@ def warn_above(found, name, limit):
 def math_cases(toy):
     """name -> function of a script, its inputs, and the inputs whose gradients are compared."""
     from grpo_math import grpo_advantages
-    from ppo_dialog import stop_sequence_seen, stop_sequence_table
     from ppo_sentiment import (
         clipped_policy_loss,
         clipped_value_loss,
@@ -497,14 +496,13 @@ def math_cases(toy):
 
     torch.manual_seed(0)
     B, T, H = (16, 24, 32) if toy else (256, 64, 768)
-    N = 150 if toy else 300  # more than one chunk of ChunkedLogprobs
+    N = 150 if toy else 300  # more than one chunk of token_logprobs
     lengths = torch.randint(1, T + 1, (B,))
     mask = torch.arange(T) < lengths[:, None]
     values, old_values, returns, kl = torch.randn(4, B, T)
     old_logprobs = -torch.rand(B, T) * 5
     logprobs = old_logprobs + 0.3 * torch.randn(B, T)
     tokens = torch.randint(0, 20, (B, T))
-    table = stop_sequence_table(["a", "b", "<", "<E", "OU", ">", "U>", "."] * 3, "<EOU>")
     cases = {
         "response_lengths": (response_lengths, [tokens, 3]),
         "response_lengths, two stop tokens": (response_lengths, [tokens, torch.tensor([3, 7])]),
@@ -516,7 +514,6 @@ def math_cases(toy):
         "clipped_value_loss": (clipped_value_loss, [values, old_values, returns, 0.2], [0]),
         "rloo_advantages": (rloo_advantages, [torch.randn(B), 4]),
         "grpo_advantages": (grpo_advantages, [torch.randint(0, 2, (B,)).float(), 8]),
-        "stop_sequence_seen": (stop_sequence_seen, [tokens, table]),
         "preference_loss": (preference_loss, [torch.randn(B), torch.randn(B), 0.5], [0, 1]),
         "ranking_loss": (ranking_loss, [torch.randn(B, 4), torch.arange(4) < lengths[:, None] + 1], [0]),
     }
@@ -550,7 +547,6 @@ def math_functions(device, toy, seconds):
             in_bf16 = in_autocast(function)
             yield attempt(f"{name}, bf16", compare, device, in_bf16, inputs, *differentiate, 0.02)
     yield attempt("sample_tokens", sampling_differences, device, toy)
-    yield attempt("fp32_logits, bf16", logits_error, device, toy)
 
 
 def chosen_attention(device):
@@ -594,26 +590,6 @@ def sampling_differences(device, toy):
         "smallest probability of a token": probs.gather(1, ours[:, None]).min().item(),
     }
     return warn_above(found, "different tokens", 0.01 * B)  # rounding may move a few
-
-
-def logits_error(device, toy):
-    """The output layer in bf16 against fp64, both of inputs that are rounded to bf16."""
-    from ppo_sentiment import fp32_logits
-
-    torch.manual_seed(0)
-    N, H, V = (8, 32, 1100) if toy else (64, 2048, 50_304)
-    hidden, weight = torch.randn(N, H).bfloat16(), torch.randn(V, H).bfloat16()
-    exact = hidden.double() @ weight.double().T
-    hidden, weight = hidden.to(device), weight.to(device)
-    with bf16_autocast(device):
-        ours = fp32_logits(hidden.float(), weight.float())
-        rounded = hidden @ weight.T
-    found = largest_error([ours.cpu().double()], [exact])
-    found["dtype"] = str(ours.dtype)
-    found["largest error of a product that ends in bf16"] = (
-        (rounded.cpu().double() - exact).abs().max().item()
-    )
-    return warn_above(found, "relative to the largest value", 1e-5)
 
 
 PADDED = {  # small models with the head sizes of GPT-2, pythia-1b and Qwen2.5-0.5B
@@ -815,37 +791,23 @@ def decode(device, toy, seconds):
     """Tokens per second of ppo_sentiment's generate and of transformers' generate, in the same process.
 
     All sample from the whole distribution, and all rows get all tokens. Autocast, with weights in fp32, is
-    how a policy in training must generate. Theirs also runs with weights in bf16, and then with a static
-    cache, which does not work under autocast with some models. The last items compile the model, which may
-    take longer than the time that is left.
+    how a policy in training must generate. Theirs also runs with weights in bf16.
     """
     import ppo_sentiment
 
-    batches = (4, 8) if toy else (64, 512)
-    static = dict(cache_implementation="static")
     for shape in ("gpt2-124m", "pythia-1b"):
         model = make_model(ppo_sentiment, shape, toy, device)
-        for batch in batches:
-            name = f"{name_of(shape, toy)}, batch {batch}"
+        batches = [
+            (batch, f"{name_of(shape, toy)}, batch {batch}") for batch in ((4, 8) if toy else (64, 512))
+        ]
+        for batch, name in batches:
             yield attempt(f"{name}, ours, autocast", decode_ours, model, batch, toy, device)
             yield attempt(f"{name}, theirs, autocast", decode_theirs, model, batch, toy, device)
         model.bfloat16()
-        for batch in batches:
-            name = f"{name_of(shape, toy)}, batch {batch}, theirs, weights in bf16"
-            yield attempt(name, decode_theirs, model, batch, toy, device)
-            inputs = model, batch, toy, device, static | dict(disable_compile=True)
-            yield attempt(f"{name}, static cache", decode_theirs, *inputs)
-        del model, inputs
+        for batch, name in batches:
+            yield attempt(f"{name}, theirs, weights in bf16", decode_theirs, model, batch, toy, device)
+        del model
         free_memory()
-    if device == "cpu":
-        return  # transformers compiles on GPUs only
-    for batch in batches:
-        for shape in ("gpt2-124m", "pythia-1b"):
-            model = make_model(ppo_sentiment, shape, toy, device).bfloat16()
-            name = f"{name_of(shape, toy)}, batch {batch}, theirs, weights in bf16, static cache, compiled"
-            yield attempt(name, decode_theirs, model, batch, toy, device, static)
-            del model
-            free_memory()
 
 
 def decode_sizes(toy):
@@ -874,13 +836,11 @@ def decode_ours(model, batch, toy, device):
     return decode_speed(sample, batch * T)
 
 
-def decode_theirs(model, batch, toy, device, settings=None):
-    """settings: more arguments of model.generate"""
+def decode_theirs(model, batch, toy, device):
     C, T = decode_sizes(toy)
     ids, mask = draw_prompts(batch, toy, device)
     model.generation_config.eos_token_id = None  # no response ends early
     arguments = dict(do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=T, pad_token_id=0)
-    arguments |= settings or {}
     has_fp32_weights = model.dtype == torch.float32
 
     @torch.no_grad()

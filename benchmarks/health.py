@@ -10,7 +10,11 @@ judge, its P(label) before and after, and how much of the gap to 1 it closes. Ot
 import argparse
 import gzip
 import json
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import report  # noqa: E402
 
 
 def read(folder, name):
@@ -35,9 +39,12 @@ def row(folder, metrics=("score mean",)):
     columns["KL, last half (target)"] = f"{kl:.2f} ({'none' if target is None else f'{target:g}'})"
     bigrams = "distinct bigrams" if "distinct bigrams" in before else "distinct2"
     columns["distinct bigrams, after / before"] = f"{after[bigrams] / before[bigrams]:.2f}"
-    word = evaluation["commonest new word"]
-    name = word["metric"].split('"')[1]
-    columns["commonest new word"] = f"{name}: {word['before']:.1%} -> {word['after']:.1%}"
+    pairs = report.to_pairs(
+        [json.loads(line) for line in read(folder, "evaluation_samples.jsonl").splitlines()]
+    )
+    columns["commonest new word"] = ""
+    for word, share_before, share in report.new_words(pairs)[:1]:
+        columns["commonest new word"] = f"{word}: {share_before:.1%} -> {share:.1%}"
     for name in before:
         if name.startswith("judge"):
             closed = (after[name] - before[name]) / (1 - before[name])

@@ -29,27 +29,6 @@ def signal_handlers():
         yield
 
 
-def check_names(run, titles, targets):
-    """In place of Run.plot, whose drawing takes longer than a small run: only check that it could draw."""
-    assert all(name in row for row in rows_of(run.folder) for name in titles)
-    assert set(targets) <= set(titles)
-    (run.folder / "curves.png").touch()
-
-
-@pytest.fixture
-def curves():
-    """Tests with this fixture draw a real curves.png."""
-
-
-@pytest.fixture(autouse=True)
-def cheap_curves(request, scripts, monkeypatch):
-    """Runs in this process do not draw, unless the test asks for it."""
-    if "curves" in request.fixturenames:
-        return
-    for module in scripts.values():
-        monkeypatch.setattr(module.Run, "plot", check_names)
-
-
 @pytest.fixture
 def small(scripts, world, tmp_path):
     """small(script, folder="run", **changes) -> Args of a small run, whose folder is in tmp_path."""

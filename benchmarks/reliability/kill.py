@@ -4,9 +4,9 @@
     python benchmarks/reliability/kill.py --kills 5 --signals KILL --scripts sft
 
 A run has 8 updates, with models of checkpoints/, the first rows of data/, and a checkpoint after each update. Runs are
-forked from a process that has imported everything, so one takes about a second. They draw no curves. Every second
-signal is aimed at a save: it comes within 20 ms after the run began to write a checkpoint or the final model. The
-others come at any time between start and end.
+forked from a process that has imported everything, so one takes about a second. Every second signal is aimed at a
+save: it comes within 20 ms after the run began to write a checkpoint or the final model. The others come at any time
+between start and end.
 
 Each line of results/reliability/kills.jsonl is one signal: when it came, how the process ended, which checkpoints there
 were, and whether the resumed run ended with the same model, metrics, samples, tokens and tables (times are not
@@ -100,7 +100,6 @@ def fork(module, argv, log):
 
         torch.save = telling(torch.save)
         transformers.PreTrainedModel.save_pretrained = telling(transformers.PreTrainedModel.save_pretrained)
-        module.Run.plot = lambda *_, **__: None
         module.main(argv)
         code = 0
     except SystemExit as end:

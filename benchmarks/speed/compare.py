@@ -64,6 +64,18 @@ SFT = dict(
     rows="stanfordnlp/imdb",
 )
 PAIRS = SFT | dict(script="reward_model.py", accumulation=4, rows="trl-lib/tldr-preference")
+ARITHMETIC = dict(  # the default of grpo_math.py, shortened; it has no peer here
+    script="grpo_math.py",
+    model=str(ROOT / "checkpoints/arithmetic-sft"),
+    batch=256,
+    epochs=1,
+    mini_batches=1,
+    micro_batch=64,
+    prompt=(15, 20),
+    response=(48, 48),
+    temperature=1.0,
+    flops=dict(forward=1),
+)
 JOBS = {
     "rloo": RLOO,
     "rloo-eos": RLOO | dict(model="neox14m_eos"),
@@ -72,24 +84,15 @@ JOBS = {
     "ppo-sentiment-small": SENTIMENT
     | dict(model="gpt2_small", prompts="prompts_50k", batch=32, mini_batches=2),
     "sft": SFT,
-    "sft-small": SFT | dict(model="gpt2_small", micro_batch=4, max_length=256),
     "reward-model": PAIRS,
-    "reward-model-small": PAIRS | dict(model="gpt2_small", micro_batch=4, accumulation=2),
+    "grpo-math": ARITHMETIC,
 }
-OURS = {"ours fp32": {}}  # name -> changes of the job and flags
-BIG = {"ours fp32, 32 per pass": dict(micro_batch=32)}
-TWO = {"ours fp32, 2 processes": dict(processes=2)}  # one thread each
+OURS = {"ours fp32": {}}  # name -> more flags
 LORA = {"ours fp32, LoRA": dict(lora_r=16)}
-# peers: name -> (environment, script, flags); with "if named" only when --only names them
+# peers: name -> (environment, script, flags)
 RLOO_PEERS = {
     OLD: ("trl_old", "trl_old_rloo.py", ""),
     NEW: ("trl_new", "trl_new_rloo.py", ""),
-    f"{NEW}, bf16 and checkpointing (its defaults)": (
-        "trl_new",
-        "trl_new_rloo.py",
-        "--bf16 --grad-ckpt",
-        "if named",
-    ),
 }
 SENTIMENT_PEERS = {
     f"{OLD}, one query at a time": ("trl_old", "trl_old_ppo_step.py", "--query-max 8 --response-max 16"),
@@ -104,26 +107,21 @@ SFT_PEERS = {
     f"{NEW}, packing bfd": ("trl_new", "trl_new_sft.py", "--packing bfd"),
     f"{NEW}, packing wrapped": ("trl_new", "trl_new_sft.py", "--packing wrapped"),
     f"{NEW}, padding": ("trl_new", "trl_new_sft.py", "--packing none"),
-    f"{NEW}, packing wrapped, bf16": ("trl_new", "trl_new_sft.py", "--packing wrapped --bf16", "if named"),
 }
-PAIRS_PEERS = {
-    NEW: ("trl_new", "trl_new_reward.py", ""),
-    f"{NEW}, bf16": ("trl_new", "trl_new_reward.py", "--bf16", "if named"),
-}
+PAIRS_PEERS = {NEW: ("trl_new", "trl_new_reward.py", "")}
 TOKEN_PEERS = {
     f"{OLD}, PPOv2": ("trl_old", "trl_old_ppov2.py", ""),
     "TRL 1.12.0, PPO": ("trl_new", "trl_new_ppo.py", "--trl-path {peers}/trl_1_12"),
 }
 CONTESTANTS = {
-    "rloo": OURS | BIG | TWO | RLOO_PEERS,
-    "rloo-eos": OURS | BIG | TWO | RLOO_PEERS,
-    "ppo-token": OURS | BIG | TWO | TOKEN_PEERS,
-    "ppo-sentiment": OURS | TWO | LORA | SENTIMENT_PEERS,
-    "ppo-sentiment-small": OURS | TWO | LORA | SENTIMENT_PEERS,
-    "sft": OURS | TWO | SFT_PEERS,
-    "sft-small": OURS | SFT_PEERS,
-    "reward-model": OURS | TWO | PAIRS_PEERS,
-    "reward-model-small": OURS | PAIRS_PEERS,
+    "rloo": OURS | RLOO_PEERS,
+    "rloo-eos": OURS | RLOO_PEERS,
+    "ppo-token": OURS | TOKEN_PEERS,
+    "ppo-sentiment": OURS | LORA | SENTIMENT_PEERS,
+    "ppo-sentiment-small": OURS | LORA | SENTIMENT_PEERS,
+    "sft": OURS | SFT_PEERS,
+    "reward-model": OURS | PAIRS_PEERS,
+    "grpo-math": OURS,
 }
 
 
@@ -208,21 +206,19 @@ def flags_of(options):
 def our_command(job, changes, models, rows, batches, out, root=ROOT):
     """One of our scripts with its normal flags. What a comparison does not want is off, or as small as the
     script allows."""
-    job = job | {k: v for k, v in changes.items() if k in job}
-    model, own = models / job["model"], {k: v for k, v in changes.items() if k not in job}
-    processes = own.pop("processes", 1)
+    if job["script"] == "grpo_math.py":
+        flags = dict(
+            output_dir=out, save_every=0, total_episodes=batches * job["batch"], num_sample_generations=0
+        )
+        return [sys.executable, root / job["script"], *flags_of(flags | dict(num_examples=1) | changes)]
+    model = models / job["model"]
     passes = (
         job["batch"] // job["mini_batches"] // job["micro_batch"] if "batch" in job else job["accumulation"]
-    )
-    rows_a_pass, passes = (
-        (job["micro_batch"], passes // processes)
-        if passes >= processes
-        else (job["micro_batch"] // processes, passes)
     )
     flags = dict(
         model_name_or_path=model,
         dtype="float32",
-        per_device_train_batch_size=rows_a_pass,
+        per_device_train_batch_size=job["micro_batch"],
         output_dir=out,
         save_every=0,
         learning_rate=job["learning_rate"],
@@ -237,7 +233,7 @@ def our_command(job, changes, models, rows, batches, out, root=ROOT):
             num_ppo_epochs=job["epochs"],
             response_length=longest,
             temperature=job["temperature"],
-            local_rollout_forward_batch_size=job["batch"] // processes,
+            local_rollout_forward_batch_size=job["batch"],
             num_sample_generations=0,
         )
         reward = dict(reward_model_path=f"{model}_rm", missing_eos_penalty=1.0)
@@ -260,20 +256,12 @@ def our_command(job, changes, models, rows, batches, out, root=ROOT):
     else:
         flags |= dict(dataset_name=rows, max_length=job["max_length"], num_train_epochs=1.0, num_eval_rows=1)
         flags |= dict(num_samples=0) if job["script"] == "sft.py" else {}
-    start = [
-        sys.executable,
-        *(
-            ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-            if processes > 1
-            else []
-        ),
-    ]
-    return [*start, root / job["script"], *flags_of(flags | own)]
+    return [sys.executable, root / job["script"], *flags_of(flags | changes)]
 
 
-def read_ours(folder, job, rows, processes):
+def read_ours(folder, job, rows):
     """metrics.jsonl -> seconds, rollout, train, prompt_tokens, response_tokens of each batch, and the peak
-    of memory of all processes."""
+    of memory."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     batches = [
         dict(
@@ -297,14 +285,12 @@ def read_ours(folder, job, rows, processes):
             drawn = runpy.run_path(ROOT / job["script"])["stream_rows"](len(lengths), i * size, size, 1)
             batch |= dict(prompt_tokens=0, response_tokens=sum(lengths[row] for row in drawn.tolist()))
     versions = json.loads((folder / "args.json").read_text())["versions"]
-    return dict(
-        batches=batches, peak_memory_mb=processes * lines[-1]["perf/peak_memory_mb"], versions=versions
-    )
+    return dict(batches=batches, peak_memory_mb=lines[-1]["perf/peak_memory_mb"], versions=versions)
 
 
 def peer_command(job, entry, args, models, rows):
     """A script of peers/ in its own environment."""
-    environment, script, extra = entry[:3]
+    environment, script, extra = entry
     flags = dict(
         model=models / job["model"],
         batches=args.batches,
@@ -369,11 +355,7 @@ def compare(name, args):
     job, file = JOBS[name], args.results / f"{name}.jsonl"
     models, machine = args.peers / "models", describe_machine(args.threads)
     contestants = CONTESTANTS[name] | ({"other": {}} if args.other else {})
-    entries = {
-        who: entry
-        for who, entry in contestants.items()
-        if (who in args.only if args.only else "if named" not in entry)
-    }
+    entries = {who: entry for who, entry in contestants.items() if not args.only or who in args.only}
     args.results.mkdir(parents=True, exist_ok=True)
     file.write_text("")
     with tempfile.TemporaryDirectory() as work:
@@ -387,14 +369,9 @@ def compare(name, args):
                 load = os.getloadavg()[0]
                 fp32, bf16 = map(float, run([sys.executable, "-c", GEMM], args.threads, log).split())
                 if ours:
-                    processes = entry.get("processes", 1)
                     root = args.other if who == "other" else ROOT
-                    run(
-                        our_command(job, entry, models, rows, args.batches, out, root),
-                        args.threads // processes,
-                        log,
-                    )
-                    line = read_ours(out, job, rows, processes)
+                    run(our_command(job, entry, models, rows, args.batches, out, root), args.threads, log)
+                    line = read_ours(out, job, rows)
                 else:
                     line = json.loads(
                         run(peer_command(job, entry, args, models, rows), args.threads, log)

@@ -116,15 +116,6 @@ def test_numbers_have_the_documented_digits(files):
             assert kinds == easy
 
 
-def test_every_phrasing_and_sign_is_frequent(files):
-    for rows in files.values():
-        signs = [task_of(row)[0] for row in rows]
-        assert 0.45 < signs.count("+") / len(signs) < 0.55
-        forms = [re.sub(r"\d+", "N", row["prompt"][0]["content"]) for row in rows]
-        shares = [forms.count(form) / len(forms) for form in set(forms)]
-        assert len(shares) == len(QUESTIONS) and min(shares) > 0.06
-
-
 def test_every_answer_is_right(files):
     for name in ("arithmetic/train", "arithmetic/test", "arithmetic-hard/test"):
         for row in files[name]:
@@ -194,14 +185,6 @@ def test_a_worked_solution_by_hand(task, text):
     assert WORLD["worked_solution"](*task) == text
 
 
-@settings(deadline=None, max_examples=200)
-@given(st.integers(0, 10**6), st.integers(0, 10**6))
-def test_worked_solutions_are_right_for_all_numbers(a, b):
-    check_steps(WORLD["worked_solution"]("+", a, b), "+", a, b)
-    a, b = max(a, b), min(a, b)
-    check_steps(WORLD["worked_solution"]("-", a, b), "-", a, b)
-
-
 # ---- Tokenizer ---------------------------------------------------------------------------------------------
 
 
@@ -225,27 +208,6 @@ def test_every_word_of_this_world_is_a_token(tokenizer):
     assert tokens == expected.split("|")
 
 
-def test_a_row_has_few_tokens_and_none_is_a_single_letter(tokenizer, files):
-    for row in files["arithmetic-sft/train"] + files["arithmetic-hard/test"]:
-        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
-        text = "".join(message["content"] for message in row.get("completion", []))
-        prompt_tokens = tokenizer.convert_ids_to_tokens(tokenizer(prompt).input_ids)
-        tokens = tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
-        assert not [token for token in prompt_tokens + tokens if re.fullmatch("[A-Za-z]", token)]
-        assert len(prompt_tokens) <= 24 and len(tokens) <= 48
-
-
-def test_special_tokens(tokenizer):
-    special = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
-    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
-    assert set(tokenizer.all_special_tokens) == set(special)
-    assert tokenizer("".join(special)).input_ids == list(special.values())
-    assert tokenizer("").input_ids == []  # nothing is added
-    text = "7+5=12\n<answer>12</answer>"
-    assert tokenizer(text).input_ids == tokenizer(text, add_special_tokens=False).input_ids
-    assert tokenizer.decode(tokenizer(text + "<|im_end|>").input_ids, skip_special_tokens=True) == text
-
-
 def test_the_tokens_of_prompt_and_completion_are_those_of_both_together(tokenizer, files):
     """No token spans the end of the prompt."""
     for row in files["arithmetic-sft/test"]:
@@ -255,31 +217,6 @@ def test_the_tokens_of_prompt_and_completion_are_those_of_both_together(tokenize
         completion = row["completion"][0]["content"] + "<|im_end|>\n"
         assert full == prompt + completion
         assert tokenizer(full).input_ids == tokenizer(prompt).input_ids + tokenizer(completion).input_ids
-
-
-@settings(deadline=None, max_examples=200)
-@given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_any_text_is_decoded_to_itself(tokenizer, text):
-    inside = f" {text}\n<answer>{text}</answer> 12 carry 1 "
-    assert tokenizer.decode(tokenizer(text).input_ids) == text
-    assert tokenizer.decode(tokenizer(inside).input_ids) == inside
-
-
-def test_the_chat_template(tokenizer):
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "What is 1 + 1?"},
-        {"role": "assistant", "content": "2"},
-    ]
-    text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n"
-    assert tokenizer.apply_chat_template(messages[:2], tokenize=False) == text
-    start = "<|im_start|>assistant\n"
-    with_start = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
-    assert with_start == text + start
-    full = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert full == text + start + "2<|im_end|>\n"
-    without_system = tokenizer.apply_chat_template(messages[1:2], tokenize=False)
-    assert without_system == "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n"
 
 
 # ---- Rewards -----------------------------------------------------------------------------------------------
@@ -307,13 +244,9 @@ def rate(name, text, **columns):
         ("<answer> 432 </answer> done", "432"),
         ("<answer>1</answer> no: <answer>432</answer>", "432"),
         ("<answer>432</answer> and <answer>5", "432"),  # the second one is not closed
-        ("<answer>432</answer> and </answer>", "432"),
-        ("<answer>1<answer>432</answer>", "432"),
         ("<answer>72.0</answer>", "72"),
         ("<answer>72</answer>", "72.00"),
-        ("<answer>072</answer>", "72"),
         ("<answer>$1,234.50.</answer>", "1234.5"),
-        ("<answer>1,234,567</answer>", "1234567"),
         ("<answer>50 %</answer>", "50"),
         ("<answer>1/2</answer>", "0.5"),
         ("<answer>-7</answer>", "-7"),
@@ -327,10 +260,8 @@ def rate(name, text, **columns):
         (r"\boxed{1} <answer>72</answer>", "72"),
         (r"\boxed{72} #### 1", "72"),
         ("6 * 12 = 72\n#### 72", "72"),
-        ("#### 1\n#### 72\nThat is all.", "72"),
         ("<answer>72</answer>", "6 * 12 = <<6*12=72>>72\n#### 72"),
         ("<answer>1200</answer>", "#### 1,200"),
-        ("<answer>72</answer>", 72),
     ],
 )
 def test_a_right_answer(text, answer):
@@ -346,17 +277,13 @@ def test_a_right_answer(text, answer):
         ("<answer>432", "432"),
         ("432</answer>", "432"),
         ("</answer>432<answer>", "432"),
-        ("<answer></answer>", "432"),
         ("<answer></answer>", ""),
         ("<answer>432</answer> no: <answer>1</answer>", "432"),
         (r"\boxed{432} <answer>1</answer>", "432"),
         ("<answer>432 or 433</answer>", "432"),
-        ("<answer>4 3 2</answer>", "432"),
         ("<answer>4,32</answer>", "432"),
         ("<answer>431 + 1</answer>", "432"),
         ("<answer>-432</answer>", "432"),
-        ("<answer>432.5</answer>", "432"),
-        ("<answer>inf</answer>", "432"),
         ("<answer>72</answer>", "72 apples and 5 pears\n#### 5"),
     ],
 )
@@ -374,10 +301,6 @@ def test_a_wrong_answer(text, answer):
         ("<answer></answer>", 0.0),
         ("<answer>7</answer>.", 0.0),
         ("<answer>7</answer><answer>7</answer>", 0.0),
-        ("<answer><answer>7</answer>", 0.0),
-        ("</answer><answer>7</answer>", 0.0),
-        ("</answer>7<answer>", 0.0),
-        ("<answer>1/0</answer>", 0.0),
         (r"\boxed{7}", 0.0),
         ("", 0.0),
     ],
@@ -408,11 +331,9 @@ def test_the_look_of_a_worked_solution(text, reward):
         (" 3 *\n(2+1) ", [1, 2, 3], 9, 1.0),
         ("8/(3-8/3)", [3, 3, 8, 8], 24, 1.0),  # exact only with fractions
         ("-3+5", [5, 3], 2, 1.0),
-        ("44+19+35", [44, 19, 35], 98, 1.0),
         ("1+2+3", [1, 2, 3], 7, 0.0),
         ("3*3", [1, 2, 3], 9, 0.0),  # not all numbers
         ("1+2+3+3", [1, 2, 3], 9, 0.0),  # one of them twice
-        ("9", [1, 2, 3], 9, 0.0),
         ("12-3", [1, 2, 3], 9, 0.0),
         ("1+2*3 = 7", [1, 2, 3], 7, 0.0),
         ("3**2+1", [1, 2, 3], 10, 0.0),
@@ -420,12 +341,8 @@ def test_the_look_of_a_worked_solution(text, reward):
         ("1/0", [1, 0], 0, 0.0),
         ("3.0*2", [3, 2], 6, 0.0),
         ("(3)(2)", [3, 2], 6, 0.0),
-        ("3 2", [3, 2], 6, 0.0),
-        ("()", [3, 2], 6, 0.0),
-        ("3*(2", [3, 2], 6, 0.0),
         ("+3+2", [3, 2], 5, 0.0),
         ("03+2", [3, 2], 5, 0.0),
-        ("", [], 0, 0.0),
     ],
 )
 def test_countdown(equation, nums, target, reward):
@@ -443,35 +360,21 @@ HOSTILE = [
     "9**9**9",
     "9**9**9**9**9",
     "1/0",
-    "1e999999999",
     "9" * 100_000,
-    "1/" + "9" * 100_000,
     "1" + ",111" * 50_000,
     "(" * 10_000 + "1" + ")" * 10_000,
-    "(" * 99 + "1" + ")" * 99,
-    "-" * 10_000 + "1",
     "-" * 199 + "1",
     "+".join(["1"] * 10_000),
     "__import__('os').abort()",
-    "[].append(1)",
     "nan",
-    "sNaN",
     "\x00",
     "\ud800",
-    "١٢",
     "½",
     "{" * 100_000,
-    "}" * 100_000,
-    r"\boxed{" * 50_000,
     r"\boxed{" * 50_000 + "}" * 50_000,
     "<answer>" * 50_000,
-    "</answer>" * 50_000,
-    "<answer></answer>" * 50_000,
     "#### " * 50_000,
-    "$" * 100_000,
     " " * 100_000,
-    "." * 100_000,
-    "\n" * 100_000,
 ]
 
 
@@ -485,21 +388,6 @@ def test_hostile_texts_earn_nothing_and_take_no_time(text):
         assert rate("well_formed", whole) in (0.0, 1.0)
         assert 0.0 <= rate("shows_work", whole) <= 1.0
     assert time.process_time() - start < 2
-
-
-PARTS = ["<answer>", "</answer>", r"\boxed{", "{", "}", "####", *"0123+-*/=(). ,$%\n"]
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.lists(st.sampled_from(PARTS)).map("".join))
-def test_no_text_raises(text):
-    for name, columns in {
-        "correct": {"answer": "x"},
-        "well_formed": {},
-        "shows_work": {},
-        "countdown": {"target": -1, "nums": [7, 7]},
-    }.items():
-        assert rate(name, text, **columns) in (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @settings(deadline=None, max_examples=300)

@@ -8,6 +8,7 @@ import io
 import subprocess
 import sys
 import tokenize
+import tomllib
 
 import pytest
 from conftest import MATH, ROOT, SCRIPTS
@@ -204,6 +205,27 @@ def test_a_script_has_two_parts_and_a_docstring(name):
     part_1, part_2 = SOURCES[name].split("\n# Part II: infrastructure.")
     assert "\ndef train(args):" in part_1 and "\nclass Run:" in part_2
     assert SOURCES[name].endswith('\nif __name__ == "__main__":\n    main()\n')
+
+
+@every_script
+def test_uv_installs_what_requirements_pin(name):
+    """The inline metadata (PEP 723) of all scripts is the same, and pins what requirements.txt pins."""
+    _, block = SOURCES[name].split("\n# /// script\n")
+    block, _ = block.split("\n# ///\n")
+    lines = [line.removeprefix("# ").removeprefix("#") for line in block.splitlines()]
+    metadata = tomllib.loads("\n".join(lines))
+    pins = (ROOT / "requirements.txt").read_text().split()
+    assert set(metadata["dependencies"]) <= set(pins)
+    packages = {pin.split("==")[0].replace("-", "_") for pin in metadata["dependencies"]}
+    optional = {"bitsandbytes", "deepspeed", "openai"}
+    of_transformers = {"safetensors", "tokenizers", "huggingface_hub"}
+    needed = set()
+    for node in ast.walk(ast.parse(SOURCES[name])):
+        if isinstance(node, ast.Import):
+            needed |= {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            needed.add(node.module.split(".")[0])
+    assert packages == needed - set(sys.stdlib_module_names) - optional - of_transformers
 
 
 @every_script

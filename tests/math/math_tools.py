@@ -73,7 +73,7 @@ def reference_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
         logits = logits + bias.double()
     log_p = torch.log_softmax(logits / temperature, -1)
     logprobs = log_p.gather(-1, tokens[..., None]).squeeze(-1)
-    return logprobs, torch.distributions.Categorical(logits=log_p).entropy()
+    return logprobs, -(log_p.exp() * log_p).sum(-1)
 
 
 # ---- Language models ---------------------------------------------------------------------------------------
@@ -82,15 +82,17 @@ TOO_LARGE = 5000  # a token id that no embedding here has
 
 
 def left_padded(rows, width):
-    """Rows of tokens, padded on the left with an id that does not exist. -> ids, bool mask [B, width]"""
-    ids = torch.full((len(rows), width), TOO_LARGE)
+    """Rows of tokens, padded on the left with some token. -> ids, bool mask [B, width]"""
+    ids = torch.full((len(rows), width), 7)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
     for i, row in enumerate(rows):
         ids[i, width - len(row) :] = row
-    return ids, ids != TOO_LARGE
+        mask[i, width - len(row) :] = True
+    return ids, mask
 
 
 def padded_batch(C=9, T=7):
-    """Prompts of 1 to C tokens and responses of 1 to T tokens; all pads are an id that does not exist.
+    """Prompts of 1 to C tokens and responses of 1 to T tokens, padded to the left and to the right.
 
     -> ids, bool mask [4, C + T], rows (list of (prompt, response)), T
     """
@@ -98,12 +100,10 @@ def padded_batch(C=9, T=7):
     for prompt_length, response_length in ((C, T), (1, 5), (4, 1), (6, 3)):
         prompt = random_ids(prompt_length, seed=prompt_length)
         rows.append((prompt, random_ids(response_length, seed=10 + response_length)))
-    prompts, _ = left_padded([prompt for prompt, _ in rows], C)
-    responses = torch.full((len(rows), T), TOO_LARGE)
-    for i, (_, response) in enumerate(rows):
-        responses[i, : len(response)] = response
-    ids = torch.cat([prompts, responses], 1)
-    return ids, ids != TOO_LARGE, rows, T
+    prompts, prompt_mask = left_padded([prompt for prompt, _ in rows], C)
+    flipped, flipped_mask = left_padded([response.flip(0) for _, response in rows], T)
+    ids, mask = torch.cat([prompts, flipped.flip(1)], 1), torch.cat([prompt_mask, flipped_mask.flip(1)], 1)
+    return ids, mask, rows, T
 
 
 @torch.no_grad()

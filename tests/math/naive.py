@@ -60,13 +60,6 @@ def kl_estimate(logprob, ref_logprob, estimator):
     return math.expm1(log_r) - log_r
 
 
-def stop_sequence_state(text, stop):
-    """How many characters of `stop` the text ends with; all of them if `stop` is anywhere in it."""
-    if stop in text:
-        return len(stop)
-    return max(n for n in range(len(stop)) if text.endswith(stop[:n]))
-
-
 def token_rewards(scores, kl, lengths, kl_coef):
     """Ziegler et al. 2019, section 2.2, token by token: R = r(x, y) - beta KL, with r on the last token."""
     rewards = []
@@ -141,19 +134,6 @@ def clipped_value_loss(value, old_value, target, cliprange_value):
     """
     near = min(max(value, old_value - cliprange_value), old_value + cliprange_value)
     return 0.5 * max((value - target) ** 2, (near - target) ** 2)
-
-
-def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
-    """Ziegler et al. 2019, section 2.2: beta (1 + K e), with e = clip((KL - target) / target, -0.2, 0.2).
-
-    K = episodes / horizon
-    """
-    error = (kl - target) / target
-    if error > 0.2:
-        error = 0.2
-    if error < -0.2:
-        error = -0.2
-    return kl_coef * (1 + episodes / horizon * error)
 
 
 def rloo_advantages(rewards, rloo_k):
@@ -241,24 +221,3 @@ def sample_token(logits, uniform):
         if uniform < cumulative:
             return token
     return max(token for token, prob in enumerate(probs) if prob > 0)
-
-
-def adam(p, gradients, lr, eps, beta1=0.9, beta2=0.999, decay=0.0, tensorflow=False):
-    """Kingma and Ba 2015, algorithm 1, of one number. -> its value after each step
-
-    decay: the decoupled weight decay of Loshchilov and Hutter 2019, algorithm 2. tensorflow: the other order
-    at the end of section 2, where epsilon joins the square root before the correction of its bias.
-    """
-    m = v = 0.0
-    values = []
-    for t, gradient in enumerate(gradients, 1):
-        m = beta1 * m + (1 - beta1) * gradient
-        v = beta2 * v + (1 - beta2) * gradient**2
-        p -= lr * decay * p
-        if tensorflow:
-            corrected_lr = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
-            p -= corrected_lr * m / (math.sqrt(v) + eps)
-        else:
-            p -= lr * (m / (1 - beta1**t)) / (math.sqrt(v / (1 - beta2**t)) + eps)
-        values.append(p)
-    return values

@@ -114,40 +114,37 @@ def unbiased(whitened, mask):
     return whitened * ((n - 1) / n).sqrt()
 
 
-def test_lengths_are_trls(inputs, trl):
+def valid(theirs, mask):
+    """TRL does not set numbers outside the mask to 0."""
+    return torch.where(mask, theirs, 0.0)
+
+
+def test_lengths_and_means_are_trls(inputs, trl):
     close(ppo.response_lengths(inputs["tokens"], STOP), trl["lengths"])
-
-
-def test_means_are_trls(inputs, trl):
     close(ppo.masked_mean(inputs["a"], inputs["mask"]), trl["mean"])
 
 
 def test_whitening_is_trls_but_for_the_variance(inputs, trl):
-    """Trick 20. TRL does not set numbers outside the mask to 0."""
+    """Trick 20."""
     a, mask = inputs["a"], inputs["mask"]
-    theirs = torch.where(mask, trl["white"], 0.0)
-    close(unbiased(ppo.masked_whiten(a, mask), mask), theirs, rtol=1e-4)
+    close(unbiased(ppo.masked_whiten(a, mask), mask), valid(trl["white"], mask), rtol=1e-4)
     mean = ppo.masked_mean(a, mask)
     ours = ppo.masked_whiten(a, mask, shift_mean=False) - mean
-    theirs = trl["white, with its mean"] - mean
-    close(unbiased(ours, mask)[mask], theirs[mask], rtol=1e-4)
+    close(unbiased(ours, mask)[mask], (trl["white, with its mean"] - mean)[mask], rtol=1e-4)
 
 
 def test_log_probabilities_are_trls(inputs, trl):
-    logprobs, entropies = ppo.token_logprobs(
-        inputs["hidden"], inputs["weight"], inputs["words"], SIZES["temperature"]
-    )
-    close(logprobs, trl["logprobs"])
-    close(entropies, trl["entropies"])
+    ours = ppo.token_logprobs(inputs["hidden"], inputs["weight"], inputs["words"], SIZES["temperature"])
+    close(torch.stack(ours), torch.stack([trl["logprobs"], trl["entropies"]]))
 
 
 @pytest.mark.parametrize("estimator, penalty", [("k1", "kl"), ("k2", "mse")])
 def test_rewards_are_trls(inputs, trl, estimator, penalty):
-    """Up to the end of each response. TRL also fills the positions after it."""
+    """Up to the end of each response."""
     mask = inputs["mask"]
     kl = rloo.kl_per_token(inputs["a"], inputs["b"], estimator)
     ours = ppo.token_rewards(inputs["scores"], kl, mask.sum(1), SIZES["kl_coef"])
-    close(ours, torch.where(mask, trl[f"rewards {penalty}"], 0.0))
+    close(ours, valid(trl[f"rewards {penalty}"], mask))
 
 
 def test_advantages_are_trls(inputs, trl):
@@ -155,41 +152,35 @@ def test_advantages_are_trls(inputs, trl):
     mask = inputs["mask"]
     advantages, returns = ppo.gae(inputs["b"], inputs["c"], mask, SIZES["gamma"], SIZES["lam"])
     their_whitened, their_returns = trl["gae False"]
-    close(returns, torch.where(mask, their_returns, 0.0), rtol=1e-4)
+    close(returns, valid(their_returns, mask), rtol=1e-4)
     ours = unbiased(ppo.masked_whiten(advantages, mask), mask)
-    close(ours, torch.where(mask, their_whitened, 0.0), rtol=1e-4, atol=1e-5)
+    close(ours, valid(their_whitened, mask), rtol=1e-4, atol=1e-5)
 
 
 def test_returns_of_whitened_rewards_are_trls_where_no_pad_follows(inputs, trl):
     """TRL whitens what is after the end, too. There it is no longer 0, and becomes part of the return."""
     mask = inputs["mask"]
-    rewards = torch.where(mask, inputs["b"], 0.0)
+    rewards = valid(inputs["b"], mask)
     mean = ppo.masked_mean(rewards, mask)
-    whitened = ppo.masked_whiten(rewards, mask, shift_mean=False)
-    rewards = unbiased(whitened - mean, mask) + mean
+    rewards = unbiased(ppo.masked_whiten(rewards, mask, shift_mean=False) - mean, mask) + mean
     _, returns = ppo.gae(rewards, inputs["c"], mask, SIZES["gamma"], SIZES["lam"])
     _, theirs = trl["gae True"]
     is_full = mask.all(1)
     close(returns[is_full], theirs[is_full], rtol=1e-4)
-    is_padded = mask & ~is_full[:, None]
-    assert (returns - theirs)[is_padded].abs().max() > 0.1
+    assert (returns - theirs)[mask & ~is_full[:, None]].abs().max() > 0.1
 
 
 def test_losses_are_trls(inputs, trl):
     """Means over the valid tokens of both losses, and how often each is clipped."""
-    mask = inputs["mask"]
     old, new, old_values, values, advantages, returns = (inputs[name] for name in "abcdef")
     policy_loss = ppo.clipped_policy_loss(new, old, advantages, SIZES["cliprange"])
     value_loss = ppo.clipped_value_loss(values, old_values, returns, SIZES["cliprange_value"])
     policy_clipped = (policy_loss > -advantages * torch.exp(new - old)).float()
     value_clipped = (value_loss > 0.5 * (values - returns) ** 2).float()
-    approxkl = 0.5 * (new - old) ** 2
-    ours = []
-    for x in (policy_loss, value_loss, policy_clipped, value_clipped, approxkl):
-        ours.append(ppo.masked_mean(x, mask).item())
+    tables = policy_loss, value_loss, policy_clipped, value_clipped, 0.5 * (new - old) ** 2
+    ours = [ppo.masked_mean(x, inputs["mask"]).item() for x in tables]
     close(ours, [float(x) for x in trl["losses"]], rtol=1e-4)
-    assert 0 < ours[2] < 1
-    assert 0 < ours[3] < 1
+    assert 0 < ours[2] < 1 and 0 < ours[3] < 1
 
 
 def test_the_adaptive_coefficient_is_trls(trl):

@@ -1,14 +1,14 @@
 """Supervised fine-tuning: documents, labels and packing, against transformers on each document alone."""
 
-import copy
+import json
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ARCHITECTURES, module_with
+from conftest import ARCHITECTURES, CONTEXT, module_with
 from datasets import Dataset
-from math_tools import close, logprobs_alone
+from math_tools import close, gradients, logprobs_alone, normal, random_ids
 
 sft = module_with("load_documents", "pack", "document_states")
 near = dict(rtol=0, atol=1e-5)
@@ -32,6 +32,15 @@ def language_model(tiny_lm):
     return get
 
 
+def model_from(kind, **settings):
+    """A small model of this architecture, with random weights of transformers' usual size."""
+    sizes = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    sizes |= dict(num_key_value_heads=2, intermediate_size=64, max_position_embeddings=128)
+    config = transformers.AutoConfig.for_model(kind, **sizes | settings)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
 def collate(documents, max_length, packing):
     """The documents as a batch of rows of max_length tokens. -> dict of ids, labels, positions"""
     return sft.collate_rows(sft.pack(documents, max_length, packing), "cpu")
@@ -42,7 +51,7 @@ def document_logits(model, batch):
     """The logits of rows of documents."""
     body, head = sft.body_and_head(model)
     hidden = sft.document_states(body, batch["ids"], batch["positions"])
-    return F.linear(hidden, head.weight, head.bias)
+    return F.linear(hidden, head.weight, head.bias)  # [B, L, V]
 
 
 # ---- Packing -----------------------------------------------------------------------------------------------
@@ -70,30 +79,77 @@ def test_packed_documents_do_not_see_each_other(language_model, arch):
             start += len(ids)
 
 
-def test_bloom_is_never_packed_silently(language_model):
-    """BLOOM has no position ids, so it cannot keep documents apart: an error, not a wrong result."""
-    model = language_model("bloom")
-    assert not sft.can_pack(model, 16)
-    with pytest.raises((TypeError, ValueError, sft.UserError)):
-        document_logits(model, collate(DOCUMENTS, 16, packing=True))
+CAP = "its losses differ from ours"
+PACKED = "packed documents of this model differ from single ones: use --no-packing"
+OTHER_MODELS = {  # what is wrong with a document alone, and with documents in a row
+    "gemma2 head_dim=16": (CAP, CAP),
+    "granite logits_scaling=4.0": (CAP, CAP),
+    "bloom": (None, PACKED),  # ALiBi of whole rows
+    "falcon alibi=true": (None, PACKED),
+    "falcon alibi=false": (None, None),
+    "mamba": (None, PACKED),  # a recurrent state
+    "lfm2 full_attn_idxs=[1]": (None, PACKED),  # a convolution
+    "mistral sliding_window=64": (None, None),
+    "mistral sliding_window=63": (None, PACKED),
+    "llama": (None, None),
+    "gpt_neox": (None, None),
+}
 
 
-def test_which_models_can_pack():
-    """Not if a model has no position ids, keeps a state, or sees less than the whole row."""
-    sizes = dict(vocab_size=8, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    wider = sizes | dict(intermediate_size=8)
+def check(model, **flags):
+    """What sft.check_documents says about a model: None if nothing."""
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    try:
+        sft.check_documents(model, sft.Args(**dict(max_length=64) | flags))
+        line = None
+    except sft.UserError as error:
+        line = str(error).partition(": ")[2].removeprefix("this kind of model does not work here, ")
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())  # bit for bit
+    return line
 
-    def can_pack(kind, max_length=60, **settings):
-        config = getattr(transformers, f"{kind}Config")(**settings)
-        return sft.can_pack(getattr(transformers, f"{kind}ForCausalLM")(config), max_length)
 
-    assert can_pack("Llama", **wider)
-    assert can_pack("Mistral", **wider, num_key_value_heads=2, sliding_window=60)
-    assert not can_pack("Mistral", **wider, num_key_value_heads=2, sliding_window=59)
-    assert can_pack("Falcon", **sizes, alibi=False)
-    assert not can_pack("Falcon", **sizes, alibi=True)
-    assert not can_pack("Bloom", vocab_size=8, hidden_size=32, n_layer=1, n_head=2)
-    assert not can_pack("Mamba", vocab_size=8, hidden_size=32, num_hidden_layers=1)
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("model", OTHER_MODELS)
+def test_models_are_measured(model, packing):
+    """A model that would learn something else is refused; with --no-packing, only if it must be."""
+    kind, *pairs = model.split()
+    settings = {name: json.loads(value) for name, value in (pair.split("=") for pair in pairs)}
+    assert check(model_from(kind, **settings), packing=packing) == OTHER_MODELS[model][packing]
+
+
+@every_architecture
+def test_the_check_does_not_depend_on_the_length_of_rows(language_model, arch):
+    """From rows of a single token to the whole context of the model."""
+    for max_length in (1, 2, 3, 100, CONTEXT):
+        said = check(language_model(arch), max_length=max_length)
+        assert said is None or arch == "bloom" and said == PACKED
+        assert check(language_model(arch), max_length=max_length, packing=False) is None
+    if arch != "bloom":  # it has no limit
+        assert "256 tokens" in check(language_model(arch), max_length=CONTEXT + 1)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch not in ("bloom", "gpt_neo")])
+@pytest.mark.parametrize("spread", ["wide", "usual"])
+def test_the_check_notices_a_mask_or_positions_that_are_missing(language_model, monkeypatch, arch, spread):
+    """Whole rows are causal, but documents are not kept apart; or positions go on from one to the next."""
+    model = language_model(arch) if spread == "wide" else model_from(arch, word_embed_proj_dim=32)
+    document_states = sft.document_states
+
+    def without_mask(body, ids, positions):
+        return body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+
+    def without_positions(body, ids, positions):
+        def without(position_ids, **inputs):
+            return body(**inputs)
+
+        return document_states(without if ids.shape == (2, 64) else body, ids, positions)
+
+    assert check(model) is None
+    monkeypatch.setattr(sft, "document_states", without_mask)
+    assert check(model) == PACKED
+    monkeypatch.setattr(sft, "document_states", without_positions)
+    is_relative = arch in ("llama", "qwen2", "gpt_neox")  # rotary: only distances count
+    assert check(model) == (None if is_relative else PACKED)
 
 
 def test_the_loss_of_packed_rows_is_the_loss_of_all_documents(language_model):
@@ -121,23 +177,65 @@ def test_losses_are_transformers_own(language_model, arch):
     with torch.no_grad():
         losses, correct = sft.LanguageModel(model)(**batch)
         theirs = model(input_ids=ids, labels=labels)
-    assert losses.shape == correct.shape == (5, 7)
     has_label = labels[:, 1:] != -100
     assert has_label.sum() == (labels != -100).sum()  # the script divides by this: first tokens have no label
-    close(losses.sum() / has_label.sum(), theirs.loss, **near)
-    likeliest = theirs.logits[:, :-1].argmax(-1)
-    assert torch.equal(correct, (likeliest == labels[:, 1:]) & has_label)
+    assert losses.shape == correct.shape == (has_label.sum(),)
+    close(losses.mean(), theirs.loss, **near)
+    log_p = theirs.logits[:, :-1].log_softmax(-1)[has_label]  # row after row
+    close(losses, -log_p.gather(1, labels[:, 1:][has_label][:, None])[:, 0], **near)
+    assert torch.equal(correct, log_p.argmax(-1) == labels[:, 1:][has_label])
 
 
-def test_the_check_of_the_head_accepts_and_refuses(language_model):
-    """A scaled head, which is more than hidden @ weight, is refused (trick 43)."""
-    model = language_model("llama")
-    sft.check_own_losses(model, "some_folder")
-    scaled = copy.deepcopy(model)
-    forward = scaled.lm_head.forward
-    scaled.lm_head.forward = lambda hidden: 0.5 * forward(hidden)
-    with pytest.raises(sft.UserError, match="some_folder"):
-        sft.check_own_losses(scaled, "some_folder")
+@pytest.mark.parametrize("num_labels, vocab_size", [(0, 11), (1, 11), (128, 11), (300, 11), (300, 2**17)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_cross_entropy_in_chunks(num_labels, vocab_size, has_bias):
+    """Losses, correct predictions and all gradients are those of F.cross_entropy, also in several chunks.
+
+    Of the last case, the log-softmax of two chunks is kept, that of the third is computed again.
+    """
+    hidden, weight = normal(num_labels, 5, seed=1), normal(vocab_size, 5, seed=2)
+    labels = random_ids(num_labels, high=vocab_size, seed=3)
+    inputs = [hidden, weight, normal(vocab_size, seed=4)][: 2 + has_bias]
+
+    def ours(hidden, weight, bias=None):
+        return sft.next_token_losses(hidden, weight, labels, bias)[0]
+
+    def theirs(hidden, weight, bias=None):
+        return F.cross_entropy(F.linear(hidden, weight, bias), labels, reduction="none")
+
+    close(ours(*inputs), theirs(*inputs))
+    for one, other in zip(gradients(ours, *inputs), gradients(theirs, *inputs), strict=True):
+        close(one, other, atol=1e-4)
+    _, correct = sft.next_token_losses(hidden, weight, labels, *inputs[2:])
+    assert torch.equal(correct, F.linear(hidden, weight, *inputs[2:]).argmax(-1) == labels)
+
+
+def test_a_token_that_the_bias_forbids():
+    """A bias of -inf forbids a token: its gradient is 0, not nan."""
+    hidden, weight, bias = normal(3, 4, seed=1), normal(6, 4, seed=2), normal(6, seed=3)
+    bias[2] = -torch.inf
+    labels = torch.tensor([0, 1, 3])
+    losses, _ = sft.next_token_losses(hidden, weight, labels, bias)
+    close(losses, F.cross_entropy(F.linear(hidden, weight, bias), labels, reduction="none"))
+
+    def ours(hidden, weight, bias):
+        return sft.next_token_losses(hidden, weight, labels, bias)[0]
+
+    d_hidden, d_weight, d_bias = gradients(ours, hidden, weight, bias)
+    assert d_hidden.isfinite().all() and d_weight[2].eq(0).all() and d_bias[2] == 0
+
+
+def test_losses_are_fp32_under_autocast():
+    """Forward and backward: autocast would round the logits to bf16."""
+    hidden, weight, labels = normal(4, 8, seed=1), normal(9, 8, seed=2), torch.arange(4)
+
+    def ours(hidden, weight):
+        return sft.next_token_losses(hidden, weight, labels)[0]
+
+    expected = ours(hidden, weight), *gradients(ours, hidden, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = ours(hidden, weight), *gradients(ours, hidden, weight)
+    assert all(map(torch.equal, expected, rounded))
 
 
 # ---- Labels ------------------------------------------------------------------------------------------------
@@ -163,13 +261,14 @@ def test_eos_is_learned_at_the_end_of_every_document(tiny_lm, language_model, pa
     for packing in (True, False):
         batch = collate(documents, 64, packing)
         losses, _ = sft.LanguageModel(model)(**batch)
-        close(losses[batch["labels"][:, 1:] == eos], torch.stack(expected), **near)
+        labels = batch["labels"][batch["labels"] != -100]
+        close(losses[labels == eos], torch.stack(expected), **near)
 
 
 def test_only_completions_have_labels(tiny_lm):
     """Trick 7: prompt and completion are tokenized separately. The completion begins with its own space."""
     tokenizer = sft.load_tokenizer(tiny_lm())
-    prompts, completions = ["A film", "", "The end of"], [" about a cook.", "Short.", " it"]
+    prompts, completions = ["A film", "The end of"], [" about a cook.", " it"]
     documents = load_documents(tokenizer, dict(prompt=prompts, completion=completions))
     for prompt, completion, (ids, labels) in zip(prompts, completions, documents, strict=True):
         prompt_ids = tokenizer(prompt).input_ids

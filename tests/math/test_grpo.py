@@ -22,7 +22,7 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from math_tools import close, normal, quick
-from run_fixtures import check_names, handlers_kept
+from run_fixtures import handlers_kept
 from run_tools import eos_prone, maker, spy
 
 import grpo_math as grpo
@@ -83,19 +83,6 @@ def test_advantages_agree_with_naive(case):
     close(ours.view(k, -1).sum(0), [0.0] * len(rows), atol=2e-3)
 
 
-@quick
-@given(st.integers(2, 5), st.permutations(range(3)), st.data())
-def test_advantages_ignore_order_scale_and_constants(k, task_order, data):
-    """Tasks or responses in another order, a constant added to a task, and all rewards times 50."""
-    response_order = data.draw(st.permutations(range(k)))
-    rewards = normal(k, 3)
-    advantages = grpo.grpo_advantages(rewards.flatten(), k).view(k, 3)
-    ours = grpo.grpo_advantages(rewards[response_order][:, task_order].flatten(), k).view(k, 3)
-    close(ours, advantages[response_order][:, task_order])
-    moved = 50 * rewards + torch.tensor([7.0, 0.0, -2.0])
-    close(grpo.grpo_advantages(moved.flatten(), k).view(k, 3), advantages, rtol=3e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.5, -2.0, 0.1, 0.2, 0.7, 1.2])
 def test_a_group_with_equal_rewards_teaches_nothing(reward):
     """Its advantages are exactly 0, whatever the others are. 1.2 is a right answer with a format reward."""
@@ -104,12 +91,6 @@ def test_a_group_with_equal_rewards_teaches_nothing(reward):
         advantages = grpo.grpo_advantages(rewards.flatten(), k).view(k, 2)
         assert advantages[:, 0].tolist() == [0.0] * k, k
         assert (advantages[:, 1] != 0).any()
-
-
-def test_advantages_of_half_precision_are_fp32():
-    ours = grpo.grpo_advantages(torch.tensor([1, 0, 0, 0, 1, 1]).bfloat16(), 3)
-    close(ours, naive.grpo_advantages([1, 0, 0, 0, 1, 1], 3))
-    assert ours.dtype is torch.float32
 
 
 # ---- The loss of an update ---------------------------------------------------------------------------------
@@ -173,21 +154,20 @@ def update(world, tiny_lm, tmp_path_factory):
             return backward(self, loss, **kwargs)
 
         patch.setattr(module, "rollout_tasks", rollout_with_noise)
-        patch.setattr(module, "check_first_ratio", lambda *_: None)
-        patch.setattr(module.Run, "plot", check_names)
+        patch.setattr(module, "check_first_ratio", lambda *_, **__: None)
         patch.setattr(accelerate.Accelerator, "backward", recorded_backward)
         advantages = spy(patch, module, "grpo_advantages")
         model, _ = module.train(args)
         [b] = rollouts
         with torch.no_grad():
-            new, entropies, _ = grpo.response_logprobs(model.policy, b["ids"], b["mask"], T, args.temperature)
+            new, entropies = model(b["ids"], b["mask"], T, args.temperature)
         assert len(losses) == 6
         assert sum(losses[:3]) == pytest.approx(sum(losses[3:]), abs=1e-5)  # the epochs have other orders
         return SimpleNamespace(
             b=b,
             model=model,
-            new=new,
-            entropies=entropies,
+            new=grpo.unflatten(new, b["mask"][:, -T:]),
+            entropies=grpo.unflatten(entropies, b["mask"][:, -T:]),
             old=b["logprobs"],
             ref=b.get("ref_logprobs"),
             lengths=b["lengths"].tolist(),
@@ -198,7 +178,7 @@ def update(world, tiny_lm, tmp_path_factory):
     return run
 
 
-def by_token(run, weights=None):
+def by_token(run):
     """What naive.grpo_loss reads. -> for each response a list of (logprob, old one, reference's)"""
     ref = run.new if run.ref is None else run.ref
     rows = []
@@ -218,14 +198,6 @@ def test_the_loss_is_a_mean_over_tokens(update):
     expected = naive.grpo_loss(by_token(without), naive.grpo_advantages(SCORES, K), "token")
     assert without.loss == pytest.approx(expected, abs=1e-5)
     assert abs(without.loss - run.loss) > 1e-3
-
-
-def test_the_clip_range_of_the_loss(update):
-    run = update(kl_coef=0.0, cliprange=0.05)
-    advantages = naive.grpo_advantages(SCORES, K)
-    expected = naive.grpo_loss(by_token(run), advantages, "token", low=0.05, high=0.05)
-    assert run.loss == pytest.approx(expected, abs=1e-5)
-    assert abs(run.loss - naive.grpo_loss(by_token(run), advantages, "token")) > 1e-3
 
 
 def of_group(scale):

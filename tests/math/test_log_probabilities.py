@@ -1,17 +1,17 @@
-"""Log-probabilities of policy and reference against transformers, which reads each text alone, unpadded."""
+"""Log-probabilities of policy and reference against transformers, which reads each text alone, unpadded;
+and which models are refused because theirs differ."""
 
 import copy
+import json
 
 import peft
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, HEADS, LAYERS, WIDTH, module_with
-from math_tools import close, logprobs_alone, padded_batch, random_ids, response_part
-from torch.nn.functional import pad
+from conftest import ARCHITECTURES, CONTEXT, HEADS, LAYERS, WIDTH, module_with
+from math_tools import close, logprobs_alone, normal, padded_batch, random_ids, response_part
 
-ppo = module_with("response_logprobs", "build_policy_and_value")
-rloo = module_with("response_logprobs", "PolicyAndReference")
+ppo = module_with("gae", "response_logprobs")
 every_architecture = pytest.mark.parametrize("arch", ARCHITECTURES)
 near = dict(rtol=0, atol=1e-5)
 
@@ -33,45 +33,50 @@ def language_model(tiny_lm):
 # ---- Padding -----------------------------------------------------------------------------------------------
 
 
+def expected_logprobs(lm, temperature=1.0):
+    """Log-probabilities of the valid tokens of padded_batch, and entropies, one text after the other."""
+    _, _, rows, _ = padded_batch()
+    logprobs, entropies = [], []
+    for prompt, response in rows:
+        table = logprobs_alone(lm, torch.cat([prompt, response]), temperature)
+        logprobs.append(response_part(table, prompt, response))
+        before = table[len(prompt) - 1 : -1]  # the distributions that the response was sampled from
+        entropies.append(-(before.exp() * before).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
 @every_architecture
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_padded_batch_scores_as_one_by_one(language_model, arch, temperature):
-    """Tricks 2, 3, 6, 11: left-padded prompts and ended responses. No embedding has the pad id."""
-    model = language_model(arch)
-    ids, mask, rows, T = padded_batch()
-    logprobs, entropies, hidden = ppo.response_logprobs(model, ids, mask, T, temperature)
-    assert logprobs.shape == entropies.shape == hidden.shape[:2] == (len(rows), T)
-    assert not logprobs[~mask[:, -T:]].any()
-    assert not entropies[~mask[:, -T:]].any()
-    for i, (prompt, response) in enumerate(rows):
-        n = len(response)
-        table = logprobs_alone(model, torch.cat([prompt, response]), temperature)
-        close(logprobs[i, :n], response_part(table, prompt, response), **near)
-        before = table[len(prompt) - 1 : -1]  # the distributions that the response was sampled from
-        close(entropies[i, :n], -(before.exp() * before).sum(-1), **near)
-
-
-@every_architecture
-def test_more_padding_moves_no_score(language_model, arch):
-    """Trick 10: in a batch that is five tokens wider, with another pad id, within 1e-5."""
+    """Tricks 3, 6, 11: left-padded prompts and responses that ended. Only valid tokens are returned."""
     model = language_model(arch)
     ids, mask, _, T = padded_batch()
-    narrow, _, _ = ppo.response_logprobs(model, ids, mask, T, 1.0)
-    wide_ids, wide_mask = pad(ids, (5, 0), value=3), pad(mask, (5, 0), value=False)
-    wide, _, _ = ppo.response_logprobs(model, wide_ids, wide_mask, T, 1.0)
-    close(wide, narrow, **near)
+    logprobs, entropies, hidden = ppo.response_logprobs(model, ids, mask, T, temperature)
+    expected, expected_entropies = expected_logprobs(model, temperature)
+    close(logprobs, expected, **near)
+    close(entropies, expected_entropies, **near)
+    assert logprobs.dtype is entropies.dtype is torch.float32
+    assert hidden.shape == (mask[:, -T:].sum(), WIDTH)
 
 
 def test_pad_equal_to_eos_changes_no_score(language_model):
     """Trick 1: with a real EOS in prompt and response, and EOS as the padding."""
     model = language_model("gpt2", "eos")
-    eos = 0
+    eos = model.config.eos_token_id
     prompt, response = torch.tensor([7, eos, 9]), torch.tensor([8, eos])
     ids = torch.tensor([[eos, eos, 7, eos, 9, 8, eos, eos, eos]])
     mask = torch.tensor([[False] * 2 + [True] * 5 + [False] * 2])
     logprobs, _, _ = ppo.response_logprobs(model, ids, mask, 4, 1.0)
     table = logprobs_alone(model, torch.cat([prompt, response]))
-    close(logprobs[0, :2], response_part(table, prompt, response), **near)
+    close(logprobs, response_part(table, prompt, response), **near)
+
+
+def test_unflatten():
+    mask = torch.tensor([[True, False, False], [True, True, False], [False, False, False]])
+    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    table = ppo.unflatten(values, mask)
+    close(table, [[1.0, 0.0, 0.0], [2.0, 3.0, 0.0], [0.0, 0.0, 0.0]])
+    assert torch.equal(table[mask], values)
 
 
 @every_architecture
@@ -91,146 +96,201 @@ def test_gradients_of_scores_are_transformers_own(language_model, arch):
             close(x.grad / scale, y.grad / scale, rtol=0, atol=1e-4)
 
 
-# ---- Dropout -----------------------------------------------------------------------------------------------
-
-
-@every_architecture
-def test_two_forwards_in_train_mode_are_equal(tiny_lm, arch):
-    """Tricks 10 and 13: no dropout, and the same forward pass twice gives the same bits."""
-    model = ppo.load_model(transformers.AutoModelForCausalLM, tiny_lm(arch)).train()
+@pytest.mark.parametrize("critic", [None, "llama"])
+def test_values_are_in_fp32_under_autocast(tiny_lm, critic):
+    """The head reads the state before each token; a critic of its own sees the same padding."""
+    policy = ppo.load_model(transformers.AutoModelForCausalLM, tiny_lm())
+    if critic is not None:
+        critic = ppo.load_model(transformers.AutoModel, tiny_lm(critic))
+    model = ppo.PolicyAndValue(policy, critic)
+    assert not model.value_head.weight.any() and not model.value_head.bias.any()
+    model.value_head.weight.data = 100 * normal(1, WIDTH)
     ids, mask, _, T = padded_batch()
-    first, _, _ = ppo.response_logprobs(model, ids, mask, T, 1.0)
-    second, _, _ = ppo.response_logprobs(model, ids, mask, T, 1.0)
-    assert torch.equal(first, second)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        *_, values = model(ids, mask, T, 1.0)
+        hidden = ppo.response_logprobs(model.policy, ids, mask, T, 1.0)[2]
+        if critic is not None:
+            hidden = ppo.hidden_states(model.critic, ids, mask)[:, -T - 1 : -1][mask[:, -T:]]
+    assert values.dtype is torch.float32
+    close(values, (hidden.double() @ model.value_head.weight.double().T)[:, 0], rtol=1e-5, atol=1e-3)
 
 
-def test_train_mode_has_no_dropout(tiny_lm, tmp_path):
-    """Trick 13: even if the saved config has dropout of every kind, and with LoRA."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_lm())
-    dropout = dict(resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5, summary_first_dropout=0.5)
-    model.config.update(dropout)
-    model.save_pretrained(tmp_path)
-    loaded = ppo.load_model(transformers.AutoModelForCausalLM, str(tmp_path))
-    loaded = ppo.add_lora(loaded, ppo.Args(lora_r=2)).train()
+# ---- Loading -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def noisy(tiny_lm, tiny_classifier, tmp_path_factory):
+    """noisy(arch) -> (class, folder) of a model whose config has dropout of every kind, and its own GELU."""
+
+    def make(arch):
+        is_lm = arch in ARCHITECTURES
+        auto_class = transformers.AutoModelForCausalLM
+        if not is_lm:
+            auto_class = transformers.AutoModelForSequenceClassification
+        model = auto_class.from_pretrained(tiny_lm(arch) if is_lm else tiny_classifier())
+        for key, value in model.config.to_dict().items():
+            if "drop" in key and isinstance(value, float):
+                setattr(model.config, key, 0.5)
+        folder = tmp_path_factory.mktemp(f"noisy-{arch}")
+        model.save_pretrained(folder)
+        return auto_class, folder
+
+    return make
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, "distilbert"])
+def test_train_mode_has_no_dropout(noisy, arch):
+    """Tricks 10 and 13: two forward passes in train mode are equal to the bit; the config is not changed."""
+    auto_class, folder = noisy(arch)
+    model = ppo.load_model(auto_class, str(folder)).train()
     ids = random_ids(2, 12)
-    assert torch.equal(loaded(input_ids=ids).logits, loaded(input_ids=ids).logits)
+    first = model(input_ids=ids).logits
+    assert torch.equal(model(input_ids=ids).logits, first)
+    plain = auto_class.from_pretrained(folder).eval()
+    close(first, plain(input_ids=ids).logits, rtol=0, atol=1e-4)
+    before = json.loads((folder / "config.json").read_text())
+    model.save_pretrained(folder / "saved")
+    assert json.loads((folder / "saved/config.json").read_text()) == before
+    if arch in ("gpt2", "gpt_neo", "distilbert"):
+        assert 0.5 in before.values()  # there was dropout
+    kinds = {type(module) for module in model.modules()}
+    assert transformers.activations.NewGELUActivation not in kinds
+    assert (torch.nn.GELU in kinds) == (arch in ("gpt2", "gpt_neo"))
+
+
+def test_lora_has_no_dropout(noisy):
+    _, folder = noisy("gpt2")
+    model, _ = ppo.load_policy_and_reference(ppo.Args(lora_r=2), str(folder), max_tokens=16)
+    ids = random_ids(2, 12)
+    assert torch.equal(model.train()(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
 # ---- Models that are refused -------------------------------------------------------------------------------
 
-ODD_HEADS = {
-    "Gemma2": dict(final_logit_softcapping=5.0),
-    "Granite": dict(logits_scaling=4.0),
-    "Cohere": dict(logit_scale=0.25),
-}
 
-
-@pytest.mark.parametrize("kind", ODD_HEADS)
-def test_a_head_that_does_more_is_refused(kind):
-    """Trick 43."""
-    config = getattr(transformers, f"{kind}Config")(
-        **ODD_HEADS[kind],
+def from_config(kind, **changes):
+    """A random language model, with logits of a few nats."""
+    sizes = dict(
         vocab_size=64,
         hidden_size=WIDTH,
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
         num_key_value_heads=2,
-        head_dim=8,
         intermediate_size=64,
-        initializer_range=1.0,
+        initializer_range=0.5,
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=0,
     )
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(ppo.UserError, match="some_folder"):
-        ppo.check_head(model, "some_folder")
+    config = getattr(transformers, f"{kind}Config")(**(sizes | changes))
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def forward_without(model, name):
+    """The same model, whose transformer ignores an argument."""
+    body = ppo.body_and_head(model)[0]
+    forward = body.forward
+    body.forward = lambda *args, **kwargs: forward(*args, **(kwargs | {name: None}))
+    return model
+
+
+def switch_dropout_on(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    return model
+
+
+def noise_in_train_mode(model):
+    """As a router of experts that jitters."""
+    body = ppo.body_and_head(model)[0]
+    norm = list(body.children())[-1]
+    norm.register_forward_hook(lambda m, _, out: out * (1 + 0.05 * torch.rand(1)) if m.training else out)
+    return model
+
+
+ODD = {
+    "Gemma2": lambda lm: from_config("Gemma2", final_logit_softcapping=5.0, head_dim=8),
+    "Granite": lambda lm: from_config("Granite", logits_scaling=4.0),
+    "Cohere": lambda lm: from_config("Cohere", logit_scale=0.25),
+    "Mamba": lambda lm: from_config("Mamba", state_size=8),
+    "Jamba": lambda lm: from_config("Jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=1),
+    "RecurrentGemma": lambda lm: from_config("RecurrentGemma", head_dim=8, attention_window_size=4),
+    "dropout": lambda lm: switch_dropout_on(lm("gpt2")),
+    "noise": lambda lm: noise_in_train_mode(lm("llama")),
+    "positions count pads": lambda lm: forward_without(lm("gpt2"), "position_ids"),
+    "pads are read": lambda lm: forward_without(lm("llama"), "attention_mask"),
+    "no cache": lambda lm: forward_without(lm("llama"), "past_key_values"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_a_model_that_does_more_is_refused(tiny_lm, kind):
+    """Trick 43: soft caps and scales of logits, states that cannot drop rows, noise, shifted positions."""
+    model = ODD[kind](lambda arch: ppo.load_model(transformers.AutoModelForCausalLM, tiny_lm(arch)))
+    with pytest.raises(ppo.UserError, match="some_folder: this kind of model does not work here"):
+        ppo.check_model(model, "some_folder", max_tokens=16)
 
 
 @every_architecture
-def test_the_architectures_pass_the_check_of_the_head(language_model, arch):
-    ppo.check_head(language_model(arch), arch)
+def test_the_architectures_pass_the_check(tiny_lm, arch):
+    """Up to the largest number of tokens that they can read. ALiBi (BLOOM) has no limit."""
+    model = ppo.load_model(transformers.AutoModelForCausalLM, tiny_lm(arch))
+    ppo.check_model(model, arch, CONTEXT)
+    if arch == "bloom":
+        return
+    with pytest.raises(ppo.UserError, match=f"{arch} can read {CONTEXT} tokens"):
+        ppo.check_model(model, arch, CONTEXT + 1)
 
 
-@pytest.mark.parametrize(
-    "kind, sizes, context",
-    [
-        ("Roberta", dict(max_position_embeddings=66, pad_token_id=1), 64),
-        ("DistilBert", dict(max_position_embeddings=66, n_layers=1, dim=32, n_heads=4), 66),
-        ("GPT2", dict(n_positions=66), 66),
-        ("Bloom", dict(), 10**9),  # ALiBi has no limit
-    ],
-)
-def test_the_context_is_what_a_model_takes(kind, sizes, context):
-    """One more token is an error in transformers."""
-    if kind != "DistilBert":
-        sizes = sizes | dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    config = getattr(transformers, f"{kind}Config")(vocab_size=99, **sizes)
-    model = getattr(transformers, f"{kind}Model")(config).eval()
-    assert ppo.context_length(model) == context
-    if context < 10**9:
-        model(torch.full((1, context), 5))
-        with pytest.raises((IndexError, RuntimeError)):
-            model(torch.full((1, context + 1), 5))
+def test_a_critic_must_not_see_later_tokens(tiny_lm, tiny_classifier):
+    ppo.check_critic(ppo.load_model(transformers.AutoModel, tiny_lm()), "a", 1024, 256)
+    with pytest.raises(ppo.UserError, match="sees later tokens"):
+        ppo.check_critic(ppo.load_model(transformers.AutoModel, tiny_classifier()), "b", 1024, 256)
 
 
 # ---- References: LoRA and shared layers --------------------------------------------------------------------
 
 
-def policy_and_value(folder, **flags):
-    """Policy, reference and value function as PPO loads them."""
-    args = ppo.Args(model_name_or_path=folder, dtype="float32", **flags)
-    return ppo.build_policy_and_value(args, max_tokens=16)
-
-
 def policy_and_reference(folder, **flags):
-    """Policy and reference as RLOO loads them."""
-    args = rloo.Args(model_name_or_path=folder, dtype="float32", **flags)
-    return rloo.PolicyAndReference(*rloo.load_policy_and_reference(args, folder))
-
-
-both_modules = pytest.mark.parametrize("build", [policy_and_value, policy_and_reference])
+    args = ppo.Args(dtype="float32", **flags)
+    return ppo.load_policy_and_reference(args, folder, max_tokens=16)
 
 
 @torch.no_grad()
-def disturb(module, part):
-    """Move the trainable weights with `part` in their names, as training would."""
+def disturb(module):
+    """Move the trainable weights, as training would."""
     torch.manual_seed(3)
-    for name, p in module.named_parameters():
-        if p.requires_grad and part in name:
-            p += 0.2 * torch.randn_like(p)
+    for p in ppo.trainable(module).values():
+        p += 0.2 * torch.randn_like(p)
 
 
-def valid_logprobs(model):
+@torch.no_grad()
+def both_logprobs(policy, reference):
     """Log-probabilities of the valid tokens of padded_batch: of the policy, and of the reference."""
     ids, mask, _, T = padded_batch()
-    valid = mask[:, -T:]
-    policy = model(ids, mask, T, 1.0)[0]
-    reference = model.reference_logprobs(ids, mask, T, 1.0)
-    return policy[valid], reference[valid]
+    inputs = ids, mask, T, 1.0
+    return ppo.response_logprobs(policy, *inputs)[0], ppo.reference_logprobs(reference, policy, *inputs)
 
 
-def base_logprobs(lm):
-    """The same of a plain language model, by transformers."""
-    _, _, rows, _ = padded_batch()
-    parts = [response_part(logprobs_alone(lm, torch.cat(row)), *row) for row in rows]
-    return torch.cat(parts)
+def assert_only_the_policy_moves(policy, reference, start):
+    """Both have the log-probabilities `start`. Training moves the policy and not the reference."""
+    for x in both_logprobs(policy, reference):
+        close(x, start, **near)
+    disturb(policy)
+    for _ in range(2):  # the adapter is on again after each look at the reference
+        moved, unmoved = both_logprobs(policy, reference)
+        assert (moved - start).abs().max() > 0.1
+        close(unmoved, start, **near)
 
 
-@both_modules
 @pytest.mark.parametrize("arch, layers", [("gpt2", "c_attn"), ("llama", "q_proj,v_proj")])
-def test_the_reference_under_lora_is_the_base_model(build, tiny_lm, language_model, arch, layers):
-    """With the adapter switched off. It is on again for the policy."""
-    model = build(tiny_lm(arch), lora_r=4, lora_target_modules=layers)
-    base = base_logprobs(language_model(arch))
-    policy, reference = valid_logprobs(model)
-    close(policy, base, **near)  # B = 0 at the start
-    close(reference, base, **near)
-    disturb(model, "lora_")
-    for _ in range(2):
-        policy, reference = valid_logprobs(model)
-        assert (policy - base).abs().max() > 0.1
-        close(reference, base, **near)
+def test_the_reference_under_lora_is_the_base_model(tiny_lm, language_model, arch, layers):
+    """With the adapter switched off. Only the adapter is trained."""
+    policy, reference = policy_and_reference(tiny_lm(arch), lora_r=4, lora_target_modules=layers)
+    assert reference is None and all("lora_" in name for name in ppo.trainable(policy))
+    assert_only_the_policy_moves(policy, reference, expected_logprobs(language_model(arch))[0])
 
 
 @pytest.fixture
@@ -238,52 +298,48 @@ def adapter(tiny_lm, language_model, tmp_path):
     """(model, folder) of a LoRA adapter that has learned something, on the GPT-2."""
     config = peft.LoraConfig(r=2, target_modules=["c_attn"])
     model = peft.get_peft_model(copy.deepcopy(language_model("gpt2")), config)
-    disturb(model, "lora_")
+    disturb(model)
     model.peft_config["default"].base_model_name_or_path = tiny_lm("gpt2")
-    model.save_pretrained(tmp_path)
-    return model.eval(), str(tmp_path)
+    model.save_pretrained(tmp_path / "adapter")
+    return model.eval(), str(tmp_path / "adapter")
 
 
-@both_modules
 @pytest.mark.parametrize("rank", [0, 4])
-def test_the_reference_of_an_adapter_is_the_adapter(build, adapter, rank):
+def test_the_reference_of_an_adapter_is_the_adapter(adapter, rank):
     """Trick 14: training starts from a LoRA adapter, with and without a new one on top.
 
-    The reference is the base with the first adapter, not the base alone.
+    The reference is the base with the first adapter, not the base alone. Without a new one, all weights are
+    trained, though peft had frozen them.
     """
     adapter_model, folder = adapter
-    start = base_logprobs(adapter_model)
-    model = build(folder, lora_r=rank)
-    policy, reference = valid_logprobs(model)
-    close(policy, start, **near)
-    close(reference, start, **near)
-    disturb(model, "lora_" if rank else "policy")
-    policy, reference = valid_logprobs(model)
-    assert (policy - start).abs().max() > 0.1, "no weight of the policy is trainable"
-    close(reference, start, **near)
-
-
-def test_a_merged_adapter_is_trainable(adapter):
-    """Without a new adapter all weights are trained, though peft had frozen them."""
-    adapter_model, folder = adapter
-    model = ppo.load_model(transformers.AutoModelForCausalLM, folder)
-    ids = random_ids(1, 9)
-    close(model(input_ids=ids).logits, adapter_model(input_ids=ids).logits, **near)
-    assert len(ppo.trainable(model)) == len(list(model.parameters()))
+    policy, reference = policy_and_reference(folder, lora_r=rank)
+    if not rank:
+        assert len(ppo.trainable(policy)) == len(list(policy.parameters()))
+    assert_only_the_policy_moves(policy, reference, expected_logprobs(adapter_model)[0])
 
 
 @every_architecture
 def test_shared_layers_stay_and_the_reference_with_them(tiny_lm, language_model, arch):
     """--num-shared-layers: the first layers are the same tensors in policy and reference, and frozen."""
-    model = policy_and_value(tiny_lm(arch), num_shared_layers=1)
-    in_policy = {p.data_ptr() for p in model.policy.parameters()}
-    in_reference = {p.data_ptr() for p in model.reference.parameters()}
+    policy, reference = policy_and_reference(tiny_lm(arch), num_shared_layers=1)
+    in_policy = {p.data_ptr() for p in policy.parameters()}
+    in_reference = {p.data_ptr() for p in reference.parameters()}
     assert in_policy & in_reference
     assert in_reference - in_policy
-    assert not ppo.trainable(model.reference)
-    base = base_logprobs(language_model(arch))
-    close(valid_logprobs(model)[0], base, **near)
-    disturb(model, "policy")
-    policy, reference = valid_logprobs(model)
-    assert (policy - base).abs().max() > 0.1
-    close(reference, base, **near)
+    assert not ppo.trainable(reference)
+    assert_only_the_policy_moves(policy, reference, expected_logprobs(language_model(arch))[0])
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_plain_transformers_loads_what_is_saved(tiny_lm, noisy, tmp_path, rank):
+    """The same log-probabilities and the same config; a LoRA adapter is merged, and saved beside it too."""
+    _, folder = noisy("gpt2")
+    policy, _ = policy_and_reference(str(folder), lora_r=rank)
+    disturb(policy)
+    expected = both_logprobs(policy, policy)[0]
+    ppo.save_policy(policy, transformers.AutoTokenizer.from_pretrained(tiny_lm()), tmp_path / "model")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    close(expected_logprobs(saved)[0], expected, **near)
+    configs = [json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "model")]
+    assert configs[0] == configs[1]
+    assert (tmp_path / "adapter/adapter_model.safetensors").exists() == bool(rank)

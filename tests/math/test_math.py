@@ -10,14 +10,14 @@ import naive
 import pytest
 import torch
 from conftest import module_with
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
-from math_tools import INF, NAN, close, head_case, nan_outside, normal, quick, ragged, slope
+from math_tools import INF, NAN, close, nan_outside, normal, quick, ragged, slope
 
 ppo = module_with("gae", "clipped_value_loss", "generator_for", "PolicyAndValue")
 rloo = module_with("kl_per_token", "rloo_advantages")
 reward = module_with("preference_loss", "ranking_loss")
-weighted_sum = module_with("weighted_sum").weighted_sum
+weighted_sum = module_with("gae", "weighted_sum").weighted_sum
 
 
 def batch_of(case):
@@ -30,32 +30,14 @@ def batch_of(case):
 
 
 def test_response_lengths():
-    tokens = torch.tensor([[5, 0, 0, 7], [0, 1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 0], [0, 0, 0, 0]])
-    close(ppo.response_lengths(tokens, 0), [2, 1, 4, 4, 1])
-    close(ppo.response_lengths(tokens, -1), [4] * 5)  # there is no stop token
-    close(ppo.response_lengths(tokens, 3), [4, 4, 3, 3, 4])
-    close(ppo.response_lengths(torch.tensor([[3], [0]]), 0), [1, 1])
-    close(ppo.response_lengths(tokens, torch.tensor([3, 7])), [4, 4, 3, 3, 4])  # either one
-    close(ppo.response_lengths(tokens, torch.tensor([2, 0])), [2, 1, 2, 2, 1])
-    close(ppo.response_lengths(tokens, torch.tensor([], dtype=torch.long)), [4] * 5)
-
-
-rows_of_six = st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=5)
-
-
-@given(rows_of_six, st.integers(-1, 4))
-@quick
-def test_lengths_and_masks_agree_with_naive(tokens, stop):
-    lengths = ppo.response_lengths(torch.tensor(tokens), stop)
-    assert not lengths.is_floating_point()
-    assert lengths.tolist() == naive.response_lengths(tokens, stop)
-    mask = ppo.length_mask(lengths, 6)
-    assert mask.dtype is torch.bool
-    assert mask.tolist() == naive.length_mask(lengths.tolist(), 6)
+    tokens = torch.tensor([[5, 0, 0, 7], [0, 1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 0]])
+    close(ppo.response_lengths(tokens, 0), [2, 1, 4, 4])
+    close(ppo.response_lengths(tokens, -1), [4] * 4)  # there is no stop token
+    close(ppo.response_lengths(tokens, torch.tensor([2, 0])), [2, 1, 2, 2])  # either one
+    close(ppo.response_lengths(tokens, torch.tensor([], dtype=torch.long)), [4] * 4)
 
 
 def test_length_mask_edges():
-    assert ppo.length_mask(torch.tensor([0, 1]), 1).tolist() == [[False], [True]]
     full, empty, part = [True, True, True], [False, False, False], [True, True, False]
     assert ppo.length_mask(torch.tensor([3, 0, 2]), 3).tolist() == [full, empty, part]
 
@@ -76,12 +58,20 @@ def test_weighted_sum():
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
-def test_kl_per_token_agrees_with_naive(estimator, shape):
-    a, b = normal(*shape) * 3, normal(*shape, seed=1) * 3
-    pairs = zip(a.flatten().tolist(), b.flatten().tolist())
-    theirs = [naive.kl_estimate(x, y, estimator) for x, y in pairs]
-    close(rloo.kl_per_token(a, b, estimator), torch.tensor(theirs).reshape(shape), rtol=1e-4)
+def test_kl_per_token_agrees_with_naive(estimator):
+    """Of any shape. Gradients in the policy's log-probability, against central differences."""
+    log_ratios = torch.tensor([[-3.0, -1.0, -0.1, 0.0], [0.1, 1.0, 3.0, 6.0]], dtype=torch.float64)
+    logprobs = log_ratios - 2
+    logprobs.requires_grad_()
+    ours = rloo.kl_per_token(logprobs, torch.full((2, 4), -2.0), estimator)
+
+    def theirs(x):
+        return naive.kl_estimate(x, 0.0, estimator)
+
+    close(ours, [[theirs(x) for x in row] for row in log_ratios.tolist()])
+    ours.sum().backward()
+    close(logprobs.grad, [[slope(theirs, x) for x in row] for row in log_ratios.tolist()], atol=1e-5)
+    assert rloo.kl_per_token(torch.tensor(1.0), torch.tensor(0.0), estimator).shape == ()
 
 
 @pytest.mark.parametrize(
@@ -153,24 +143,6 @@ def test_token_rewards_by_hand():
     close(ours, [[-0.1, 4.8, 0.0], [-0.05, 0.0, -1.4]])
 
 
-def test_rewards_add_up_to_the_kl_penalty():
-    """Trick 19: with scores of 0, the rewards of a response add up to -kl_coef times its KL."""
-    lengths, kl = [1, 3, 5], normal(3, 5)
-    rewards = ppo.token_rewards(torch.zeros(3), kl, torch.tensor(lengths), 0.25)
-    for row, kl_row, length in zip(rewards, kl.tolist(), lengths):
-        close(row.sum(), -0.25 * sum(kl_row[:length]))
-
-
-def test_the_score_falls_on_the_last_valid_token():
-    """Trick 15: with lambda 0 and values 0, the last token's advantage is the score, stopped early or not."""
-    scores, lengths = torch.tensor([3.0, -2.0, 7.0]), torch.tensor([2, 4, 1])
-    mask = ppo.length_mask(lengths, 4)
-    rewards = ppo.token_rewards(scores, torch.full((3, 4), 0.5), lengths, 0.0)
-    advantages, returns = ppo.gae(rewards, torch.zeros(3, 4), mask, 1.0, 0.0)
-    close(advantages, [[0.0, 3.0, 0.0, 0.0], [0.0, 0.0, 0.0, -2.0], [7.0, 0.0, 0.0, 0.0]])
-    close(returns, advantages)
-
-
 # ---- Means and whitening -----------------------------------------------------------------------------------
 
 
@@ -219,18 +191,6 @@ def test_masked_whiten_by_hand():
     close(with_mean, [[3 - 2 * s, 3 - s, 0.0], [3.0, 3 + 3 * s, 0.0]])
 
 
-@given(ragged())
-@quick
-def test_whitened_tokens_have_mean_0_and_variance_1(case):
-    _, values, _, mask = batch_of(case)
-    assume(mask.sum() > 1 and values[mask].var(correction=0) > 0.01)
-    whitened = ppo.masked_whiten(nan_outside(values, mask), mask)[mask].double()
-    close(whitened.mean(), 0.0, atol=1e-5)
-    close(whitened.var(correction=0), 1.0, rtol=1e-4)
-    with_mean = ppo.masked_whiten(nan_outside(values, mask), mask, shift_mean=False)[mask].double()
-    close(with_mean.mean(), values[mask].double().mean(), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("shift_mean", [True, False])
 def test_masked_whiten_edges(shift_mean):
     one = torch.tensor([[False, True, False]])
@@ -277,66 +237,6 @@ def test_gae_by_hand():
     close(returns, [[2.5, 2.0, 2.0], [3.0, 0.0, 0.0]])
 
 
-@given(ragged(), st.sampled_from([1.0, 0.9, 0.5]))
-@quick
-def test_gae_limits(case, gamma):
-    """lambda 1: the discounted return minus the value. lambda 0: the one-step residual."""
-    lengths, rewards, values = case
-    mask = torch.tensor(naive.length_mask(lengths, len(rewards[0])))
-    monte_carlo, residual = torch.zeros(2, *mask.shape, dtype=torch.float64)
-    for i, n in enumerate(lengths):
-        for t in range(n):
-            discounted = [gamma ** (u - t) * rewards[i][u] for u in range(t, n)]
-            next_value = values[i][t + 1] if t + 1 < n else 0.0
-            monte_carlo[i, t] = sum(discounted) - values[i][t]
-            residual[i, t] = rewards[i][t] + gamma * next_value - values[i][t]
-    inputs = torch.tensor(rewards), torch.tensor(values), mask, gamma
-    close(ppo.gae(*inputs, 1.0)[0], monte_carlo, rtol=1e-4, atol=1e-5)
-    close(ppo.gae(*inputs, 0.0)[0], residual, rtol=1e-4, atol=1e-5)
-
-
-def test_gae_of_long_responses():
-    rewards, values = normal(3, 600), normal(3, 600, seed=1)
-    mask = torch.tensor(naive.length_mask([600, 599, 17], 600))
-    ours = ppo.gae(rewards, values, mask, 1.0, 0.95)
-    for x, y in zip(ours, naive.gae(rewards.tolist(), values.tolist(), mask.tolist(), 1.0, 0.95)):
-        close(x, y, rtol=1e-4, atol=1e-4)
-
-
-def test_gae_takes_bf16_and_returns_fp32():
-    rewards, values = normal(2, 9).bfloat16(), normal(2, 9, seed=1).bfloat16()
-    mask = torch.ones(2, 9, dtype=torch.bool)
-    ours = ppo.gae(rewards, values, mask, 1.0, 0.95)
-    for x, y in zip(ours, naive.gae(rewards.tolist(), values.tolist(), mask.tolist(), 1.0, 0.95)):
-        assert x.dtype is torch.float32
-        close(x, y)
-
-
-@given(ragged(), st.integers(1, 4))
-@quick
-def test_more_padding_changes_nothing(case, num_more):
-    """Trick 4: with more columns, full of nan, on the right."""
-    lengths, kl, values, _ = batch_of(case)
-    B, T = kl.shape
-    scores = torch.arange(B).float()
-
-    def everything(kl, values):
-        mask = ppo.length_mask(lengths, kl.shape[1])
-        rewards = ppo.token_rewards(scores, kl, lengths, 0.1)
-        scaled = ppo.masked_whiten(rewards, mask, shift_mean=False)
-        advantages, returns = ppo.gae(rewards, values, mask, 1.0, 0.95)
-        whitened = ppo.masked_whiten(advantages, mask)
-        return ppo.masked_mean(values, mask), [rewards, scaled, advantages, returns, whitened]
-
-    more = torch.full((B, num_more), NAN)
-    mean, narrow = everything(kl, values)
-    wide_mean, wide = everything(torch.cat([kl, more], 1), torch.cat([values, more], 1))
-    close(wide_mean, mean.item())
-    for x, y in zip(wide, narrow):
-        close(x[:, :T], y, rtol=1e-4, atol=1e-4)
-        close(x[:, T:], torch.zeros(B, num_more))
-
-
 # ---- Losses ------------------------------------------------------------------------------------------------
 
 LOG_RATIOS = (-2.0, -0.3, -0.21, -0.1, 0.0, 0.1, 0.17, 0.3, 2.0)  # on both sides of both clips
@@ -354,17 +254,6 @@ def test_clipped_policy_loss_agrees_with_naive():
     ours.sum().backward()
     expected = [slope(lambda y, a=a: naive.clipped_policy_loss(y, 0.0, a, 0.2), x) for x, a in grid]
     close(new.grad, expected)
-
-
-@pytest.mark.parametrize("shape", [(), (4,), (2, 3)])
-def test_clipped_policy_loss_keeps_the_shape(shape):
-    """Tokens for PPO, whole responses for RLOO. At ratio 1 the loss is -A, and so is its gradient."""
-    old, advantages = normal(*shape), normal(*shape, seed=1)
-    new = old.clone().requires_grad_()
-    ours = ppo.clipped_policy_loss(new, old, advantages, 0.2)
-    close(ours, -advantages)
-    ours.sum().backward()
-    close(new.grad, -advantages)
 
 
 @pytest.mark.parametrize(
@@ -405,47 +294,6 @@ def test_clipped_value_loss_by_hand():
     close(ppo.clipped_value_loss(values, old, returns, 0.5), [0.5, 6.125])
 
 
-def test_sums_over_a_global_count_do_not_see_micro_batches():
-    """Trick 28: the gradient of sum / number of all tokens is the same in 1, 2, 4 or 8 parts.
-
-    The mean of the means of the parts has another gradient.
-    """
-    hidden, weight, tokens, _ = head_case(8, 6, 5, 11)
-    lengths = torch.tensor([1, 6, 2, 5, 3, 1, 6, 4])
-    old_logprobs, advantages = normal(8, 6) - 2.4, normal(8, 6, seed=1)
-    mask = ppo.length_mask(lengths, 6)
-
-    def gradient(rows_per_part, denominator):
-        w = weight.clone().requires_grad_()
-        for part in torch.arange(8).split(rows_per_part):
-            logprobs, _ = ppo.token_logprobs(hidden[part], w, tokens[part])
-            losses = ppo.clipped_policy_loss(logprobs, old_logprobs[part], advantages[part], 10.0)
-            loss = torch.where(mask[part], losses, 0.0).sum() / denominator(mask[part])
-            loss.backward()
-        return w.grad
-
-    whole = gradient(8, lambda m: mask.sum())
-    for rows_per_part in (1, 2, 4):
-        close(gradient(rows_per_part, lambda m: mask.sum()), whole)
-    mean_of_means = gradient(1, lambda m: 8 * m.sum())
-    assert (mean_of_means - whole).abs().max() > 1e-3
-
-
-coefficients = st.tuples(
-    st.floats(1e-3, 2),  # kl_coef
-    st.floats(-5, 50),  # kl
-    st.floats(0.1, 20),  # target
-    st.floats(100, 1e5),  # horizon
-    st.integers(1, 1000),  # episodes
-)
-
-
-@given(coefficients)
-@quick
-def test_adaptive_kl_coef_agrees_with_naive(case):
-    assert ppo.adaptive_kl_coef(*case) == pytest.approx(naive.adaptive_kl_coef(*case))
-
-
 @pytest.mark.parametrize(
     "kl, factor", [(6.0, 1.0), (6.6, 1.00128), (60.0, 1.00256), (0.0, 0.99744), (-3.0, 0.99744)]
 )
@@ -469,7 +317,7 @@ class Bigrams(torch.nn.Module):
         self.base_model = torch.nn.Module()
         self.base_model.forward = self.states
 
-    def states(self, input_ids, attention_mask, use_cache):
+    def states(self, input_ids, **inputs):
         hidden = torch.nn.functional.one_hot(input_ids, self.head.weight.shape[0]).float()
         return type("Output", (), dict(last_hidden_state=hidden))
 
@@ -489,12 +337,12 @@ def test_three_tokens_by_hand(num_pads):
     ids = torch.tensor([[2] * num_pads + [0, 1, 2]])
     mask = torch.arange(3 + num_pads)[None] >= num_pads
     logprobs, entropies, values = model(ids, mask, 2, 1.0)
-    close(logprobs, [[math.log(2 / 4), math.log(6 / 10)]])
-    close(values, [[10.0, 20.0]])
+    close(logprobs, [math.log(2 / 4), math.log(6 / 10)])
+    close(values, [10.0, 20.0])
     distributions = (0.25, 0.5, 0.25), (0.3, 0.1, 0.6)
-    close(entropies, [[-sum(p * math.log(p) for p in row) for row in distributions]])
+    close(entropies, [-sum(p * math.log(p) for p in row) for row in distributions])
     colder, _, _ = model(ids, mask, 2, 0.5)  # temperature 0.5 squares the probabilities
-    close(colder, [[math.log(4 / 6), math.log(36 / 46)]])
+    close(colder, [math.log(4 / 6), math.log(36 / 46)])
 
 
 # ---- RLOO --------------------------------------------------------------------------------------------------
@@ -530,7 +378,8 @@ def test_rloo_advantages_of_trls_page():
 def test_rloo_advantages_edges():
     """Trick 26: there is no division by a standard deviation. A constant changes nothing."""
     close(rloo.rloo_advantages(torch.tensor([1.0, 0, 0, 0]), 4), [1, -1 / 3, -1 / 3, -1 / 3])
-    close(rloo.rloo_advantages(torch.full((6,), 7.0), 3), [0.0] * 6)
+    for reward in (0.1, 0.7, 1.3841, 7.0):  # in fp32, rounding would leave some
+        assert rloo.rloo_advantages(torch.full((6,), reward), 3).tolist() == [0.0] * 6
     x = normal(8)
     close(rloo.rloo_advantages(x + 100, 2), rloo.rloo_advantages(x, 2), atol=1e-4)
     close(rloo.rloo_advantages(torch.tensor([3.0, 1.0]), 2), [2.0, -2.0])
@@ -538,69 +387,47 @@ def test_rloo_advantages_edges():
     assert rloo.rloo_advantages(x.bfloat16(), 2).dtype is torch.float32
 
 
-@pytest.mark.parametrize("reward", [0.1, 0.2, 0.7, 1.2, 1.3841])
-def test_rloo_advantages_of_equal_rewards_are_exactly_0(reward):
-    """In fp32, rounding would leave some."""
-    for k in (2, 3, 4, 8):
-        assert rloo.rloo_advantages(torch.full((k,), reward), k).tolist() == [0.0] * k
-
-
 # ---- Preferences -------------------------------------------------------------------------------------------
 
 
 def test_preference_loss_agrees_with_naive():
-    """Also for differences whose exp would overflow, and with margins."""
+    """Also for differences whose exp would overflow, with margins, and for bf16. Gradients too."""
     cases = [(0, 0, 0.0), (2, -1, 0.0), (-3, 1.5, 0.5), (100, -100, 0.0), (-100, 100, 1.0)]
-    for chosen, rejected, margin in cases:
-        ours = reward.preference_loss(torch.tensor([float(chosen)]), torch.tensor([float(rejected)]), margin)
-        close(ours, [naive.preference_loss(chosen, rejected, margin)])
-    close(reward.preference_loss(torch.zeros(2), torch.zeros(2)), [math.log(2)] * 2)
-    margins = torch.tensor([0.0, 2.0])
-    ours = reward.preference_loss(torch.ones(2), torch.zeros(2), margins)
-    close(ours, [naive.preference_loss(1, 0, margin) for margin in margins.tolist()])
-
-
-def test_preference_loss_of_bf16_is_fp32():
-    assert reward.preference_loss(torch.ones(1).bfloat16(), torch.zeros(1).bfloat16()).dtype is torch.float32
-
-
-def test_preference_loss_gradients():
-    """d loss / d chosen = -sigmoid(rejected - chosen), which is small if the order is right.
-
-    d loss / d rejected is the opposite.
-    """
-    chosen, rejected = normal(5).requires_grad_(), normal(5, seed=1).requires_grad_()
-    reward.preference_loss(chosen, rejected).sum().backward()
-    pairs = zip(chosen.tolist(), rejected.tolist())
-    close(chosen.grad, [-1 / (1 + math.exp(c - r)) for c, r in pairs])
+    chosen, rejected, margins = torch.tensor(cases, dtype=torch.float64).T
+    chosen, rejected = chosen.clone().requires_grad_(), rejected.clone().requires_grad_()
+    losses = reward.preference_loss(chosen, rejected, margins)
+    close(losses, [naive.preference_loss(*case) for case in cases])
+    losses.sum().backward()
+    expected = [slope(lambda x, r=r, m=m: naive.preference_loss(x, r, m), c) for c, r, m in cases]
+    close(chosen.grad, expected)
     close(chosen.grad, -rejected.grad)
+    without_margin = reward.preference_loss(torch.zeros(2).bfloat16(), torch.ones(2).bfloat16())
+    close(without_margin, [naive.preference_loss(0, 1)] * 2)
+    assert without_margin.dtype is torch.float32
 
 
-rankings = st.lists(st.lists(st.floats(-9, 9, width=32), min_size=1, max_size=5), min_size=1, max_size=4)
+rankings = st.lists(st.lists(st.floats(-9, 9, width=32), min_size=2, max_size=5), min_size=1, max_size=4)
 
 
 @quick
 @given(rankings)
 def test_ranking_loss_agrees_with_naive(rows):
-    """Rows of different lengths, padded with nan that must not reach a gradient. A row of one has loss 0."""
+    """Rows of different lengths, padded with nan that must not reach a gradient."""
     K = max(len(row) for row in rows)
     mask = torch.tensor(naive.length_mask([len(row) for row in rows], K))
-    scores = torch.tensor([row + [NAN] * (K - len(row)) for row in rows]).requires_grad_()
-    losses = reward.ranking_loss(scores, mask)
+    scores = torch.tensor([row + [NAN] * (K - len(row)) for row in rows], dtype=torch.float64)
+    losses = reward.ranking_loss(scores.requires_grad_(), mask)
     close(losses, [naive.ranking_loss(row) for row in rows])
     losses.sum().backward()
-    assert scores.grad.isfinite().all()
     assert not scores.grad[~mask].any()
+    for i, row in enumerate(rows):
+        for j, score in enumerate(row):
+            loss = slope(lambda x, row=row, j=j: naive.ranking_loss([*row[:j], x, *row[j + 1 :]]), score)
+            close(scores.grad[i, j], loss, atol=1e-4)
 
 
-def test_ranking_of_two_is_a_pair():
-    scores = normal(4, 2)
-    ours = reward.ranking_loss(scores, torch.ones(4, 2, dtype=torch.bool))
-    close(ours, reward.preference_loss(scores[:, 0], scores[:, 1]))
-
-
-def test_preference_metrics_of_pairs_by_hand():
-    """Scores 3 and 1, and 0 and 2 with a margin of 1. Equal scores are not in the right order."""
+def test_preference_metrics_by_hand():
+    """Pairs: equal scores are not in the right order. Rankings: one of three pairs is wrong; a row of two."""
     scores = torch.tensor([[3.0, 1.0], [0.0, 2.0], [5.0, 5.0]])
     mask = torch.ones(3, 2, dtype=torch.bool)
     metrics = reward.preference_metrics(scores, mask, torch.tensor([0.0, 1.0, 0.0]))
@@ -608,13 +435,8 @@ def test_preference_metrics_of_pairs_by_hand():
     close(metrics["loss"], [naive.preference_loss(*case) for case in cases])
     close(metrics["accuracy"], [1.0, 0.0, 0.0])
     close(metrics["margin"], [2.0, -2.0, 0.0])
-
-
-def test_preference_metrics_of_rankings_by_hand():
-    """Three responses in the order 4, 1, 2, of which one of three pairs is wrong; and a row of only two."""
     scores = torch.tensor([[4.0, 1.0, 2.0], [3.0, 1.0, NAN]])
-    mask = torch.tensor([[True, True, True], [True, True, False]])
-    metrics = reward.preference_metrics(scores, mask, torch.zeros(2))
+    metrics = reward.preference_metrics(scores, scores.isfinite(), torch.zeros(2))
     close(metrics["loss"], [naive.ranking_loss([4.0, 1.0, 2.0]), naive.ranking_loss([3.0, 1.0])])
     close(metrics["accuracy"], [2 / 3, 1.0])
     close(metrics["margin"], [2.0, 2.0])

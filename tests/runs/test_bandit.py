@@ -1,10 +1,9 @@
-"""Whole runs whose answer is known: what reward and KL together must lead to, for PPO, RLOO
-and GRPO.
+"""Whole runs whose answer is known: what reward and KL together must lead to, for PPO, RLOO and GRPO.
 
-A language model of six tokens, two prompts, and a table of rewards. All responses can be counted, so their
-probabilities are exact. With a reward r and a coefficient beta of KL(policy || reference), the best policy is
-pi(y) = ref(y) exp(r(y) / beta) / Z (Ziegler et al. 2019, section 2.2; Korbak et al. 2022). Distances are in
-total variation: half the sum of the absolute differences.
+A language model that says six tokens, two prompts, and a table of rewards. All responses can be counted, so
+their probabilities are exact. With a reward r and a coefficient beta of KL(policy || reference), the best
+policy is pi(y) = ref(y) exp(r(y) / beta) / Z (Ziegler et al. 2019, section 2.2; Korbak et al. 2022).
+Distances are in total variation: half the sum of the absolute differences.
 """
 
 import functools
@@ -15,25 +14,25 @@ import tokenizers
 import torch
 from conftest import EOS, RL
 from run_tools import reward_file, rows_of, write_rows
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedTokenizerFast
 
 pytest_plugins = ["run_fixtures"]
-WORDS = [EOS, *"abcde"]  # pad is EOS
+WORDS = [EOS, *"abcdefg"]  # pad is EOS
+SAID = range(6)  # the last two are in no response
 PROMPTS = ["a b", "c d"]
 
 
 @functools.cache
 def all_responses(length):
     """All responses of at most `length` tokens; only the last token can be EOS. -> tuple of tuples of ids"""
-    tokens = range(len(WORDS))
     if length == 1:
-        return tuple((token,) for token in tokens)
+        return tuple((token,) for token in SAID)
     responses = []
     for row in all_responses(length - 1):
         if len(row) < length - 1 or row[-1] == 0:  # it has ended
             responses.append(row)
         else:
-            responses += [(*row, token) for token in tokens]
+            responses += [(*row, token) for token in SAID]
     return tuple(responses)
 
 
@@ -59,18 +58,12 @@ def places(tmp_path_factory):
     special = dict(bos_token=EOS, eos_token=EOS, pad_token=EOS, unk_token=EOS)
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(root / "lm")
     torch.manual_seed(5)
-    config = GPT2Config(
-        vocab_size=len(WORDS),
-        n_positions=8,
-        n_embd=16,
-        n_layer=1,
-        n_head=2,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    GPT2LMHeadModel(config).save_pretrained(root / "lm")
+    sizes = dict(n_positions=8, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, initializer_range=0.2)
+    noise = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = GPTJConfig(vocab_size=8, bos_token_id=0, eos_token_id=0, pad_token_id=0, **sizes, **noise)
+    model = GPTJForCausalLM(config)
+    model.lm_head.bias.data[len(SAID) :] = -100
+    model.save_pretrained(root / "lm")
     rows = {
         "ppo_sentiment": [dict(text=prompt) for prompt in PROMPTS],
         "ppo_dialog": [dict(dialog=[prompt, "e"]) for prompt in PROMPTS],
@@ -89,19 +82,15 @@ def exact_probabilities(model, length, end):
 
     end: the tokens between the prompt and the response.
     """
-    responses = all_responses(length)
-    longest = max(len(row) for row in responses)
     table = []
     for prompt in PROMPTS:
         prompt_ids = [WORDS.index(word) for word in prompt.split()] + end
-        rows = [[*prompt_ids, *row] + [0] * (longest - len(row)) for row in responses]
-        logp = model(torch.tensor(rows)).logits.double().log_softmax(-1)
-        probabilities = []
-        for i, row in enumerate(responses):
-            steps = [logp[i, len(prompt_ids) - 1 + t, token].item() for t, token in enumerate(row)]
-            probabilities.append(math.exp(sum(steps)))
-        table.append(probabilities)
-    return torch.tensor(table, dtype=torch.float64)
+        logprobs = []
+        for row in all_responses(length):
+            logp = model(torch.tensor([[*prompt_ids, *row]])).logits[0].double().log_softmax(-1)
+            logprobs.append(sum(logp[len(prompt_ids) - 1 + t, token] for t, token in enumerate(row)))
+        table.append(torch.stack(logprobs).exp())
+    return torch.stack(table)
 
 
 def reward_table(length):
@@ -160,7 +149,7 @@ def learn(scripts, places, tmp_path):
         model, folder = scripts[script].train(scripts[script].Args(**(common | own | flags)))
         assert len(rows_of(folder)) == updates
         end = [0] if script == "ppo_dialog" else []  # there, a prompt ends with the end of an utterance
-        reference = GPT2LMHeadModel.from_pretrained(places["model"]).eval()
+        reference = GPTJForCausalLM.from_pretrained(places["model"]).eval()
         policy = model.policy.eval()
         return exact_probabilities(policy, length, end), exact_probabilities(reference, length, end)
 
@@ -177,7 +166,7 @@ TWO_TOKENS = dict(length=2, updates=80, minibatches=2)  # EOS may come first
         ("ppo_sentiment", 0.06, TWO_TOKENS),
         ("ppo_dialog", 0.02, dict(length=1)),
         ("rloo_tldr", 0.06, TWO_TOKENS),
-        ("rloo_tldr", 0.04, dict(length=1, kl_in_loss=True, kl_estimator="k2")),
+        ("rloo_tldr", 0.035, dict(length=1, kl_in_loss=True, kl_estimator="k2")),
     ],
 )
 def test_reward_and_kl_lead_to_the_best_policy(learn, script, tolerance, flags):
@@ -239,9 +228,10 @@ def test_grpo_with_a_penalty(learn):
 
 
 def test_grpo_without_a_penalty(learn):
-    """The default: nothing holds it back, so it learns the best of all responses to each prompt."""
+    """The default: nothing holds it back, so each prompt soon has one response, of almost the best reward."""
     policy, reference = learn("grpo_math", 1, kl_coef=0.0, updates=40, num_generations=8)
-    best = reward_table(1).argmax(-1)
-    for i in range(2):
-        assert reference[i, best[i]] < 0.1
-        assert policy[i, best[i]] > 0.9
+    rewards = reward_table(1)
+    best = rewards.max(-1).values
+    assert ((policy * rewards).sum(-1) > best - 0.1).all()
+    assert ((reference * rewards).sum(-1) < best - 0.5).all()
+    assert (policy.max(-1).values > 0.95).all()

@@ -9,7 +9,6 @@ import io
 import json
 import sys
 import types
-from pathlib import Path
 
 import accelerate
 import device_check
@@ -492,39 +491,33 @@ FAULTS = {  # what is wrong -> script, part of its source, what it becomes, what
     ),
     "a batch that is not moved": (
         "ppo_sentiment",
-        "prompt_batch = {name: local_rows(x).to(device) for name, x in prompt_batch.items()}",
-        "prompt_batch = {name: local_rows(x) for name, x in prompt_batch.items()}",
-        "aten.embedding.default: tensors on cuda:0 (1024, 32), cpu (8, 6), at ppo_sentiment.py:",
+        "batch = accelerate.utils.send_to_device(batch, stop_ids.device)",
+        "",
+        "aten.index.Tensor: a tensor on cpu with indices on cuda:0, at ppo_sentiment.py:",
     ),
     "rewards that are not moved": (
         "ppo_sentiment",
-        "rewards[name] = check_scores(where, scores, prompts, responses).to(self.device)",
-        "rewards[name] = check_scores(where, scores, prompts, responses)",
+        "rewards[name] = torch.tensor(scores, device=device)",
+        "rewards[name] = torch.tensor(scores)",
         "aten.scatter_add.default: tensors on",
     ),
     "a generator of the CPU for the GPU": (
         "ppo_sentiment",
-        'uniforms = torch.rand(B, T, generator=generator_for(args.seed, "tokens", *purpose))',
-        'uniforms = torch.rand(B, T, generator=generator_for(args.seed, "tokens", *purpose), device="cuda")',
+        'uniforms = torch.rand(B, T, generator=generator_for(args.seed, "tokens", purpose))',
+        'uniforms = torch.rand(B, T, generator=generator_for(args.seed, "tokens", purpose), device="cuda")',
         "aten.rand.generator: a generator of cpu draws for cuda:0, at ppo_sentiment.py:",
     ),
     "a table on the CPU": (
         "ppo_sentiment",
-        "logits = torch.zeros(len(texts), model.config.num_labels, device=device)",
+        "logits = torch.zeros(len(texts), model.config.num_labels, device=model.device)",
         "logits = torch.zeros(len(texts), model.config.num_labels)",
-        "aten.index_put_.default: a tensor on cpu with new values on cuda:0, at ppo_sentiment.py:",
+        "aten.index_put_.default: a tensor on cpu with indices on cuda:0, at ppo_sentiment.py:",
     ),
     "a gradient on the CPU": (
         "ppo_sentiment",
         "d_hidden = torch.zeros_like(hidden)",
         "d_hidden = torch.zeros(hidden.shape)",
         "accelerator.backward(loss * world)",
-    ),
-    "a table that is not moved": (
-        "ppo_dialog",
-        "stop_table = build_stop_table(args, tokenizer, model.policy).to(device)",
-        "stop_table = build_stop_table(args, tokenizer, model.policy)",
-        "aten.index.Tensor: a tensor on cpu with indices on cuda:0, at ppo_dialog.py:",
     ),
     "a tensor of a list": (
         "ppo_dialog",
@@ -556,24 +549,12 @@ FAULTS = {  # what is wrong -> script, part of its source, what it becomes, what
         "return accelerator.reduce(logits)",
         "tensors on",
     ),
-    "a model that is not moved": (
-        "grpo_math",
-        "model = to_device(PolicyAndReference(policy, reference), args, device)",
-        "model = PolicyAndReference(policy, reference)",
-        "aten.embedding.default: tensors on cpu (1024, 32), cuda:0",
-    ),
 }
 RESUMED = {  # the same, of runs that continue
-    "a state loaded on the GPU": (
-        "sft",
-        'torch.load, path, map_location="cpu", weights_only=True',
-        'torch.load, path, map_location="cuda", weights_only=True',
-        "set_rng_state of a tensor on cuda:0, at sft.py:",
-    ),
     "moments that stay on the CPU": (
         "sft",
-        'optimizer.load_state_dict(state["optimizer"])',
-        'optimizer.state.update({p: state["optimizer"]["state"][i] for i, p in enumerate(in_order)})',
+        'self.optimizer.load_state_dict(state["optimizer"])',
+        'self.optimizer.state.update({p: state["optimizer"]["state"][i] for i, p in enumerate(in_order)})',
         "aten._fused_adamw_",
     ),
 }
@@ -607,9 +588,8 @@ def test_mistakes_in_resumed_runs(scripts, small, tmp_path, fault):
     name, line, replacement, message = RESUMED[fault]
     args = small(name, num_train_rows=8, save_every=1)
     scripts[name].train(args)
-    last = sorted((Path(args.output_dir) / "checkpoints").iterdir())[-1]
     module = faulty_copy(name, line, replacement, tmp_path)
-    args = module.parse_args(["--resume", str(last), "--num-train-epochs", "2"])
+    args = module.parse_args(["--resume", args.output_dir, "--num-train-epochs", "2"])
     with pytest.raises(DeviceMistake), pretended_gpu() as check:
         module.train(args)
     assert message in check.mistakes[0]

@@ -1,7 +1,6 @@
 """Whole runs of grpo_math.py on tiny models: groups, prompts, stop tokens, judges, published data."""
 
 import json
-import math
 from dataclasses import replace
 
 import datasets
@@ -11,7 +10,6 @@ import transformers
 from conftest import ROOT
 from run_tools import (
     distance,
-    eos_prone,
     reward_file,
     rows_of,
     same,
@@ -42,7 +40,7 @@ def rollouts(script, monkeypatch):
 
 def tasks_of(inputs):
     """The tasks of a call of rollout_tasks."""
-    return inputs[3]
+    return inputs[5]["rows"]
 
 
 def table_of(folder):
@@ -93,19 +91,6 @@ def test_other_splits_of_the_batch_sample_the_same_tokens(grpo, rollouts):
 # ---- Groups ------------------------------------------------------------------------------------------------
 
 
-def test_a_group_answers_one_task(grpo, rollouts, tiny_lm):
-    """Rows r, P + r, 2 P + r, ... are the k responses to task r, and they differ."""
-    grpo(num_generations=4)
-    inputs, (b, responses) = rollouts[0]
-    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    prompts = [task["prompt"] for task in tasks_of(inputs)]
-    prompt_ids, mask = b["ids"][:, :-6], b["mask"][:, :-6]
-    assert torch.equal(prompt_ids[:2].repeat(4, 1), prompt_ids)
-    assert [tokenizer.decode(ids[m]) for ids, m in zip(prompt_ids, mask)] == prompts * 4
-    assert len(set(prompts)) == len(prompts) == 2
-    assert len(responses) == 8 and len(set(responses)) > 2
-
-
 def test_mixed_groups_are_noticed(grpo, script, monkeypatch):
     """If a rollout orders its rows task by task, the run ends with an assertion."""
     rollout_tasks = script.rollout_tasks
@@ -121,13 +106,12 @@ def test_mixed_groups_are_noticed(grpo, script, monkeypatch):
         grpo()
 
 
-def test_groups_without_a_signal_are_counted(grpo, tmp_path, capsys):
-    """frac_reward_zero_std is the share of tasks whose responses have equal scores. Most: a warning."""
+def test_groups_without_a_signal_are_counted(grpo, tmp_path):
+    """frac_reward_zero_std is the share of tasks whose responses have equal scores."""
     equal = reward_file(tmp_path, "return [1.0] * len(prompts)", "equal")
     _, _, rows = grpo("equal", reward_fn=equal, kl_coef=0.0)
     assert rows[0]["frac_reward_zero_std"] == 1
     assert rows[0]["grad_norm"] == 0
-    assert "all rewards are equal" in capsys.readouterr().out
     one = reward_file(tmp_path, "return [float(i in (1, 3, 5)) for i in range(len(prompts))]", "one")
     _, _, rows = grpo("one", reward_fn=one)
     # Rows 1 and 5 are one group, and so are 3 and 7: only there a response differs. Of the pairs of
@@ -135,63 +119,7 @@ def test_groups_without_a_signal_are_counted(grpo, tmp_path, capsys):
     assert rows[0]["frac_reward_zero_std"] == 0.75
 
 
-def test_rewarded_behaviour_is_learned(grpo, tmp_path):
-    """A reward for short responses makes them shorter, with one step per batch and no KL penalty."""
-    _, _, rows = grpo(
-        reward_fn=reward_file(tmp_path, "return [-len(r) / 10 for r in completions]"),
-        total_episodes=16 * 12,
-        per_device_train_batch_size=16,
-        num_mini_batches=1,
-        num_generations=4,
-        num_ppo_epochs=1,
-        learning_rate=1e-2,
-        kl_coef=0.0,
-        **NO_SAMPLES,
-    )
-    scores = [row["objective/scores"] for row in rows]
-    assert sum(scores[-2:]) / 2 > sum(scores[:2]) / 2 + 0.5
-
-
 # ---- Steps -------------------------------------------------------------------------------------------------
-
-
-def test_the_gradient_does_not_depend_on_micro_batches(grpo, tiny_lm, tmp_path):
-    """One step of SGD on 8 responses of different lengths: as 8, as 2 x 4 and as 8 x 1."""
-    lm = eos_prone(tiny_lm, tmp_path / "lm")
-    reward_fn = reward_file(tmp_path, "return [float(i * i % 5) for i in range(len(prompts))]")
-    trained = []
-    for n, accumulation in ((8, 1), (4, 2), (1, 8)):
-        _, folder, rows = grpo(
-            f"run{n}",
-            model_name_or_path=lm,
-            reward_fn=reward_fn,
-            per_device_train_batch_size=n,
-            gradient_accumulation_steps=accumulation,
-            num_mini_batches=1,
-            num_ppo_epochs=1,
-            total_episodes=8,
-            learning_rate=0.1,
-            **SGD,
-        )
-        trained.append(weights(folder / "model"))
-    assert rows[0]["completions/min_length"] < rows[0]["completions/max_length"]
-    assert distance(trained[0], trained[1]) < 2e-6
-    assert distance(trained[0], trained[2]) < 2e-6
-    assert distance(trained[0], weights(lm)) > 1e-3
-
-
-def test_number_of_steps(grpo, monkeypatch):
-    """num_mini_batches * num_ppo_epochs steps per update. Accumulation adds none."""
-    steps = spy(monkeypatch, torch.optim.SGD, "step")
-    grpo(
-        total_episodes=8,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        num_mini_batches=2,
-        num_ppo_epochs=3,
-        **SGD,
-    )
-    assert len(steps) == 2 * 3
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -233,13 +161,6 @@ def test_clocks(grpo):
 # ---- The reference -----------------------------------------------------------------------------------------
 
 
-def test_without_a_penalty_nobody_has_a_reference(grpo):
-    """--kl-coef 0: no KL is logged, and no log-probabilities of a reference are computed."""
-    model, _, rows = grpo(kl_coef=0.0)
-    assert model.reference is None
-    assert not any("kl" in name and name.startswith("objective") for name in rows[0])
-
-
 @pytest.mark.parametrize("minibatches, epochs", [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_ratios_are_to_the_policy_that_sampled(grpo, minibatches, epochs):
     """After the first of several steps they are not 1, whether epochs or minibatches make several steps."""
@@ -254,45 +175,17 @@ def test_ratios_are_to_the_policy_that_sampled(grpo, minibatches, epochs):
     assert (moved > 1e-4) if minibatches * epochs > 1 else (moved == 0)
 
 
-def test_without_a_penalty_no_reference_is_loaded(grpo, script, monkeypatch):
-    """--kl-coef 0: the model is read once, not once more for a reference."""
+def test_without_a_penalty_nobody_has_a_reference(grpo, script, monkeypatch):
+    """--kl-coef 0: the model is read once, not once more for a reference, and no KL is logged."""
     loads = spy(monkeypatch, script, "load_model")
-    grpo(kl_coef=0.0)
+    _, _, rows = grpo(kl_coef=0.0)
     assert len(loads) == 1
-
-
-def test_shared_layers_without_a_penalty(grpo):
-    """The first layers are frozen, but there is no reference model in memory."""
-    model, _, _ = grpo(kl_coef=0.0, num_shared_layers=1)
-    assert model.reference is None
-    assert not all(p.requires_grad for p in model.policy.parameters())
-
-
-def test_a_penalty_pulls_to_the_reference(grpo, script, monkeypatch):
-    """With equal advantages for all responses, a higher kl_coef leaves the policy closer to the reference."""
-    monkeypatch.setattr(script, "grpo_advantages", lambda rewards, k: torch.ones_like(rewards))
-    kl = []
-    for kl_coef in (1e-9, 50.0):
-        model, _, rows = grpo(
-            f"run{kl_coef}",
-            kl_coef=kl_coef,
-            per_device_train_batch_size=8,
-            num_mini_batches=1,
-            num_ppo_epochs=4,
-            total_episodes=32,
-            learning_rate=1e-2,
-            optimizer="torch.optim.SGD",
-            max_grad_norm=1.0,
-        )
-        kl.append(abs(rows[-1]["objective/kl"]))
-        assert not any(p.requires_grad for p in model.reference.parameters())
-    assert kl[1] < kl[0] / 2
+    assert not any("kl" in name and name.startswith("objective") for name in rows[0])
 
 
 def test_lora(grpo, tiny_lm):
     """The reference is the policy without its adapter: the KL starts at 0, and then moves."""
-    model, folder, rows = grpo(lora_r=4)
-    assert model.reference is None
+    _, folder, rows = grpo(lora_r=4)
     assert abs(rows[0]["objective/kl"]) < 1e-4
     assert abs(rows[1]["objective/kl"]) > 1e-3
     merged = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
@@ -310,7 +203,7 @@ def test_shared_layers(grpo, tiny_lm, kl_coef):
     assert any(not torch.equal(before[name], after[name]) for name in before if ".h.1." in name)
 
 
-@pytest.mark.parametrize("arch", ["gpt_neo", "opt", "bloom", "qwen2"])
+@pytest.mark.parametrize("arch", ["bloom", "qwen2"])
 def test_architectures(grpo, tiny_lm, arch):
     """A ratio of 1 before the first step, and a model that plain transformers loads."""
     _, folder, rows = grpo(model_name_or_path=tiny_lm(arch), learning_rate=0.0, total_episodes=8)
@@ -319,35 +212,16 @@ def test_architectures(grpo, tiny_lm, arch):
 
 
 def test_bf16(grpo):
-    """Matmuls in bf16. Trained weights stay in fp32; those of the reference are stored in bf16."""
+    """Matmuls in bf16; the trained weights stay in fp32."""
     _, _, full = grpo("full", learning_rate=0.0, total_episodes=8)
-    model, folder, half = grpo("half", dtype="bfloat16", learning_rate=0.0, total_episodes=8)
+    _, folder, half = grpo("half", dtype="bfloat16", learning_rate=0.0, total_episodes=8)
     entropies = [rows[0]["policy/entropy_avg"] for rows in (full, half)]
     assert entropies[0] != entropies[1]
     assert entropies[0] == pytest.approx(entropies[1], rel=0.2)
-    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-    assert torch.bfloat16 in {p.dtype for p in model.reference.parameters()}
     assert {p.dtype for p in weights(folder / "model").values()} == {torch.float32}
 
 
 # ---- Stop tokens -------------------------------------------------------------------------------------------
-
-
-def test_another_stop_token(grpo, rollouts):
-    """A response ends at the token of --stop-token-id; with --stop-token None, at its limit."""
-    grpo("first")
-    tokens = rollouts[0][1][0]["ids"][0, -6:].tolist()
-    stop = tokens[2]
-    rollouts.clear()
-    grpo("second", stop_token_id=stop)
-    b, _ = rollouts[0][1]
-    assert b["stopped"][0]
-    assert b["lengths"][0] == tokens.index(stop) + 1
-    rollouts.clear()
-    _, _, rows = grpo("third", stop_token=None)
-    assert not rollouts[0][1][0]["stopped"].any()
-    assert rows[0]["completions/min_length"] == 6
-    assert rows[0]["val/num_eos_tokens"] == 0
 
 
 def test_every_stop_token_of_the_model_ends_a_response(grpo, rollouts, tiny_lm, tmp_path):
@@ -470,44 +344,31 @@ def test_prompts_that_are_chats(load, qwen):
     assert plain["prompt"] == longer
 
 
-def test_long_tasks_are_skipped(load, capsys):
+def test_long_tasks_are_skipped(load):
     """The limit counts the tokens of the whole prompt, with the system prompt."""
     rows = [dict(prompt="1" + " + 1" * i) for i in range(6)]
     lengths = [len(task["ids"]) for task in load(rows)]
     assert lengths == sorted(set(lengths))
     assert len(load(rows, max_prompt_length=lengths[3] - 1)) == 3
-    capsys.readouterr()
-    tasks = load(rows, max_prompt_length=lengths[3])
-    assert [len(task["ids"]) for task in tasks] == lengths[:4]
-    assert "skipped 2 of 6 rows: no prompt of at most --max-prompt-length" in capsys.readouterr().out
+    assert [len(task["ids"]) for task in load(rows, max_prompt_length=lengths[3])] == lengths[:4]
     with_system = load(rows, max_prompt_length=lengths[3], system_prompt="Be.")
     assert 0 < len(with_system) < 4
 
 
 @pytest.mark.parametrize("system_prompt", [None, "Be brief."])
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_rows_without_a_prompt_are_skipped(load, is_chat, system_prompt):
-    """No prompt, and none but white space: nothing is asked. A system prompt alone is no task."""
-    rows = [dict(prompt="1 + 1 ="), dict(prompt=None), dict(prompt=""), dict(prompt=" \n")]
-    tasks = load(rows, is_chat=is_chat, system_prompt=system_prompt)
-    assert len(tasks) == 1
-
-
-@pytest.mark.parametrize("is_chat", [False, True])
-def test_a_skipped_row_takes_its_columns_with_it(load, tiny_lm, qwen, capsys, is_chat):
-    """Each task keeps its tokens, its prompt and its columns, whatever is skipped in front of it and why."""
-    prompts = [None, "7 + 1 =", " ", "1 +" * 400, "2 + 2 =", "", "3 + 4 + 5 ="]
+def test_a_skipped_row_takes_its_columns_with_it(load, tiny_lm, qwen, is_chat, system_prompt):
+    """Each task keeps its tokens, prompt and columns, whatever is skipped: no prompt, or one too long."""
+    prompts = [None, "7 + 1 =", "1 +" * 400, "2 + 2 =", "", "3 + 4 + 5 ="]
     rows = [dict(number=i, prompt=prompt, answer=f"of row {i}") for i, prompt in enumerate(prompts)]
     if is_chat:
         for row in rows:
             row["prompt"] = row["prompt"] and chat(("user", row["prompt"]))
-        rows[2]["prompt"], rows[5]["prompt"] = None, []
-    tasks = load(rows, is_chat=is_chat, max_prompt_length=400)
-    assert [task["prompt"] for task in tasks] == [rows[i]["prompt"] for i in (1, 4, 6)]
-    for text, i in zip(texts_of(tasks, qwen if is_chat else tiny_lm()), (1, 4, 6), strict=True):
+        rows[4]["prompt"] = []
+    tasks = load(rows, is_chat=is_chat, max_prompt_length=400, system_prompt=system_prompt)
+    for text, i in zip(texts_of(tasks, qwen if is_chat else tiny_lm()), (1, 3, 5), strict=True):
         assert prompts[i] in text and "1 +1 +" not in text
-    assert [task["columns"] for task in tasks] == [dict(number=i, answer=f"of row {i}") for i in (1, 4, 6)]
-    assert "skipped 4 of 7 rows" in capsys.readouterr().out
+    assert [task["columns"] for task in tasks] == [dict(number=i, answer=f"of row {i}") for i in (1, 3, 5)]
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
@@ -541,20 +402,6 @@ def test_only_the_first_rows_are_trained_on(grpo, rollouts, tmp_path):
     assert prompts == {f"Train {i}:" for i in range(12)}
 
 
-@pytest.mark.parametrize("name, expected", [("openai/gsm8k:main", "main"), ("somebody/tasks", None)])
-def test_names_of_data_sets(script, monkeypatch, name, expected):
-    """NAME:CONFIG, or NAME alone. A folder may have a colon in its name."""
-    asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names: asked.append(names))
-    script.load_data_set(name)
-    assert asked == [(name.partition(":")[0], expected)]
-
-
-def test_a_folder_with_a_colon(script, tmp_path):
-    data = numbered(tmp_path / "my:data", train=3)
-    assert len(script.load_splits(data)[0]) == 3
-
-
 # ---- The evaluation ----------------------------------------------------------------------------------------
 
 
@@ -562,15 +409,19 @@ def test_metrics_and_samples(grpo, tiny_tasks):
     """The names in the table of samples, in evaluation.json and in its texts."""
     _, folder, rows = grpo(num_sample_generations=2, hard_dataset_name=tiny_tasks)
     samples = rows_of(folder, "samples.jsonl")
-    assert {row["update"] for row in samples} == {1, 2}
-    assert list(samples[0]) == ["update", "task", "response", "right", "rewards/letters"]
+    assert [row["update"] for row in samples] == [1, 1, 2, 2]  # the 2 responses to one task
+    columns = ["update", "prompt", "response", "score", "logprob", "entropy", "advantage", "kl", "ids"]
+    assert list(samples[0]) == columns
+    assert samples[0]["prompt"] == samples[1]["prompt"]
+    for row in samples:
+        assert len(row["ids"]) == len(row["advantage"]) == len(row["kl"]) == len(row["logprob"])
     table = table_of(folder)
     assert set(table) == {"before", "after", "n", "judge", "decoding"}
     assert table["n"] == 4
     assert {name.split(":")[0] for name in table["after"]} == {"held-out", "harder", "greedy"}
     lines = rows_of(folder, "evaluation_samples.jsonl")
     assert [line["set"] for line in lines] == ["held-out"] * 4 + ["harder"] * 4 + ["greedy"] * 4
-    assert set(lines[0]["after"]) == {"responses", "right", "ended", "length", "rewards/letters", "extra"}
+    assert set(lines[0]["after"]) == {"responses", "right", "ended", "length", "rewards/letters"}
     assert rows[0]["rewards/letters/mean"] == rows[0]["objective/scores"]
 
 
@@ -593,59 +444,6 @@ def test_a_judge_is_none_of_the_rewards(grpo, tmp_path):
     assert table_of(folder)["judge"] == judge
     for line in rows_of(folder, "evaluation_samples.jsonl"):
         assert line["after"]["right"] == [len(text) % 2 == 1 for text in line["after"]["responses"]]
-
-
-def test_a_judge_that_fails_at_the_end(script, small, tmp_path, monkeypatch):
-    """Nothing is lost: --resume with another judge evaluates and saves the model."""
-    broken = tmp_path / "broken"
-    body = f"""if os.path.exists('{broken}'):
-    return [float('nan')] * len(prompts)
-return [float(len(r)) for r in completions]"""
-    [judge_fn] = reward_file(tmp_path, body)
-    args = small("grpo_math", judge_fn=judge_fn, total_episodes=8, **NO_SAMPLES)
-    checkpoint = script.Run.checkpoint
-
-    def break_the_judge(self, *rest):
-        checkpoint(self, *rest)
-        broken.touch()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(script.Run, "checkpoint", break_the_judge)
-        with pytest.raises(script.UserError, match="nan"):
-            script.train(args)
-    assert not (tmp_path / "run/model").exists()
-    [other] = reward_file(tmp_path, "return [0.0] * len(prompts)", "other")
-    _, folder = script.train(script.parse_args(["--resume", args.output_dir, "--judge-fn", other]))
-    assert (folder / "model/model.safetensors").exists()
-    assert table_of(folder)["judge"] == other
-    assert table_of(folder)["after"]["held-out: pass@1"] == 0
-
-
-HEALTHY = {
-    "env/reward_std": 0.1,
-    "frac_reward_zero_std": 0.8,
-    "completions/clipped_ratio": 0.5,
-    "val/ratio": 1.9,
-    "sampling/logprob_gap_mean": 0.1,
-}
-
-
-@pytest.mark.parametrize(
-    "name, value, word",
-    [
-        ("env/reward_std", 0.0, "all rewards are equal"),
-        ("frac_reward_zero_std", 0.81, "raise --num-generations"),
-        ("completions/clipped_ratio", 0.51, "raise --response-length"),
-        ("val/ratio", 0.4, "lower --learning-rate"),
-        ("val/ratio", 2.1, "lower --learning-rate"),
-        ("sampling/logprob_gap_mean", 0.11, "with a cache"),
-    ],
-)
-def test_each_warning_has_its_own_metric(script, name, value, word):
-    """No warning at the limits; beyond one of them, exactly one."""
-    assert script.task_warnings(HEALTHY) == {}
-    found = script.task_warnings(HEALTHY | {name: value})
-    assert list(found) == [name] and word in found[name]
 
 
 # ---- Recipes and published data ----------------------------------------------------------------------------
@@ -671,18 +469,11 @@ def test_every_recipe_can_start(script):
     for name in script.RECIPES:
         args = script.parse_args([name])
         assert args == replace(script.RECIPES[name], recipe=name)
-        size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
-        script.check_grpo_args(args, size)
-        script.load_reward_functions("--reward-fn", args.reward_fn, torch.device("cpu"))
-        assert size * args.num_ppo_epochs // args.num_generations >= 1
+        script.check_grpo_args(args)
+        script.load_functions("--reward-fn", args.reward_fn)
+        assert args.kl_coef == 0 and args.num_mini_batches == args.num_ppo_epochs == 1  # as in the docstring
     assert script.parse_args([]).recipe == "tiny"
     assert script.parse_args(["--model-name-or-path", "x"]) == script.Args(model_name_or_path="x")
-
-
-def test_the_default_takes_one_step_and_has_no_reference(script):
-    """What the docstring promises: no KL, one optimizer step per batch."""
-    for args in [script.Args(), *script.RECIPES.values()]:
-        assert args.kl_coef == 0 and args.num_mini_batches == args.num_ppo_epochs == 1
 
 
 GSM8K = {  # as openai/gsm8k has them
@@ -780,7 +571,6 @@ def test_a_recipe_on_data_in_the_published_format(script, qwen, tmp_path, monkey
         if line["set"] == "held-out":
             is_first = "Natalia" in line["task"] or "[44, 19, 35]" in line["task"]
             assert line["before"]["right"] == line["after"]["right"] == [is_first, False]
-    assert not math.isnan(row["grad_norm"])
 
 
 def test_recipe_tiny_on_a_few_tasks(script, tmp_path):

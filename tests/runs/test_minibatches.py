@@ -16,11 +16,11 @@ def record_steps(module, monkeypatch):
         counts.append(logprobs.numel())
         return loss(logprobs, *rest)
 
-    def recorded(accelerator, parameters, max_norm):
+    def recorded(parameters, max_norm, accelerator):
         gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         steps.append((sum(counts), gradients))
         counts.clear()
-        return clip(accelerator, parameters, max_norm)
+        return clip(parameters, max_norm, accelerator)
 
     monkeypatch.setattr(module, "clipped_policy_loss", counted)
     monkeypatch.setattr(module, "clip_gradients", recorded)

@@ -11,18 +11,17 @@ import types
 import pytest
 import torch
 import transformers
-from run_tools import reward_file, rows_of, same, spy, weights, write_rows
+from run_tools import reward_file, rows_of, spy, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
 CPU = torch.device("cpu")
 LIMIT = 32  # tokens: the talker's longest answer has 30
-LENGTH_SCORE = "return [len(r) / 10 for r in completions]"
 TABLE = [
     "rouge1",
     "rougeLsum",
-    "meteor",
     "sacrebleu",
+    "meteor",
     "intent",
     "tokens per answer",
     "distinct1",
@@ -45,9 +44,15 @@ def script(scripts):
 def rollouts(script, monkeypatch):
     """The calls of rollout_answers: the evaluation before training, one per update, the one after.
 
-    Arguments: model, tokenizer, reward_parts, turns, prompt_batch, stop_table, args. Result: b, answers.
+    Arguments: model, reference, tokenizer, is_end, get_reward_parts, batch, args. Result: b, answers.
     """
     return spy(monkeypatch, script, "rollout_answers")
+
+
+def batch_of(call):
+    """The batch that a call of rollout_answers got."""
+    (*_, batch, _), _ = call
+    return batch
 
 
 @pytest.fixture
@@ -72,20 +77,7 @@ def load_turns(script, data, tokenizer, **flags):
     return script.load_turns(script.load_splits(data)[0], tokenizer, 4, script.Args(**flags))
 
 
-# ---- Learning rate 0 ---------------------------------------------------------------------------------------
-
-
-def test_learning_rate_0_changes_nothing(dialog, tiny_lm):
-    """The ratio is 1, the KL is 0, and the weights stay bit-identical, in both updates."""
-    model, folder, metrics = dialog(learning_rate=0.0, total_episodes=16)
-    assert len(metrics) == 2
-    for row in metrics:
-        assert abs(row["val/ratio"] - 1) < 1e-5
-        assert row["policy/approxkl_avg"] < 1e-10
-        assert row["policy/clipfrac_avg"] == 0
-        assert row["objective/kl"] == 0
-    assert same(weights(folder / "model"), weights(tiny_lm()))
-    assert not model.value_head.weight.any()
+# ---- The first update --------------------------------------------------------------------------------------
 
 
 def test_other_splits_of_the_batch_sample_the_same_tokens(talk, rollouts):
@@ -117,15 +109,14 @@ def test_the_sampled_distribution_is_the_scored_one(talk, script, talker, rollou
     """Trick 11: tokens come from softmax(logits / temperature), and all log-probabilities are of that."""
     talk(learning_rate=0.0, temperature=0.7)
     model = AutoModelForCausalLM.from_pretrained(talker.model).eval()
-    (_, _, _, _, prompt_batch, _, _), (b, _) = rollouts[1]
+    uniforms, (b, _) = batch_of(rollouts[1])["uniforms"], rollouts[1][1]
     for i in range(8):  # one by one, without padding, in plain transformers
         n = b["lengths"][i].item()
         ids = b["ids"][i][b["mask"][i]]
         tokens = ids[-n:]
         with torch.no_grad():
             logits = model(ids[None]).logits[0, -n - 1 : -1] / 0.7
-        uniforms = prompt_batch["uniforms"][i, :n]
-        assert torch.equal(script.sample_tokens(logits.softmax(-1), uniforms), tokens)
+        assert torch.equal(script.sample_tokens(logits.softmax(-1), uniforms[i, :n]), tokens)
         expected = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
         for name in ("logprobs", "ref_logprobs", "sampling_logprobs"):
             torch.testing.assert_close(b[name][i, :n], expected, atol=1e-3, rtol=1e-3)
@@ -135,44 +126,39 @@ def test_the_sampled_distribution_is_the_scored_one(talk, script, talker, rollou
 
 
 @pytest.mark.parametrize(
-    "count, max_length, prompt",
+    "count, max_length, bos, prompt",
     [
-        (2, 10, [4, 5, 6, 7]),
-        (9, 10, [1, 2, 3, 4, 5, 6, 7]),
-        (3, 5, [3, 4, 5, 6, 7]),
-        (3, 4, [4, 5, 6, 7]),
-        (3, 3, [7]),
-        (1, 1, [7]),
+        (2, 10, [], [4, 5, 6, 7]),
+        (9, 10, [], [1, 2, 3, 4, 5, 6, 7]),
+        (3, 5, [], [3, 4, 5, 6, 7]),
+        (3, 4, [], [4, 5, 6, 7]),
+        (3, 3, [], [7]),
+        (1, 1, [], [7]),
+        (3, 4, [0], [0, 7]),  # BOS counts
+        (3, 1, [0], [0]),  # nothing else fits
     ],
 )
-def test_a_prompt_is_the_end_of_a_dialog(script, count, max_length, prompt):
+def test_a_prompt_is_the_end_of_a_dialog(script, count, max_length, bos, prompt):
     """The last utterances. The oldest are left out as a whole until the others fit."""
     args = script.Args(num_context_utterances=count, max_prompt_length=max_length)
-    assert script.context_ids([[1, 2], [3], [4, 5, 6], [7]], args) == prompt
-
-
-def test_a_bos_that_fills_the_prompt_leaves_no_room(script):
-    """Not all of the last utterance: its last 0 tokens are none."""
-    args = script.Args(num_context_utterances=3, max_prompt_length=1)
-    assert script.context_ids([[1, 2], [3]], args, bos=[9]) == [9]
+    assert script.context_ids([[1, 2], [3], [4, 5, 6], [7]], args, bos) == prompt
 
 
 def test_a_long_utterance_loses_its_beginning(script):
     """If the last utterance alone is too long, its end is the prompt."""
     args = script.Args(num_context_utterances=3, max_prompt_length=4)
     assert script.context_ids([[8, 9], [1, 2, 3, 4, 5, 6]], args) == [3, 4, 5, 6]
-    assert script.context_ids([[8, 9], [1, 2, 3, 4, 5, 6]], args, bos=[0]) == [0, 4, 5, 6]  # BOS takes room
-    assert script.context_ids([[8, 9], [1, 2]], args, bos=[0]) == [0, 1, 2]
-    assert script.context_ids([[9], [1, 2]], args, bos=[0]) == [0, 9, 1, 2]
+    assert script.context_ids([[8, 9], [1, 2, 3, 4, 5, 6]], args, bos=[0]) == [0, 4, 5, 6]
 
 
 @pytest.mark.parametrize("end", ["eos", " <EOU>"])
-@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace", "bos"])
 def test_a_prompt_is_the_beginning_of_its_document(
-    script, scripts, tiny_lm, metaspace_lm, tiny_dialogs, end, kind
+    script, scripts, tiny_lm, metaspace_lm, bang_lm, tiny_dialogs, end, kind
 ):
     """Trick 7: prompt and reference are, token by token, the beginning of what sft.py learns."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_lm() if kind == "byte-level" else metaspace_lm)
+    folder = {"byte-level": tiny_lm(), "metaspace": metaspace_lm, "bos": bang_lm(bos=True)}[kind]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     sft = scripts["sft"]
     rows = script.load_splits(tiny_dialogs)[0]
     documents = sft.dialog_documents(rows, tokenizer, sft.Args(utterance_end=end))
@@ -180,6 +166,7 @@ def test_a_prompt_is_the_beginning_of_its_document(
     turns = iter(load_turns(script, tiny_dialogs, tokenizer, **flags))
     for utterances, (ids, _) in zip(rows["dialog"], documents):
         assert ids[-1] == tokenizer.eos_token_id
+        assert (ids[0] == tokenizer.bos_token_id) == (kind == "bos")
         for t in range(1, len(utterances)):
             turn = next(turns)
             assert turn.context == utterances[:t]
@@ -193,19 +180,29 @@ def test_prompts_of_a_run(dialog, script, rollouts, tiny_lm):
     """Each row has the tokens of the last two utterances, left-padded. Every update has its own turns."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     dialog(total_episodes=16, num_sample_generations=0)
-    updates = [(turns, prompt_batch) for (_, _, _, turns, prompt_batch, _, _), _ in rollouts[1:3]]
-    for turns, prompt_batch in updates:
-        ids, mask = prompt_batch["ids"], prompt_batch["mask"]
-        assert len(turns) == 8
-        assert prompt_batch["uniforms"].shape == (8, 6)
-        assert mask.sum(1).max() == mask.shape[1]
-        for turn, row, m in zip(turns, ids, mask):
+    first, second = batch_of(rollouts[1]), batch_of(rollouts[2])
+    for batch in (first, second):
+        assert len(batch["turns"]) == 8
+        assert batch["uniforms"].shape == (8, 6)
+        assert batch["mask"].sum(1).max() == batch["mask"].shape[1]
+        for turn, row, m in zip(batch["turns"], batch["ids"], batch["mask"]):
             tokens = script.utterance_ids(tokenizer, turn.context, "eos")
             assert row[m].tolist() == sum(tokens[-2:], []) == turn.prompt_tokens
             assert m.tolist() == sorted(m.tolist())
-    (first_turns, first), (second_turns, second) = updates
     assert not torch.equal(first["uniforms"], second["uniforms"])
-    assert [turn.reference for turn in first_turns] != [turn.reference for turn in second_turns]
+    assert [turn.reference for turn in first["turns"]] != [turn.reference for turn in second["turns"]]
+
+
+def test_acts_must_be_those_of_the_classifier(script, tiny_lm, tmp_path):
+    """From 1 to 4: an act of 0 is an error. Turns without an act and blank utterances are left out."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    good = dict(dialog=["Hi.", "Ho.", "Hum."], act=[1, 2, 4])
+    rows = [good, good | dict(act=[1, 2]), good | dict(dialog=["Hi.", " ", "Hum."]), dict(dialog=["Hi."])]
+    turns = load_turns(script, write_rows(tmp_path / "good", train=rows, test=rows), tokenizer)
+    assert [(turn.reference, turn.act) for turn in turns] == [("Ho.", 2), ("Hum.", 4)]
+    rows = [good, good | dict(act=[0, 1, 0])]
+    with pytest.raises(script.UserError, match="act 0, but the classifier knows 1 to 4"):
+        load_turns(script, write_rows(tmp_path / "bad", train=rows, test=rows), tokenizer)
 
 
 # ---- The parts of the reward -------------------------------------------------------------------------------
@@ -218,7 +215,7 @@ def test_scores_are_the_weighted_sum_of_the_parts(
     """Each part is logged without its weight. The weighted sum is the score that tokens are rewarded with."""
     rewards = spy(monkeypatch, script, "token_rewards")
     _, folder, rows = talk(
-        reward_fn=reward_file(tmp_path, LENGTH_SCORE),
+        reward_fn=reward_file(tmp_path, "return [len(r) / 10 for r in completions]"),
         intent_weight=intent,
         meteor_weight=meteor,
         reward_weights=[function],
@@ -228,14 +225,19 @@ def test_scores_are_the_weighted_sum_of_the_parts(
     assert b["intent"].std() > 0.01
     assert torch.equal(b["rewards/reward"], torch.tensor([len(answer) / 10 for answer in answers]))
     expected = intent * b["intent"] + meteor * b["meteor"] + function * b["rewards/reward"]
-    torch.testing.assert_close(b["scores"], expected)
+    torch.testing.assert_close(b["raw_scores"], expected)
     (scores, _, _, _), _ = rewards[0]
-    assert torch.equal(scores, b["scores"])
+    assert torch.equal(scores, b["raw_scores"])
     for name in ("intent", "meteor"):
         assert rows[0][name] == pytest.approx(b[name].mean().item())
     assert rows[0]["rewards/reward/mean"] == pytest.approx(b["rewards/reward"].mean().item())
     assert rows[0]["env/reward_mean"] == rows[0]["objective/scores"]
-    assert rows[0]["objective/scores"] == pytest.approx(b["scores"].mean().item())
+    assert rows[0]["objective/scores"] == pytest.approx(b["raw_scores"].mean().item())
+    samples = rows_of(folder, "samples.jsonl")
+    assert [row["answer"] for row in samples] == answers[:4]
+    assert [row["reference"] for row in samples] == [t.reference for t in batch_of(rollouts[1])["turns"][:4]]
+    for name, values in (("score", scores), ("intent", b["intent"]), ("meteor", b["meteor"])):
+        assert [row[name] for row in samples] == pytest.approx(values[:4].tolist())
 
 
 PREVIOUS = ["Where is the cat?", "Please  come\nin.", "long " * 300 + "ago?", "It is late."]
@@ -278,11 +280,11 @@ def test_intent_by_hand(script, small, tiny_intents, kind):
             intent_reward=reward,
             local_rollout_forward_batch_size=3,
         )
-        reward_parts, num_acts, _ = script.load_reward_parts(args, CPU)
+        get_reward_parts, num_acts = script.load_reward_parts(args, CPU, None)
         assert num_acts == 4
-        found[reward] = reward_parts(turns_with_acts(script, [1, 2, 3, 4]), ANSWERS, [[]] * 4)
+        found[reward] = get_reward_parts(turns_with_acts(script, [1, 2, 3, 4]), ANSWERS, [[]] * 4)
         assert torch.equal(found[reward]["intent_match"], match)
-        likeliest = reward_parts(turns_with_acts(script, likeliest_acts), ANSWERS, [[]] * 4)
+        likeliest = get_reward_parts(turns_with_acts(script, likeliest_acts), ANSWERS, [[]] * 4)
         assert likeliest["intent_match"].tolist() == [1.0] * 4
     torch.testing.assert_close(found["probability"]["intent"], probs.diag(), atol=1e-5, rtol=1e-5)
     assert torch.equal(found["match"]["intent"], match)
@@ -303,25 +305,22 @@ def test_intent_texts_are_those_the_classifier_learned(script, scripts, tiny_lm,
 def test_a_reward_function_alone(talk, rollouts, tmp_path):
     """It gets the whole context, one utterance per line, and answers without their marks."""
     body = """with open(os.path.dirname(__file__) + '/seen', 'a') as file:
-    for pair in zip(prompts, completions):
-        file.write(repr(pair) + '\\n')
+    for one in zip(prompts, completions, [d[t] for d, t in zip(columns['dialog'], columns['turn'])]):
+        file.write(repr(one) + '\\n')
 return [float(i) for i in range(len(prompts))]"""
-    _, _, rows = talk(
-        reward_fn=reward_file(tmp_path, body),
-        intent_weight=0.0,
-        meteor_weight=0.0,
-        num_context_utterances=1,
-    )
+    function = reward_file(tmp_path, body)
+    _, _, rows = talk(reward_fn=function, intent_weight=0.0, meteor_weight=0.0, num_context_utterances=1)
     assert rows[0]["objective/scores"] == rows[0]["env/reward_mean"] == 3.5
     assert rows[0]["rewards/reward/mean"] == 3.5
     seen = [eval(line) for line in (tmp_path / "seen").read_text().splitlines()]
     expected = []
-    for (_, _, _, turns, _, _, _), (_, answers) in rollouts:
-        expected += [("\n".join(turn.context), answer) for turn, answer in zip(turns, answers)]
+    for call in rollouts:
+        for turn, answer in zip(batch_of(call)["turns"], call[1][1]):
+            expected.append(("\n".join(turn.context), answer, turn.reference))
     assert seen == expected
-    assert any("\n" in context for context, _ in seen)
-    assert any(answer.endswith((".", "?")) for _, answer in seen)
-    assert not any("EOU" in answer for _, answer in seen[4:12])
+    assert any("\n" in context for context, _, _ in seen)
+    assert any(answer.endswith((".", "?")) for _, answer, _ in seen)
+    assert not any("EOU" in answer for _, answer, _ in seen[4:12])
 
 
 def test_without_an_intent(dialog, tmp_path, tiny_dialogs):
@@ -334,8 +333,7 @@ def test_without_an_intent(dialog, tmp_path, tiny_dialogs):
     assert "intent" not in metrics[0]
     assert metrics[0]["meteor"] == metrics[0]["objective/scores"]
     assert list(table_of(folder)["before"]) == [name for name in TABLE if name != "intent"]
-    sample = rows_of(folder, "samples.jsonl")[0]
-    assert list(sample) == ["update", "last", "reference", "answer", "scores", "meteor"]
+    assert "intent" not in rows_of(folder, "samples.jsonl")[0]
 
 
 # ---- METEOR ------------------------------------------------------------------------------------------------
@@ -355,38 +353,18 @@ def raise_missing():
     raise LookupError("no such package")
 
 
-PAIRS = [
-    ("The cats sat on the mat.", "A cat was sitting there, on the mat."),
-    ("I don't know.", "You do not know"),
-    ("Yes.", "No!"),
-    ("I will lend you my bike.", "I will lend you my bike."),
-    ("Fine.", ""),
-    ("It is late.", "late it is late is it"),
-]
-
-
 def test_meteor_is_nltks(script, monkeypatch):
     """On nltk's words with Porter's stemmer. By hand: F * (1 - 0.5 (chunks / matches)^3), F weighs 1 to 9."""
-    from nltk.stem import PorterStemmer
-    from nltk.tokenize import NLTKWordTokenizer
-    from nltk.translate.meteor_score import single_meteor_score
-
     monkeypatch.setattr("nltk.corpus.wordnet", types.SimpleNamespace(ensure_loaded=raise_missing))
     assert script.meteor_matches() == "exact and stem matches, WordNet is not installed"
     meteor = script.load_meteor()
-    words = NLTKWordTokenizer().tokenize
-    for reference, answer in PAIRS * 2:  # twice, because words and stems are cached
-        expected = single_meteor_score(
-            words(reference), words(answer), stemmer=PorterStemmer(), wordnet=fake_wordnet()
-        )
-        assert meteor(reference, answer) == expected
-
     # One chunk of three matches, thanks to the stem.
     assert meteor("the cats sat", "the cat sat") == pytest.approx(1 - 0.5 * (1 / 3) ** 3)
     precision, recall = 2 / 2, 2 / 4
     f = 10 * precision * recall / (recall + 9 * precision)
     assert meteor("the cat sat here", "the cat") == pytest.approx(f * (1 - 0.5 * (1 / 2) ** 3))
     assert meteor("a great dog", "a big dog") == pytest.approx(2 / 3 * (1 - 0.5 * (2 / 2) ** 3))
+    assert meteor("Yes.", "yes!") == pytest.approx(1 / 2 * (1 - 0.5 * (1 / 1) ** 3))
     assert meteor("Yes.", "") == 0
 
 
@@ -396,7 +374,6 @@ def test_meteor_with_wordnet(script, monkeypatch):
     assert script.meteor_matches() == "exact, stem and WordNet synonym matches"
     meteor = script.load_meteor()
     assert meteor("a great dog", "a big dog") == pytest.approx(1 - 0.5 * (1 / 3) ** 3)
-    assert meteor("a small dog", "a big dog") == pytest.approx(1 / 3)
 
 
 # ---- Rewards of tokens -------------------------------------------------------------------------------------
@@ -424,7 +401,7 @@ def test_rewards_by_hand(talk, script, rollouts, monkeypatch, flags):
     expected = torch.zeros(8, 12)
     for i in range(8):
         n = b["lengths"][i].item()
-        score = b["scores"][i].item()
+        score = b["raw_scores"][i].item()
         if "score_clip" in flags:
             score = min(max(score, -0.3), 0.3)
         if not b["stopped"][i]:
@@ -458,36 +435,15 @@ def test_adaptive_kl_coefficient(dialog, script, monkeypatch):
         assert next_coef == pytest.approx(row["objective/kl_coef"] * (1 + error * 8 / 100), rel=1e-6)
 
 
-def test_values_within_the_range_are_not_clipped(dialog):
-    """If no value moves further than cliprange_value, val/clipfrac_avg is 0."""
-    _, _, rows = dialog(cliprange_value=1e3, vf_coef=1.0)
-    assert rows[0]["val/clipfrac_avg"] == 0
-
-
-def test_rewarded_behaviour_is_learned(dialog, tmp_path):
-    """A reward for one letter instead of intent and METEOR: its count rises."""
-    _, _, rows = dialog(
-        reward_fn=reward_file(tmp_path, "return [float(r.count('e')) for r in completions]"),
-        intent_weight=0.0,
-        meteor_weight=0.0,
-        kl_coef=0.0,
-        per_device_train_batch_size=16,
-        local_rollout_forward_batch_size=32,
-        total_episodes=8 * 32,
-    )
-    scores = [row["objective/scores"] for row in rows]
-    assert sum(scores[-2:]) / 2 > 2 * sum(scores[:2]) / 2 + 1, scores
-
-
 # ---- Answers -----------------------------------------------------------------------------------------------
 
 
 def test_answers_are_what_was_generated(talk, rollouts):
     """Tokens, lengths and answers belong together. A dialog that the model knows gets its own reference."""
     _, _, rows = talk(learning_rate=0.0, temperature=0.5)
-    (_, tokenizer, _, turns, _, _, _), (b, answers) = rollouts[1]
+    (_, _, tokenizer, _, _, batch, _), (b, answers) = rollouts[1]
     tokens = b["ids"][:, -LIMIT:]
-    for turn, answer, row, n in zip(turns, answers, tokens, b["lengths"].tolist()):
+    for turn, answer, row, n in zip(batch["turns"], answers, tokens, b["lengths"].tolist()):
         assert tokenizer.decode(row[:n]) == f" {answer} <EOU>"
         assert answer == turn.reference
         assert row[:n].tolist() == turn.reference_tokens
@@ -497,21 +453,6 @@ def test_answers_are_what_was_generated(talk, rollouts):
     assert rows[0]["completions/clipped_ratio"] == 0
     assert rows[0]["completions/mean_length"] == b["lengths"].float().mean()
     assert rows[0]["meteor"] > 0.99
-
-
-def test_samples(talk, script):
-    """The last utterance, the reference, the answer, its score and parts; the same turns each time."""
-    _, folder, _ = talk(num_sample_generations=2, total_episodes=16)
-    samples = rows_of(folder, "samples.jsonl")
-    assert [row["update"] for row in samples] == [1] * 4 + [2] * 4
-    assert list(samples[0]) == ["update", "last", "reference", "answer", "scores", "intent", "meteor"]
-    assert [row["reference"] for row in samples[:4]] == [row["reference"] for row in samples[4:]]
-    held_out = rows_of(folder, "evaluation_samples.jsonl")
-    assert [row["reference"] for row in samples[:4]] == [row["reference"] for row in held_out[:4]]
-    assert all(row["scores"] == pytest.approx(row["intent"] + row["meteor"]) for row in samples)
-    assert all(0 < row["intent"] < 1 for row in samples)
-    meteor = script.load_meteor()
-    assert all(row["meteor"] == pytest.approx(meteor(row["reference"], row["answer"])) for row in samples)
 
 
 # ---- The final table ---------------------------------------------------------------------------------------
@@ -527,6 +468,8 @@ def test_text_metrics_of_published_examples(script):
     assert metrics["rougeLsum"] == pytest.approx(10 / 17)
     metrics = script.text_metrics([DOG, "Yes."], [FOX, "Yes."])
     assert metrics["rouge1"] == pytest.approx((12 / 17 + 1) / 2)  # the mean over answers, not over words
+    assert script.text_metrics(["two dogs"], ["two dog"])["rouge1"] == 1  # stems
+    assert set(script.text_metrics(["", ""], [DOG, FOX]).values()) == {0.0}
 
     answers = ["The dog bit the man.", "It wasn't surprising.", "The man had just bitten him."]
     references = ["The dog bit the man.", "It was not unexpected.", "The man bit him first."]
@@ -535,67 +478,52 @@ def test_text_metrics_of_published_examples(script):
     assert script.text_metrics(answers, references)["sacrebleu"] == pytest.approx(bleu, rel=1e-6)
 
 
-def test_text_metrics_at_their_ends(script):
-    """Equal texts give 1, different ones 0, empty answers 0. ROUGE uses stems; distinct-n ignores case."""
-    texts = ["Could you lend me your bike, please?", "Of course, I will lend you my bike."]
-    metrics = script.text_metrics(texts, texts)
-    assert metrics["rouge1"] == metrics["rougeLsum"] == 1
-    assert metrics["sacrebleu"] == pytest.approx(1)
-    metrics = script.text_metrics(["xyz"], ["a b c d"])
-    assert metrics["rouge1"] == metrics["rougeLsum"] == metrics["sacrebleu"] == 0
-    assert set(script.text_metrics(["", ""], texts).values()) == {0.0}
-    assert script.text_metrics(["two dogs"], ["two dog"])["rouge1"] == 1
-    metrics = script.text_metrics(["a b A b", "a c"], ["x", "y"])  # a b a b a c; ab ba ab ac
-    assert (metrics["distinct1"], metrics["distinct2"]) == (3 / 6, 3 / 4)
+def test_distinct_ngrams(script):
+    """Without case: a b a b a c has the pairs ab ba ab and ac."""
+    texts = ["a b A b", "a c"]
+    assert (script.distinct_ngrams(texts, 1), script.distinct_ngrams(texts, 2)) == (3 / 6, 3 / 4)
+    assert script.distinct_ngrams(["", ""], 2) == 0
 
 
 def test_table(talk, script, monkeypatch):
-    """Every number before and after, and of the references. With learning rate 0, before equals after."""
+    """Every number before and after, and of the references."""
     calls = spy(monkeypatch, script, "evaluate_dialogs")
-    _, folder, _ = talk(learning_rate=0.0)
+    _, folder, _ = talk()
     table = table_of(folder)
-    assert set(table) == {
-        "before", "after", "references", "commonest new word", "n", "judge", "meteor", "decoding"
-    }  # fmt: skip
+    assert set(table) == {"before", "after", "references", "n", "meteor"}
     assert list(table["before"]) == TABLE
-    assert table["before"] == table["after"]
     assert table["n"] == 4
     assert "matches" in table["meteor"]
-    assert "temperature 1.0, at most 32 tokens" in table["decoding"]
+    assert table["before"]["KL, nats per response"] == 0 != table["after"]["KL, nats per response"]
 
     # The same numbers by hand.
-    (_, _, reward_parts, turns, _, _, _), (numbers, records) = calls[0]
-    answers = [record["answer"] for record in records]
-    scores = sorted(record["score"] for record in records)
-    references = [turn.reference for turn in turns]
-    text = script.text_metrics(answers, references)
-    parts = reward_parts(turns, answers, [[]] * 4)
-    assert numbers == table["before"]
-    assert {name: numbers[name] for name in text} == pytest.approx(text)
-    assert numbers["meteor"] == pytest.approx(parts["meteor"].mean().item())
-    assert numbers["intent"] == parts["intent_match"].mean()  # whatever --intent-reward is
-    assert numbers["score mean"] == pytest.approx(sum(scores) / 4)
-    assert numbers["score median"] == pytest.approx((scores[1] + scores[2]) / 2)
+    samples = rows_of(folder, "evaluation_samples.jsonl")
+    assert list(samples[0]) == ["last", "reference", "before", "score", "after", "score after"]
+    for column, (inputs, (numbers, records)) in zip(("before", "after"), calls):
+        _, _, _, _, get_reward_parts, batch, _ = inputs
+        turns = batch["turns"]
+        answers = [record["answer"] for record in records]
+        scores = [record["score"] for record in records]
+        references = [turn.reference for turn in turns]
+        parts = get_reward_parts(turns, answers, [[]] * 4)
+        text = script.text_metrics(answers, references)
+        assert numbers == table[column]
+        assert {name: numbers[name] for name in text} == pytest.approx(text)
+        assert numbers["meteor"] == pytest.approx(parts["meteor"].mean().item())
+        assert numbers["intent"] == parts["intent_match"].mean()  # whatever --intent-reward is
+        assert numbers["distinct2"] == script.distinct_ngrams(answers, 2)
+        assert numbers["score mean"] == pytest.approx(sum(scores) / 4)
+        assert numbers["score median"] == pytest.approx(sum(sorted(scores)[1:3]) / 2)
+        assert [row[column] for row in samples] == answers
+        assert [row["score after" if column == "after" else "score"] for row in samples] == scores
 
     # What people's own answers measure.
     own = table["references"]
-    text = script.text_metrics(references, references)
     assert set(own) == {"tokens per answer", "distinct1", "distinct2", "custom/questions"}
-    assert (own["distinct1"], own["distinct2"]) == (text["distinct1"], text["distinct2"])
+    assert own["distinct1"] == script.distinct_ngrams(references, 1)
+    assert own["distinct2"] == script.distinct_ngrams(references, 2)
     assert own["tokens per answer"] == sum(len(turn.reference_tokens) for turn in turns) / 4
     assert own["custom/questions"] == sum(reference.endswith("?") for reference in references) / 4
-
-
-def test_table_of_a_run_that_learns(talk):
-    """The KL is 0 before and not after, and evaluation_samples.jsonl has the answers that were scored."""
-    _, folder, _ = talk()
-    table = table_of(folder)
-    assert table["before"]["KL, nats per response"] == 0
-    assert table["after"]["KL, nats per response"] != 0
-    rows = rows_of(folder, "evaluation_samples.jsonl")
-    assert list(rows[0]) == ["last", "reference", "before", "score", "after", "score after"]
-    for name, column in (("before", "score"), ("after", "score after")):
-        assert table[name]["score mean"] == pytest.approx(sum(row[column] for row in rows) / 4)
 
 
 @pytest.mark.parametrize("end", ["eos", " <EOU>"])
@@ -612,8 +540,7 @@ def test_perplexity_of_the_references(dialog, script, monkeypatch, tiny_lm, end)
         return tokenizer(f" {utterance}{end}").input_ids
 
     loss, num_tokens = 0.0, 0
-    (_, _, _, turns, _, _, _), _ = calls[0]
-    for turn in turns:
+    for turn in batch_of(calls[0])["turns"]:
         prompt = sum([ids_of(utterance) for utterance in turn.context[-2:]], [])
         reference = ids_of(turn.reference)
         ids = torch.tensor([prompt + reference])
@@ -629,9 +556,8 @@ def test_a_reference_longer_than_the_context(dialog, tmp_path, tiny_lm):
     """It is cut. A critic with a shorter context than the policy reads no references."""
     config = transformers.AutoConfig.from_pretrained(tiny_lm(), n_positions=60)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "critic")
-    train = [dict(dialog=["Hi there.", "text " * 200, "Good."], act=[1, 2, 1])] * 7
-    test = [dict(dialog=["Hello.", "word " * 300, "Fine."], act=[1, 2, 1])] * 5
-    data = write_rows(tmp_path / "data", train=train, test=test)
+    rows = [dict(dialog=["Hello.", "word " * 300, "Fine."], act=[1, 2, 1])] * 7
+    data = write_rows(tmp_path / "data", train=rows, test=rows)
     _, folder, _ = dialog(dataset_name=data, value_model_path=str(tmp_path / "critic"))
     assert math.isfinite(table_of(folder)["after"]["perplexity of the references"])
 

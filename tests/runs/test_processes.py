@@ -131,23 +131,20 @@ if os.environ["RANK"] == "1" and os.path.exists("stopped/metrics.jsonl") and not
 {SCORE}"""
 
 FUNCTIONS = """
-def close_to_reference(completions, completion, log_metric, log_extra):
-    log_metric("mean length", sum(len(text) for text in completions) / len(completions))
-    log_extra("gap", [len(text) - len(other) for text, other in zip(completions, completion)])
+def close_to_reference(completions, completion, **kwargs):
     return [-abs(len(text) - len(other)) for text, other in zip(completions, completion)]
 
 
-def long_prompts(prompts, completions):
+def long_prompts(prompts, completions, **kwargs):
     return [len(set(text)) if len(prompt) % 3 else None for prompt, text in zip(prompts, completions)]
 """
 
 FUNCTIONS_OF_TASKS = """
-def close_to_answer(completions, answer, log_metric):
-    log_metric("mean length", sum(len(text) for text in completions) / len(completions))
+def close_to_answer(completions, answer, **kwargs):
     return [float(len(set(text)) % 3 - len(x)) for text, x in zip(completions, answer)]
 
 
-def of_sums(prompts, completions):
+def of_sums(prompts, completions, **kwargs):
     return [len(text) % 2 if "+" in prompt else None for prompt, text in zip(prompts, completions)]
 """
 
@@ -173,7 +170,6 @@ if rank == "1":  # one process is late after the run folder was chosen
     accelerate.utils.broadcast_object_list = late_broadcast
 for name, script, words in json.load(open("jobs.json")):
     module = importlib.import_module(script)
-    module.Run.plot = lambda *_, **__: None
     accelerate.state.AcceleratorState._reset_state()  # each run configures accelerate anew
     code = 0
     if name == "failing":
@@ -325,15 +321,15 @@ def assert_same_numbers(one, two):
     rows, other_rows = timeless(rows_of(one)), timeless(rows_of(two))
     assert len(rows) == len(other_rows) >= 2
     for row, other_row in zip(rows, other_rows):
-        assert row == pytest.approx(other_row, abs=1e-5, rel=1e-5)
+        assert row == pytest.approx(other_row, abs=1e-5, rel=5e-5)
     for path in (one / "model").rglob("*.safetensors"):
         before, after = load_file(path), load_file(two / path.relative_to(one))
         assert distance(before, after) < 1e-5, path
     assert_near(*[json.loads((folder / "evaluation.json").read_text()) for folder in (one, two)])
-    for name in ("evaluation_samples.jsonl", "samples.jsonl", "tokens.jsonl"):
+    for name in ("evaluation_samples.jsonl", "samples.jsonl"):
         assert (one / name).exists() == (two / name).exists()
-        if (one / name).exists():  # the numbers in tokens.jsonl are rounded to 4 digits
-            assert_near(rows_of(one, name), rows_of(two, name), 3e-4 if name == "tokens.jsonl" else 1e-4)
+        if (one / name).exists():
+            assert_near(rows_of(one, name), rows_of(two, name))
 
 
 @pytest.mark.parametrize("kind, name", CASES)
@@ -359,13 +355,11 @@ def test_the_comparison_is_worth_something(one):
     rows = rows_of(one("grpo_math"))
     assert any(0 < row["frac_reward_zero_std"] < 1 for row in rows)
     assert any(row["policy/approxkl_avg"] > 0 and row["grad_norm"] > 0.01 for row in rows)
-    assert rows[0]["mean length"] != rows[1]["mean length"]
     assert all(row["completions/min_length"] < row["completions/max_length"] for row in rows)
 
     rows = rows_of(one("reward functions"))
     for name in ("rewards/close_to_reference/mean", "rewards/long_prompts/mean", "judge/scores"):
         assert rows[0][name] != rows[1][name]
-    assert rows[0]["mean length"] != rows[1]["mean length"]
 
 
 @pytest.mark.parametrize("kind", ZERO_STAGE)
@@ -384,12 +378,11 @@ def test_signal_and_resume(two, kind):
 def test_one_process_continues_a_run_of_two(scripts, two, kind):
     """Checkpoints of DDP and FSDP2 fit any number of processes. Those of DeepSpeed are refused."""
     folder = two(kind) / "straight"
-    last = sorted((folder / "checkpoints").iterdir())[-1]
-    words = ["--resume", str(last), "--total-episodes", "32", "--per-device-train-batch-size", "4"]
+    words = ["--resume", str(folder), "--total-episodes", "32", "--per-device-train-batch-size", "4"]
     module = scripts["ppo_sentiment"]
     args = module.parse_args(words)
     if ZERO_STAGE[kind]:
-        with pytest.raises(module.UserError, match=f"that run was ZeRO-{ZERO_STAGE[kind]} on 2 processes"):
+        with pytest.raises(module.UserError, match=rf"that run had .*'sharding': \[{ZERO_STAGE[kind]}, 2\]"):
             module.train(args)
     else:
         module.train(args)
@@ -406,9 +399,7 @@ def test_two_processes_continue_a_run_of_one(scripts, small, two):
 
 
 def test_a_process_that_fails_ends_the_run(two):
-    """If the reward function raises on one of two processes, the run ends, and one line says why."""
+    """If the reward function raises on one of two processes, the run ends with its traceback."""
     root = two("ddp")
-    errors = (root / "errors").read_text().splitlines()
-    lines = [line for line in errors if line.startswith("ppo_sentiment.py: ")]
-    assert lines == ["ppo_sentiment.py: --reward-fn reward raised ZeroDivisionError: division by zero"]
-    assert any(f'File "{root}/failing.py"' in line for line in errors)
+    errors = (root / "errors").read_text()
+    assert "ZeroDivisionError: division by zero" in errors and f'File "{root}/failing.py"' in errors

@@ -1,4 +1,4 @@
-"""Functions of --reward-fn, as TRL calls them: what they get, what becomes of their scores, what they log."""
+"""Functions of --reward-fn, as TRL calls them: what they get, and what becomes of their scores."""
 
 import json
 import math
@@ -7,11 +7,10 @@ import re
 import pytest
 import torch
 from conftest import GROUPS, RL
-from run_tools import flags_of, one_line, reward_file, rows_of, spy, write_rows
+from run_tools import reward_file, rows_of, spy, write_rows
 from transformers import AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
-CPU = torch.device("cpu")
 ROLLOUT = {
     "ppo_sentiment": "rollout",
     "ppo_dialog": "rollout_answers",
@@ -24,15 +23,9 @@ CREDIT = {
     "rloo_tldr": "rloo_advantages",
     "grpo_math": "grpo_advantages",
 }
-TEXT = {name: "answer" if name == "ppo_dialog" else "response" for name in RL}  # in samples.jsonl
+SCORES = {name: "scores" if name == "grpo_math" else "raw_scores" for name in RL}  # before clip and penalty
 NO_PENALTY = {name: {} if name == "grpo_math" else dict(missing_eos_penalty=None) for name in RL}
 ONLY_FUNCTIONS = dict(intent_weight=0.0, meteor_weight=0.0)  # of ppo_dialog
-
-
-@pytest.fixture
-def script(scripts):
-    """ppo_sentiment.py as a module. The functions that call reward functions are the same in all scripts."""
-    return scripts["ppo_sentiment"]
 
 
 @pytest.fixture
@@ -82,7 +75,7 @@ def unusable_rows(name):
     if name == "ppo_dialog":
         one, blank = dict(dialog=["99 people."], act=[1]), dict(dialog=["99 people.", " ", "Yes."])
         return [row | one, row | blank, row | dict(act=None), row | dict(act=[1, 2, 1, 3])]
-    return [row | dict(prompt=" \n"), row | dict(prompt="99 long" + " words" * 200), row | dict(prompt=None)]
+    return [row | dict(prompt=""), row | dict(prompt="99 long" + " words" * 200), row | dict(prompt=None)]
 
 
 def numbered_data(name, folder):
@@ -111,7 +104,6 @@ def mean(numbers):
 
 RECORD = """import json
 state = columns.pop("trainer_state")
-del columns["log_metric"], columns["log_extra"]
 call = columns | dict(prompts=prompts, completions=completions, steps=[state.global_step, state.max_steps])
 with open(__file__ + ".calls", "a") as file:
     file.write(json.dumps(call) + "\\n")
@@ -182,96 +174,16 @@ def test_a_function_gets_the_columns_of_its_rows(recorded, bang_lm, tmp_path, na
         assert set(calls[1]["turn"]) == {1, 2}
 
 
-@pytest.fixture
-def call(script):
-    """call(function, **columns) -> the scores of two responses, with "a" and "bb" in the columns for each."""
+@pytest.mark.parametrize("name", RL)
+def test_a_function_is_called_by_name(scripts, name):
+    """The order of its parameters does not matter, and defaults of other parameters stay."""
 
-    def run(function, prompts=("p", "q"), **columns):
-        functions = script.RewardFunctions("--reward-fn", {"f": function}, CPU)
-        rows = [{name: values[i] for name, values in columns.items()} for i in range(2)]
-        [scores] = functions(list(prompts), ["a", "bb"], [[5], [6, 7]], rows).values()
-        return scores.tolist()
-
-    return run
-
-
-def test_a_function_gets_only_what_it_has_parameters_for(call):
-    """Without **columns it has to name what it needs; other defaults stay."""
-
-    def positional(number, completions, missing=7):
+    def mine(number, completions, missing=7, **kwargs):
         return [n + missing + len(text) for n, text in zip(number, completions)]
 
-    def by_keyword(*, prompts, completion_ids):
-        return [len(prompt) + len(ids) for prompt, ids in zip(prompts, completion_ids)]
-
-    def everything(**inputs):
-        seen.append(set(inputs))
-        return [0.0, 0.0]
-
-    def optional(completions, number=None, log_metric=None):
-        return list(number)
-
-    seen = []
-    columns = dict(number=[10, 20], other=["x", "y"])
-    assert call(positional, **columns) == [18, 29]
-    assert call(by_keyword, **columns) == [2, 3]
-    assert call(optional, **columns) == [10, 20]
-    assert call(everything, **columns) == [0, 0]
-    own = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
-    assert seen == [{"number", "other"} | own]
-
-
-def test_completions_of_a_chat(call):
-    """They are lists of messages if the prompts are."""
-    seen = []
-
-    def reward(prompts, completions):
-        seen.append(completions)
-        return [0.0] * len(prompts)
-
-    chat = [{"role": "user", "content": "Hello."}]
-    call(reward, prompts=[chat, [{"role": "system", "content": "Be kind."}, *chat]])
-    call(reward, prompts=["Hello.", "Be kind."])
-    messages = [[{"role": "assistant", "content": text}] for text in ("a", "bb")]
-    assert seen == [messages, ["a", "bb"]]
-
-
-@pytest.mark.parametrize(
-    "parameters, message",
-    [
-        ("prompts, responses", "rename responses to completions"),
-        ("prompts, responses, **columns", "rename responses to completions"),
-        ("contexts, answers", "rename contexts to prompts, answers to completions"),
-        ("contexts, completions", "rename contexts to prompts"),
-    ],
-)
-@pytest.mark.parametrize("name", RL)
-def test_old_names_of_parameters(scripts, small, capsys, tmp_path, name, parameters, message):
-    """One line says which ones to rename."""
-    text = f"def mine({parameters}):\n    return [0.0] * 4\n"
-    args = small(name, reward_fn=function_file(tmp_path, text, "mine"))
-    line = one_line(scripts[name], flags_of(args), capsys)
-    assert line == f"{name}.py: --reward-fn mine: parameters have TRL's names: {message}"
-
-
-def test_old_names_of_parameters_of_a_judge(scripts, small, capsys, tmp_path):
-    """The line names --judge-fn."""
-    [judge_fn] = function_file(tmp_path, "def mine(prompts, responses):\n    return [0.0] * 4\n", "mine")
-    line = one_line(scripts["rloo_tldr"], flags_of(small("rloo_tldr", judge_fn=judge_fn)), capsys)
-    assert "--judge-fn mine: parameters have TRL's names: rename responses to completions" in line
-
-
-@pytest.mark.parametrize("name", RL)
-def test_a_parameter_without_a_column(scripts, small, capsys, tmp_path, name):
-    """One line names it, and the columns that there are."""
-    parameters = "completions, solution, **columns" if name == "grpo_math" else "completions, solution"
-    text = f"def mine({parameters}):\n    return [0.0] * 4\n"
-    data = numbered_data(name, tmp_path / "data")
-    args = small(name, dataset_name=data, reward_fn=function_file(tmp_path, text, "mine"))
-    line = one_line(scripts[name], flags_of(args), capsys)
-    assert "--reward-fn mine has the parameter solution, but there is no such column; there are " in line
-    named = set(line.split("there are ")[1].split(", "))
-    assert COLUMNS[name] | {"prompts", "completions"} <= named
+    inputs = dict(prompts=["p", "q"], completions=["a", "bb"], number=[10, 20])
+    rewards = scripts[name].call_reward_functions({"mine": mine}, inputs, torch.device("cpu"))
+    assert rewards["mine"].tolist() == [18, 29]
 
 
 # ---- Functions of others -----------------------------------------------------------------------------------
@@ -317,8 +229,8 @@ def test_functions_in_the_style_of_trl(recorded, tmp_path):
     functions = function_file(tmp_path, IN_THE_STYLE_OF_TRL, *TRL_NAMES)
     folder, rollouts = recorded("rloo_tldr", dataset_name=data, reward_fn=functions)
     for i, row in enumerate(rows_of(folder)):
-        (_, _, _, posts, *_), (b, responses) = rollouts[i + 1]
-        tasks = [post["columns"]["task"] for post in posts] * 2
+        (*_, batch, _), (b, responses) = rollouts[i + 1]
+        tasks = [post["columns"]["task"] for post in batch["rows"]] * 2
         lengths = [len(text) for text, task in zip(responses, tasks) if task == "math"]
         assert len(lengths) in (2, 4, 6)
         assert row["rewards/boxed_answer/mean"] == 0
@@ -328,24 +240,14 @@ def test_functions_in_the_style_of_trl(recorded, tmp_path):
         assert row["rewards/harder_later/mean"] == pytest.approx(reached)
 
 
-def test_a_function_that_reads_a_solution(script, tmp_path):
-    """The reward is of the row with the right answer, and of no other."""
-    functions = function_file(tmp_path, IN_THE_STYLE_OF_TRL, "boxed_answer")
-    rewards = script.load_reward_functions("--reward-fn", functions, CPU)
-    completions = [r" It is \boxed{2}.", r" It is \boxed{6}.", " It is 5."]
-    rows = [dict(ground_truth=truth) for truth in ("2", "5", "5")]
-    scores = rewards(["2x + 3 = 7", "3x - 5 = 10", "3x - 5 = 10"], completions, [[1], [2], [3]], rows)
-    assert scores["boxed_answer"].tolist() == [1, 0, 0]
-
-
 # ---- Scores ------------------------------------------------------------------------------------------------
 
 TWO = """
-def length(completions):
+def length(completions, **kwargs):
     return [float(len(text)) for text in completions]
 
 
-def letters(completions, **columns):
+def letters(completions, **kwargs):
     return [float(len(set(text))) for text in completions]
 """
 
@@ -367,7 +269,7 @@ def test_scores_are_weighted_sums(recorded, scripts, monkeypatch, tmp_path, name
     expected = of_letters * torch.tensor(letters).float() + of_length * torch.tensor(lengths)
     if name == "ppo_dialog":
         expected = expected + 0.25 * b["intent"] + 3 * b["meteor"]
-    torch.testing.assert_close(b["scores"], expected)
+    torch.testing.assert_close(b[SCORES[name]], expected)
     (used, *_), _ = credits[0]
     torch.testing.assert_close(used, expected)
     row = rows_of(folder)[0]
@@ -388,8 +290,6 @@ def test_scores_are_weighted_sums(recorded, scripts, monkeypatch, tmp_path, name
             text = row["before"]
             score = of_letters * len(set(text)) + of_length * len(text)
             assert row["score"] == pytest.approx(score)
-        judge = json.loads((folder / "evaluation.json").read_text())["judge"]
-        assert judge == ", ".join(flags["reward_fn"])
 
 
 def test_the_reward_model_has_a_mean(rloo, ppo):
@@ -401,15 +301,15 @@ def test_the_reward_model_has_a_mean(rloo, ppo):
 
 
 NONE = """
-def even(completions):
+def even(completions, **kwargs):
     return [float(len(text)) if len(text) % 2 == 0 else None for text in completions]
 
 
-def three(completions):
+def three(completions, **kwargs):
     return [3.0] * len(completions)
 
 
-def never(completions):
+def never(completions, **kwargs):
     return [None] * len(completions)
 """
 
@@ -430,7 +330,7 @@ def test_a_function_that_does_not_apply(recorded, tmp_path, name):
         even = [n for n in lengths if n % 2 == 0]
         assert 0 < len(even) < len(lengths)
         scores = [2.0 * n - 3 if n % 2 == 0 else -3.0 for n in lengths]
-        assert b["scores"].tolist() == scores
+        assert b[SCORES[name]].tolist() == scores
         assert b["rewards/even"].isnan().tolist() == [n % 2 == 1 for n in lengths]
         assert b["rewards/never"].isnan().all()
         assert row["env/reward_mean"] == row["objective/scores"] == pytest.approx(mean(scores))
@@ -507,107 +407,3 @@ def test_weights_are_not_for_other_judges(recorded, tiny_preference_model, tmp_p
         tables.append(json.loads((folder / "evaluation.json").read_text())["before"])
     assert tables[0]["win rate"] == tables[1]["win rate"] != 0.5
     assert tables[0]["score mean"] != tables[1]["score mean"]
-
-
-# ---- What a function logs ----------------------------------------------------------------------------------
-
-LOGGING = """
-def first(prompts, completions, log_metric, log_extra):
-    log_metric("texts", len(prompts))
-    log_metric("texts", len(prompts) + 2)
-    log_extra("first letter", [text[:1] for text in completions])
-    return [float(len(text)) for text in completions]
-
-
-def second(completions, log_metric, log_extra, **columns):
-    log_metric("longest", max(len(text) for text in completions))
-    log_extra("length", (len(text) for text in completions))
-    return [0.0] * len(completions)
-"""
-
-
-def test_log_extra_cannot_replace_the_answers_of_a_dialog(scripts, small, tmp_path):
-    source = """
-def score(completions, log_extra, **columns):
-    log_extra("answer", ["another text"] * len(completions))
-    return [0.0] * len(completions)
-"""
-    functions = function_file(tmp_path, source, "score")
-    flags = dict(total_episodes=8, num_sample_generations=1, reward_fn=functions)
-    with pytest.raises(scripts["ppo_dialog"].UserError, match="log_extra.'answer', .* such a column already"):
-        scripts["ppo_dialog"].train(small("ppo_dialog", **flags))
-
-
-@pytest.mark.parametrize("name", RL)
-def test_what_functions_log(scripts, small, monkeypatch, tmp_path, name):
-    """Metrics are means over the calls of log_metric in an update's rollout. Columns are in the samples."""
-    functions = function_file(tmp_path, LOGGING, "first", "second")
-    rollouts = spy(monkeypatch, scripts[name], ROLLOUT[name])
-    flags = dict(total_episodes=16, num_sample_generations=2, reward_fn=functions)
-    _, folder = scripts[name].train(small(name, **flags))
-    rows = rows_of(folder)
-    rollouts = without_greedy(name, rollouts)
-    assert len(rows) == 2 and len(rollouts) == 6  # before, update, samples, update, samples, after
-    for row, (_, result) in zip(rows, (rollouts[1], rollouts[3])):
-        assert row["texts"] == 8 + 1
-        assert row["longest"] == max(len(text) for text in texts_of(result))
-    samples = rows_of(folder, "samples.jsonl")
-    assert {row["update"] for row in samples} == {1, 2}
-    for row in samples:
-        text = row[TEXT[name]]
-        assert row["first letter"] == text[:1]
-        assert row["length"] == len(text)
-    evaluated = rows_of(folder, "evaluation_samples.jsonl")
-    if name == "rloo_tldr":
-        for row in evaluated:
-            assert row["length after"] == len(row["after"])
-            assert row["first letter after"] == row["after"][:1]
-    if name == "grpo_math":  # several responses to each task
-        for row in evaluated:
-            for record in (row["before"], row["after"]):
-                assert record["extra"]["length"] == [len(text) for text in record["responses"]]
-                assert record["extra"]["first letter"] == [text[:1] for text in record["responses"]]
-        assert {len(row["before"]["responses"]) for row in evaluated} == {1, 2}
-
-
-def test_a_column_of_another_length(script, small, capsys, tmp_path):
-    """log_extra needs one value per response; one line says so."""
-    text = """
-def mine(completions, log_extra):
-    log_extra("words", [1, 2, 3])
-    return [0.0] * len(completions)
-"""
-    args = small("ppo_sentiment", reward_fn=function_file(tmp_path, text, "mine"))
-    line = one_line(script, flags_of(args), capsys)
-    assert "--reward-fn: log_extra('words', ...) needs 4 values" in line
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("log_metric('x', float('nan'))", "log_metric('x', nan): not a finite number"),
-        (
-            "log_extra('score', completions)",
-            "log_extra('score', ...): the samples have such a column already",
-        ),
-    ],
-)
-@pytest.mark.parametrize("name", RL)
-def test_what_cannot_be_logged(scripts, small, capsys, tmp_path, name, line, message):
-    """It is refused in the first call, before training, and one line says what."""
-    text = f"def mine(completions, log_metric, log_extra):\n    {line}\n    return [0.0] * len(completions)\n"
-    args = small(name, reward_fn=function_file(tmp_path, text, "mine"))
-    assert f"--reward-fn: {message}" in one_line(scripts[name], flags_of(args), capsys)
-
-
-def test_logged_columns_can_be_written(script):
-    """Numbers stay numbers; of anything else, the text is kept, so that JSON can hold it."""
-
-    def mine(completions, log_extra):
-        log_extra("words", [{1}, 2])
-        log_extra("share", (0.5, torch.tensor(3)))
-        return [0.0] * len(completions)
-
-    functions = script.RewardFunctions("--reward-fn", {"mine": mine}, CPU)
-    functions(["p", "q"], ["a", "b"], [[1], [2]], [{}, {}])
-    assert functions.extra == {"words": ["{1}", 2], "share": [0.5, "tensor(3)"]}

@@ -41,7 +41,6 @@ def parse(**defaults):
         rollout_batch=64,
         learning_rate=3e-6,
         seed=0,
-        bf16=False,
     )
     parser = argparse.ArgumentParser()
     for name, value in (options | defaults).items():

@@ -32,7 +32,7 @@ config = PPOConfig(
     num_mini_batches=args.mini_batches, num_ppo_epochs=args.epochs, total_episodes=args.batch * args.batches,
     response_length=args.response_length, temperature=args.temperature, local_rollout_forward_batch_size=args.rollout_batch,
     learning_rate=args.learning_rate, stop_token="eos", missing_eos_penalty=1.0, num_sample_generations=0, save_strategy="no",
-    report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, seed=args.seed, bf16=args.bf16, gradient_checkpointing=False,
+    report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, seed=args.seed, bf16=False, gradient_checkpointing=False,
 )  # fmt: skip
 clock = Clock()
 generate = module.batch_generation

@@ -1,4 +1,4 @@
-"""TRL 1.16.0's RewardTrainer in fp32 (its default: --bf16), activations kept. It has no packing: texts are padded."""
+"""TRL 1.16.0's RewardTrainer in fp32 and without gradient checkpointing (by default it uses bf16). It has no packing: texts are padded."""
 
 import torch
 import transformers
@@ -12,7 +12,7 @@ args = parse(rows="", max_length=512, accumulation=1)
 config = RewardConfig(
     output_dir=args.out, per_device_train_batch_size=args.micro_batch, gradient_accumulation_steps=args.accumulation,
     max_steps=args.batches, max_length=args.max_length, learning_rate=args.learning_rate, save_strategy="no", report_to=[], use_cpu=True,
-    disable_tqdm=True, logging_steps=1, bf16=args.bf16, gradient_checkpointing=False, seed=args.seed,
+    disable_tqdm=True, logging_steps=1, bf16=False, gradient_checkpointing=False, seed=args.seed,
 )  # fmt: skip
 model = AutoModelForSequenceClassification.from_pretrained(
     f"{args.model}_rm", num_labels=1, dtype=torch.float32

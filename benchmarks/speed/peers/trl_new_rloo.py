@@ -1,4 +1,4 @@
-"""TRL 1.16.0's RLOOTrainer. --bf16 --grad-ckpt are its defaults; without them it runs in fp32 and keeps activations.
+"""TRL 1.16.0's RLOOTrainer in fp32 and without gradient checkpointing (by default it uses bf16 and checkpointing).
 
 steps_per_generation, num_iterations and gradient_accumulation_steps are set so that its batches, epochs and optimizer steps are those of
 the older trainer.
@@ -17,7 +17,7 @@ from transformers import (
 )
 from trl import RLOOConfig, RLOOTrainer
 
-args = parse(rloo_k=2, grad_ckpt=False)
+args = parse(rloo_k=2)
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
 reward_model = AutoModelForSequenceClassification.from_pretrained(
@@ -29,7 +29,7 @@ config = RLOOConfig(
     gradient_accumulation_steps=args.batch // args.mini_batches // args.micro_batch, steps_per_generation=args.batch // args.micro_batch,
     max_completion_length=args.response_length, temperature=args.temperature, learning_rate=args.learning_rate,
     max_steps=args.batches * steps_a_batch, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
-    logging_steps=steps_a_batch, bf16=args.bf16, gradient_checkpointing=args.grad_ckpt, disable_dropout=True, seed=args.seed,
+    logging_steps=steps_a_batch, bf16=False, gradient_checkpointing=False, disable_dropout=True, seed=args.seed,
 )  # fmt: skip
 trainer = RLOOTrainer(model=policy, reward_funcs=reward_model, args=config, processing_class=tokenizer,
                       train_dataset=Dataset.from_dict({"prompt": read_prompts(args.prompts)}),

@@ -1,4 +1,4 @@
-"""TRL 1.16.0's SFTTrainer in fp32 (its default: --bf16), activations kept.
+"""TRL 1.16.0's SFTTrainer in fp32 and without gradient checkpointing (by default it uses bf16).
 
 --packing bfd: best fit, whole documents, flattened to one row without padding (made for flash attention; on a CPU sdpa masks the rest).
 --packing wrapped: documents one after the other, cut wherever a row is full; they see each other. --packing none: padding.
@@ -17,7 +17,7 @@ packing = dict(packing=False) if args.packing == "none" else dict(packing=True, 
 config = SFTConfig(
     output_dir=args.out, per_device_train_batch_size=args.micro_batch, gradient_accumulation_steps=args.accumulation,
     max_steps=args.batches, max_length=args.max_length, learning_rate=args.learning_rate, save_strategy="no", report_to=[], use_cpu=True,
-    disable_tqdm=True, logging_steps=1, bf16=args.bf16, gradient_checkpointing=False, seed=args.seed, **packing,
+    disable_tqdm=True, logging_steps=1, bf16=False, gradient_checkpointing=False, seed=args.seed, **packing,
 )  # fmt: skip
 model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
 rows = load_dataset("json", data_files=f"{args.rows}/train.jsonl", split="train", cache_dir=args.out)
