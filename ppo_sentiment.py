@@ -74,6 +74,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -210,6 +211,8 @@ def train(args):
     n, C, T = args.per_device_train_batch_size, args.query_max_length, args.response_length
     B = n * args.gradient_accumulation_steps * args.num_mini_batches * world  # episodes per update
     updates = math.ceil(args.total_episodes / B)
+    if args.kl_target is not None and B >= 5 * args.kl_horizon:  # the coefficient could become 0 or negative
+        raise UserError(f"--kl-horizon {args.kl_horizon:g} must be more than 1/5 of the batch, {B}")
     run = Run(args, accelerator, updates, status={"score": "objective/scores", "KL": "objective/kl"})
 
     tokenizer = load_tokenizer(args.model_name_or_path)
@@ -983,15 +986,18 @@ def add_lora(model, args):
         target_modules = target_modules.replace(" ", "").split(",")
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target_modules)
     try:
-        return peft.get_peft_model(model, config)
+        model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: {error}") from error
+    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):
+        raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for the output embedding")
+    return model
 
 
 def share_layers(policy, count):
     """Freeze the policy's embeddings and first layers. -> a reference that shares them and copies the rest"""
     layers = transformer_layers(policy)
-    if count > len(layers):
+    if not 0 < count <= len(layers):
         raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
     embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
     shared = [p for module in [*embeddings, *layers[:count]] for p in module.parameters()]
@@ -1201,6 +1207,8 @@ def load_reward(args, device, trainer_state):
 
 def load_functions(flag, names):
     """The functions FILE.py:function that a flag names. -> dict: name -> function"""
+    if not names:
+        raise UserError(f"{flag} needs a function: FILE.py:function")
     functions = {}
     for name in names:
         path, _, function_name = name.rpartition(":")
@@ -1238,14 +1246,17 @@ def call_reward_functions(functions, inputs, device):
     """
     rewards = {}
     for name, function in functions.items():
-        scores = list(function(**inputs))
-        if len(scores) != len(inputs["prompts"]):
-            raise UserError(f"reward {name}: {len(scores)} numbers for {len(inputs['prompts'])} responses")
-        for score in scores:
-            if score is not None and not abs(float(score)) < 3e38:  # nan, or infinite in fp32
+        scores = function(**inputs)
+        try:
+            numbers = [math.nan if score is None else float(score) for score in scores]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UserError(f"reward {name} must return a list of numbers or None: {error}") from error
+        if len(numbers) != len(inputs["prompts"]):
+            raise UserError(f"reward {name}: {len(numbers)} numbers for {len(inputs['prompts'])} responses")
+        for score, number in zip(scores, numbers):
+            if score is not None and not abs(number) < 3e38:  # nan, or infinite in fp32
                 raise UserError(f"reward {name}: {score!r} is not a finite number")
-        scores = [math.nan if score is None else float(score) for score in scores]
-        rewards[name] = torch.tensor(scores, device=device)
+        rewards[name] = torch.tensor(numbers, device=device)
     return rewards
 
 
@@ -1265,8 +1276,10 @@ def load_splits(name):
     """
     name, _, config = name.partition(":")
     splits = load(datasets.load_dataset, name, name=config or None)
-    if "train" not in splits:
-        raise UserError(f"data set {name!r} needs a split train; it has {', '.join(splits)}")
+    if "train" not in splits or len(splits["train"]) < 2:
+        raise UserError(
+            f"data set {name!r} needs a split train of two rows or more; it has {', '.join(splits)}"
+        )
     for held_out in ("test", "validation"):
         if held_out in splits:
             return splits["train"], splits[held_out]
@@ -1297,13 +1310,19 @@ def list_tokens(ids, mask):
     return [row[m].tolist() for row, m in zip(ids, mask)]
 
 
+def check_texts(rows, column, name):
+    """Raise UserError if the data set `name` has no such column, or something else than texts in it."""
+    dtype = getattr(rows.features.get(column), "dtype", None)
+    if dtype not in ("string", "large_string"):
+        raise UserError(f"data set {name!r} needs the column {column} with texts; it has {rows.features}")
+
+
 def load_reviews(rows, tokenizer, args):
     """The reviews that are long enough, as a list of dict:
 
     ids: the first query_max_length tokens; columns: the row of the data set, for functions of --reward-fn
     """
-    if "text" not in rows.column_names:
-        raise UserError(f"data set {args.dataset_name!r} needs the column text; it has {rows.column_names}")
+    check_texts(rows, "text", args.dataset_name)
     reviews = []
     for row in rows:
         text = row["text"] or ""
@@ -1689,7 +1708,11 @@ class Run:
         if not self.is_main:
             return
         state["sizes"] = {path.name: path.stat().st_size for path in self.folder.glob("*.jsonl")}
-        torch.save(state, folder / "draft")
+        try:
+            with open(folder / "draft", "wb") as file:
+                torch.save(state, file)
+        except (OSError, RuntimeError) as error:  # a full disk
+            raise UserError(f"cannot save {folder / name}.pt: {error.__context__ or error}") from error
         os.replace(folder / "draft", folder / f"{name}.pt")
         for old in sorted(folder.glob("*.pt"))[: -max(self.args.keep_checkpoints, 1)]:
             old.unlink()
@@ -1824,8 +1847,10 @@ def run_command_line(function, *inputs):
         library.utils.logging.disable_progress_bar()
     try:
         function(*inputs)
-    except (UserError, OSError, UnicodeDecodeError) as error:  # no such file, a full disk, not UTF-8
+    except (UserError, UnicodeDecodeError) as error:  # the latter: data that is not UTF-8
         line = str(error)
+    except (OSError, SafetensorError) as error:  # a full disk, a folder that is not writable
+        line = f"{error}; --resume continues from the last checkpoint"
     except ModuleNotFoundError as error:
         line = f"this needs {error.name}: pip install {error.name}, or uv run --with {error.name} {SCRIPT}.py"
     else:

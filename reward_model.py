@@ -91,6 +91,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -769,9 +770,12 @@ def add_lora(model, args):
         target_modules = target_modules.replace(" ", "").split(",")
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target_modules)
     try:
-        return peft.get_peft_model(model, config)
+        model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: {error}") from error
+    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):
+        raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for the output embedding")
+    return model
 
 
 def build_classifier(args, tokenizer, label_names):
@@ -819,8 +823,10 @@ def load_splits(name):
     """
     name, _, config = name.partition(":")
     splits = load(datasets.load_dataset, name, name=config or None)
-    if "train" not in splits:
-        raise UserError(f"data set {name!r} needs a split train; it has {', '.join(splits)}")
+    if "train" not in splits or len(splits["train"]) < 2:
+        raise UserError(
+            f"data set {name!r} needs a split train of two rows or more; it has {', '.join(splits)}"
+        )
     for held_out in ("test", "validation"):
         if held_out in splits:
             return splits["train"], splits[held_out]
@@ -1331,7 +1337,11 @@ class Run:
         if not self.is_main:
             return
         state["sizes"] = {path.name: path.stat().st_size for path in self.folder.glob("*.jsonl")}
-        torch.save(state, folder / "draft")
+        try:
+            with open(folder / "draft", "wb") as file:
+                torch.save(state, file)
+        except (OSError, RuntimeError) as error:  # a full disk
+            raise UserError(f"cannot save {folder / name}.pt: {error.__context__ or error}") from error
         os.replace(folder / "draft", folder / f"{name}.pt")
         for old in sorted(folder.glob("*.pt"))[: -max(self.args.keep_checkpoints, 1)]:
             old.unlink()
@@ -1407,8 +1417,10 @@ def run_command_line(function, *inputs):
         library.utils.logging.disable_progress_bar()
     try:
         function(*inputs)
-    except (UserError, OSError, UnicodeDecodeError) as error:  # no such file, a full disk, not UTF-8
+    except (UserError, UnicodeDecodeError) as error:  # the latter: data that is not UTF-8
         line = str(error)
+    except (OSError, SafetensorError) as error:  # a full disk, a folder that is not writable
+        line = f"{error}; --resume continues from the last checkpoint"
     except ModuleNotFoundError as error:
         line = f"this needs {error.name}: pip install {error.name}, or uv run --with {error.name} {SCRIPT}.py"
     else:

