@@ -5,7 +5,7 @@
     python benchmarks/scale.py pythia-1b --lora-r 16 --gradient-checkpointing           # --help lists all flags
 
 Memory is in bytes, or in GB of 10^9 bytes. tests/documents/test_scale.py compares the parts with small models
-on a CPU. Rates, utilizations and the reserve are assumptions: they stand at the top, change them.
+on a CPU. Rates, utilizations and the reserve are assumptions. They are at the top: change them.
 """
 
 import argparse
@@ -20,6 +20,7 @@ GB = 1e9
 
 USABLE = 0.9  # share of a GPU's memory that a run may plan with: CUDA, NCCL and gaps take the rest
 MATMUL_UTILIZATION = 0.4  # share of the peak rate that large products reach
+TF32_COST = 2  # the output layer runs in TF32, which has half the rate of bf16
 MEMORY_UTILIZATION = 0.6  # share of the peak bandwidth of memory
 NETWORK_UTILIZATION = 0.6  # share of the peak bandwidth between GPUs
 LAUNCH_SECONDS = 10e-6  # one operation that Python starts on a GPU takes at least this long
@@ -148,8 +149,13 @@ class Case:
 
     @property
     def number(self):
-        """Bytes of a number in products."""
+        """Bytes of a number in the products of the layers."""
         return BF16 if self.dtype == "bfloat16" else FP32
+
+    @property
+    def cache_number(self):
+        """Bytes of a number in the cache. Rotary positions are in fp32: they make keys and values fp32."""
+        return self.number if self.model.family == "gpt2" else FP32
 
     @property
     def is_rl(self):
@@ -190,14 +196,11 @@ class Case:
 
 
 def trained_linear(case):
-    """Parameters of linear layers, with the output layer, that are trained."""
+    """Parameters of the linear layers of the transformer that are trained."""
     m = case.model
     if case.lora_r:
         return m.layers * sum(case.lora_r * (inputs + outputs) for inputs, outputs in m.linear_layers)
-    if not case.has_head:
-        return m.layers * m.linear_weights
-    layers = (m.layers - case.num_shared_layers) * m.linear_weights
-    return layers + m.head
+    return (m.layers - case.num_shared_layers) * m.linear_weights
 
 
 def trained(case):
@@ -208,21 +211,21 @@ def trained(case):
         return trained_linear(case) + value_head
     norms = 2 * (m.layers - case.num_shared_layers) * m.norm + m.norm
     embeddings = 0 if case.num_shared_layers else m.embeddings
-    score = 0 if case.has_head else m.width
-    return trained_linear(case) + norms + embeddings + value_head + score
+    head = m.head if case.has_head else m.width
+    return trained_linear(case) + norms + embeddings + head + value_head
 
 
-def frozen_bytes(case, model, layers, embeddings, head, eight_bit):
-    """Frozen weights. Products in bf16 read linear layers in bf16; embeddings and norms stay in fp32.
+def frozen_bytes(model, layers, embeddings, head, eight_bit=False):
+    """Frozen weights: fp32, or linear layers in 8 bit.
 
     layers, embeddings, head: how many layers, and whether these parts are there; norms go with the layers.
     """
-    linear = INT8 if eight_bit else case.number
+    linear = INT8 if eight_bit else FP32
     total = layers * (linear * model.linear_weights + FP32 * 2 * model.norm)
     if embeddings:
         total += FP32 * model.embeddings
     if head:
-        total += case.number * model.head + FP32 * model.norm
+        total += FP32 * (model.head + model.norm)
     return total
 
 
@@ -230,12 +233,12 @@ def frozen_bytes(case, model, layers, embeddings, head, eight_bit):
 
 
 def policy_bytes(case):
-    """A whole policy: its trained weights in fp32 and its frozen ones."""
+    """A whole policy: its trained weights and its frozen ones."""
     m = case.model
     if case.lora_r:
-        frozen = frozen_bytes(case, m, m.layers, True, case.has_head, case.load_in_8bit)
+        frozen = frozen_bytes(m, m.layers, True, case.has_head, case.load_in_8bit)
     elif case.num_shared_layers:
-        frozen = frozen_bytes(case, m, case.num_shared_layers, True, False, False)
+        frozen = frozen_bytes(m, case.num_shared_layers, True, False)
     else:
         frozen = 0
     return FP32 * trained(case) + frozen
@@ -246,32 +249,40 @@ def reference_bytes(case):
     if not case.has_reference:
         return 0
     if case.num_shared_layers:
-        return frozen_bytes(case, m, m.layers - case.num_shared_layers, False, True, False)
-    return frozen_bytes(case, m, m.layers, True, True, case.load_in_8bit)
+        return frozen_bytes(m, m.layers - case.num_shared_layers, False, True)
+    return frozen_bytes(m, m.layers, True, True, case.load_in_8bit)
 
 
 def reward_model_bytes(case):
     m = case.reward_model
     if m is None or not case.is_rl:
         return 0
-    return frozen_bytes(case, m, m.layers, True, False, False)
+    return frozen_bytes(m, m.layers, True, False)
 
 
 def bf16_copies(case):
-    """Autocast rounds each trained weight of a product to bf16, and keeps the copy for its whole block.
+    """Autocast rounds each trained weight of a linear layer to bf16, and keeps the copy for its whole block.
 
-    It does so with shards too: the copies of all layers stay, although the gathered layers go.
+    It does so with shards too: the copies of all layers stay, although the gathered layers go. The output
+    layer stays in fp32.
     """
-    if case.dtype == "float32":
+    return 0 if case.dtype == "float32" else BF16 * trained_linear(case)
+
+
+def bf16_copies_for_backward(case):
+    """Autocast rounds frozen weights each time. With LoRA, the backward pass needs the copy, so it is saved.
+
+    8-bit layers save none. With checkpointing, only one layer has copies at a time.
+    """
+    if case.dtype == "float32" or not case.lora_r or case.load_in_8bit:
         return 0
-    is_tied = case.has_head and case.model.head == 0  # the embeddings are the output layer
-    head = case.model.vocabulary * case.model.width if is_tied else 0
-    return BF16 * (trained_linear(case) + head)
+    weights = sum(inputs * outputs for inputs, outputs in case.model.linear_layers)
+    return BF16 * weights * (1 if case.gradient_checkpointing else case.model.layers)
 
 
 def kv_cache(case, rows, tokens):
     """Keys and values of all layers."""
-    return 2 * case.model.layers * case.model.kv_width * rows * tokens * case.number
+    return 2 * case.model.layers * case.model.kv_width * rows * tokens * case.cache_number
 
 
 def layer_activations(case, rows, tokens):
@@ -313,7 +324,7 @@ def one_layer_without_gradient(case, model, tokens):
 
 
 def logits_of_update(case):
-    """Up to 128 MiB that are kept, two chunks of 128 rows, and the gradient of the output layer twice."""
+    """Up to 128 MiB that are kept, two chunks of 128 rows, and the gradient of the output layer, all fp32."""
     m = case.model
     if not case.has_head:
         return 0
@@ -322,7 +333,7 @@ def logits_of_update(case):
     chunks = FP32 * (min(numbers, 2**25) + 2 * 128 * m.vocabulary)
     is_trained = not case.lora_r and not (case.num_shared_layers and m.head == 0)
     if is_trained:
-        chunks += (FP32 + case.number) * m.vocabulary * m.width
+        chunks += FP32 * m.vocabulary * m.width
     return chunks
 
 
@@ -330,9 +341,7 @@ def gathered(case):
     """FSDP2 and ZeRO-3: two layers, embeddings and output layer are whole, and so are their gradients."""
     m = case.model
     whole = 2 * m.layer + m.embeddings + m.head
-    if case.lora_r:
-        return case.number * whole
-    return 2 * FP32 * whole
+    return FP32 * whole if case.lora_r else 2 * FP32 * whole
 
 
 def memory(case):
@@ -370,6 +379,8 @@ def memory(case):
     }
     scoring = dict(copies)
     if case.reward_model is not None:
+        linear = case.reward_model.layers * case.reward_model.linear_weights
+        scoring["bf16 copies of the reward model"] = 0 if case.dtype == "float32" else BF16 * linear
         scoring["one layer of the reward model"] = one_layer_without_gradient(
             case, case.reward_model, rows * case.length
         )
@@ -377,6 +388,7 @@ def memory(case):
         "gradients": gradients,
         "gathered layers": gathered(case) if case.is_sharded else 0,
         **copies,
+        "bf16 copies of frozen weights": bf16_copies_for_backward(case),
         "activations": activations(case),
         "logits": logits_of_update(case),
     }
@@ -422,31 +434,56 @@ def forward_flops(model, tokens, context, head_tokens):
     return linear + attention + head
 
 
-def token_step_bytes(case, rows, tokens, cache_passes):
-    """What one token step moves: all weights once, and the cache."""
+def forward_seconds(case, model, tokens, context, head_tokens):
+    """Products in bf16, but the output layer in TF32; with float32 all are in TF32."""
+    layers = forward_flops(model, tokens, context, 0)
+    head = forward_flops(model, tokens, context, head_tokens) - layers
+    if case.dtype == "float32":
+        layers *= TF32_COST
+    return (layers + TF32_COST * head) / (MATMUL_UTILIZATION * GPUS[case.gpu_memory].flops)
+
+
+def token_step_bytes(case, rows, tokens):
+    """What one token step moves: all weights, and the cache.
+
+    Frozen weights are read in fp32, then written and read in bf16; of trained ones, the copies are there.
+    The cache is read and written to make room for a token (torch.cat), and read by attention, which rounds a
+    cache in fp32 to bf16 first: another pass.
+    """
     m = case.model
-    linear = INT8 if case.load_in_8bit and case.lora_r else case.number
-    weights = linear * m.layers * m.linear_weights + case.number * m.vocabulary * m.width
-    return weights + cache_passes * kv_cache(case, rows, tokens)
+    if not case.lora_r:
+        linear = case.number
+    elif case.load_in_8bit:
+        linear = INT8
+    else:
+        linear = FP32 if case.dtype == "float32" else FP32 + 2 * BF16
+    weights = linear * m.layers * m.linear_weights + FP32 * m.vocabulary * m.width
+    passes = 4 if case.cache_number > case.number else 3
+    return weights + passes * kv_cache(case, rows, tokens)
+
+
+def engine_step_bytes(case, rows, tokens):
+    """In bf16; an engine writes its cache in place."""
+    m = case.model
+    weights = m.layers * m.linear_weights + m.vocabulary * m.width
+    return BF16 * (weights + 2 * m.layers * m.kv_width * rows * tokens)
 
 
 def generation_seconds(case, is_engine=False):
     """Reading the prompts, then one step per token. All responses are as long as they may be.
 
-    A step takes as long as its slowest part: memory, products, or Python that starts operations. The cache
-    is read and written to make room for each token (torch.cat), and read by attention: three passes. An
-    engine (is_engine) writes in place and starts operations in graphs. This is its bound, not its time.
+    A step takes as long as its slowest part: memory, products, or Python that starts operations. An engine
+    (is_engine) starts them in graphs. This is its bound, not its time.
     """
     m, gpu = case.model, GPUS[case.gpu_memory]
-    rate = MATMUL_UTILIZATION * gpu.flops
     rows = min(case.local_rollout_forward_batch_size, case.local_batch)
     prompt_tokens = case.local_batch / case.responses_per_prompt * case.prompt_length
-    prompts = forward_flops(m, prompt_tokens, case.prompt_length, 0) / rate
+    prompts = forward_seconds(case, m, prompt_tokens, case.prompt_length, 0)
 
     context = case.prompt_length + case.response_length / 2  # on average
-    moved = token_step_bytes(case, rows, context, cache_passes=1 if is_engine else 3)
+    moved = (engine_step_bytes if is_engine else token_step_bytes)(case, rows, context)
     memory_seconds = moved / (MEMORY_UTILIZATION * gpu.bandwidth)
-    product_seconds = forward_flops(m, rows, context, rows) / rate
+    product_seconds = forward_seconds(case, m, rows, context, rows)
     python_seconds = 0 if is_engine else m.layers * m.operations * LAUNCH_SECONDS
     step = max(memory_seconds, product_seconds, python_seconds)
     chunks = math.ceil(case.local_batch / rows)
@@ -456,13 +493,13 @@ def generation_seconds(case, is_engine=False):
 def scoring_seconds(case):
     """Policy, reference and reward model read all responses once."""
     tokens, responses = case.local_batch * case.length, case.local_batch * case.response_length
-    policy = forward_flops(case.model, tokens, case.length, responses)
-    passes = policy
+    policy = forward_seconds(case, case.model, tokens, case.length, responses)
+    seconds = policy
     if case.has_reference or case.lora_r:
-        passes += policy
+        seconds += policy
     if case.reward_model is not None:
-        passes += forward_flops(case.reward_model, tokens, case.length, 0)
-    return passes / (MATMUL_UTILIZATION * GPUS[case.gpu_memory].flops)
+        seconds += forward_seconds(case, case.reward_model, tokens, case.length, 0)
+    return seconds
 
 
 def network_bytes(case):
@@ -487,35 +524,34 @@ def update_seconds(case):
 
     Checkpointing costs one more forward pass. Network and products overlap: the slower one counts.
     """
-    gpu = GPUS[case.gpu_memory]
     epochs = case.num_ppo_epochs if case.is_rl else 1
     tokens = case.local_batch * case.length
     responses = tokens if case.algorithm == "sft" else case.local_batch * case.response_length
     if not case.has_head:
         responses = 0
     passes = (2 if case.lora_r else 3) + (1 if case.gradient_checkpointing else 0)
-    flops = passes * epochs * forward_flops(case.model, tokens, case.length, responses)
+    products_seconds = passes * epochs * forward_seconds(case, case.model, tokens, case.length, responses)
     network = NETWORK_IN_NODE if case.gpus <= NODE else NETWORK_BETWEEN_NODES
-    products_seconds = flops / (MATMUL_UTILIZATION * gpu.flops)
     network_seconds = network_bytes(case) / (NETWORK_UTILIZATION * network)
     return max(products_seconds, network_seconds)
 
 
 # ---- Tables ------------------------------------------------------------------------------------------------
 
-CHECKPOINTING = dict(gradient_checkpointing=True)
 SMALL = dict(gradient_checkpointing=True, local_rollout_forward_batch_size=16)
-LORA = dict(lora_r=16, gradient_checkpointing=True)
-SETTINGS = [{}, CHECKPOINTING, SMALL, SMALL | dict(load_in_8bit=True), LORA, LORA | dict(load_in_8bit=True)]
+LORA = SMALL | dict(lora_r=16)
+EIGHT_BIT = dict(load_in_8bit=True)
+SETTINGS = [{}, SMALL, SMALL | EIGHT_BIT, LORA, LORA | EIGHT_BIT]
 SIZES = {"124M": "gpt2", "1B": "pythia-1b", "7B": "llama-7b", "70B": "llama-70b"}
 
 
 def flags_text(changes):
-    words = []
-    for name, value in changes.items():
-        flag = "--" + name.replace("_", "-")
-        words.append(flag if value is True else f"{flag} {value}")
-    return f"`{' '.join(words)}`" if words else "no flags"
+    """The flags of a setting; "small" are those of SMALL."""
+    words = [f"--{name.replace('_', '-')} {value}" for name, value in changes.items() if name not in SMALL]
+    flags = f"`{' '.join(words).replace(' True', '')}`" if words else ""
+    if SMALL.keys() <= changes.keys():
+        return f"small, {flags}" if flags else "small"
+    return flags or "no flags"
 
 
 def table_case(size, **changes):
@@ -540,10 +576,9 @@ def memory_table():
     """GB per GPU at the peak, for each size; which of the two GPUs it fits."""
     rows = []
     for changes in SETTINGS:
-        starts = [(1, "ddp", "1"), (8, "ddp", "8 or 64, ddp.yaml"), (8, "fsdp2", "8, fsdp2.yaml")]
-        starts.append((64, "fsdp2", "64, fsdp2.yaml"))
-        if "lora_r" in changes:
-            starts = [(8, "ddp", "1 to 64, ddp.yaml")]
+        starts = [(1, "ddp", "1, or more with ddp.yaml")]
+        if "lora_r" not in changes:
+            starts += [(8, "fsdp2", "8, fsdp2.yaml"), (64, "fsdp2", "64, fsdp2.yaml")]
         for gpus, sharding, name in starts:
             cells = []
             for size in SIZES:
@@ -630,7 +665,7 @@ def host_text(case):
 
 
 def print_tables():
-    example = table_case("7B", gpus=8, sharding="fsdp2", gradient_checkpointing=True)
+    example = table_case("7B", gpus=8, sharding="fsdp2", **SMALL)
     tables = {
         "Memory per GPU": memory_table(),
         "What to use": choice_table(),

@@ -1,5 +1,6 @@
 """Chats: lists of messages, written by the chat templates of real models, in all scripts that take them."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -156,7 +157,7 @@ def test_a_chat_in_prompt_and_completion(scripts, family):
     )
 
 
-def test_a_damaged_row_takes_all_its_columns_with_it(scripts, capsys):
+def test_a_damaged_row_takes_all_its_columns_with_it(scripts):
     """Prompts of 1 and of 3 messages: each is learned from where its own completion begins."""
     tokenizer = build_tokenizer("llama3")
     two = chat((ASSISTANT, "Eight."), (USER, "Sure?"), (ASSISTANT, "Yes."))
@@ -178,21 +179,14 @@ def test_a_damaged_row_takes_all_its_columns_with_it(scripts, capsys):
         ["Eight.<|eot_id|>", "Yes.<|eot_id|>"],
         ["It is 5.<|eot_id|>"],
     ]
-    out = capsys.readouterr().out
-    assert "skipped 3 of 6 rows: no list of messages" in out
-    assert "turns of the assistant" not in out  # those in prompts are not counted as skipped
 
 
-def test_turns_that_are_not_learned_are_counted(scripts, capsys):
-    """Those before any message, and in Qwen3 those in front of the last; not those of a prompt."""
-    tokenizer = build_tokenizer("qwen3")
-    documents_of(scripts["sft"], tokenizer, {"messages": chat(*TURNS)}, {"messages": chat(*TURNS[:2])})
-    assert "skipped 1 of 3 turns of the assistant: " in capsys.readouterr().out
+def test_a_turn_before_any_message_is_not_learned(scripts):
+    """There is no prompt for it."""
     tokenizer = build_tokenizer("llama3")
     started = chat((ASSISTANT, "Hello."), *TURNS)
     [(_, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": started})
     assert learned(tokenizer, labels) == ["It is 5.<|eot_id|>", "That is 8, two times 4.<|eot_id|>"]
-    assert "skipped 1 of 3 turns of the assistant: " in capsys.readouterr().out
 
 
 def test_a_system_message_is_not_learned(scripts):
@@ -375,18 +369,11 @@ def test_what_ends_a_response(scripts, chat_lm, family):
     assert stops == (eos if eos == end else sorted({eos, end}))
 
 
-def test_messages_that_are_not_texts(scripts, capsys):
-    """Tool calls and images cannot be learned: such rows are skipped, and the screen says how many."""
-    tokenizer = build_tokenizer("qwen2_5")
+def test_messages_that_the_template_cannot_write(scripts):
+    """A tool call without content: one line that names the tokenizer."""
     call = chat((USER, "What is the weather?"), (ASSISTANT, None))
-    [(ids, _)] = documents_of(scripts["sft"], tokenizer, {"messages": call}, {"messages": chat(*TURNS)})
-    assert "It is 5." in tokenizer.decode(ids)
-    assert "skipped 1 of 2 rows: no list of messages" in capsys.readouterr().out
-    picture = chat(
-        (USER, [{"type": "text", "text": "What is it?"}]), (ASSISTANT, [{"type": "text", "text": "A"}])
-    )
-    with pytest.raises(scripts["sft"].UserError, match="no text to learn from"):
-        documents_of(scripts["sft"], tokenizer, {"messages": picture})
+    with pytest.raises(scripts["sft"].UserError, match="cannot render chats"):
+        documents_of(scripts["sft"], build_tokenizer("qwen2_5"), {"messages": call})
 
 
 def test_a_template_for_a_tokenizer_without_one(sft, tmp_path, capsys, scripts):
@@ -403,7 +390,7 @@ def test_a_template_for_a_tokenizer_without_one(sft, tmp_path, capsys, scripts):
     assert "start_header_id" in tokenizer.chat_template
     words = ["--from-config", flags["from_config"], "--train-tokenizer", "300", "--dataset-name", data]
     words += ["--max-length", "256"]
-    assert "has no chat template" in one_line(scripts["sft"], words, capsys)
+    assert "cannot render chats" in one_line(scripts["sft"], words, capsys)
     line = one_line(scripts["sft"], [*words, "--chat-template-path", "no.jinja"], capsys)
     assert "--chat-template-path no.jinja: there is no such file" in line
 
@@ -443,30 +430,25 @@ def test_references_that_are_chats(scripts):
     assert [post["reference"] for post in posts] == [TURNS[3][1]] * 2
     seen = []
 
-    def longer(prompts, completions, completion):
+    def longer(prompts, completions, completion, **kwargs):
         seen.extend(zip(prompts, completions, completion))
         return [len(text["content"]) for [text] in completions]
 
-    functions = script.RewardFunctions("--judge-fn", {"longer": longer}, torch.device("cpu"))
+    get_scores = functools.partial(
+        script.score_responses, {"longer": longer}, trainer_state=None, device=torch.device("cpu")
+    )
     texts = ["Eight.", "It is eight, and that is my last word."]
-    assert script.score_judge(functions, tokenizer)(posts, texts) == [0.0, 1.0]
+    assert script.score_judge(get_scores, tokenizer)(posts, texts) == [0.0, 1.0]
     judged = [chat((ASSISTANT, text)) for text in (*texts, TURNS[3][1], TURNS[3][1])]
     assert seen == [(row["prompt"], text, row["completion"]) for text in judged]
-    b = {"stopped": torch.tensor([True, False]), "scores": torch.tensor([1.0, 2.0])}
-    records = script.summary_records(posts, texts, b, {"extra": [3, 4]})
-    prompt = "assistant: Hello.\n\nuser: What is 2 + 3?"
-    assert records == [
-        dict(prompt=prompt, response=texts[0], ended=True, score=1.0, extra=3),
-        dict(prompt=prompt, response=texts[1], ended=False, score=2.0, extra=4),
-    ]
+    assert script.plain_text(row["prompt"]) == "assistant: Hello.\n\nuser: What is 2 + 3?"
 
 
-@pytest.mark.parametrize("bos_in_template", [False, True])
-def test_bos_comes_once_whoever_writes_it(scripts, bos_in_template):
-    """The tokenizer puts it in front of chats too, unless the template has. In all stages alike."""
+def test_bos_comes_once(scripts):
+    """The template writes it, in all stages alike."""
     tokenizer = build_tokenizer("llama3")
     bos = tokenizer.bos_token_id
-    tokenizer.chat_template = "{{ bos_token }}" if bos_in_template else ""
+    tokenizer.chat_template = "{{ bos_token }}"
     tokenizer.chat_template += "{% for m in messages %}{{ m.role }}: {{ m.content }}<|eot_id|>{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
     row = {"prompt": chat(*TURNS[:3]), "completion": chat(TURNS[3])}
@@ -546,7 +528,7 @@ def test_chats_without_a_template(scripts, tiny_lm, name, tmp_path, capsys):
     if name == "sft":
         words += ["--max-length", "64"]
     line = one_line(scripts[name], words, capsys)
-    assert "the data has chats, but the tokenizer of " in line
+    assert "cannot render chats with the tokenizer of " in line
 
 
 # ---- reward_model.py ---------------------------------------------------------------------------------------
@@ -570,25 +552,17 @@ def test_preferences_between_chats(scripts, family):
         assert text.count(tokenizer.bos_token_id) == (FAMILIES[family][0] is not None)
 
 
-def test_preferences_whose_chats_repeat_the_prompt(scripts, capsys):
+def test_preferences_whose_chats_repeat_the_prompt(scripts):
     """The columns of HuggingFaceH4/ultrafeedback_binarized: prompt is a text, and the chats contain it."""
     script, tokenizer = scripts["reward_model"], build_tokenizer("llama3")
-    chosen, rejected, blank = (chat(TURNS[0], (ASSISTANT, text)) for text in ("It is 5.", "No idea.", " "))
-    rows = [
-        {"prompt": TURNS[0][1], "chosen": chosen, "rejected": rejected},
-        {"prompt": TURNS[0][1], "chosen": chosen, "rejected": blank},
-    ]
-    [row] = script.load_preference_rows(
-        datasets.Dataset.from_list(rows), tokenizer, script.Args(max_length=200)
-    )
+    chosen, rejected = (chat(TURNS[0], (ASSISTANT, text)) for text in ("It is 5.", "No idea."))
+    rows = datasets.Dataset.from_list([{"prompt": TURNS[0][1], "chosen": chosen, "rejected": rejected}])
+    [row] = script.load_preference_rows(rows, tokenizer, script.Args(max_length=200))
     for text, messages in zip(row.texts, (chosen, rejected), strict=True):
         assert tokenizer.decode(text) == tokenizer.apply_chat_template(messages, tokenize=False)
-    assert (
-        "skipped 1 of 2 rows: fewer than two responses to compare, or a blank one" in capsys.readouterr().out
-    )
 
 
-def test_a_damaged_chat_takes_its_prompt_and_its_margin_with_it(scripts, capsys):
+def test_a_damaged_chat_takes_its_prompt_and_its_margin_with_it(scripts):
     """Pairs and rankings: every response keeps its own prompt, and every pair its own margin."""
     script, tokenizer = scripts["reward_model"], build_tokenizer("llama3")
     args = script.Args(max_length=200)
@@ -604,7 +578,7 @@ def test_a_damaged_chat_takes_its_prompt_and_its_margin_with_it(scripts, capsys)
 
     prompts = [chat(TURNS[0]), chat(*TURNS[:3]), chat(TURNS[2]), chat((USER, "Really?"))]
     pairs = [
-        {"prompt": prompts[0], "chosen": answer("a"), "rejected": answer(" "), "margin": 0.5},
+        {"prompt": prompts[0], "chosen": answer("a"), "rejected": [], "margin": 0.5},
         {"prompt": prompts[1], "chosen": answer("b"), "rejected": answer("c"), "margin": 1.5},
         {"prompt": prompts[2], "chosen": None, "rejected": answer("d"), "margin": 2.5},
         {"prompt": prompts[3], "chosen": answer("e"), "rejected": answer("f"), "margin": 3.5},
@@ -615,11 +589,9 @@ def test_a_damaged_chat_takes_its_prompt_and_its_margin_with_it(scripts, capsys)
         expected(prompts[1], answer("b"), answer("c")),
         expected(prompts[3], answer("e"), answer("f")),
     ]
-    assert "skipped 2 of 4 rows" in capsys.readouterr().out
     rankings = [
         {"prompt": prompts[0], "responses": [answer("a")]},
         {"prompt": prompts[1], "responses": [answer("b"), answer("c"), answer("d")]},
-        {"prompt": None, "responses": [answer("e"), answer("f")]},
         {"prompt": prompts[3], "responses": [answer("g"), answer("h")]},
     ]
     rows = script.load_preference_rows(datasets.Dataset.from_list(rankings), tokenizer, args)
@@ -627,7 +599,6 @@ def test_a_damaged_chat_takes_its_prompt_and_its_margin_with_it(scripts, capsys)
         expected(prompts[1], answer("b"), answer("c"), answer("d")),
         expected(prompts[3], answer("g"), answer("h")),
     ]
-    assert "skipped 2 of 4 rows" in capsys.readouterr().out
 
 
 def test_references_of_a_reward_model_that_are_chats(scripts, tmp_path, capsys):

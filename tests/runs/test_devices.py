@@ -497,8 +497,8 @@ FAULTS = {  # what is wrong -> script, part of its source, what it becomes, what
     ),
     "rewards that are not moved": (
         "ppo_sentiment",
-        "rewards[name] = torch.tensor(scores, device=device)",
-        "rewards[name] = torch.tensor(scores)",
+        "rewards[name] = torch.tensor(numbers, device=device)",
+        "rewards[name] = torch.tensor(numbers)",
         "aten.scatter_add.default: tensors on",
     ),
     "a generator of the CPU for the GPU": (
@@ -533,20 +533,14 @@ FAULTS = {  # what is wrong -> script, part of its source, what it becomes, what
     ),
     "numpy without cpu": (
         "reward_model",
-        "return accelerator.reduce(logits).cpu()",
-        "return torch.from_numpy(accelerator.reduce(logits).numpy())",
+        "logits = accelerator.reduce(logits).cpu()",
+        "logits = torch.from_numpy(accelerator.reduce(logits).numpy())",
         "numpy of a tensor on cuda:0, at reward_model.py:",
-    ),
-    "scores that stay on the GPU": (
-        "rloo_tldr",
-        "scores[rows] = logits.squeeze(1).cpu() - offset",
-        "scores[rows] = logits.squeeze(1) - offset",
-        "aten.index_put_.default: a tensor on cpu with new values on cuda:0, at rloo_tldr.py:",
     ),
     "labels that stay on the GPU": (
         "reward_model",
-        "return accelerator.reduce(logits).cpu()",
-        "return accelerator.reduce(logits)",
+        "logits = accelerator.reduce(logits).cpu()",
+        "logits = accelerator.reduce(logits)",
         "tensors on",
     ),
 }

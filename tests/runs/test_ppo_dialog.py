@@ -294,7 +294,7 @@ def test_intent_texts_are_those_the_classifier_learned(script, scripts, tiny_lm,
     """reward_model.py makes the same texts of the same dialogs; its label is the act minus 1."""
     reward_model = scripts["reward_model"]
     turns = load_turns(script, tiny_dialogs, AutoTokenizer.from_pretrained(tiny_lm()))
-    rows = reward_model.load_answers(script.load_splits(tiny_dialogs)[0], reward_model.Args())
+    rows = reward_model.load_answers(script.load_splits(tiny_dialogs)[0])
     previous = [turn.context[-1] for turn in turns]
     references = [turn.reference for turn in turns]
     assert rows["text"] == script.intent_texts(previous, references)

@@ -109,9 +109,9 @@ def test_a_model_that_changes_between_calls_ends_the_run(scripts, small, monkeyp
     response_logprobs = module.response_logprobs
     calls = []
 
-    def drifting(*inputs):
+    def drifting(*inputs, **options):
         calls.append(1)
-        logprobs, *rest = response_logprobs(*inputs)
+        logprobs, *rest = response_logprobs(*inputs, **options)
         return logprobs + 0.01 * len(calls), *rest
 
     monkeypatch.setattr(module, "response_logprobs", drifting)

@@ -168,7 +168,7 @@ def test_kill_while_a_checkpoint_is_written(script, small, monkeypatch):
 
     def torn(state, file):
         if state["update"] == 3:
-            Path(file).write_bytes(b"half a checkpoint")
+            file.write(b"half a checkpoint")
             raise KeyboardInterrupt
         save(state, file)
 
