@@ -298,7 +298,7 @@ def train(args):
                 row_metrics = preference_metrics(scores, mb["response_mask"], mb["margins"])
                 all_scores.extend(logits.flatten().tolist())
             loss = row_metrics["loss"].sum() / B
-            accelerator.backward(loss * world)  # it averages over processes; we want the sum
+            accelerator.backward(loss * world)  # DDP averages over processes; we want the sum
             for name, x in row_metrics.items():
                 metric_sums[name] += x.detach().sum()
 

@@ -997,7 +997,7 @@ def check_documents(lm, args):
         # Nothing may pass from one document to the next, and in random weights little does: a tight limit.
         is_apart = torch.allclose(after_first, after_second, 1e-5, 1e-5)
         is_apart = is_apart and torch.allclose(after_first, alone[0], 1e-3, 1e-3)
-    except (TypeError, ValueError, RuntimeError):  # the model wants another kind of mask
+    except Exception:  # models fail in many ways if they want another kind of mask
         is_apart = False
     # Our mask has no window. That does not show in documents that are shorter than it.
     windows = [getattr(config, kind, None) for kind in ("sliding_window", "attention_chunk_size")]

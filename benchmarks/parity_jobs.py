@@ -1,7 +1,6 @@
 """The jobs of parity.py: what each side trains, and how all sides are measured.
 
     python benchmarks/parity_jobs.py grpo ours 1      # one run: job, side, seed; its last line is the result
-    python benchmarks/parity_jobs.py grpo ours 1 --responses FILE.jsonl.gz   # also writes what its policy answers
     python benchmarks/parity_jobs.py grpo ours 1 --time    # training only: the seconds of each copy
 
 A side is a function (script, args, updates, snapshots) -> nothing. It trains as long as args say, and lets
@@ -10,7 +9,6 @@ A side is a function (script, args, updates, snapshots) -> nothing. It trains as
 
 import argparse
 import copy
-import gzip
 import importlib
 import json
 import math
@@ -22,7 +20,6 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -89,30 +86,6 @@ UNBIASED_VARIANCE = [
         "    variance = masked_mean((values - mean) ** 2, mask) * mask.sum() / (mask.sum() - 1)\n",
     ),
 ]
-# The score is at the token after EOS. Its value is that of the whole response. It is trained like the others,
-# and the value loss is a mean of its own.
-SCORE_AFTER_EOS = [
-    (
-        "    last = lengths[:, None] - 1  # [B, 1]\n",
-        "    last = lengths[:, None].clamp(max=kl.shape[1] - 1)  # [B, 1]\n",
-    ),
-    (
-        'advantages, returns = gae(rewards, b["values"], valid, args.gamma, args.lam)',
-        'has_value = length_mask(b["lengths"] + 1, T)\n'
-        '        advantages, returns = gae(rewards, b["values"], has_value, args.gamma, args.lam)',
-    ),
-    (
-        "                        loss = (policy_loss + args.vf_coef * value_loss).sum() / num_tokens\n",
-        "                        v = has_value[rows]\n"
-        "                        longer_value_loss = clipped_value_loss(\n"
-        '                            mb_values[v], b["values"][rows][v], returns[rows][v],\n'
-        "                            args.cliprange_value,\n"
-        "                        )\n"
-        "                        num_values = has_value[minibatch].sum()\n"
-        "                        loss = policy_loss.sum() / num_tokens\n"
-        "                        loss = loss + args.vf_coef * longer_value_loss.sum() / num_values\n",
-    ),
-]
 
 
 def train_critic_ours(script, args, updates, snapshots, patches=(), reward_head=False):
@@ -142,8 +115,9 @@ def train_critic_ours(script, args, updates, snapshots, patches=(), reward_head=
     def load_prompts(rows, tokenizer, ppo_args):
         return script.load_posts(rows, tokenizer, args)
 
-    def load_reward(ppo_args, device, trainer_state=None):
-        return script.load_summary_reward(args, device, trainer_state)
+    def load_reward(ppo_args, device, trainer_state):
+        score = script.load_summary_reward(args, device, trainer_state)
+        return lambda prompts, responses, response_tokens, posts: score(posts, responses, response_tokens)
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -203,17 +177,17 @@ def train_supervised_ours(script, args, updates, snapshots, scale=1.0):
     make_learner, checkpoint = script.make_learner, script.Run.checkpoint
     inner = None
 
-    def make_and_see(model, accelerator):
+    def make_and_see(model, args, accelerator):
         nonlocal inner
         [inner] = model.children()  # the transformers model
         for weights in inner.parameters():
             weights.data *= scale
         snapshots.see(0, inner)
-        return make_learner(model, accelerator)
+        return make_learner(model, args, accelerator)
 
-    def checkpoint_and_see(run, update, *inputs, **named_inputs):
+    def checkpoint_and_see(run, update):
         snapshots.see(update, inner)
-        return checkpoint(run, update, *inputs, **named_inputs)
+        checkpoint(run, update)
 
     with (
         mock.patch.object(script, "make_learner", make_and_see),
@@ -238,10 +212,43 @@ def callback_of(snapshots, steps_per_update):
 
 
 def train_grpo_trl(script, args, updates, snapshots):
-    """TRL 1.16's GRPOTrainer, with the settings of grpo_against_trl.py."""
-    from grpo_against_trl import trl_trainer
+    """TRL 1.16's GRPOTrainer."""
+    import datasets
+    import transformers
+    import trl
 
-    trainer, _ = trl_trainer(args, updates, args.output_dir, [callback_of(snapshots, 1)])
+    config = trl.GRPOConfig(
+        output_dir=args.output_dir,
+        per_device_train_batch_size=args.per_device_train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        num_generations=args.num_generations,
+        max_completion_length=args.response_length,
+        temperature=args.temperature,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type=args.lr_scheduler_type,
+        weight_decay=0.01,
+        max_grad_norm=args.max_grad_norm,
+        max_steps=updates,
+        seed=args.seed,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1,
+    )
+    policy = transformers.AutoModelForCausalLM.from_pretrained(
+        ROOT / args.model_name_or_path, dtype="float32"
+    )
+    trainer = trl.GRPOTrainer(
+        model=policy,
+        reward_funcs=list(script.load_functions("--reward-fn", args.reward_fn).values()),
+        args=config,
+        train_dataset=datasets.load_dataset(str(ROOT / args.dataset_name))["train"],
+        processing_class=script.load_tokenizer(args.model_name_or_path),
+        callbacks=[callback_of(snapshots, 1)],
+    )
     trainer.train()
 
 
@@ -321,8 +328,7 @@ def train_ppo_trl_old(script, args, updates, snapshots):
     other = replace(args, seed=args.seed + 1000)  # not the prompts of our run with this seed
     batches = []  # of each update: prompts (lists of ids), and the longest length of each response
     for update in range(1, updates + 1):
-        numbers = script.stream_rows(len(reviews), start=(update - 1) * B, count=B, seed=other.seed)
-        batch = script.draw_batch([reviews[i] for i in numbers], other, update)
+        batch = script.draw_batch(reviews, (update - 1) * B, B, other, update)
         prompts = [ids[mask].tolist() for ids, mask in zip(batch["ids"], batch["mask"])]
         batches.append({"prompts": prompts, "limits": batch["max_new_tokens"].tolist()})
     snapshots.copies += train_trl_old("ppo", asdict(args) | {"updates": updates, "batches": batches})
@@ -451,7 +457,7 @@ def train_sft_trl(script, args, updates, snapshots, our_order=False, our_decay=F
 
     torch.manual_seed(args.seed)
     tokenizer = script.load_tokenizer(args.model_name_or_path)
-    model = script.build_language_model(args, tokenizer).lm
+    model = script.build_language_model(args, tokenizer)
     rows = rows_for_trl(script, args, updates, our_order)
     trainer = trl.SFTTrainer(
         model=model,
@@ -515,33 +521,36 @@ class Job:
     paired: bool = False  # both sides start from the same random weights for a seed
     k: int = 1  # responses to each held-out prompt in the last measurement
     load_rows: Callable = None  # (script, data set, tokenizer, args) -> all held-out rows
-    scores: Callable = None  # (script, args) -> dict: name -> RewardFunctions; the first one is the score
+    scores: Callable = None  # (script, args) -> dict: name -> function of what `respond` returns -> [B]
     respond: Callable = None  # samples responses, see respond_in_groups
+
+
+CPU = torch.device("cpu")
 
 
 def grpo_scores(script, args):
     """Is the answer right?"""
-    return {"score": script.load_reward_functions("--reward-fn", args.reward_fn, torch.device("cpu"))}
+    return {"score": script.load_task_reward("--reward-fn", args.reward_fn, None, CPU)}
 
 
 def rloo_scores(script, args):
     """The reward model, and the gold score that it learned from."""
     return {
-        "score": script.load_summary_reward(args, torch.device("cpu")),
-        "gold": script.load_reward_functions("--judge-fn", [args.judge_fn], torch.device("cpu")),
+        "score": script.load_summary_reward(args, CPU, None),
+        "gold": script.load_judge_fn(args, CPU, None),
     }
 
 
 def ppo_scores(script, args):
     """The classifier's logit, clipped as in training, and the probability of a second classifier."""
-    reward = script.load_reward(args, torch.device("cpu"))
-    judge = script.load_judge(args, torch.device("cpu"))
+    reward = script.load_reward(args, CPU, None)
+    judge = script.load_label_scorer(args, args.judge_model_path, CPU)
 
     def clipped(*texts):
         return {name: x.clamp(-args.score_clip, args.score_clip) for name, x in reward(*texts).items()}
 
     def judged(prompts, responses, response_tokens, rows):
-        return {"judge": judge(prompts, responses)}
+        return {"judge": judge(prompts, responses)[1]}
 
     return {"score": clipped, "judge": judged}
 
@@ -550,36 +559,32 @@ def respond_in_groups(script, args, policy, tokenizer, rows, k, start):
     """Sample k responses to each row of grpo_math.py or rloo_tldr.py.
 
     start: number of the first row -> dict of tensors (ids, mask [B, C + T]; lengths, stopped [B]), and what
-    RewardFunctions need: prompts, responses, response_tokens, rows (lists of B)
+    the scores of the job need: rows, responses, response_tokens (lists of B)
     """
     stop_ids = script.find_stop_tokens(args, tokenizer, policy)
     batch = script.draw_groups(rows, k, args, "parity", start)
     b, responses, tokens = script.sample_responses(policy, tokenizer, batch, stop_ids, args)
-    rows = rows * k
-    return b, ([row["prompt"] for row in rows], responses, tokens, [row["columns"] for row in rows])
+    return b, (rows * k, responses, tokens)
 
 
 def respond_to_reviews(script, args, policy, tokenizer, rows, k, start):
     """The same for ppo_sentiment.py: prompts are cut at random and responses have random limits."""
-    rows = rows * k
-    batch = script.draw_batch(rows, args, "parity", start)
-    model = script.PolicyAndValue(policy, policy)
-    stop_id = script.find_stop_token(args, tokenizer)
+    batch = script.draw_batch(rows * k, 0, k * len(rows), args, ("parity", start))
+    model = script.PolicyAndValue(policy)
+    stop_ids = script.find_stop_tokens(args, tokenizer, policy)
 
     def no_reward(prompts, *texts):
         return {"none": torch.zeros(len(prompts))}
 
-    b, prompts, responses = script.rollout(model, tokenizer, no_reward, rows, batch, stop_id, args)
-    T = args.response_length
-    tokens = [ids[mask].tolist() for ids, mask in zip(b["ids"][:, -T:], b["mask"][:, -T:])]
-    return b, (prompts, responses, tokens, [row["columns"] for row in rows])
+    b, prompts, responses = script.rollout(model, policy, tokenizer, stop_ids, no_reward, batch, args)
+    tokens = script.list_tokens(b["ids"][:, -args.response_length :], b["mask"][:, -args.response_length :])
+    return b, (prompts, responses, tokens, batch["reviews"])
 
 
 def sampling_meter(job, script, args):
     """Measures a policy by its responses to held-out prompts."""
     tokenizer = script.load_tokenizer(args.model_name_or_path)
-    policy, _ = script.load_policy_and_reference(args, args.model_name_or_path, wants_reference=False)
-    policy.eval()
+    policy = script.load_model(script.AutoModelForCausalLM, args.model_name_or_path).eval()
     reference = copy.deepcopy(policy)
     _, held_out = script.load_splits(args.dataset_name)
     rows = job.load_rows(script, held_out, tokenizer, args)
@@ -596,7 +601,7 @@ def sft_meter(job, script, args):
     """Measures a language model by its loss on held-out documents, in nats per token."""
     accelerator = script.start_accelerator(args)
     tokenizer = script.load_tokenizer(args.model_name_or_path)
-    model = script.build_language_model(args, tokenizer)
+    model = script.LanguageModel(script.build_language_model(args, tokenizer))
     _, held_out = script.load_splits(args.dataset_name)
     documents = script.load_documents(held_out, tokenizer, args)
     rows = script.pack(documents, args.max_length, args.packing)
@@ -612,16 +617,16 @@ def reward_meter(job, script, args):
     """Measures a reward model by loss and accuracy on held-out pairs."""
     accelerator = script.start_accelerator(args)
     tokenizer = script.load_tokenizer(args.model_name_or_path)
-    model = script.Classifier(script.build_classifier(args, tokenizer, None)[0])
+    model, _ = script.build_classifier(args, tokenizer, None)
     _, held_out = script.load_splits(args.dataset_name)
     rows = script.load_preference_rows(held_out, tokenizer, args)
 
     def measure_model(is_last):
-        scores = script.score_rows(model, rows, accelerator, nullcontext()).squeeze(-1)  # [N, 2], best first
+        scores = script.score_rows(model, rows, accelerator).squeeze(-1)  # [N, 2], best first
         found = script.preference_metrics(scores, script.find_responses(rows), torch.zeros(len(rows)))
         return {name: values.mean().item() for name, values in found.items()}
 
-    return model.model, measure_model, len(rows)
+    return model, measure_model, len(rows)
 
 
 PPO_PATCHES = [RANDOM_VALUE_HEAD, UNBIASED_VARIANCE]
@@ -707,9 +712,6 @@ JOBS = {
             "ours": train_critic_ours,
             "ours, TRL's value head and variance": partial(
                 train_critic_ours, patches=[UNBIASED_VARIANCE], reward_head=True
-            ),
-            "ours, all of TRL's ways": partial(
-                train_critic_ours, patches=[UNBIASED_VARIANCE, SCORE_AFTER_EOS], reward_head=True
             ),
             "TRL 1.12 PPOTrainer": train_critic_trl,
         },
@@ -811,11 +813,11 @@ def measure(respond, script, args, policy, reference, tokenizer, rows, k, scores
         for name, reward in scores.items():
             found[name].append(script.weighted_sum(reward(*texts)))
         inputs = b["ids"], b["mask"], T, args.temperature
-        logprobs, entropies, _ = script.response_logprobs(policy, *inputs)
+        logprobs, entropies, _ = script.response_logprobs(policy, *inputs)  # [number of valid tokens] each
         ref_logprobs, _, _ = script.response_logprobs(reference, *inputs)
         valid = script.length_mask(b["lengths"], T)
-        found["kl"].append((logprobs - ref_logprobs).sum(1))  # both are 0 after the end
-        found["entropy"].append(entropies[valid])
+        found["kl"].append(script.unflatten(logprobs - ref_logprobs, valid).sum(1))
+        found["entropy"].append(entropies)
         found["length"].append(b["lengths"].float())
         found["ended"].append(b["stopped"].float())
     return {name: torch.cat(values).mean().item() for name, values in found.items()}
@@ -875,25 +877,6 @@ def run(name, side, seed, **changes):
     }
 
 
-def run_and_keep_responses(name, side, seed, path, **changes):
-    """The same, and writes what the last policy answered to the held-out prompts. path: FILE.jsonl.gz"""
-    job = JOBS[name]
-    lines = []
-
-    def respond(script, args, policy, tokenizer, rows, k, start):
-        b, texts = job.respond(script, args, policy, tokenizer, rows, k, start)
-        prompts, responses, *_ = texts
-        if k == job.k:  # the last measurement
-            lines.extend(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in zip(prompts, responses))
-        return b, texts
-
-    with mock.patch.dict(JOBS, {name: replace(job, respond=respond)}):
-        row = run(name, side, seed, **changes)
-    with gzip.open(path, "wt") as file:
-        file.writelines(lines)
-    return row
-
-
 def time_side(name, side, seed, **changes):
     """Only train. -> dict, a line of results/parity/times.jsonl; seconds: [episode, seconds] of each copy"""
     _, _, batch, snapshots = train_side(name, side, seed, **changes)
@@ -906,13 +889,7 @@ if __name__ == "__main__":
     parser.add_argument("job", choices=JOBS)
     parser.add_argument("side")
     parser.add_argument("seed", type=int)
-    parser.add_argument("--responses", help="FILE.jsonl.gz for the responses of the last policy")
     parser.add_argument("--time", action="store_true", help="train, but measure nothing")
     flags = parser.parse_args()
-    if flags.time:
-        row = time_side(flags.job, flags.side, flags.seed)
-    elif flags.responses:
-        row = run_and_keep_responses(flags.job, flags.side, flags.seed, flags.responses)
-    else:
-        row = run(flags.job, flags.side, flags.seed)
-    print(json.dumps(row))
+    function = time_side if flags.time else run
+    print(json.dumps(function(flags.job, flags.side, flags.seed)))

@@ -104,7 +104,7 @@ class Model:
     @property
     def operations(self):
         """Operations per layer and token step of prompts with padding, counted on a CPU."""
-        return {"gpt2": 17, "gpt_neox": 33, "llama": 53}[self.family]
+        return {"gpt2": 17, "gpt_neox": 35, "llama": 55}[self.family]
 
 
 MODELS = {
@@ -324,17 +324,18 @@ def one_layer_without_gradient(case, model, tokens):
 
 
 def logits_of_update(case):
-    """Up to 128 MiB that are kept, two chunks of 128 rows, and the gradient of the output layer, all fp32."""
+    """What the output layer holds, all fp32: up to 2^25 numbers that are kept, one chunk of 128 rows (two
+    if not all is kept), and the gradient of its weights.
+    """
     m = case.model
     if not case.has_head:
         return 0
     tokens = case.length if case.algorithm == "sft" else case.response_length
     numbers = case.per_device_train_batch_size * tokens * m.vocabulary
-    chunks = FP32 * (min(numbers, 2**25) + 2 * 128 * m.vocabulary)
+    chunks = 128 * m.vocabulary * (1 if numbers <= 2**25 else 2)
     is_trained = not case.lora_r and not (case.num_shared_layers and m.head == 0)
-    if is_trained:
-        chunks += FP32 * m.vocabulary * m.width
-    return chunks
+    gradient = m.vocabulary * m.width if is_trained else 0
+    return FP32 * (min(numbers, 2**25) + chunks + gradient)
 
 
 def gathered(case):

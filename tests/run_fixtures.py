@@ -1,8 +1,11 @@
 """Fixtures for tests of whole runs: small runs of each script, about a second each."""
 
+import json
 import shutil
 import signal
+import threading
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,3 +74,46 @@ def talker(scripts, world, tmp_path_factory):
         _, folder = scripts["sft"].train(args)
     model = shutil.move(folder / "model", root / "talker")
     return SimpleNamespace(model=str(model), data=data)
+
+
+@pytest.fixture
+def chat_with(monkeypatch):
+    """chat_with(answer) starts a server whose answer to a question is answer(question): a text, None, or an
+    int, the status of an error. -> flags that name it as the judge; the requests, a list that fills"""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    servers = []
+
+    def start(answer):
+        requests = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                assert self.path == "/v1/chat/completions"
+                assert self.headers["Authorization"] == "Bearer secret"
+                [message] = body.pop("messages")
+                assert message.pop("role") == "user"
+                requests.append((message["content"], body))
+                text = answer(message["content"])
+                choices = [dict(index=0, finish_reason="stop", message=dict(role="assistant", content=text))]
+                about = dict(id="1", object="chat.completion", created=0, model="m")
+                reply = json.dumps(about | dict(choices=choices))
+                self.send_response(text if isinstance(text, int) else 200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(reply)))
+                self.end_headers()
+                self.wfile.write(reply.encode())
+
+            def log_message(self, *rest):
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        return dict(judge_url=url, judge_model="m"), requests
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()

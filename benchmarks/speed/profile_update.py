@@ -22,14 +22,14 @@ import time
 from collections import Counter
 from functools import wraps
 from pathlib import Path
-from statistics import median
 
 import compare
 import torch
 
 FILE = compare.ROOT / "results/speed" / "profiles.jsonl"
-PHASES = {  # of a script's functions, as far as it has them; what is left of an update are rewards, texts, the sums of the log
-    "generation": ("generate", "generate_groups"),
+# Of a script's functions, as far as it has them. The rest of an update: rewards, texts, sums for the log.
+PHASES = {
+    "generation": ("generate", "generate_groups", "generate_until"),
     "transformer, forward": (
         "response_logprobs",
         "PolicyAndValue.forward",
@@ -37,10 +37,10 @@ PHASES = {  # of a script's functions, as far as it has them; what is left of an
         "sequence_logits",
     ),
     "logits and their gradient": (
-        "ChunkedLogprobs.forward",
-        "ChunkedLogprobs.backward",
-        "ChunkedCrossEntropy.forward",
-        "ChunkedCrossEntropy.backward",
+        "OutputLayer.forward",
+        "OutputLayer.backward",
+        "CrossEntropy.forward",
+        "CrossEntropy.backward",
     ),
     "transformer, backward": ("accelerate.Accelerator.backward",),
     "optimizer": ("clip_gradients", "accelerate.optimizer.AcceleratedOptimizer.step"),
@@ -78,7 +78,7 @@ class Clock:
 
 
 def show():
-    """The lines of the file as a table, and what they say of the results of compare.py."""
+    """The lines of the file as a table."""
     rows = []
     for line in map(json.loads, FILE.read_text().splitlines()):
         seconds = line["seconds"]
@@ -92,28 +92,6 @@ def show():
             ]
         )
     print(compare.table(["a batch of", "products in", "s", *PHASES, "rest"], rows))
-    print(f"\n{bounds(list(dict.fromkeys(row[0] for row in rows)))}")
-
-
-def bounds(jobs):
-    """What a batch would take if the needed arithmetic ran at the speed of the measured product, and
-    nothing else took time."""
-    rows = []
-    for job in jobs:
-        runs = {}
-        for run in map(json.loads, (FILE.parent / f"{job}.jsonl").read_text().splitlines()):
-            runs.setdefault(run["contestant"], []).append(compare.numbers(run))
-        seconds = {who: median(row["s per batch"] for row in found) for who, found in runs.items()}
-        mfu = median(row["useful MFU %"] for row in runs["ours fp32"]) / 100
-        times = seconds["ours fp32"], seconds["ours fp32"] * mfu
-        for peer in (who for who in seconds if not who.startswith("ours")):
-            cells = [f"{x:.2f}" for x in (*times, seconds[peer])] + [
-                f"{seconds[peer] / x:.2f}" for x in times
-            ]
-            rows.append([job, peer, *cells])
-    return compare.table(
-        ["a batch of", "peer", "ours, s", "at full speed, s", "peer, s", "ratio", "of full speed"], rows
-    )
 
 
 def find(module, name):
@@ -140,9 +118,9 @@ def profiled(script, flags, save=None, operators=False):
     log, seen = module.Run.log, []
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
-    def logged(run, *rest):  # the end of an update
+    def logged(run, metrics):  # the end of an update
         clock.turn()
-        log(run, *rest)
+        metrics = log(run, metrics)
         seen.append(time.perf_counter())
         if len(seen) == 3:
             dtype = json.loads((Path(run.folder) / "args.json").read_text())["args"]["dtype"]
@@ -177,6 +155,7 @@ def profiled(script, flags, save=None, operators=False):
             os._exit(0)  # what would follow (more updates, the evaluation, the saved model) is not wanted
         clock.turn()
         clock.seconds.clear()  # writing the log does not count
+        return metrics
 
     module.Run.log = logged
     module.main([str(flag) for flag in flags])

@@ -19,7 +19,6 @@ import pytest
 import transformers.trainer_callback  # noqa: F401 (scripts import it late; here it happens before a device check)
 from conftest import ROOT, SCRIPTS
 from device_check import pretended_gpu
-from run_fixtures import check_names
 from run_tools import reward_file
 
 pytest_plugins = ["run_fixtures"]
@@ -135,7 +134,6 @@ def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, na
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, path.stem, module)  # dataclasses look it up
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module.Run, "plot", check_names)
     flags = {}
     if name in ("ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math"):
         flags = dict(total_episodes=32, num_sample_generations=2, learning_rate=1e-4)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT
 
 SPEC = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks/gpu.py")
 gpu = importlib.util.module_from_spec(SPEC)
@@ -30,28 +30,9 @@ def run(tmp_path, monkeypatch):
     return run_code
 
 
-def test_sections():
-    """Each one is described at the top of the program, in the order in which they run."""
-    described = [
-        line.split()[0]
-        for line in gpu.__doc__.splitlines()
-        if line.startswith("    ") and "  " in line.strip()
-    ]
-    assert [name for name in described if name != "bash"] == list(gpu.SECTIONS)
-    first_ten = (
-        "versions",
-        "math",
-        "ratio",
-        "defaults",
-        "episodes",
-        "decode",
-        "mfu",
-        "launches",
-        "memory",
-        "launch",
-    )
-    assert tuple(gpu.SECTIONS)[:10] == first_ten
-    assert set(gpu.RL) < set(SCRIPTS)
+def test_each_section_is_described():
+    lines = [line.split() for line in gpu.__doc__.splitlines() if line.startswith("    ")]
+    assert [words[0] for words in lines if words[0] != "bash"] == list(gpu.SECTIONS)
 
 
 def test_math_at_toy_size():
@@ -59,19 +40,20 @@ def test_math_at_toy_size():
     items = dict(gpu.math_functions("cpu", toy=True, seconds=60))
     for name, found in items.items():
         assert "error" not in found and "warning" not in found, (name, found)
-    for name in (
-        "gae",
-        "masked_whiten",
-        "rloo_advantages",
-        "grpo_advantages",
-        "token_logprobs, 1025 words, bf16",
-    ):
+    for name in ("gae", "rloo_advantages", "token_logprobs, 1025 words, bf16"):
         assert items[name] == {"largest error": 0.0, "relative to the largest value": 0.0}
     assert items["sample_tokens"]["different tokens"] == 0
-    assert items["fp32_logits, bf16"]["largest error"] < 1e-4
     padded = [found for name, found in items.items() if name.startswith("left padding")]
     assert padded and all(found["gradient, relative distance"] < 0.02 for found in padded)
     json.dumps(gpu.clean(items), allow_nan=False)
+
+
+def test_updates_at_toy_size():
+    """Of a script with a model that has only a config: those that fail most easily if a script changes."""
+    found = gpu.update_memory("pythia-1b", "--lora-r 16", toy=True, device="cpu")
+    assert found["seconds of the update"] > 0 and found["first log-ratio, largest"] < 0.2
+    found = gpu.gpt2_imdb_updates(toy=True, device="cpu")
+    assert found["updates measured"] == 2 and found["first log-ratio, largest"] < 0.2
 
 
 def test_errors_are_noticed():
@@ -85,15 +67,6 @@ def test_errors_are_noticed():
     outputs = gpu.outputs_on("cpu", lambda a, b: a * b, [x, x], [0])
     assert torch.equal(outputs[0], (x * x).double())  # the output, then the gradient
     assert torch.allclose(outputs[1], (torch.linspace(-1, 1, 4) * x).double())
-
-
-def test_a_failing_item_does_not_stop_its_section():
-    def fail():
-        raise ValueError("no such kernel")
-
-    name, found = gpu.attempt("broken", fail)
-    assert name == "broken" and found["error"].endswith("ValueError: no such kernel")
-    assert gpu.attempt("whole", lambda: 3) == ("whole", 3)
 
 
 def test_a_failing_section_does_not_stop_the_run(run, capsys):
@@ -127,11 +100,3 @@ def test_without_a_gpu_it_stops_after_versions(run):
     no_gpu = "open(ITEMS, 'a').write('{\"CUDA\": {\"available\": false}}\\n')"
     report = run({"versions": no_gpu, "math": ""}, "--device", "cuda")
     assert list(report["sections"]) == ["versions"]
-
-
-def test_the_committed_toy_run():
-    """It has all sections, none failed, and nobody can take it for a GPU's."""
-    report = json.loads((ROOT / "results/gpu-toy-cpu.json").read_text())
-    assert list(report["sections"]) == list(gpu.SECTIONS)
-    assert all(part["status"] == "ok" for part in report["sections"].values())
-    assert (report["sizes"], report["device"], report["note"]) == ("toy", "cpu", gpu.TOY_NOTE)

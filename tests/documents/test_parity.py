@@ -1,7 +1,6 @@
 """benchmarks/parity.py: the statistics, the measurement that all sides share, and the committed results."""
 
 import copy
-import gzip
 import json
 import sys
 from dataclasses import replace
@@ -81,7 +80,7 @@ SIDES = [
     ("grpo", "ours"),
     ("rloo", "ours, no gradient clipping"),
     ("ppo", "ours"),
-    ("critic", "ours, all of TRL's ways"),
+    ("critic", "ours, TRL's value head and variance"),
 ]
 
 
@@ -102,49 +101,6 @@ def test_our_sides_of_a_job(monkeypatch, job, side):
     assert ("gold" in row["final"]) == (job in ("rloo", "critic"))
     assert ("judge" in row["final"]) == (job == "ppo")
     assert set(few.metrics) <= set(row["curve"][0])
-
-
-def test_the_responses_of_the_last_policy(monkeypatch, tmp_path):
-    """Those of the last measurement only, two to each of ten prompts, and the same result as without them."""
-    rows_of = parity_jobs.JOBS["grpo"].load_rows
-    few = replace(parity_jobs.JOBS["grpo"], k=2, load_rows=lambda *inputs: rows_of(*inputs)[:10])
-    monkeypatch.setitem(parity_jobs.JOBS, "grpo", few)
-    path = tmp_path / "samples.jsonl.gz"
-    row = parity_jobs.run_and_keep_responses("grpo", "ours", 1, path, **SMALL["grpo"])
-    with gzip.open(path, "rt") as file:
-        lines = [json.loads(line) for line in file]
-    assert len(lines) == row["held_out_responses"] == 20
-    assert lines[0]["prompt"] == lines[10]["prompt"] != lines[1]["prompt"]
-    assert len({line["response"] for line in lines}) > 10
-    assert parity_jobs.run("grpo", "ours", 1, **SMALL["grpo"])["final"] == row["final"]
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_the_weights_before_the_first_update(monkeypatch, scale):
-    """The first copy of our supervised side has the weights of the script, times the factor."""
-    inner = torch.nn.Linear(2, 3)
-    expected = scale * inner.weight.detach().clone()
-    seen = []
-
-    class Script:
-        class Run:
-            checkpoint = None
-
-        @staticmethod
-        def make_learner(model, accelerator):
-            return model
-
-        @staticmethod
-        def train(args):
-            Script.make_learner(torch.nn.Sequential(inner), None)
-
-    class See:
-        def see(self, update, model):
-            seen.append((update, model.weight.detach().clone()))
-
-    parity_jobs.train_supervised_ours(Script, None, 1, See(), scale)
-    [(update, weights)] = seen
-    assert update == 0 and torch.equal(weights, expected)
 
 
 @pytest.mark.parametrize("job", ["sft", "reward"])
@@ -182,31 +138,15 @@ def test_trl_gets_the_rows_in_our_order(monkeypatch, job):
 
 
 def test_trls_ways_change_what_they_name():
-    """Value head, variance of whitened advantages, and the position of the score."""
+    """The value head, and the variance of whitened advantages."""
     ours = parity_jobs.importlib.import_module("ppo_sentiment")
-    trls = parity_jobs.patched(
-        ours,
-        [
-            parity_jobs.RANDOM_VALUE_HEAD,
-            parity_jobs.UNBIASED_VARIANCE,
-            parity_jobs.SCORE_AFTER_EOS,
-        ],
-    )
-    args = replace(ours.RECIPES["tiny"])
-    heads = [script.build_policy_and_value(args, 32).value_head.weight for script in (ours, trls)]
+    trls = parity_jobs.patched(ours, parity_jobs.PPO_PATCHES)
+    policy = ours.load_model(ours.AutoModelForCausalLM, ours.RECIPES["tiny"].model_name_or_path)
+    heads = [script.PolicyAndValue(policy).value_head.weight for script in (ours, trls)]
     assert not heads[0].any() and heads[1].all()
-
     values, mask = torch.tensor([[1.0, 2.0, 4.0, 9.0]]), torch.tensor([[True, True, True, False]])
-    whitened = trls.masked_whiten(values, mask)[mask]
-    assert whitened.std(correction=1).item() == pytest.approx(1)
+    assert trls.masked_whiten(values, mask)[mask].std(correction=1).item() == pytest.approx(1)
     assert ours.masked_whiten(values, mask)[mask].std(correction=0).item() == pytest.approx(1)
-
-    scores, kl, lengths = torch.tensor([5.0, 7.0]), torch.ones(2, 3), torch.tensor([1, 3])
-    assert ours.token_rewards(scores, kl, lengths, 0.5).tolist() == [[4.5, 0, 0], [-0.5, -0.5, 6.5]]
-    # After EOS; a response that was cut off has no token there.
-    assert trls.token_rewards(scores, kl, lengths, 0.5).tolist() == [[-0.5, 5, 0], [-0.5, -0.5, 6.5]]
-    with pytest.raises(ValueError, match="exactly once"):
-        parity_jobs.patched(ours, [[("no such line", "")]])
 
 
 def test_trls_trainer_gets_the_same_reward():
@@ -215,9 +155,9 @@ def test_trls_trainer_gets_the_same_reward():
     script = parity_jobs.importlib.import_module("rloo_tldr")
     args = script.RECIPES["tiny"]
     tokenizer = script.load_tokenizer(args.model_name_or_path)
-    policy, _ = script.load_policy_and_reference(args, args.model_name_or_path, wants_reference=False)
+    policy = script.load_model(script.AutoModelForCausalLM, args.model_name_or_path).eval()
     rows = job.load_rows(script, script.load_splits(args.dataset_name)[1], tokenizer, args)[:20]
-    b, texts = job.respond(script, args, policy.eval(), tokenizer, rows, 1, 0)
+    b, texts = job.respond(script, args, policy, tokenizer, rows, 1, 0)
     assert 0 < b["stopped"].sum() < 20
     expected = script.weighted_sum(job.scores(script, args)["score"](*texts))
 
@@ -230,17 +170,6 @@ def test_trls_trainer_gets_the_same_reward():
     last = ids.shape[1] - args.response_length + b["lengths"] - 1
     scores = model.score(states[torch.arange(20), last]).squeeze(1)
     assert torch.allclose(scores, expected, atol=1e-4)
-
-
-@pytest.mark.parametrize("job", parity_jobs.JOBS)
-def test_each_peer_is_compared(job):
-    """Comparisons name sides of the job, and our script as it ships meets each trainer as it ships."""
-    about = parity_jobs.JOBS[job]
-    compared = about.comparisons + about.explored
-    assert len(compared) == len(set(compared))
-    assert all(a in about.sides and b in about.sides and a != b for a, b in compared)
-    peers = [side for side in about.sides if side.startswith("TRL") and parity.as_it_ships(side)]
-    assert {("ours", peer) for peer in peers} <= set(about.comparisons)
 
 
 def test_a_comparison_by_hand(monkeypatch, tmp_path):
@@ -284,39 +213,13 @@ def test_times(monkeypatch, tmp_path):
     ]
 
 
-def test_a_run_for_its_time():
-    """The seconds of the copies grow, and nothing is measured."""
-    row = parity_jobs.time_side("grpo", "ours", 1, **SMALL["grpo"])
-    assert [episode for episode, _ in row["seconds"]] == [0, 16, 32, 48]
-    seconds = [x for _, x in row["seconds"]]
-    assert seconds[0] == 0 and seconds == sorted(set(seconds))
-    assert (row["job"], row["side"], row["seed"]) == ("grpo", "ours", 1)
-
-
-@pytest.mark.parametrize("job", ["ppo", "sft"])
-def test_a_figure_shows_the_metrics_of_its_job(monkeypatch, tmp_path, job):
-    """Two runs per side, of made-up numbers, and times of one side."""
-    metrics = parity_jobs.JOBS[job].metrics
-    curve = [{"episode": i, "seconds": i, **dict.fromkeys(metrics, i)} for i in range(3)]
-    rows = [{"side": side, "seed": 1, "curve": curve} for side in parity_jobs.JOBS[job].sides] * 2
-    monkeypatch.setattr(parity, "read", lambda job: rows)
-    monkeypatch.setattr(parity, "ROOT", tmp_path)
-    times = {"job": job, "side": "ours", "seed": 1, "seconds": [[i, 60.0 * i] for i in range(3)]}
-    monkeypatch.setattr(parity, "TIMES", tmp_path / "times.jsonl")
-    parity.TIMES.write_text(json.dumps(times) + "\n")
-    (tmp_path / "docs").mkdir()
-    parity.plot(job)
-    assert (tmp_path / f"docs/parity-{job}.png").stat().st_size > 10_000
-
-
 def test_a_measurement_by_hand():
     """Score, KL, entropy and length of 70 rows, 3 responses each, against a plain forward pass per row."""
     script = parity_jobs.importlib.import_module("grpo_math")
     job = parity_jobs.JOBS["grpo"]
     args = replace(script.RECIPES["tiny"], seed=5)
     tokenizer = script.load_tokenizer(args.model_name_or_path)
-    reference, _ = script.load_policy_and_reference(args, args.model_name_or_path, wants_reference=False)
-    reference.eval()
+    reference = script.load_model(script.AutoModelForCausalLM, args.model_name_or_path).eval()
     policy = copy.deepcopy(reference)
     torch.manual_seed(0)
     for p in policy.parameters():
@@ -391,53 +294,15 @@ def test_the_page_has_the_times():
     assert parity.time_table() in (ROOT / "docs/parity.md").read_text()
 
 
-def test_the_tricks_of_three_policies():
-    """results/parity/tricks.json has the shares of the committed responses, and the page what they cost."""
-    import parity_tricks
-
-    found = json.loads((ROOT / "results/parity/tricks.json").read_text())
-    for path in (ROOT / "results/parity/samples").glob("*.jsonl.gz"):
-        with gzip.open(path, "rt") as file:
-            responses = [json.loads(line)["response"] for line in file]
-        row = found[path.name.removesuffix(".jsonl.gz")]
-        assert row["responses"] == len(responses) == 2400
-        assert row["share_stop"] == sum(text[-2:] == "?." for text in responses) / 2400
-        begins = [text.lstrip()[:18] == "I am upset because" for text in responses]
-        assert row["share_phrase"] == sum(begins) / 2400
-    assert len(found) == 4 and found["initial policy"]["share_stop"] == 0
-    page = (ROOT / "docs/parity.md").read_text()
-    for row in found.values():
-        cells = [parity_tricks.cell(row[name]) for name in ("share_stop", "gain", "price", "share_phrase")]
-        assert " | ".join(cells) in page
-
-
-def test_the_price_of_a_full_stop():
-    """Against the logits of the whole text."""
-    import parity_tricks
-
-    script = parity_jobs.importlib.import_module("rloo_tldr")
-    args = script.RECIPES["tiny"]
-    tokenizer = script.load_tokenizer(args.model_name_or_path)
-    model, _ = script.load_policy_and_reference(args, args.model_name_or_path, wants_reference=False)
-    pair = {"prompt": "POST: My car.\n\nTL;DR:", "response": " Should I sell my car?."}
-    [found] = parity_tricks.price(model.eval(), tokenizer, [pair])
-    ids = tokenizer(pair["prompt"]).input_ids + tokenizer(pair["response"]).input_ids
-    assert tokenizer.decode(ids[-1:]) == "."
-    with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0]
-    assert found == pytest.approx(-logits[-2].log_softmax(-1)[ids[-1]].item(), abs=1e-4)
-
-
-def test_the_summary_and_the_growth_of_differences(monkeypatch, tmp_path):
-    """Both figures, from the committed results."""
-    rows = {job: parity.read(job) for job in parity_jobs.JOBS}
-    monkeypatch.setattr(parity, "read", rows.get)
+def test_the_figures(monkeypatch, tmp_path):
+    """From the committed results."""
     monkeypatch.setattr(parity, "ROOT", tmp_path)
     (tmp_path / "docs").mkdir()
+    parity.plot("ppo")
     parity.plot_summary()
     parity.plot_growth()
     sizes = [path.stat().st_size for path in (tmp_path / "docs").glob("parity*.png")]
-    assert len(sizes) == 2 and min(sizes) > 10_000
+    assert len(sizes) == 3 and min(sizes) > 10_000
 
 
 def test_what_the_page_says_of_small_differences():
@@ -485,9 +350,7 @@ def test_numbers_of_the_text():
     ]
     assert f"{median(row['ours']):.2f} nats for ours and {median(row['theirs']):.2f} for TRL" in page
     highest = sorted(row["theirs"])[-2:]
-    assert [f"{x:.1f}" for x in highest] == ["4.9", "7.3"] and f"{max(row['ours']):.1f}" == "4.2"
-    above = [f"{x - median(row['theirs']):.1f}" for x in highest]
-    assert f"the median KL of TRL ({above[0]} and {above[1]} nats)" in page
+    assert [f"{x:.1f}" for x in highest] == ["4.9", "7.3"]
 
     planned = json.loads(parity.PLAN.read_text())["critic"]["seeds"]
     for side, text in {

@@ -15,13 +15,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import torch.distributed
 import transformers
 from conftest import ROOT
-from run_tools import eos_prone, maker, rows_of, same, timeless, weights
+from run_tools import distance, eos_prone, maker, rows_of, same, timeless, weights
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rloo_tldr as rloo
@@ -32,7 +29,6 @@ sys.modules["scale"] = scale  # its dataclasses look up their module
 SPEC.loader.exec_module(scale)
 
 PAGE = (ROOT / "docs/scale.md").read_text()
-CPU = torch.device("cpu")
 SMALL = {  # widths that differ from each other, so that no two parts have the same size by chance
     "gpt2": scale.Model("gpt2", 3, 64, 4, 4, 192, 97, 48),
     "gpt_neox": scale.Model("gpt_neox", 3, 64, 4, 4, 192, 97),
@@ -182,16 +178,10 @@ def test_a_frozen_reward_model_has_the_computed_bytes():
 
 def test_shards_are_shares_and_the_sampling_copy_is_whole():
     one = scale.memory(small_case("llama"))["always"]
-    eight = scale.memory(small_case("llama", gpus=8, sharding="fsdp2"))
-    assert eight["always"]["shard of the policy"] == one["policy"] / 8
-    assert eight["always"]["whole policy to sample with"] == one["policy"]
-    assert eight["always"]["Adam"] == one["Adam"] / 8
-    accumulating = dict(gpus=8, gradient_accumulation_steps=2)
-    gradients = {
-        sharding: scale.memory(small_case("llama", sharding=sharding, **accumulating))["update"]["gradients"]
-        for sharding in ("fsdp2", "zero3")
-    }
-    assert gradients["fsdp2"] == 8 * gradients["zero3"]
+    eight = scale.memory(small_case("llama", gpus=8, sharding="fsdp2"))["always"]
+    assert eight["shard of the policy"] == one["policy"] / 8
+    assert eight["whole policy to sample with"] == one["policy"]
+    assert eight["Adam"] == one["Adam"] / 8
 
 
 @EACH
@@ -273,52 +263,15 @@ class RoundedWeights(TorchDispatchMode):
         return sum(size for ref, size in self.storages if not torch.UntypedStorage._expired(ref))
 
 
-@pytest.fixture
-def one_process():
-    """A group of one process. FSDP2 and DDP do there what they do in a larger one."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
-def sharded(policy, mesh):
-    for layer in rloo.transformer_layers(policy):
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(policy, mesh=mesh)
-
-
-@pytest.mark.parametrize(
-    "arch, is_sharded", [("gpt2", False), ("gpt_neox", False), ("llama", False), ("llama", True)]
-)
-def test_autocast_keeps_copies_of_all_trained_weights(one_process, arch, is_sharded):
-    """With FSDP2, the layers are cut again after their forward pass, but the copies are still there."""
+@EACH
+def test_autocast_keeps_copies_of_all_trained_weights(arch):
     case = small_case(arch, gradient_checkpointing=True)
-    policy = rloo.Policy(built(case)[0]).train()
-    if is_sharded:
-        policy = sharded(policy, one_process)
+    policy = built(case)[0].train()
     ids, mask = batch()
     with RoundedWeights() as rounded, autocast(case):
-        policy(ids, mask, RESPONSE, 1.0)
+        rloo.response_logprobs(policy, ids, mask, RESPONSE, 1.0)
         assert rounded.alive() == scale.bf16_copies(case)
     assert rounded.alive() == 0
-
-
-def test_fsdp2_keeps_whole_gradients_between_accumulated_passes(one_process):
-    case = small_case("llama", gpus=8, sharding="fsdp2", gradient_accumulation_steps=2)
-    policy = sharded(built(case)[0].train(), one_process)
-    policy.set_requires_gradient_sync(False)  # what accelerate's no_sync does
-    policy(batch()[0]).logits.sum().backward()
-    whole = 0
-    for module in [*rloo.transformer_layers(policy), policy]:
-        for p in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
-            assert p.sharded_param.grad is None
-            whole += (
-                p.unsharded_grad_data.nbytes
-                if p.unsharded_accumulated_grad is None
-                else (p.unsharded_accumulated_grad.nbytes)
-            )
-    assert whole == scale.memory(case)["update"]["gradients"]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -444,7 +397,7 @@ def test_the_time_of_a_step_by_hand():
     prompts = scale.forward_flops(case.model, 16 * 512, 512, 0) / (0.4 * 989e12)
     assert scale.generation_seconds(case) == pytest.approx(prompts + 512 * step)
     slow = replace(case, prompt_length=1, response_length=2)  # a short cache: Python is the slowest part
-    assert scale.generation_seconds(slow) == pytest.approx(2 * 32 * 53 * 10e-6, rel=0.05)
+    assert scale.generation_seconds(slow) == pytest.approx(2 * 32 * 55 * 10e-6, rel=0.05)
 
 
 # ---- The page ----------------------------------------------------------------------------------------------
@@ -473,8 +426,8 @@ def test_the_numbers_in_the_text_are_those_of_the_program():
     assert "fits 80 GB if it needs at most 72.0, and 141 GB if at most 126.9." in text
     assert [round(scale.USABLE * size, 1) for size in scale.GPUS] == [72.0, 126.9]
     assert "40 % of the peak rate" in text and scale.MATMUL_UTILIZATION == 0.4
-    assert "53 per layer in a Llama, 10 µs each" in text
-    assert (scale.MODELS["llama-7b"].operations, scale.LAUNCH_SECONDS) == (53, 10e-6)
+    assert "55 per layer in a Llama, 10 µs each" in text
+    assert (scale.MODELS["llama-7b"].operations, scale.LAUNCH_SECONDS) == (55, 10e-6)
 
 
 def test_the_advice_of_the_page_is_what_the_program_chooses():
@@ -532,84 +485,57 @@ def patched_script(faults=()):
 
 @dataclass
 class SamplingParams:
-    """Fields and defaults of vLLM's that the patch could need."""
+    """The fields of vLLM's that the patch uses, with vLLM's defaults."""
 
-    n: int = 1
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
     seed: int | None = None
     stop_token_ids: list | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16
-    min_tokens: int = 0
     logprobs: int | None = None
     detokenize: bool = True
-
-
-class StubModel:
-    """model_runner.model: takes weights by their names in a checkpoint."""
-
-    def __init__(self, folder):
-        config = transformers.AutoConfig.from_pretrained(folder)
-        torch.manual_seed(99)
-        self.lm = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-
-    def load_weights(self, named_weights):
-        parameters = dict(self.lm.named_parameters())
-        for name, weight in named_weights:
-            parameters[name].copy_(weight)
 
 
 class StubLLM:
     """vLLM's LLM as far as the patch uses it. It samples with generate_groups, from the weights that it got.
 
     Prompts that it has seen are in its prefix cache: until that is reset, they are answered with old weights.
-    uniforms_of_seed: the random numbers behind each seed.
+    uniforms_of_seed: the random numbers that belong to each seed.
     """
 
     uniforms_of_seed = {}
 
-    def __init__(
-        self,
-        model,
-        *,
-        dtype="auto",
-        load_format="auto",
-        distributed_executor_backend=None,
-        gpu_memory_utilization=0.9,
-        max_model_len=None,
-        logprobs_mode="raw_logprobs",
-        seed=0,
-    ):
-        assert load_format == "dummy" and distributed_executor_backend == "external_launcher"
+    def __init__(self, model, *, load_format, max_model_len, logprobs_mode="raw_logprobs", **other):
+        assert load_format == "dummy" and other["distributed_executor_backend"] == "external_launcher"
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"  # vLLM asserts this too
-        self.runner = types.SimpleNamespace(model=StubModel(model))
-        self.worker = types.SimpleNamespace(model_runner=self.runner)
+        torch.manual_seed(99)
+        config = transformers.AutoConfig.from_pretrained(model)
+        self.lm = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
         self.max_model_len, self.logprobs_mode = max_model_len, logprobs_mode
         self.cached, self.old_lm = set(), None
 
-    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+    def load_weights(self, named_weights):
+        parameters = dict(self.lm.named_parameters())
+        for name, weight in named_weights:
+            parameters[name].copy_(weight)
+
+    def collective_rpc(self, method):
         if self.cached and self.old_lm is None:
-            self.old_lm = copy.deepcopy(self.runner.model.lm)
-        function = method if callable(method) else getattr(type(self.worker), method)
-        return [function(self.worker, *args, **(kwargs or {}))]
+            self.old_lm = copy.deepcopy(self.lm)
+        runner = types.SimpleNamespace(model=self)
+        return [method(types.SimpleNamespace(model_runner=runner))]
 
     def reset_prefix_cache(self):
         self.cached, self.old_lm = set(), None
-        return True
 
-    def generate(self, prompts, sampling_params=None, *, use_tqdm=True):
+    def generate(self, prompts, sampling_params, *, use_tqdm):
         assert not torch.is_autocast_enabled("cpu")
-        assert len(prompts) == len(sampling_params)
         results = []
-        for prompt, params in zip(prompts, sampling_params):
+        for prompt, params in zip(prompts, sampling_params, strict=True):
             ids = prompt["prompt_token_ids"]
-            assert all(type(i) is int for i in ids) and (params.n, params.top_p, params.top_k) == (1, 1.0, 0)
             assert len(ids) + params.max_tokens <= self.max_model_len
             is_stale = tuple(ids) in self.cached and self.old_lm is not None
-            lm = self.old_lm if is_stale else self.runner.model.lm
+            lm = self.old_lm if is_stale else self.lm
             results.append(types.SimpleNamespace(outputs=[self.sample(lm, ids, params)]))
         self.cached |= {tuple(prompt["prompt_token_ids"]) for prompt in prompts}
         return results
@@ -618,26 +544,21 @@ class StubLLM:
         stop = list(params.stop_token_ids or [])
         if not params.ignore_eos:
             stop.append(lm.config.eos_token_id)
+        stop = torch.tensor(stop)
         uniforms = self.uniforms_of_seed[params.seed][: params.max_tokens]
         prompt = torch.tensor([ids])
-        tokens, logprobs = rloo.generate_groups(
-            lm, prompt, prompt >= 0, uniforms[None, None], torch.tensor(stop), params.temperature
-        )
-        length = int(rloo.response_lengths(tokens[0], torch.tensor(stop)))
+        inputs = prompt, prompt >= 0, uniforms[None, None], stop, params.temperature
+        tokens, logprobs = rloo.generate_groups(lm, *inputs)
+        length = int(rloo.response_lengths(tokens[0], stop))
         tokens, logprobs = tokens[0, 0, :length], logprobs[0, 0, :length]
         if self.logprobs_mode == "raw_logprobs":  # vLLM's default: without the temperature
             full = torch.cat([prompt[0], tokens])[None]
             logprobs = rloo.response_logprobs(lm, full, full >= 0, length, 1.0)[0]
-        at = [
-            {token: types.SimpleNamespace(logprob=logprob, rank=1)}
-            for token, logprob in zip(tokens.tolist(), logprobs.tolist())
-        ]
-        stopped = bool(torch.isin(tokens[-1], torch.tensor(stop)))
+        pairs = zip(tokens.tolist(), logprobs.tolist())
         return types.SimpleNamespace(
-            index=0,
             token_ids=tokens.tolist(),
-            logprobs=None if params.logprobs is None else at,
-            finish_reason="stop" if stopped else "length",
+            logprobs=[{token: types.SimpleNamespace(logprob=logprob)} for token, logprob in pairs],
+            finish_reason="stop" if torch.isin(tokens[-1], stop) else "length",
         )
 
 
@@ -666,7 +587,6 @@ def compare(plain_run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "rloo_with_engine", None)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setattr(StubLLM, "uniforms_of_seed", {})
 
     def run(faults=(), lora_r=0):
         args, plain = plain_run(lora_r)
@@ -697,23 +617,18 @@ def check_same(plain, engine, tolerance):
                 assert theirs[name] == pytest.approx(value, abs=tolerance), name
         assert 0 < ours["val/num_eos_tokens"] < 8
     samples = [rows_of(folder, "evaluation_samples.jsonl") for folder in (plain, engine)]
-    for ours, theirs in zip(*samples):
-        assert ours["before"] == theirs["before"] and ours["after"] == theirs["after"]
+    assert samples[0] == samples[1] or tolerance > 0
     assert any(row["before"] != row["after"] for row in samples[0])
     ours, theirs = weights(plain / "model"), weights(engine / "model")
     if tolerance == 0:
         assert same(ours, theirs)
-    assert all(torch.allclose(ours[name], theirs[name], atol=max(tolerance, 1e-9)) for name in ours)
+    assert distance(ours, theirs) <= tolerance
 
 
-def test_two_updates_with_the_engine_are_those_without(compare):
-    plain, engine = compare()
-    check_same(plain, engine, tolerance=0)
-
-
-def test_two_updates_with_lora_and_the_engine_are_those_without(compare):
-    plain, engine = compare(lora_r=4)
-    check_same(plain, engine, tolerance=1e-4)
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_two_updates_with_the_engine_are_those_without(compare, lora_r):
+    plain, engine = compare(lora_r=lora_r)
+    check_same(plain, engine, tolerance=1e-4 if lora_r else 0)
 
 
 FAULTS = {
@@ -722,32 +637,20 @@ FAULTS = {
         "        copy_weights(parameters, model)\n",
     ),
     "an old prefix cache": ("    ENGINE.reset_prefix_cache()", ""),
-    "one weight is forgotten": (
-        'if "lora_" not in name:',
-        'if "lora_" not in name and "h.0.attn.c_attn.weight" not in name:',
+    "an adapter that is not merged": (
+        '            p = p.float() + layer.get_delta_weight("default")\n',
+        "            pass\n",
     ),
     "probabilities without the temperature": ('        logprobs_mode="processed_logprobs",', ""),
-    "sampling without the temperature": ("dict(temperature=temperature, ", "dict("),
-    "one seed for all responses": (
-        "uniforms[:, :, 0].flatten()",
-        "uniforms[:, [0] * k, 0].flatten()",
-    ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_the_patch_shows(compare, name):
-    plain, engine = compare([FAULTS[name]])
+    lora_r = 4 if "adapter" in name else 0
+    plain, engine = compare([FAULTS[name]], lora_r)
     with pytest.raises(AssertionError):
-        check_same(plain, engine, tolerance=0)
-
-
-def test_an_adapter_that_is_not_merged_shows(compare):
-    plain, engine = compare(
-        [('            p = p.float() + layer.get_delta_weight("default")\n', "            pass\n")], lora_r=4
-    )
-    with pytest.raises(AssertionError):
-        check_same(plain, engine, tolerance=1e-4)
+        check_same(plain, engine, tolerance=1e-4 if lora_r else 0)
 
 
 def test_merged_weights_are_those_of_peft(compare):

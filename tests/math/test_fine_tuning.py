@@ -135,8 +135,8 @@ def test_the_check_notices_a_mask_or_positions_that_are_missing(language_model, 
     model = language_model(arch) if spread == "wide" else model_from(arch, word_embed_proj_dim=32)
     document_states = sft.document_states
 
-    def without_mask(body, ids, positions):
-        return body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+    def without_mask(body, ids, positions):  # with packed position_ids, transformers would make a mask
+        return body(input_ids=ids, use_cache=False).last_hidden_state
 
     def without_positions(body, ids, positions):
         def without(position_ids, **inputs):

@@ -8,24 +8,21 @@ import contextlib
 import io
 import json
 import math
-import re
 import statistics
-import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
 import tokenizers
 import torch
 import transformers
 from conftest import EOS, byte_level_tokenizer
-from huggingface_hub.utils._http import default_client_factory
-from run_fixtures import check_names, handlers_kept
-from run_tools import distance, eos_prone, maker, reward_file, rows_of, same, spy, weights, write_rows
+from run_fixtures import handlers_kept
+from run_tools import distance, eos_prone, maker, reward_file, rows_of, spy, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rloo_tldr import FUNCTION_WORDS
+from rloo_tldr import generator_for
 
 pytest_plugins = ["run_fixtures"]
 T, K, P, EPOCHS = 9, 3, 4, 3  # tokens per response, responses per prompt, prompts per update, epochs
@@ -84,7 +81,7 @@ def asymmetric_data(folder):
     too_long = dict(prompt="Long 99 " + "very " * 60 + "\n\nTL;DR:", completion=" Long 99")
     train = [post("Train", i) for i in range(8)]
     train.insert(3, too_long)
-    train.insert(6, dict(prompt=" \n", completion=" blank"))
+    train.insert(6, dict(prompt="", completion=" empty"))
     validation = [post("Valid", i) for i in range(5)] + [too_long]
     test = [post("Exam", i) for i in range(20, 29)]
     test[4]["completion"] = None
@@ -116,13 +113,6 @@ def script(scripts):
     return scripts["rloo_tldr"]
 
 
-@pytest.fixture(autouse=True)
-def hub_client():
-    """A chat model as judge replaces huggingface_hub's client. Restore the one that HF_HUB_OFFLINE stops."""
-    yield
-    huggingface_hub.set_client_factory(default_client_factory)
-
-
 @pytest.fixture(scope="module")
 def trained(scripts, world, tiny_lm, tmp_path_factory):
     """trained(**changes) -> all about a run on asymmetric data, recorded; the same flags run only once."""
@@ -148,14 +138,12 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
         args = maker(scripts, world, folder)("rloo_tldr", **(places | FLAGS | changes))
         screen = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, handlers_kept():
-            patch.setattr(script.Run, "plot", check_names)
             patch.setenv("COLUMNS", "200")
             rollouts = spy(patch, script, "rollout_groups")
-            losses = spy(patch, script, "clipped_policy_loss")
+            tables = spy(patch, script.Run, "table")
             with contextlib.redirect_stdout(screen):
                 model, run_folder = script.train(args)
-        # Evaluation, then rollout and samples of both updates, then evaluation.
-        names = ("before", "update 1", "samples 1", "update 2", "samples 2", "after")
+        names = ("before", "update 1", "update 2", "after")
         tokenizer = AutoTokenizer.from_pretrained(run.lm)
         parts = {}
         for name, (inputs, (b, responses)) in zip(names, rollouts, strict=True):
@@ -165,11 +153,12 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             model=model,
             folder=run_folder,
             screen=screen.getvalue(),
+            tables=[inputs[1:] for inputs, _ in tables],  # title, rows
             metrics=rows_of(run_folder),
             table=json.loads((run_folder / "evaluation.json").read_text()),
             samples=rows_of(run_folder, "evaluation_samples.jsonl"),
+            lines=rows_of(run_folder, "samples.jsonl"),
             parts=parts,
-            losses=[inputs for inputs, _ in losses],
             reward_calls=calls_of(folder / "reward.py.calls"),
             judge_calls=calls_of(folder / "judge.py.calls"),
         )
@@ -179,7 +168,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
 
 def prompts_of(inputs, responses):
     """The prompt of each response of a call of rollout_groups. First responses come first."""
-    posts = inputs[3]
+    posts = inputs[5]["rows"]
     return [post["prompt"] for post in posts] * (len(responses) // len(posts))
 
 
@@ -230,19 +219,6 @@ def bigram_share(texts):
     return len(set(pairs)) / len(pairs)
 
 
-def new_word(before, after):
-    """The commonest word of at least 4 letters whose share at least doubled. -> word, its two shares"""
-
-    def share(word, texts):
-        return mean([word in re.split(r"[\W\d_]+", text.lower()) for text in texts])
-
-    words = sorted({word for text in after for word in re.split(r"[\W\d_]+", text.lower())})
-    words = [word for word in words if len(word) >= 4 and word not in FUNCTION_WORDS]
-    words = [word for word in words if share(word, after) >= 2 * share(word, before)]
-    best = max(words, key=lambda word: share(word, after))
-    return best, share(best, before), share(best, after)
-
-
 def grouped(rows, values):
     """The values of each prompt. -> list of lists of K"""
     groups = {}
@@ -266,13 +242,15 @@ def rewards_by_hand(args, rows, raw_scores, kl):
 
 
 def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
-    """Train with plain transformers on the rollouts of an update. -> its metrics, except for clocks"""
+    """Train with plain transformers on the rollouts of an update. -> metrics without clocks, samples"""
     args = run.args
-    raw_scores = [score for _, _, score in run.reward_calls[2 * number - 1]]
-    old, ref, gaps = [], [], []
+    raw_scores = [score for _, _, score in run.reward_calls[number]]
+    old, old_entropies, ref, gaps = [], [], [], []
     for row in rows:
         with torch.no_grad():
-            old.append(plain_logprobs(policy, row, args.temperature)[0])
+            logprobs, row_entropies = plain_logprobs(policy, row, args.temperature)
+            old.append(logprobs)
+            old_entropies.append(row_entropies)
             ref.append(plain_logprobs(reference, row, args.temperature)[0])
         gaps += (row.sampled - old[-1]).abs().tolist()
     kl = [(x - y).sum().item() for x, y in zip(old, ref)]
@@ -281,36 +259,44 @@ def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
     for row, reward in zip(rows, rewards):
         total[row.prompt] += reward
     advantages = [x - (total[row.prompt] - x) / (K - 1) for row, x in zip(rows, rewards)]
+    advantages = [x if abs(x) > 1e-9 else 0.0 for x in advantages]  # without rounding
 
     for group in optimizer.param_groups:
         group["lr"] = lr
     losses, log_ratios, clipped, entropies = [], [], [], []
-    for _ in range(EPOCHS):
-        optimizer.zero_grad()
-        for i, row in enumerate(rows):
-            logprobs, row_entropies = plain_logprobs(policy, row, args.temperature)
-            log_ratio = logprobs.sum() - old[i].sum()
-            ratio = log_ratio.exp()
-            bounded = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
-            loss = -torch.min(ratio * advantages[i], bounded * advantages[i])
-            clipped.append(float(bounded * advantages[i] < ratio * advantages[i]))
-            losses.append(loss.item())
-            log_ratios.append(log_ratio.item())
-            entropies += row_entropies.tolist()
-            if args.kl_in_loss:
-                x = logprobs - ref[i]
-                kl_loss = 0.5 * x**2 if args.kl_estimator == "k2" else torch.exp(-x) - 1 + x
-                loss = loss + args.kl_coef * kl_loss.sum()
-            (loss / len(rows)).backward()
-        if args.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        optimizer.step()
+    for epoch in range(EPOCHS):
+        order = torch.randperm(len(rows), generator=generator_for(args.seed, "order", number, epoch))
+        for minibatch in order.split(len(rows) // args.num_mini_batches):
+            optimizer.zero_grad()
+            for i in minibatch.tolist():
+                logprobs, row_entropies = plain_logprobs(policy, rows[i], args.temperature)
+                log_ratio = logprobs.sum() - old[i].sum()
+                ratio = log_ratio.exp()
+                bounded = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
+                loss = -torch.min(ratio * advantages[i], bounded * advantages[i])
+                clipped.append(float(bounded * advantages[i] < ratio * advantages[i]))
+                losses.append(loss.item())
+                log_ratios.append(log_ratio.item())
+                entropies += row_entropies.tolist()
+                if args.kl_in_loss:
+                    x = logprobs - ref[i]
+                    kl_loss = 0.5 * x**2 if args.kl_estimator == "k2" else torch.exp(-x) - 1 + x
+                    loss = loss + args.kl_coef * kl_loss.sum()
+                (loss / len(minibatch)).backward()
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
+            optimizer.step()
 
     ratios = [math.exp(x) for x in log_ratios]
     lengths = [len(row.tokens) for row in rows]
     ended = [row.ended for row in rows]
     responses = [row.response for row in rows]
-    return {
+    samples = []
+    for i in range(0, P * K, P):  # the responses to the first prompt
+        texts = dict(update=number, prompt=rows[0].prompt, response=responses[i], score=scores[i])
+        numbers = {"logprob": old[i], "entropy": old_entropies[i], "kl": old[i] - ref[i]}
+        numbers["advantage"] = torch.full([lengths[i]], advantages[i])
+        samples.append(texts | numbers | {"ids": rows[i].tokens})
+    metrics = {
         "update": number,
         "episode": 12 * number,
         "lr": lr,
@@ -326,6 +312,7 @@ def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
         "policy/entropy_avg": mean(entropies),
         "val/ratio": mean(ratios),
         "val/ratio_var": statistics.pvariance(ratios),
+        "grad_norm": norm.item(),
         "val/clipfrac_avg": 0.0,
         "val/num_eos_tokens": sum(ended),
         "env/reward_mean": mean(raw_scores),
@@ -337,11 +324,11 @@ def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": 1 - mean(ended),
         "completions/distinct_2": bigram_share(responses),
-        "completions/new_word_share": new_word([row.response for row in run.parts["before"]], responses)[2],
         "sampling/logprob_gap_mean": mean(gaps),
         "sampling/logprob_gap_max": max(gaps),
         "judge/scores": mean([score for _, _, score in judged_rollouts(run)[number - 1]]),
     }
+    return metrics, samples
 
 
 def judged_rollouts(run):
@@ -357,14 +344,15 @@ def judged_rollouts(run):
     "changes",
     [
         dict(),
+        dict(gradient_accumulation_steps=2, num_mini_batches=2),
         dict(kl_in_loss=True, kl_estimator="k2"),
         dict(kl_in_loss=True, kl_estimator="k3", max_grad_norm=0.5),
         dict(whiten_rewards=True, optimizer="torch.optim.AdamW", adam_eps=1e-2),
     ],
-    ids=["plain", "k2 in the loss", "k3 in the loss, clipped gradient", "whitened, AdamW"],
+    ids=["plain", "minibatches", "k2 in the loss", "k3 in the loss, clipped gradient", "whitened, AdamW"],
 )
 def test_two_updates_by_hand(trained, changes):
-    """Every metric of both updates, and the weights in model/, are those of a run in plain transformers."""
+    """Every metric and sample of both updates, and the weights in model/, as in plain transformers."""
     run = trained(**changes)
     policy = AutoModelForCausalLM.from_pretrained(trained.lm).eval()
     reference = AutoModelForCausalLM.from_pretrained(trained.lm).eval()
@@ -374,16 +362,21 @@ def test_two_updates_by_hand(trained, changes):
         optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     assert len(run.metrics) == 2
     for number, lr in ((1, 0.008), (2, 0.004)):
-        expected = update_by_hand(
+        expected, samples = update_by_hand(
             run, number, run.parts[f"update {number}"], policy, reference, optimizer, lr
         )
         row = run.metrics[number - 1]
         clocks = {name for name in row if name == "eps" or name.startswith("perf/")}
         assert set(expected) == set(row) - clocks
         for name, x in expected.items():
-            if name == "policy/clipfrac_avg" and "whiten_rewards" in changes:
-                continue  # an advantage that should be 0 may be 1e-8, and then its response may be clipped
             assert row[name] == pytest.approx(x, rel=2e-3, abs=2e-5), (number, name)
+        for line, wanted in zip(run.lines[K * number - K : K * number], samples, strict=True):
+            assert list(line) == list(wanted)
+            for name, x in wanted.items():
+                if isinstance(x, torch.Tensor):
+                    x = pytest.approx(x.tolist(), rel=1e-3, abs=1e-4)
+                assert line[name] == (pytest.approx(x) if name == "score" else x), (number, name)
+    assert len(run.lines) == 2 * K
     ours = AutoModelForCausalLM.from_pretrained(run.folder / "model").state_dict()
     assert distance(ours, policy.state_dict()) < 2e-4
     assert distance(ours, reference.state_dict()) > 1e-3
@@ -403,7 +396,7 @@ def test_the_fixture_is_asymmetric(trained):
     equal_groups = []  # of both updates: raw, after clipping, after the penalty; of other groups of 3
     for number in (1, 2):
         rows = run.parts[f"update {number}"]
-        raw = [score for _, _, score in run.reward_calls[2 * number - 1]]
+        raw = [score for _, _, score in run.reward_calls[number]]
         clipped = [min(max(score, -2.0), 2.0) for score in raw]
         penalized, _ = rewards_by_hand(run.args, rows, raw, [0.0] * 12)
         equal = []
@@ -426,39 +419,12 @@ def test_every_training_post_is_used_once_per_epoch(trained):
     for number in (1, 2):
         prompts = [row.prompt for row in run.parts[f"update {number}"]]
         assert prompts == prompts[:P] * K
-        assert [prompt for prompt, _, _ in run.reward_calls[2 * number - 1]] == prompts
+        assert [prompt for prompt, _, _ in run.reward_calls[number]] == prompts
         seen += prompts[:P]
+        rows = run.parts[f"update {number}"]  # the responses of a group differ
+        assert all(len(set(group)) > 1 for group in grouped(rows, [tuple(row.tokens) for row in rows]))
     assert sorted(seen) == usable
     assert seen != usable
-
-
-def test_each_response_has_its_own_random_numbers(trained):
-    """The responses of a group differ, and so do those to one prompt in two updates."""
-    for number in (1, 2):
-        rows = trained().parts[f"update {number}"]
-        assert all(len(set(group)) > 1 for group in grouped(rows, [tuple(row.tokens) for row in rows]))
-
-
-def test_minibatches(trained):
-    """Each epoch trains on every response once, in another order; metrics are means over all of them."""
-    run = trained(gradient_accumulation_steps=2, num_mini_batches=2)
-    assert len(run.losses) == 2 * EPOCHS * 4  # updates, epochs, micro-batches of 3
-    orders = []
-    for start in range(0, len(run.losses), 4):
-        old = torch.cat([old for _, old, _, _ in run.losses[start : start + 4]])
-        number = start // (4 * EPOCHS) + 1
-        sums = torch.stack([row.sampled.sum() for row in run.parts[f"update {number}"]])
-        assert torch.allclose(old.sort().values, sums.sort().values, atol=1e-4)
-        orders.append(tuple((old[:, None] - sums).abs().argmin(1).tolist()))
-    assert len(set(orders)) == 2 * EPOCHS
-    for number, row in enumerate(run.metrics):
-        calls = run.losses[number * 12 : number * 12 + 12]
-        ratios = torch.cat([new - old for new, old, _, _ in calls]).exp().tolist()
-        advantages = torch.cat([x for _, _, x, _ in calls]).tolist()
-        assert row["val/ratio"] == pytest.approx(mean(ratios), rel=1e-4)
-        assert row["val/ratio_var"] == pytest.approx(statistics.pvariance(ratios), rel=1e-2, abs=1e-6)
-        losses = [max(-x * r, -x * min(max(r, 0.9), 1.1)) for r, x in zip(ratios, advantages)]
-        assert row["loss/policy_avg"] == pytest.approx(mean(losses), rel=1e-3, abs=1e-5)
 
 
 def test_clocks(trained):
@@ -492,102 +458,6 @@ def test_the_gap_between_sampling_and_training_is_measured(rloo, script, monkeyp
     lengths = tokens[1]  # of the rollout, after those of the evaluation
     assert row["sampling/logprob_gap_max"] == pytest.approx(3, abs=1e-3)
     assert row["sampling/logprob_gap_mean"] == pytest.approx((3 + lengths[2]) / sum(lengths), abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    "kind, factors",
-    [
-        ("constant", [1, 1, 1]),
-        ("linear", [1, 2 / 3, 1 / 3]),
-        ("cosine", [1, 0.75, 0.25]),
-        ("exponential", [1, 0.01 ** (1 / 3), 0.01 ** (2 / 3)]),
-    ],
-)
-def test_the_learning_rate_of_each_update(rloo, monkeypatch, kind, factors):
-    """2 updates of warm-up from 0, then the schedule. The metric lr is that of the update's own steps."""
-    used = []
-    step = torch.optim.SGD.step
-
-    def recorded(self, *rest):
-        used.append(self.param_groups[0]["lr"])
-        return step(self, *rest)
-
-    monkeypatch.setattr(torch.optim.SGD, "step", recorded)
-    _, _, rows = rloo(
-        total_episodes=40,
-        num_ppo_epochs=1,
-        num_mini_batches=2,
-        learning_rate=1e-4,
-        lr_scheduler_type=kind,
-        warmup_ratio=0.4,
-        optimizer="torch.optim.SGD",
-        response_length=1,
-        num_sample_generations=0,
-    )
-    expected = [0.0, 0.5e-4, *[1e-4 * factor for factor in factors]]
-    assert [row["lr"] for row in rows] == pytest.approx(expected)
-    assert used == pytest.approx([x for x in expected for _ in range(2)])
-    assert [row["update"] for row in rows] == [1, 2, 3, 4, 5]
-    assert [row["episode"] for row in rows] == [8, 16, 24, 32, 40]
-
-
-def test_a_skipped_step_leaves_no_gradient(rloo, script, monkeypatch, tiny_lm, capsys):
-    """A gradient that is not finite changes no weight, and the next step does not contain it."""
-    clip_gradients = script.clip_gradients
-    calls = []
-
-    def broken_once(accelerator, parameters, max_norm):
-        calls.append(1)
-        if len(calls) == 1:
-            for p in parameters.values():
-                p.grad.fill_(math.nan)
-        return clip_gradients(accelerator, parameters, max_norm)
-
-    monkeypatch.setattr(script, "clip_gradients", broken_once)
-    flags = dict(num_mini_batches=1, num_ppo_epochs=1, per_device_train_batch_size=8)
-    _, folder, _ = rloo("one", **flags, total_episodes=8)
-    assert same(weights(folder / "model"), weights(tiny_lm()))
-    calls.clear()
-    _, folder, _ = rloo("two", **flags, total_episodes=16)
-    assert len(calls) == 2
-    assert distance(weights(folder / "model"), weights(tiny_lm())) > 1e-4
-    assert capsys.readouterr().out.count("gradient not finite, step skipped (1 in a row)") == 2
-
-
-def test_a_custom_stop_token(rloo, script, monkeypatch, tiny_lm, tmp_path):
-    """Its text does not reach the reward, but it counts as a token and as an end. EOS does not end then."""
-    lm = eos_prone(tiny_lm, tmp_path / "lm")
-    tokenizer = AutoTokenizer.from_pretrained(lm)
-    rollouts = spy(monkeypatch, script, "rollout_groups")
-    rloo("first", model_name_or_path=lm, temperature=1.0, learning_rate=0.0, total_episodes=8)
-    tokens = rollouts[1][1][0]["ids"][:, -6:]
-    stop = next(x for x in tokens[:, 1].tolist() if x not in (0, tokenizer.eos_token_id))
-    rollouts.clear()
-    body = CALLS.format(score="def score(prompt, response):\n    return float(len(response))")
-    _, folder, [row] = rloo(
-        "second",
-        model_name_or_path=lm,
-        stop_token_id=stop,
-        temperature=1.0,
-        learning_rate=0.0,
-        total_episodes=8,
-        reward_fn=reward_file(tmp_path, body),
-    )
-    b, _ = rollouts[1][1]
-    lengths, ends, texts = [], [], []
-    for ids in b["ids"][:, -6:].tolist():
-        ends.append(stop in ids)
-        lengths.append(ids.index(stop) + 1 if stop in ids else 6)
-        text = ids[: ids.index(stop)] if stop in ids else ids
-        texts.append(tokenizer.decode(text, skip_special_tokens=True))
-    assert 0 < sum(ends) < 8
-    calls = calls_of(tmp_path / "reward.py.calls")
-    # Call 0 is the evaluation, 1 and 2 are its judge, which is the reward itself.
-    assert [response for _, response, _ in calls[3]] == texts
-    assert row["val/num_eos_tokens"] == sum(ends)
-    assert row["completions/mean_length"] == mean(lengths)
-    scores = [len(text) - (0.0 if ended else 1.0) for text, ended in zip(texts, ends)]
-    assert row["objective/scores"] == pytest.approx(mean(scores))
 
 
 # ---- The evaluation, by hand -------------------------------------------------------------------------------
@@ -645,77 +515,34 @@ def test_the_final_table_by_hand(trained, part):
     assert expected["score mean"] != pytest.approx(expected["score median"], abs=0.01)
 
 
-def test_the_rest_of_the_final_table(trained):
-    """The new word, the number of posts, the judge and how was decoded."""
+def test_what_is_on_the_screen(trained):
+    """The batch, the progress, the responses to the first post of each batch, and the final tables.
+
+    The rest of evaluation.json.
+    """
     run = trained()
-    before, after = [row["before"] for row in run.samples], [row["after"] for row in run.samples]
-    word, share_before, share_after = new_word(before, after)
-    about = run.table["commonest new word"]
-    assert about == {
-        "metric": f'commonest new word: "{word}"',
-        "before": pytest.approx(share_before),
-        "after": pytest.approx(share_after),
-    }
-    assert run.table["n"] == 6
-    assert run.table["judge"] == run.args.judge_fn
+    comparison = [
+        dict(metric=name, before=x, after=run.table["after"][name]) for name, x in run.table["before"].items()
+    ]
+    expected = []
+    for update in (1, 2):
+        rows = [row for row in run.lines if row["update"] == update]
+        texts = [{name: row[name] for name in ("prompt", "response", "score")} for row in rows]
+        expected.append((f"samples of update {update}", texts))
+    expected += [("held-out posts", run.samples[:3]), ("6 held-out posts", comparison)]
+    assert run.tables == expected
+    assert list(run.table) == ["before", "after", "n", "judge", "decoding"]
+    assert (run.table["n"], run.table["judge"]) == (6, run.args.judge_fn)
     assert run.table["decoding"] == "sampling, temperature 0.8, at most 9 tokens"
-    assert set(run.table) == {"before", "after", "commonest new word", "n", "judge", "decoding"}
     for name in ("KL, nats per response", "perplexity under the reference", "score mean"):
         assert abs(run.table["before"][name] - run.table["after"][name]) > 1e-3, name
-
-
-def shown_table(screen, title):
-    """The rows of the table with this title: lists of cells. A cell may go on in the next lines."""
-    rows = []
-    for line in screen.split(f"\n{title} ", 1)[1].split("└")[0].splitlines():
-        cells = [cell.strip() for cell in line.strip("│ ").split("│")]
-        if line.startswith("│ ") and line[2] != " ":
-            rows.append(cells)
-        elif line.startswith("│ "):
-            rows[-1][1] += cells[0]
-    return rows
-
-
-def letters(text):
-    """Its letters and digits: spaces and line breaks of a table are not those of the text."""
-    return re.sub("[^a-zA-Z0-9]", "", text)
-
-
-def test_the_table_on_the_screen(trained):
-    """Each number before, then the one after, with three digits; the new word comes last; then the judge."""
-    run = trained()
-    about = run.table["commonest new word"]
-    numbers = {name: (x, run.table["after"][name]) for name, x in run.table["before"].items()}
-    numbers[about["metric"]] = about["before"], about["after"]
-    expected = [[name, f"{before:.3f}", f"{after:.3f}"] for name, (before, after) in numbers.items()]
-    assert shown_table(run.screen, "6 held-out posts") == expected
     assert f"judge: {run.args.judge_fn}; sampling, temperature 0.8, at most 9 tokens" in run.screen
-
-
-def test_posts_on_the_screen(trained):
-    """The first three: post, reference, both responses, and the scores of both."""
-    run = trained()
-    for i, row in enumerate(run.samples[:3]):
-        table = shown_table(run.screen, f"held-out post {i + 1}")
-        texts = dict(post=row["prompt"], reference=row["reference"], before=row["before"], after=row["after"])
-        assert [(cells[0], letters(cells[1])) for cells in table] == [
-            (name, letters(text)) for name, text in texts.items()
-        ]
-        assert [cells[2] for cells in table[2:]] == [f"{row['score']:.3f}", f"{row['score after']:.3f}"]
-    assert "held-out post 4" not in run.screen
-
-
-def test_the_progress_on_the_screen(trained):
-    """The score after clipping and penalty, the KL, and how many responses ended."""
-    run = trained()
     row = run.metrics[-1]
     numbers = row["objective/scores"], row["objective/kl"], row["val/num_eos_tokens"]
     score, kl, ended = (f"{x:.3g}" for x in numbers)
     assert f"\nupdate 2/2  score {score}  KL {kl}  ended {ended}\n" in run.screen
-    line = (
-        "3 responses per pass x 4 accumulated x 1 minibatches x 1 processes = 12 episodes = 4 prompts x 3; "
-    )
-    assert f"\nbatch: {line}2 updates x 3 epochs x 1 minibatches = 6 optimizer steps\n" in run.screen
+    batch = "3 responses per pass x 4 accumulated x 1 minibatches x 1 processes = 12 episodes = 4 prompts x 3"
+    assert f"\nbatch: {batch}; 2 updates x 3 epochs x 1 minibatches = 6 optimizer steps\n" in run.screen
 
 
 def test_the_posts_of_the_evaluation(trained):
@@ -739,6 +566,7 @@ def test_the_posts_of_the_evaluation(trained):
 def test_evaluation_samples(trained):
     """Both responses of each post and their raw scores: before from the first model, after from the last."""
     run = trained()
+    assert list(run.samples[0]) == ["prompt", "reference", "before", "score", "after", "score after"]
     for name, score, part, call in (
         ("before", "score", "before", 0),
         ("after", "score after", "after", -1),
@@ -747,28 +575,6 @@ def test_evaluation_samples(trained):
         seen = [(row["prompt"], row[name], pytest.approx(row[score])) for row in run.samples]
         assert run.reward_calls[call] == seen
     assert [row["before"] for row in run.samples] != [row["after"] for row in run.samples]
-
-
-def test_samples_during_the_run(trained):
-    """After updates 1 and 2: the first 3 posts of the evaluation, with its random numbers."""
-    run = trained()
-    samples = rows_of(run.folder, "samples.jsonl")
-    assert [row["update"] for row in samples] == [1, 1, 1, 2, 2, 2]
-    assert [row["prompt"] for row in samples] == [row["prompt"] for row in run.samples[:3]] * 2
-    scored = run.reward_calls[2] + run.reward_calls[4]
-    rows = run.parts["samples 1"] + run.parts["samples 2"]
-    for sample, (_, _, score), row in zip(samples, scored, rows, strict=True):
-        assert sample["response"] == row.response
-        assert sample["ended"] is row.ended
-        assert sample["score"] == pytest.approx(score)
-    assert {row.ended for row in rows} == {True, False}
-    # After the last update, the model and the random numbers are those of the evaluation.
-    assert [row["response"] for row in samples[3:]] == [row["after"] for row in run.samples[:3]]
-    policy = AutoModelForCausalLM.from_pretrained(run.folder / "model").eval()
-    with torch.no_grad():
-        gaps = [(plain_logprobs(policy, row, 0.8)[0] - row.sampled).abs().max().item() for row in rows]
-    assert max(gaps[:3]) > 1e-3  # another model wrote the samples after update 1
-    assert max(gaps[3:]) < 1e-4
 
 
 def test_the_same_random_numbers_before_and_after(trained):
@@ -800,7 +606,11 @@ def test_the_reward_is_the_judge_if_nobody_else_is(trained):
 def test_the_live_adapter_is_what_is_saved(rloo, script, monkeypatch):
     """LoRA: the last evaluation and model/, in plain transformers, give the same log-probabilities."""
     rollouts = spy(monkeypatch, script, "rollout_groups")
-    _, folder, _ = rloo(lora_r=4, learning_rate=0.05)
+    loaded = spy(monkeypatch, script, "load_policy_and_reference")
+    _, folder, rows = rloo(lora_r=4, learning_rate=0.05)
+    [(_, (_, reference))] = loaded
+    assert reference is None  # the policy without its adapter: the KL starts at 0
+    assert rows[0]["objective/kl"] == 0 and abs(rows[1]["objective/kl"]) > 1e-3
     merged = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     gaps = []
@@ -816,30 +626,7 @@ def test_the_live_adapter_is_what_is_saved(rloo, script, monkeypatch):
 # ---- The data ----------------------------------------------------------------------------------------------
 
 
-def numbers_of(rows):
-    """The second words of the prompts."""
-    return [int(prompt.split()[1]) for prompt in rows["prompt"]]
-
-
-def test_held_out_rows(script, tmp_path):
-    """The split test, or else validation, or else the last tenth of train; training rows never come back."""
-    posts = [post("Train", i) for i in range(25)]
-    others, third = [post("Valid", i) for i in range(50, 53)], [post("Exam", i) for i in range(70, 72)]
-    three = write_rows(tmp_path / "three", train=posts, validation=others, test=third)
-    two = write_rows(tmp_path / "two", train=posts, validation=others)
-    one = write_rows(tmp_path / "one", train=posts)
-    few = write_rows(tmp_path / "few", train=posts[:3])
-    for data, train, held_out in (
-        (three, range(25), (70, 71)),
-        (two, range(25), (50, 51, 52)),
-        (one, range(23), (23, 24)),
-        (few, range(2), (2,)),
-    ):
-        splits = script.load_splits(data)
-        assert [numbers_of(rows) for rows in splits] == [list(train), list(held_out)]
-
-
-def test_posts_that_can_be_used(script, tiny_lm, tmp_path, capsys):
+def test_posts_that_can_be_used(script, tiny_lm, tmp_path):
     """Text of at most max_prompt_length tokens, in the order of the data, each with its own reference."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     rows = [post("Train", i) for i in range(6)]
@@ -848,7 +635,7 @@ def test_posts_that_can_be_used(script, tiny_lm, tmp_path, capsys):
     assert lengths[3] > limit > max(lengths[1], lengths[4], lengths[5])
     rows[1]["completion"] = None
     rows.insert(3, dict(prompt=None, completion=" none"))
-    rows.insert(1, dict(prompt=" \n ", completion=" blank"))
+    rows.insert(1, dict(prompt="", completion=" empty"))
     data = write_rows(tmp_path / "data", train=rows)
     loaded = script.datasets.load_dataset(data)["train"]
     posts = script.load_posts(loaded, tokenizer, script.Args(max_prompt_length=limit))
@@ -858,7 +645,6 @@ def test_posts_that_can_be_used(script, tiny_lm, tmp_path, capsys):
     assert [x["reference"] for x in posts] == [references[0], "", *references[2:]]
     columns = [dict(completion=completion) for completion in (references[0], None, *references[2:])]
     assert [x["columns"] for x in posts] == columns
-    assert "skipped 3 of 8 rows: no prompt of at most --max-prompt-length" in capsys.readouterr().out
 
 
 def test_the_chosen_posts(script):
@@ -895,7 +681,7 @@ def test_drawn_posts(script):
 
 
 def test_decode_with_special_tokens(script):
-    """Prompts keep special tokens but lose BOS, and responses have none, wherever they are."""
+    """They are not text, wherever they are."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<bos>", "additional_special_tokens": ["<user>"]})
     bos, user, eos = tokenizer.convert_tokens_to_ids(["<bos>", "<user>", EOS])
@@ -905,9 +691,8 @@ def test_decode_with_special_tokens(script):
     prompts = [[bos, user, *text], [*text, user]]
     responses = [[*good, eos, *bad], [user, *bad]]
     texts, answers = script.decode(tokenizer, prompts, responses)
-    assert texts == ["<user>the film", "the film<user>"]
+    assert texts == ["the film", "the film"]
     assert answers == [" good bad", " bad"]
-    assert script.bos_ids(tokenizer) == [bos]
 
 
 def test_a_response_that_completes_a_character(script):
@@ -924,26 +709,6 @@ def test_a_response_that_completes_a_character(script):
     )
     assert prompts == ["t\ufffd\ufffd", "t"]
     assert responses == ["€hi", "hi"]
-
-
-@pytest.mark.parametrize(
-    "flags, of_model, expected",
-    [
-        (dict(), None, [2]),
-        (dict(), 2, [2]),
-        (dict(), 5, [2, 5]),
-        (dict(), [9, 2, 5], [2, 5, 9]),
-        (dict(stop_token=None), [9, 5], []),
-        (dict(stop_token_id=7), [9, 5], [7]),
-        (dict(stop_token=None, stop_token_id=0), None, [0]),
-    ],
-)
-def test_the_stop_tokens(script, flags, of_model, expected):
-    """--stop-token-id comes first, then --stop-token: EOS and those of generation_config, or none."""
-    policy = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=of_model))
-    stop_ids = script.find_stop_tokens(script.Args(**flags), SimpleNamespace(eos_token_id=2), policy)
-    assert stop_ids.tolist() == expected
-    assert stop_ids.dtype == torch.long
 
 
 def test_a_model_whose_tokenizer_has_no_eos(script):
@@ -977,6 +742,8 @@ def test_the_win_rate_by_hand(script):
         "ties": pytest.approx(2 / 7),
         "no verdict": pytest.approx(0.3),
     }
+    with pytest.raises(script.UserError, match="no verdict at all"):
+        script.win_rate(lambda *texts: [None] * 4, *texts)
 
 
 def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script, tiny_lm):
@@ -985,78 +752,34 @@ def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script, tiny_lm):
     A post for which one of the two has no score has no verdict.
     """
 
-    def score(prompts, completions):
+    def score(prompts, completions, **columns):
         pairs = list(zip(prompts, completions))
         return [None if "?" in prompt else prompt.count(text.strip()) for prompt, text in pairs]
 
-    functions = script.RewardFunctions("--judge-fn", {"score": score}, torch.device("cpu"))
+    get_scores = partial(
+        script.score_responses, {"score": score}, trainer_state=None, device=torch.device("cpu")
+    )
     posts = [
         dict(prompt=x, reference=" y", columns={}) for x in ("x x y", "y y x", "x y", "z y y", "x", "x ?")
     ]
-    judge = script.score_judge(functions, AutoTokenizer.from_pretrained(tiny_lm()))
+    judge = script.score_judge(get_scores, AutoTokenizer.from_pretrained(tiny_lm()))
     assert judge(posts, [" x"] * 6) == [1.0, 0.0, 0.5, 0.0, 1.0, None]
 
 
-def chat_with(monkeypatch, answer):
-    """Instead of a server: answer(question) -> str. -> a list that fills with (question, options)"""
-    asked = []
-
-    def chat_completion(messages, **options):
-        [message] = messages
-        assert message["role"] == "user"
-        asked.append((message["content"], options))
-        content = transformers.utils.ModelOutput(content=answer(message["content"]))
-        choice = transformers.utils.ModelOutput(message=content)
-        return transformers.utils.ModelOutput(choices=[choice])
-
-    client = SimpleNamespace(chat_completion=chat_completion)
-    monkeypatch.setattr(huggingface_hub, "InferenceClient", lambda **kwargs: client)
-    return asked
-
-
-def test_verdicts_of_a_chat_judge_stay_with_their_posts(script, monkeypatch):
-    """Three kinds of posts: ours is better, theirs is better, no verdict; slow answers change nothing."""
-
-    def answer(question):
-        number = int(question.split("post number ")[1].split()[0])
-        time.sleep(0.02 if number == 0 else 0)
-        first_is_ours = f"Summary A: ours {number}\n" in question
-        assert f"Summary {'B' if first_is_ours else 'A'}: theirs {number}\n" in question
-        return {0: "A" if first_is_ours else "B", 1: "B" if first_is_ours else "A", 2: "?"}[number % 3]
-
-    asked = chat_with(monkeypatch, answer)
-    numbers = range(20)
-    posts = [dict(prompt=f"post number {i}", reference=f" theirs {i}") for i in numbers]
-    ours = [f" ours {i}" for i in numbers]
-    args = script.Args(judge_url="http://here/v1", judge_model="m")
-    verdicts = script.chat_judge(args)(posts, ours)
-    assert verdicts == [{0: 1.0, 1: 0.0, 2: None}[i % 3] for i in numbers]
-    assert len(asked) == 20
-    assert all(options == dict(model="m", max_tokens=8, temperature=0.0) for _, options in asked)
-    questions = sorted(question for question, _ in asked)
-    asked.clear()
-    script.chat_judge(args)(posts, ours)
-    assert sorted(question for question, _ in asked) == questions  # the order of the two is a function of
-    asked.clear()
-    script.chat_judge(replace(args, seed=2))(posts, ours)
-    assert sorted(question for question, _ in asked) != questions  # the seed
-
-
-def test_a_chat_judge_reads_the_text_of_a_chat(script, monkeypatch):
+def test_a_chat_judge_reads_the_text_of_a_chat(script, chat_with):
     """Not the list of messages as Python writes it."""
-    asked = chat_with(monkeypatch, lambda question: "A")
+    flags, asked = chat_with(lambda question: "A")
     messages = [dict(role="system", content="Be brief."), dict(role="user", content="What is\n2 + 3?")]
-    judge = script.chat_judge(script.Args(judge_url="http://here/v1", judge_model="m"))
-    judge([dict(prompt=messages, reference="5")], ["It is 5."])
+    script.chat_judge(script.Args(**flags))([dict(prompt=messages, reference="5")], ["It is 5."])
     [(question, _)] = asked
     assert "system: Be brief.\n\nuser: What is\n2 + 3?" in question and "{" not in question
 
 
-def test_a_chat_judge_in_a_run(trained, monkeypatch):
+def test_a_chat_judge_in_a_run(trained, chat_with):
     """It is asked about each evaluated post twice, never about training posts; --judge-fn is still logged."""
-    asked = chat_with(monkeypatch, lambda question: "A" if "Exam 2" in question[:200] else "B")
-    run = trained(judge_model="m", judge_url="http://here/v1")
-    assert run.table["judge"] == "m at http://here/v1"
+    flags, asked = chat_with(lambda question: "A" if "Exam 2" in question[:200] else "B")
+    run = trained(**flags)
+    assert run.table["judge"] == f"m at {flags['judge_url']}"
     assert len(asked) == 12 and not any("Train" in question for question, _ in asked)
     for part, name in ((asked[:6], "before"), (asked[6:], "after")):
         for row in run.samples:
@@ -1067,36 +790,6 @@ def test_a_chat_judge_in_a_run(trained, monkeypatch):
     for number in (1, 2):
         scores = [score for _, _, score in run.judge_calls[number - 1]]
         assert run.metrics[number - 1]["judge/scores"] == pytest.approx(mean(scores))
-
-
-@pytest.mark.parametrize(
-    "key, url, model, expected",
-    [
-        (True, None, "gpt", "https://api.openai.com/v1"),
-        (True, None, "some/gpt", None),
-        (False, None, "gpt", None),
-        (True, "http://here/v1", "gpt", "http://here/v1"),
-        (False, "http://here/v1", "some/gpt", "http://here/v1"),
-    ],
-)
-def test_the_server_of_a_chat_judge(script, monkeypatch, key, url, model, expected):
-    """--judge-url, else OpenAI's for a name without a slash if there is a key, else Hugging Face's."""
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    if key:
-        monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    args = script.Args(judge_url=url, judge_model=model)
-    assert script.judge_address(args) == expected
-    assert script.judge_name(args) == f"{model} at {expected or 'Hugging Face'}"
-
-
-def test_the_judge_of_tiny_knows_only_the_data_of_tiny(script):
-    """With other data it is dropped. Other judges stay."""
-    tiny = script.RECIPES["tiny"]
-    assert script.without_foreign_judge(tiny) == tiny
-    other = replace(tiny, dataset_name="other/data")
-    assert script.without_foreign_judge(other) == replace(other, judge_fn=None)
-    own = replace(other, judge_fn="mine.py:score")
-    assert script.without_foreign_judge(own) == own
 
 
 def test_both_verbs_drop_the_judge_of_tiny(script, monkeypatch):
@@ -1129,91 +822,3 @@ def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, m
         line = f"Model win rate: {result['win rate']:.2%} +- {result['+- (95 % interval)']:.2%} ("
         line += f"{result['ties']:.1%} ties, 0.0% without verdict), n = 6, judge {judge}, sampling, "
         assert line + "temperature 0.8, at most 9 tokens" in capsys.readouterr().out
-
-
-# ---- Words and warnings ------------------------------------------------------------------------------------
-
-
-def test_bigrams_and_new_words_by_hand(script):
-    """Small examples of what the tables count."""
-    assert script.distinct_bigrams(["a b a b", "A b", "c"]) == 2 / 4  # (a b), (b a), (a b), (a b)
-    assert script.distinct_bigrams(["a", ""]) == 0
-    before = ["film film film", "story", "nice film", "story"]
-    after = ["Story film!", "film STORY", "story nice1", "film story", "nice the", "cat", "x", "y"]
-    # film and story: 1/2 before; film 3/8, story 4/8, nice 2/8 after: nice only kept its share.
-    assert script.commonest_new_word(before, after) == ("", 0.0, 0.0)
-    after = ["great nice", "nice great", "nice great", "story film the"]
-    assert script.commonest_new_word(before, after) == ("great", 0.0, 0.75)  # nice: from 1/4, a tie
-    assert script.new_word_row(before, after) == {
-        "metric": 'commonest new word: "great"',
-        "before": 0.0,
-        "after": 0.75,
-    }
-    assert script.commonest_new_word(before, ["nice", "nice", "story", "tea"]) == ("nice", 0.25, 0.5)
-
-
-HEALTHY = {
-    "update": 2,
-    "episode": 200,
-    "objective/kl": 0.5,
-    "val/ratio": 1.1,
-    "policy/entropy_avg": 0.2,
-    "env/reward_std": 0.1,
-    "frac_reward_zero_std": 0.5,
-    "val/num_eos_tokens": 1,
-}
-RARE = ("word", 0.0, 0.24)  # a new word in almost a quarter of the responses
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("objective/kl", -1.1),
-        ("val/ratio", 0.4),
-        ("val/ratio", 2.1),
-        ("policy/entropy_avg", 0.09),
-        ("env/reward_std", 0.0),
-        ("frac_reward_zero_std", 0.51),
-        ("val/num_eos_tokens", 0),
-    ],
-)
-def test_each_warning_has_its_own_metric(script, name, value):
-    """No warning at the limits; beyond one of them, exactly one."""
-    args = script.Args(missing_eos_penalty=1.0)
-    assert script.health_warnings(HEALTHY, args, RARE) == {}
-    assert list(script.health_warnings(HEALTHY | {name: value}, args, RARE)) == [name]
-
-
-def test_warnings_that_need_more(script):
-    """No EOS matters only with a penalty, a new word only in 10 responses or more of a batch."""
-    metrics = HEALTHY | {"val/num_eos_tokens": 0}
-    assert script.health_warnings(metrics, script.Args(), RARE) == {}
-    word = ("word", 0.06, 0.3)
-    small_batch = HEALTHY | {"update": 8, "episode": 200}  # 25 responses, 7.5 of them with the word
-    assert script.health_warnings(small_batch, script.Args(), word) == {}
-    batch = HEALTHY | {"update": 4, "episode": 200}
-    [warning] = script.health_warnings(batch, script.Args(), word).values()
-    assert warning.startswith('"word" is in 30% of the responses, before training in 6%')
-
-
-def test_a_collapse_is_reported(script):
-    """A word in more than 15 % of the responses, or less than 80 % of the distinct bigrams."""
-    lines = []
-    run = SimpleNamespace(print=lambda text, style=None: lines.append(text))
-    rare = {"metric": 'commonest new word: "x"', "before": 0.01, "after": 0.15}
-    script.report_collapse(run, rare, 0.5, 0.4)
-    assert lines == []
-    script.report_collapse(run, rare | {"after": 0.16}, 0.5, 0.6)
-    assert len(lines) == 1 and '"x" is in 16% of the responses, before in 1%' in lines.pop()
-    script.report_collapse(run, rare, 0.5, 0.35)
-    assert len(lines) == 1 and "at 70% of their first value" in lines[0]
-
-
-@pytest.mark.parametrize(
-    "updates, count, expected",
-    [(6, 3, [2, 4, 6]), (7, 3, [2, 4, 6]), (3, 10, [1, 2, 3]), (5, 1, [5]), (5, 0, [])],
-)
-def test_updates_with_samples(script, updates, count, expected):
-    """About num_sample_generations of them, evenly spaced."""
-    args = script.Args(num_sample_generations=count)
-    assert [x for x in range(1, updates + 1) if script.is_sample_update(x, updates, args)] == expected

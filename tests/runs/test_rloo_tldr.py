@@ -9,6 +9,8 @@ import urllib.request
 from dataclasses import replace
 from types import SimpleNamespace
 
+import huggingface_hub
+import openai
 import pytest
 import torch
 import transformers
@@ -231,27 +233,6 @@ def test_rewarded_behaviour_is_learned(rloo, tmp_path):
 # ---- Loss and steps ----------------------------------------------------------------------------------------
 
 
-def test_the_loss_is_of_whole_responses(rloo, script, rollouts, monkeypatch):
-    """clipped_policy_loss gets one number per response: sums over its tokens, and its advantage."""
-    advantages = spy(monkeypatch, script, "rloo_advantages")
-    losses = spy(monkeypatch, script, "clipped_policy_loss")
-    rloo(total_episodes=8, num_ppo_epochs=3, learning_rate=0.5, **SGD)
-    b, _ = rollouts[1][1]
-    valid = script.length_mask(b["lengths"], 6)
-    sums = torch.where(valid, b["logprobs"], 0.0).sum(1)
-    expected = sorted(zip(sums.tolist(), advantages[0][1].tolist()))
-    assert len(losses) == 6  # 3 epochs of 2 minibatches
-    for epoch in (losses[:2], losses[2:4], losses[4:]):
-        seen = []
-        for (new, old, mb_advantages, _), _ in epoch:
-            assert new.shape == old.shape == mb_advantages.shape == (4,)
-            seen += zip(old.tolist(), mb_advantages.tolist())
-        torch.testing.assert_close(torch.tensor(sorted(seen)), torch.tensor(expected))
-    (first_new, first_old, _, _), (last_new, last_old, _, _) = losses[0][0], losses[-1][0]
-    torch.testing.assert_close(first_new, first_old)
-    assert (last_new - last_old).abs().max() > 1e-3
-
-
 def test_the_gradient_does_not_depend_on_micro_batches(rloo, tiny_lm):
     """Trick 28: one step of SGD on 8 responses: as 8, as 2 x 4 and as 8 x 1."""
     trained = []
@@ -272,6 +253,39 @@ def test_the_gradient_does_not_depend_on_micro_batches(rloo, tiny_lm):
     assert distance(trained[0], trained[1]) < 2e-6
     assert distance(trained[0], trained[2]) < 2e-6
     assert distance(trained[0], weights(tiny_lm())) > 1e-3
+
+
+def test_number_of_steps(rloo, monkeypatch):
+    """Trick 27: num_mini_batches * num_ppo_epochs steps per update. Accumulation adds none.
+
+    The metric lr is that of these steps: 2 updates of warm-up, then the schedule.
+    """
+    used = []
+    step = torch.optim.SGD.step
+
+    def recorded(self, *rest):
+        used.append(self.param_groups[0]["lr"])
+        return step(self, *rest)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", recorded)
+    _, _, rows = rloo(
+        total_episodes=40,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_ppo_epochs=3,
+        num_mini_batches=2,
+        learning_rate=1e-4,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.4,
+        optimizer="torch.optim.SGD",
+        response_length=1,
+        num_sample_generations=0,
+    )
+    expected = [0.5e-4, 1e-4, 1e-4, 0.75e-4, 0.25e-4]
+    assert [row["lr"] for row in rows] == pytest.approx(expected)
+    assert used == pytest.approx([x for x in expected for _ in range(6)])
+    assert [row["update"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["episode"] for row in rows] == [8, 16, 24, 32, 40]
 
 
 # ---- The reward model --------------------------------------------------------------------------------------
@@ -326,12 +340,39 @@ def test_responses_keep_their_first_space(rloo, rollouts, metaspace_lm):
     assert any(response.startswith(" ") for response in responses)
 
 
-def test_without_a_stop_token(rloo, rollouts):
-    """Trick 16: with --stop-token None, all responses end at their limit."""
-    _, _, rows = rloo(stop_token=None, missing_eos_penalty=None)
+def test_another_stop_token(rloo, rollouts, tiny_lm, tmp_path):
+    """Trick 16: --stop-token-id ends a response, EOS does not, and its text does not reach the reward.
+
+    With --stop-token None, all responses end at their limit.
+    """
+    lm = eos_prone(tiny_lm, tmp_path / "lm")
+    tokenizer = AutoTokenizer.from_pretrained(lm)
+    length = reward_file(tmp_path, "return [float(len(text)) for text in completions]")
+    flags = dict(model_name_or_path=lm, temperature=1.0, total_episodes=8, reward_fn=length)
+    rloo("first", **flags)
+    tokens = rollouts[1][1][0]["ids"][:, -6:]
+    stop = next(x for x in tokens[:, 1].tolist() if x not in (0, tokenizer.eos_token_id))
+    rollouts.clear()
+    _, _, [row] = rloo("second", stop_token_id=stop, **flags)
+    b, responses = rollouts[1][1]
+    lengths, ends, texts = [], [], []
+    for ids in b["ids"][:, -6:].tolist():
+        ends.append(stop in ids)
+        lengths.append(ids.index(stop) + 1 if stop in ids else 6)
+        text = ids[: ids.index(stop)] if stop in ids else ids
+        texts.append(tokenizer.decode(text, skip_special_tokens=True))
+    assert 0 < sum(ends) < 8
+    assert responses == texts
+    assert row["val/num_eos_tokens"] == sum(ends)
+    assert row["completions/mean_length"] == sum(lengths) / 8
+    scores = [len(text) - (0.0 if ended else 1.0) for text, ended in zip(texts, ends)]
+    assert row["objective/scores"] == pytest.approx(sum(scores) / 8)
+
+    rollouts.clear()
+    _, _, [row] = rloo("third", stop_token=None, missing_eos_penalty=None, **flags)
     assert not rollouts[1][1][0]["stopped"].any()
-    assert rows[0]["completions/min_length"] == 6
-    assert rows[0]["val/num_eos_tokens"] == 0
+    assert row["completions/min_length"] == 6
+    assert row["val/num_eos_tokens"] == 0
 
 
 # ---- Models ------------------------------------------------------------------------------------------------
@@ -439,55 +480,11 @@ def test_commands_of_trls_page(
     assert (folder / "model/model.safetensors").exists()
 
 
-METRICS = {  # of TRL's page, except those of a value function
-    "eps",
-    "objective/kl",
-    "objective/entropy",
-    "objective/non_score_reward",
-    "objective/rlhf_reward",
-    "objective/scores",
-    "policy/approxkl_avg",
-    "policy/clipfrac_avg",
-    "loss/policy_avg",
-    "policy/entropy_avg",
-    "val/ratio",
-    "val/ratio_var",
-    "val/num_eos_tokens",
-    "lr",
-    "episode",
-}
-
-
-def test_metrics_and_samples(rloo):
-    """Every metric of TRL's page that RLOO has, and a table of samples."""
-    _, folder, rows = rloo(num_sample_generations=2)
-    assert set(rows[0]) >= METRICS
-    assert not any("value" in name for name in rows[0])
-    samples = rows_of(folder, "samples.jsonl")
-    assert {row["update"] for row in samples} == {1, 2}
-    numbers = ["logprob", "entropy", "kl", "advantage", "ids"]
-    assert list(samples[0]) == ["update", "prompt", "response", "score", *numbers]
-    assert len({len(samples[0][name]) for name in numbers}) == 1
-    assert samples[0]["prompt"].endswith("TL;DR:")
-    table = table_of(folder)
-    assert set(table) == {"before", "after", "n", "judge", "decoding"}
-    assert table["n"] == 4
-    rows = rows_of(folder, "evaluation_samples.jsonl")
-    assert list(rows[0]) == ["prompt", "reference", "before", "score", "after", "score after"]
-    assert table["after"]["score mean"] == pytest.approx(sum(row["score after"] for row in rows) / 4)
-
-
 # ---- Judges that compare scores ----------------------------------------------------------------------------
 
 
 def test_win_rate_by_a_function(rloo, tmp_path):
     """1 if the summary scores higher than the reference, 0.5 for a tie, else 0; and the error of the mean."""
-    [equal] = reward_file(tmp_path, "return [0.0] * len(prompts)", "equal")
-    _, folder, _ = rloo("equal", judge_fn=equal)
-    table = table_of(folder)["before"]
-    assert (table["win rate"], table["ties"]) == (0.5, 1)
-    assert (table["+- (95 % interval)"], table["no verdict"]) == (0, 0)
-
     gold = tmp_path / "gold.py"  # it scores 8 responses of a rollout, or first 4 summaries, then 4 references
     gold.write_text("""CALLS = []
 def score(prompts, completions, **columns):
@@ -496,7 +493,7 @@ def score(prompts, completions, **columns):
     CALLS.append(1)
     return [1.0, 0.0, 0.0, 0.0] if len(CALLS) % 2 else [0.5, 0.0, 1.0, 1.0]
 """)
-    _, folder, rows = rloo("other", judge_fn=f"{gold}:score")
+    _, folder, rows = rloo(judge_fn=f"{gold}:score")
     assert rows[0]["judge/scores"] == 3
     table = table_of(folder)["before"]
     assert table["win rate"] == pytest.approx((1 + 0.5 + 0 + 0) / 4)
@@ -574,6 +571,101 @@ return [float(len(r)) for r in completions]"""
     _, folder = script.train(script.parse_args(["--resume", args.output_dir, "--judge-fn", other]))
     assert (folder / "model/model.safetensors").exists()
     assert table_of(folder)["judge"] == other
+
+
+# ---- Chat models as judges ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url, model, address, key",
+    [
+        (None, "gpt", "https://api.openai.com/v1", "openai"),
+        (None, "some/gpt", "https://router.huggingface.co/v1", "hub"),
+        ("http://here/v1", "gpt", "http://here/v1", "openai"),
+        ("http://here/v1", "some/gpt", "http://here/v1", "openai"),
+    ],
+)
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_keys_go_to_their_own_server(script, monkeypatch, url, model, address, key, has_keys):
+    """--judge-url, else Hugging Face's server for a name with a slash, else OpenAI's.
+
+    Hugging Face gets its own token only, and nobody else gets it.
+    """
+    seen = []
+    monkeypatch.setattr(openai, "OpenAI", lambda **options: seen.append(options))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hub" if has_keys else None)
+    if has_keys:
+        monkeypatch.setenv("OPENAI_API_KEY", "openai")
+    args = script.Args(judge_url=url, judge_model=model)
+    script.chat_judge(args)
+    assert script.judge_name(args) == f"{model} at {address}"
+    key = key if has_keys else "none"
+    assert seen == [dict(base_url=address, api_key=key, timeout=300, max_retries=4)]
+
+
+def test_verdicts_of_a_chat_judge_stay_with_their_posts(script, chat_with):
+    """Three kinds of posts: ours is better, theirs is better, no verdict; slow answers change nothing.
+
+    The order of the two is random, a function of the seed.
+    """
+
+    def answer(question):
+        number = int(question.split("post number ")[1].split()[0])
+        time.sleep(0.02 if number == 0 else 0)
+        first_is_ours = f"Summary A: ours {number}\n" in question
+        assert f"Summary {'B' if first_is_ours else 'A'}: theirs {number}\n" in question
+        return {0: "A" if first_is_ours else "B", 1: "B" if first_is_ours else "A", 2: "?"}[number % 3]
+
+    flags, asked = chat_with(answer)
+    numbers = range(40)
+    posts = [dict(prompt=f"post number {i}", reference=f" theirs {i}") for i in numbers]
+    ours = [f" ours {i}" for i in numbers]
+    verdicts = script.chat_judge(script.Args(**flags))(posts, ours)
+    assert verdicts == [{0: 1.0, 1: 0.0, 2: None}[i % 3] for i in numbers]
+    assert len(asked) == 40
+    assert all(options == dict(model="m", max_tokens=8, temperature=0.0) for _, options in asked)
+    assert 8 < sum("Summary A: ours" in question for question, _ in asked) < 32
+    questions = sorted(question for question, _ in asked)
+    for seed in (1, 2):
+        asked.clear()
+        script.chat_judge(script.Args(seed=seed, **flags))(posts, ours)
+        assert (sorted(question for question, _ in asked) == questions) == (seed == 1)
+
+
+@pytest.mark.parametrize(
+    "answer, expected",
+    [
+        (" A", "first"),
+        ("Answer: B.", "second"),
+        *[(answer, None) for answer in ("hmm...", "Both A and B", "ABBA", "a", None)],
+    ],
+)
+def test_a_chat_judge_reads_verdicts(script, chat_with, answer, expected):
+    """Always the first, or always the second, is undecided. None is a verdict that is missing, no defeat."""
+    flags, asked = chat_with(lambda question: answer)
+    posts = [dict(prompt=f"post {i}", reference=" theirs") for i in range(40)]
+    verdicts = script.chat_judge(script.Args(**flags))(posts, [" ours"] * 40)
+    if expected is None:
+        assert verdicts == [None] * 40
+        return
+    is_first = {int(question.split("post ")[2].split()[0]): "A: ours" in question for question, _ in asked}
+    assert verdicts == [float(is_first[i] == (expected == "first")) for i in range(40)]
+    assert 8 < sum(verdicts) < 32
+
+
+def test_a_chat_judge_tries_again(script, chat_with, monkeypatch):
+    """Two failures and an answer is an answer. Five failures end the run with one line."""
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    answers = [503, 503, "A", *[503] * 5]
+    flags, asked = chat_with(lambda question: answers.pop(0))
+    judge = script.chat_judge(script.Args(**flags))
+    assert judge([dict(prompt="p", reference=" a")], [" b"]) != [None]
+    assert len(asked) == 3 and len(waits) == 2 and min(waits) > 0
+    with pytest.raises(script.UserError, match=f"--judge-model m at {flags['judge_url']}: Error code: 503"):
+        judge([dict(prompt="p", reference=" a")], [" b"])
+    assert len(asked) == 8 and not answers
 
 
 # ---- The verb judge ----------------------------------------------------------------------------------------
@@ -751,14 +843,6 @@ def test_the_verb_judge_takes_the_flags_of_training(
     assert f"n = 11, judge {judge}, sampling, temperature 1.1, at most 25 tokens" in capsys.readouterr().out
 
 
-def test_the_verb_judge_needs_a_weight_for_each_function(script, small, tmp_path):
-    """Otherwise the last functions would not count."""
-    files = reward_file(tmp_path, "return [1.0] * len(completions)") * 2
-    args = small("rloo_tldr", reward_fn=files, reward_weights=[1.0], output_dir=None)
-    with pytest.raises(script.UserError, match="1 weights, but --reward-fn has 2"):
-        script.judge_policy(args)
-
-
 def test_the_verb_judge_needs_references(script, small, capsys, tmp_path):
     """Posts without a summary are left out. If no post has one, a line says so."""
     train = [dict(prompt=f"Old post {i}.\n\nTL;DR:", completion=" Old.") for i in range(12)]
@@ -794,10 +878,12 @@ def test_a_prompt_that_fills_the_context(script, small, capsys, tmp_path, split,
     data = write_rows(tmp_path / "data", **rows)
     judge = reward_file(tmp_path, "return [0.0] * len(prompts)")[0]
     args = small("rloo_tldr", dataset_name=data, max_prompt_length=999, response_length=9, judge_fn=judge)
+    args = replace(args, num_examples=13)
     if verb == "judge" and split == "train":
         script.main(["judge", *flags_of(args)])
         assert "win rate: 50.00%" in capsys.readouterr().out
     else:
         words = [] if verb == "train" else ["judge"]
-        assert "can read 256 tokens; prompt and response may have" in one_line(script, [*words, *flags_of(args)], capsys)
+        line = one_line(script, [*words, *flags_of(args)], capsys)
+        assert "can read 256 tokens; prompt and response may have 258" in line
         assert not (tmp_path / "run").exists()
