@@ -989,8 +989,10 @@ def add_lora(model, args):
         model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: {error}") from error
-    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):
-        raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for the output embedding")
+    base = model.get_base_model()
+    # Merged into an embedding, an adapter would also change the output layer, which may share its weights.
+    if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
+        raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings")
     return model
 
 
@@ -1248,6 +1250,7 @@ def call_reward_functions(functions, inputs, device):
     for name, function in functions.items():
         scores = function(**inputs)
         try:
+            scores = list(scores)  # it may be a generator
             numbers = [math.nan if score is None else float(score) for score in scores]
         except (TypeError, ValueError, OverflowError) as error:
             raise UserError(f"reward {name} must return a list of numbers or None: {error}") from error

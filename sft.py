@@ -939,8 +939,10 @@ def add_lora(model, args):
         model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: {error}") from error
-    if hasattr(model.get_base_model().get_output_embeddings(), "base_layer"):
-        raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for the output embedding")
+    base = model.get_base_model()
+    # Merged into an embedding, an adapter would also change the output layer, which may share its weights.
+    if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
+        raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings")
     return model
 
 

@@ -85,8 +85,9 @@ def band(script, seeds=SEEDS):
     updates = [row["update"] for row in runs[0]]
     shown = np.unique(np.linspace(0, len(updates) - 1, POINTS).round().astype(int))
     metrics = {}
+    names = set.intersection(*(set(run[0]) for run in runs))  # older runs have more metrics
     for name in runs[0][0]:
-        if name == "update" or name.startswith(LEFT_OUT):
+        if name == "update" or name.startswith(LEFT_OUT) or name not in names:
             continue
         values = np.array([[row[name] for row in run] for run in runs])  # [seeds, updates]
         quantiles = np.quantile(values[:, shown], [0.05, 0.5, 0.95], axis=0)
@@ -106,7 +107,6 @@ WHAT_TO_SEE = {
         "loss/value_avg": "halves: the critic learns",
         "policy/clipfrac_avg": "largest at first, 0 at the end, as the learning rate falls",
         "completions/distinct_2": "falls a little: responses become more alike",
-        "completions/new_word_share": "the share of responses with the word that has spread most since the start. If it is high, read the samples",
         "sampling/logprob_gap_mean": "rounding only, always",
     },
     "ppo_dialog": {

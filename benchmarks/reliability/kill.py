@@ -9,8 +9,7 @@ save: it comes within 20 ms after the run began to write a checkpoint or the fin
 between start and end.
 
 Each line of results/reliability/kills.jsonl is one signal: when it came, how the process ended, which checkpoints there
-were, and whether the resumed run ended with the same model, metrics, samples, tokens and tables (times are not
-compared).
+were, and whether the resumed run ended with the same model, metrics, samples and tables (times are not compared).
 """
 
 import argparse
@@ -56,7 +55,6 @@ COMPARED = (
     "model/value_head.safetensors",
     "metrics.jsonl",
     "samples.jsonl",
-    "tokens.jsonl",
     "evaluation.json",
     "evaluation_samples.jsonl",
 )
@@ -147,7 +145,7 @@ def one(module, script, flags, number, aim, seconds, saves, rng, root, whole):
         os.close(told)
         return None
     os.kill(child, number)
-    code, drafts = wait(child, told), [path.name for path in folder.glob("checkpoints/.*")]
+    code, drafts = wait(child, told), [path.name for path in folder.glob("checkpoints/draft*")]
     checkpoints = sorted(path.name for path in folder.glob("checkpoints/[0-9]*"))
     said = f"--resume {folder}" in log.read_text()
     again = ["--resume", str(folder)] if (folder / "args.json").exists() else argv

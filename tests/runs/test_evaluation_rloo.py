@@ -17,7 +17,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import EOS, byte_level_tokenizer
+from conftest import EOS
 from run_fixtures import handlers_kept
 from run_tools import distance, eos_prone, maker, reward_file, rows_of, spy, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -678,21 +678,6 @@ def test_drawn_posts(script):
     for other, purpose in ((args, 6), (args, "held-out"), (replace(args, seed=2), 5)):
         again = script.draw_groups(posts, 3, other, purpose)
         assert not set(again["uniforms"].flatten().tolist()) & set(drawn["uniforms"].flatten().tolist())
-
-
-def test_decode_with_special_tokens(script):
-    """They are not text, wherever they are."""
-    tokenizer = byte_level_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "<bos>", "additional_special_tokens": ["<user>"]})
-    bos, user, eos = tokenizer.convert_tokens_to_ids(["<bos>", "<user>", EOS])
-    in_front = tokenizers.processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", bos)])
-    tokenizer.backend_tokenizer.post_processor = in_front
-    text, good, bad = tokenizer(["the film", " good", " bad"], add_special_tokens=False).input_ids
-    prompts = [[bos, user, *text], [*text, user]]
-    responses = [[*good, eos, *bad], [user, *bad]]
-    texts, answers = script.decode(tokenizer, prompts, responses)
-    assert texts == ["the film", "the film"]
-    assert answers == [" good bad", " bad"]
 
 
 def test_a_response_that_completes_a_character(script):

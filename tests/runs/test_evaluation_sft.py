@@ -1,0 +1,542 @@
+"""Which rows sft.py trains on and evaluates on, and every number that it reports.
+
+The rows of each split name it, and differ in length. The numbers are computed again by transformers and plain
+Python, one text at a time, from the rows of the data set.
+"""
+
+import json
+import math
+from collections import Counter
+
+import pytest
+import tokenizers
+import torch
+import torch.nn.functional as F
+from conftest import EOS, byte_level_tokenizer, ids_of
+from datasets import Dataset
+from run_tools import rows_of, same, spy, weights, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytest_plugins = ["run_fixtures"]
+TINY_GPT2 = "gpt2 n_embd=32 n_layer=1 n_head=2 n_positions=128"
+close = dict(rel=1e-3, abs=2e-5)
+
+
+def texts_of(split, count):
+    """Rows with the column text, such as "test text 3: sun sun."."""
+    return [dict(text=f"{split} text {i}:" + " sun" * (5 * i % 8) + ".") for i in range(count)]
+
+
+def posts_of(split, count, longest=60):
+    """Rows with the columns prompt and completion. The text of number 4 is long."""
+    rows = []
+    for i in range(count):
+        prompt = f"{split} text {i}:" + " rain" * (i % 4)
+        completion = f" {split} answer {i}" + " sun" * (longest if i == 4 else 5 * i % 7) + "."
+        rows.append(dict(prompt=prompt, completion=completion))
+    return rows
+
+
+def three_splits(folder, make):
+    """A data set with 13 training, 9 test and 5 validation rows. -> its path, rows of train, rows of test"""
+    train, test = make("train", 13), make("test", 9)
+    return write_rows(folder, train=train, test=test, validation=make("validation", 5)), train, test
+
+
+def number_in(text, split):
+    """The number of the row of this split that a text begins with; fails if it is of another split."""
+    start = f"{split} text "
+    assert text.startswith(start), text
+    return int(text.removeprefix(start).split(":")[0])
+
+
+def evaluation_of(folder):
+    """evaluation.json of a run."""
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def language_model(folder):
+    """A folder's model and tokenizer, loaded by transformers."""
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def linear(rate, update, updates, warmup):
+    """The learning rate of an update: up during warmup, then down to 0 after the last update."""
+    if update <= warmup:
+        return rate * update / warmup
+    return rate * (updates - (update - 1)) / (updates - warmup)
+
+
+def adamw_step(model, optimizer, loss, rate, max_norm):
+    """One step along a clipped gradient. -> the norm of the gradient before it was clipped"""
+    optimizer.zero_grad()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.step()
+    return norm.item()
+
+
+def assert_weights_of(folder, model):
+    """model/ has the weights of a model that was trained by hand."""
+    saved = type(model).from_pretrained(folder / "model").state_dict()
+    for name, x in model.state_dict().items():
+        torch.testing.assert_close(saved[name], x, atol=1e-4, rtol=1e-3, msg=name)
+
+
+# ---- Rows, tables and files --------------------------------------------------------------------------------
+
+
+def document_of(tokenizer, row, max_length):
+    """The ids of a row with prompt and completion, and how many of them are not learned."""
+    prompt = tokenizer(row["prompt"]).input_ids
+    ids = prompt + tokenizer(row["completion"]).input_ids + [tokenizer.eos_token_id]
+    return ids[:max_length], len(prompt)
+
+
+def sums_of(model, documents):
+    """Sum of losses, number of right predictions, number of labels. documents: (ids, unlabeled tokens)"""
+    loss, right, count = 0, 0, 0
+    for ids, unlabeled in documents:
+        logits = model(torch.tensor([ids])).logits[0, unlabeled - 1 : -1]
+        labels = torch.tensor(ids[unlabeled:])
+        loss = loss + F.cross_entropy(logits, labels, reduction="sum")
+        right += (logits.argmax(-1) == labels).sum().item()
+        count += len(labels)
+    return loss, right, count
+
+
+def means_of(model, documents):
+    """The three numbers of a table of sft.py."""
+    with torch.no_grad():
+        loss, right, count = sums_of(model, documents)
+    loss = loss.item() / count
+    return dict(loss=loss, mean_token_accuracy=right / count, perplexity=math.exp(loss))
+
+
+def filled_rows(documents, max_length):
+    """How many rows these documents fill, in their order."""
+    rows, room = 0, 0
+    for ids, _ in documents:
+        if len(ids) > room:
+            rows, room = rows + 1, max_length
+        room -= len(ids)
+    return rows
+
+
+def collated(calls, split, tokenizer):
+    """The numbers of the data rows in calls of collate_rows, for each of their rows a list."""
+    numbers = []
+    for (rows, _), _ in calls:
+        numbers += [[number_in(tokenizer.decode(ids), split) for ids, _ in row] for row in rows]
+    return numbers
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_number_of_sft(sft, scripts, tiny_lm, tmp_path, monkeypatch, capsys, packing):
+    """Metrics of each update, the table before and after, the samples, and the weights in model/."""
+    data, train, test = three_splits(tmp_path / "data", posts_of)
+    model, tokenizer = language_model(tiny_lm())
+    all_train = [document_of(tokenizer, row, 96) for row in train[:11]]
+    all_test = [document_of(tokenizer, row, 96) for row in test]
+    assert len(all_train[4][0]) == 96 and all_train[4][0][-1] != tokenizer.eos_token_id
+    num_rows = filled_rows(all_train, 96) if packing else 11
+    assert num_rows < 8 or not packing
+    calls = spy(monkeypatch, scripts["sft"], "collate_rows")
+    _, folder, metrics = sft(
+        dataset_name=data,
+        packing=packing,
+        max_length=96,
+        num_train_rows=11,
+        num_eval_rows=7,
+        num_samples=2,
+        num_train_epochs=12.4 / num_rows,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=2e-2,
+        lr_scheduler_type="linear",
+        warmup_ratio=0.4,
+        adam_eps=1e-3,
+        max_grad_norm=0.5,
+    )
+
+    # Evaluation: the same seven test rows before and after, in passes of two packed rows.
+    updates = 3
+    half = (len(calls) - 2 * updates) // 2
+    assert half > 1 and all(len(result["ids"]) <= 2 for _, result in calls)
+    before, in_training, after = calls[:half], calls[half:-half], calls[-half:]
+    held_out = sum(collated(before, "test", tokenizer), [])
+    assert held_out == sum(collated(after, "test", tokenizer), [])
+    assert len(set(held_out)) == len(held_out) == 7
+    documents = [all_test[i] for i in held_out]
+    evaluation = evaluation_of(folder)
+    assert evaluation["before"] == pytest.approx(means_of(model, documents), **close)
+    assert evaluation["n"] == 7
+
+    # Updates: each packed row once in an epoch, and the mean over all labels of the batch.
+    assert len(metrics) == updates and len(in_training) == 2 * updates
+    batches = collated(in_training, "train", tokenizer)
+    assert len(batches) == 4 * updates
+    seen = Counter(sum(batches[:num_rows], []))
+    assert seen == Counter(range(11))
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3)
+    for update, row in enumerate(metrics, start=1):
+        numbers = sum(batches[4 * update - 4 : 4 * update], [])
+        loss, right, count = sums_of(model, [all_train[i] for i in numbers])
+        rate = linear(2e-2, update, updates, warmup=2)
+        expected = dict(
+            update=update,
+            epoch=4 * update / num_rows,
+            lr=rate,
+            loss=loss.item() / count,
+            mean_token_accuracy=right / count,
+            perplexity=math.exp(loss.item() / count),
+            grad_norm=adamw_step(model, optimizer, loss / count, rate, max_norm=0.5),
+        )
+        assert expected["grad_norm"] > 0.5
+        assert {name: row[name] for name in expected} == pytest.approx(expected, **close)
+        assert row["perf/tokens_per_second"] * row["perf/seconds"] == pytest.approx(count)
+    assert_weights_of(folder, model)
+
+    # Afterwards: the table, and the samples of the first of the same rows.
+    assert evaluation["after"] == pytest.approx(means_of(model, documents), **close)
+    assert abs(evaluation["after"]["loss"] - evaluation["before"]["loss"]) > 0.01
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "7 held-out documents" in lines
+    for name in ("loss", "mean_token_accuracy", "perplexity"):
+        cells = [f"{evaluation[part][name]:.3f}" for part in ("before", "after")]
+        assert any([word for word in line.split() if word != "│"] == [name, *cells] for line in lines), name
+    samples = rows_of(folder, "samples.jsonl")
+    assert [row["prompt"] for row in samples] == [test[i]["prompt"] for i in held_out[:2]]
+    assert [row["update"] for row in samples] == [updates] * 2
+
+
+def test_held_out_documents_are_drawn_at_random(sft, scripts, tiny_lm, tmp_path, monkeypatch):
+    """Another seed draws others, and another order of the training rows. Validation rows are not used."""
+    data, _, _ = three_splits(tmp_path / "data", texts_of)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    held_out, orders = [], []
+    for seed in (1, 2, 3):
+        with monkeypatch.context() as patch:
+            calls = spy(patch, scripts["sft"], "collate_rows")
+            sft(
+                f"run{seed}",
+                dataset_name=data,
+                seed=seed,
+                packing=False,
+                num_train_rows=8,
+                num_train_epochs=2.0,
+                num_samples=0,
+            )
+        held_out.append(tuple(sum(collated(calls[:1], "test", tokenizer), [])))
+        order = sum(collated(calls[1:5], "train", tokenizer), [])
+        assert sorted(order[:8]) == sorted(order[8:]) == list(range(8))
+        assert order[:8] != order[8:]  # another order in each epoch
+        orders.append(tuple(order))
+    assert len({frozenset(numbers) for numbers in held_out} | {frozenset(range(4))}) >= 3
+    assert all(sorted(numbers) != [0, 1, 2, 3] for numbers in held_out)
+    assert len(set(orders)) == len(set(held_out)) == 3
+
+
+def test_which_split_is_held_out(scripts, tmp_path):
+    """Test, else validation, else the last tenth of train, which is not trained on then."""
+    load_splits = scripts["sft"].load_splits
+    train, test, validation = texts_of("train", 25), texts_of("test", 3), texts_of("validation", 2)
+    cases = [
+        (dict(test=test, validation=validation), train, test),
+        (dict(validation=validation), train, validation),
+        ({}, train[:23], train[23:]),
+    ]
+    for i, (held_out, expected_train, expected_held_out) in enumerate(cases):
+        data = write_rows(tmp_path / f"data{i}", train=train, **held_out)
+        ours, others = load_splits(data)
+        assert list(ours["text"]) == [row["text"] for row in expected_train]
+        assert list(others["text"]) == [row["text"] for row in expected_held_out]
+    few = write_rows(tmp_path / "few", train=train[:3])
+    ours, others = load_splits(few)
+    assert (len(ours), len(others)) == (2, 1)
+
+
+def test_samples_are_of_the_trained_model_and_of_held_out_prompts(sft, tmp_path):
+    """It learned to end every post with the same words. They follow prompts that it never saw."""
+    train, test = posts_of("train", 12), posts_of("test", 6)
+    for row in train:
+        row["completion"] = " all is well."
+    data = write_rows(tmp_path / "data", train=train, test=test)
+    flags = dict(dataset_name=data, packing=False, num_train_rows=None, num_train_epochs=30.0)
+    _, folder, _ = sft(**flags, num_eval_rows=6, num_samples=5, learning_rate=1e-2)
+    samples = rows_of(folder, "samples.jsonl")
+    prompts = [row["prompt"] for row in samples]
+    assert len(set(prompts)) == len(prompts) == 5
+    assert set(prompts) <= {row["prompt"] for row in test}
+    assert all(row["completion"].endswith(f" is well.{EOS}") for row in samples), samples
+
+
+def test_samples_are_drawn_from_all_tokens(scripts, tiny_lm):
+    """Not the likeliest ones, nor only from the 50 likeliest (transformers' default). 40 tokens, or EOS."""
+    model, tokenizer = language_model(tiny_lm())
+    model.lm_head.weight.data *= 0.3  # flatter
+    ids = tokenizer("The film was").input_ids
+    documents = [(ids + [7], [-100] * len(ids) + [7])] * 6
+    torch.manual_seed(0)
+    calls = []
+    generate = model.generate
+    model.generate = lambda *args, **kwargs: calls.append(generate(*args, **kwargs)[0]) or calls[-1][None]
+    samples = scripts["sft"].write_samples(model, tokenizer, documents, tokenizer.eos_token_id)
+    assert len({row["completion"] for row in samples}) == 6
+    is_rare = []
+    for output, row in zip(calls, samples, strict=True):
+        written = output[len(ids) :].tolist()
+        assert row == dict(prompt="The film was", completion=tokenizer.decode(written))
+        assert len(written) == 40 or written[-1] == tokenizer.eos_token_id
+        with torch.no_grad():
+            logits = model(output[None]).logits[0, len(ids) - 1 : -1]
+        ranks = (logits > logits.gather(1, output[len(ids) :, None])).sum(1)
+        is_rare += (ranks >= 50).tolist()
+    assert 0.1 < sum(is_rare) / len(is_rare) < 0.99
+
+
+def test_no_samples(sft):
+    """--num-samples 0 writes none."""
+    _, folder, _ = sft(num_samples=0)
+    assert not (folder / "samples.jsonl").exists()
+
+
+def test_dropout_is_on_in_training_only(sft, tmp_path):
+    """Random weights keep the dropout of their config. Both evaluations, and model/, have none."""
+    data, train, test = three_splits(tmp_path / "data", posts_of)
+    shape = f"{TINY_GPT2} resid_pdrop=0.5 embd_pdrop=0.5"
+    flags = dict(dataset_name=data, num_eval_rows=9, learning_rate=0.0, num_samples=0, train_tokenizer=300)
+    _, folder, [metrics] = sft(
+        from_config=shape, **flags, num_train_rows=4, packing=False, num_train_epochs=1.0
+    )
+    model, tokenizer = language_model(folder / "model")
+    means = means_of(model, [document_of(tokenizer, row, 128) for row in test])
+    evaluation = evaluation_of(folder)
+    assert evaluation["before"] == evaluation["after"] == pytest.approx(means, **close)
+    without = means_of(model, [document_of(tokenizer, row, 128) for row in train[:4]])
+    assert abs(metrics["loss"] - without["loss"]) > 1e-4
+
+
+def test_lora_is_merged_as_it_was_trained(sft, tiny_lm):
+    """model/ is W + lora_alpha / lora_r * B A, with A and B of the last checkpoint."""
+    _, folder, _ = sft(lora_r=2, lora_alpha=6, packing=False, num_train_rows=8)
+    [checkpoint] = (folder / "checkpoints").iterdir()
+    trained = torch.load(checkpoint, weights_only=True)["parameters"]
+    before, after = weights(tiny_lm()), weights(folder / "model")
+    names = [name for name in before if "c_attn.weight" in name]
+    for name in names:
+        [A] = [x for key, x in trained.items() if name.removesuffix("weight") + "lora_A" in key]
+        [B] = [x for key, x in trained.items() if name.removesuffix("weight") + "lora_B" in key]
+        assert B.abs().max() > 1e-3
+        torch.testing.assert_close(after[name], before[name] + 3 * (B @ A).T)  # GPT-2 has W transposed
+    assert len(names) == 2
+
+
+# ---- Documents ---------------------------------------------------------------------------------------------
+
+
+def documents_of(scripts, tokenizer, columns, **flags):
+    """sft.load_documents of a data set with these columns."""
+    script = scripts["sft"]
+    return script.load_documents(Dataset.from_dict(columns), tokenizer, script.Args(**flags))
+
+
+def with_bos(tokenizer):
+    """The tokenizer, with a BOS in front of each text, as Llama's does it."""
+    tokenizer.add_special_tokens(dict(bos_token="<s>"))
+    mark = [("<s>", tokenizer.bos_token_id)]
+    template = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=mark)
+    tokenizer.backend_tokenizer.post_processor = template
+    return tokenizer
+
+
+def test_damaged_rows_are_skipped(scripts):
+    """Each completion stays with its prompt. Rows without a text, a prompt or a completion are skipped."""
+    tokenizer = byte_level_tokenizer()
+    prompts = ["one", None, "two", "", "three", "four"]
+    completions = [" a", " b", None, " c", "", " d"]
+    documents = documents_of(scripts, tokenizer, dict(prompt=prompts, completion=completions))
+    assert [tokenizer.decode(ids) for ids, _ in documents] == [f"one a{EOS}", f"four d{EOS}"]
+    learned = [tokenizer.decode([label for label in labels if label != -100]) for _, labels in documents]
+    assert learned == [f" a{EOS}", f" d{EOS}"]
+    documents = documents_of(scripts, tokenizer, dict(text=["one", None, "", "two", "three"]))
+    assert [tokenizer.decode(ids) for ids, _ in documents] == [text + EOS for text in ("one", "two", "three")]
+
+
+def test_the_column_text_comes_first(scripts):
+    """A data set that has text, and prompt and completion too, is one of texts."""
+    tokenizer = byte_level_tokenizer()
+    columns = dict(prompt=["one"], completion=[" two"], text=["three"])
+    [(ids, labels)] = documents_of(scripts, tokenizer, columns)
+    assert tokenizer.decode(ids) == f"three{EOS}" and labels == ids
+
+
+def test_bos_comes_once_and_in_front(scripts):
+    """In texts, in prompts and in dialogs; never in the middle."""
+    tokenizer = with_bos(byte_level_tokenizer())
+    [(ids, _)] = documents_of(scripts, tokenizer, dict(text=["one"]))
+    assert tokenizer.decode(ids) == f"<s>one{EOS}"
+    [(ids, labels)] = documents_of(scripts, tokenizer, dict(prompt=["one"], completion=[" a"]))
+    assert tokenizer.decode(ids) == f"<s>one a{EOS}"
+    assert labels.count(-100) == len(tokenizer("one").input_ids)
+    for end, text in ((" <EOU>", f"<s> Hi. <EOU> Yes. <EOU>{EOS}"), ("eos", f"<s> Hi.{EOS} Yes.{EOS}")):
+        columns = dict(dialog=[["Hi.", "Yes."]])
+        [(ids, _)] = documents_of(scripts, tokenizer, columns, utterance_end=end)
+        assert tokenizer.decode(ids) == text
+
+
+def test_documents_that_cannot_be_learned_are_skipped(scripts):
+    """A prompt of max_length tokens or more leaves nothing to learn; one less leaves one token."""
+    tokenizer = byte_level_tokenizer()
+    words = ["sun" + " sun" * n for n in (3, 4, 5, 8)]
+    lengths = [len(tokenizer.encode(text)) for text in words]
+    max_length = lengths[1] + 1
+    documents = documents_of(
+        scripts, tokenizer, dict(prompt=words, completion=[" rain rain"] * 4), max_length=max_length
+    )
+    assert [len(ids) for ids, _ in documents] == [max_length] * 2
+    assert [len(ids) - labels.count(-100) for ids, labels in documents] == [1 + lengths[1] - lengths[0], 1]
+
+
+def test_a_first_token_alone_is_nothing_to_learn(scripts):
+    """Nothing predicts it."""
+    script, tokenizer = scripts["sft"], byte_level_tokenizer()
+    columns = dict(prompt=["a", "b"], completion=["c", "d"])
+    documents = documents_of(scripts, tokenizer, columns, max_length=2)
+    assert [tokenizer.decode(ids) for ids, _ in documents] == ["ac", "bd"]
+    for columns in (columns, dict(text=["a", "b"])):
+        for completion_only in (True, False):
+            with pytest.raises(script.UserError, match="no text to learn from within --max-length 1 tokens"):
+                flags = dict(max_length=1, completion_only_loss=completion_only)
+                documents_of(scripts, tokenizer, columns, **flags)
+
+
+def test_rows_are_filled_in_order(scripts):
+    """A row may be exactly full. A document that does not fit begins the next row, whatever follows."""
+    documents = []
+    for i, length in enumerate((3, 9, 4, 7, 12, 1, 11, 2, 2)):
+        documents.append(([i] * length, [i] * length))
+    rows = scripts["sft"].pack(documents, 12, packing=True)
+    numbers = [[ids[0] for ids, _ in row] for row in rows]
+    assert numbers == [[0, 1], [2, 3], [4], [5, 6], [7, 8]]
+    assert [document for row in rows for document in row] == documents
+    alone = scripts["sft"].pack(documents, 12, packing=False)
+    assert alone == [[document] for document in documents]
+
+
+def test_rows_of_documents_by_hand(scripts):
+    """Positions begin at 0 in each document, whose first token has no label. Pads have none either."""
+    rows = [
+        [([5, 0], [5, 0])],
+        [([6, 7, 0], [-100, 7, 0]), ([0, 8], [0, 8]), ([9, 9, 9, 0], [-100, -100, 9, 0])],
+        [([4], [4]), ([3, 2, 0], [3, 2, 0])],
+    ]
+    batch = scripts["sft"].collate_rows(rows, "cpu")
+    no = -100
+    assert batch["ids"].tolist() == [
+        [5, 0, 0, 0, 0, 0, 0, 0, 0],
+        [6, 7, 0, 0, 8, 9, 9, 9, 0],
+        [4, 3, 2, 0, 0, 0, 0, 0, 0],
+    ]
+    assert batch["labels"].tolist() == [
+        [no, 0, no, no, no, no, no, no, no],
+        [no, 7, 0, no, 8, no, no, 9, 0],
+        [no, no, 2, 0, no, no, no, no, no],
+    ]
+    assert batch["positions"].tolist() == [
+        [0, 1, 2, 3, 4, 5, 6, 7, 8],
+        [0, 1, 2, 0, 1, 0, 1, 2, 3],
+        [0, 0, 1, 2, 4, 5, 6, 7, 8],
+    ]
+
+
+# ---- Models from a config ----------------------------------------------------------------------------------
+
+
+def test_a_new_tokenizer_learns_the_training_rows_only(sft, tmp_path):
+    """Words of training prompts and of completions become tokens. Those of held-out rows do not."""
+    train = [dict(prompt="zebra" * 3, completion=" quokka" * 3)] * 6
+    test = [dict(prompt="giraffe" * 3, completion=" ocelot" * 3)] * 40
+    data = write_rows(tmp_path / "data", train=train, test=test, validation=test)
+    _, folder, _ = sft(dataset_name=data, from_config=TINY_GPT2, train_tokenizer=268)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert len(tokenizer) <= 268
+    lengths = {word: len(tokenizer.encode(word)) for word in ("zebra", " quokka", "giraffe", " ocelot")}
+    assert lengths["zebra"] < 5 and lengths[" quokka"] < 7
+    assert lengths["giraffe"] == 7 and lengths[" ocelot"] == 7
+
+
+def test_a_new_tokenizer_learns_from_dialogs(scripts):
+    """All utterances, as they are tokenized: each after a space."""
+    script = scripts["sft"]
+    rows = Dataset.from_dict(dict(dialog=[["zebra zebra", "quokka"], None, ["quokka", None, "zebra"]]))
+    assert script.all_texts(rows) == [" zebra zebra quokka", " ", " quokka zebra"]
+    rows = Dataset.from_dict(dict(prompt=["a", None], completion=["b", "c"], text=[None, "d"]))
+    assert sorted(script.all_texts(rows)) == ["a", "b", "c", "d"]
+
+
+def turns(*contents):
+    """A list of messages: a user's, the assistant's, a user's, ..."""
+    return [dict(role=("user", "assistant")[i % 2], content=text) for i, text in enumerate(contents)]
+
+
+def test_a_new_tokenizer_learns_from_chats(scripts):
+    """From all messages of all roles, in each of three columns; not from messages without a text."""
+    script = scripts["sft"]
+
+    def texts(**columns):
+        return sorted(script.all_texts(Dataset.from_dict(columns)))
+
+    chats = [turns("a", "b", "c"), None, turns("d", None), [], turns("", "e")]
+    assert texts(messages=chats) == list("abcde")
+    prompts = [turns("f", "g", "h"), None, turns("i")]
+    completions = [turns("j"), turns("k", "l"), turns("m")]
+    assert texts(prompt=prompts, completion=completions) == list("fghijklm")
+    assert texts(prompt=prompts, answer=completions) == list("fghi")
+    assert texts(completion=completions) == list("jklm")
+    assert texts(prompt=["n", "o", ""], completion=completions, messages=prompts) == ["", *"fghijklmno"]
+
+
+def test_a_new_tokenizer_learns_all_training_rows(sft, tmp_path):
+    """Also those that --num-train-rows leaves out: it limits what the model learns."""
+    train = [dict(text="zebra" * 3)] * 4 + [dict(text="quokka" * 3)] * 4
+    data = write_rows(tmp_path / "data", train=train, test=train[:2])
+    flags = dict(num_train_rows=2, num_samples=0)
+    _, folder, _ = sft(dataset_name=data, from_config=TINY_GPT2, train_tokenizer=266, **flags)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert len(tokenizer.encode("zebra")) < 5 and len(tokenizer.encode("quokka")) < 6
+
+
+def test_a_tokenizer_that_would_be_replaced_is_refused(scripts, tiny_lm):
+    """transformers loads a Qwen2 model with its own way to split texts. One text of ten must show it."""
+    script = scripts["sft"]
+    tokenizer = byte_level_tokenizer(["1234567 sun"] * 9)  # 1234567 is one token; Qwen2 splits it into digits
+    qwen2, gpt2 = (AutoModelForCausalLM.from_pretrained(tiny_lm(arch)) for arch in ("qwen2", "gpt2"))
+
+    def check(model, *texts):
+        script.check_tokenizer_survives(tokenizer, model, Dataset.from_dict(dict(text=texts)))
+
+    for texts in (["1234567"], ["sun"] * 9 + ["1234567"]):
+        with pytest.raises(script.UserError, match="with a qwen2 model, transformers would load"):
+            check(qwen2, *texts)
+        check(gpt2, *texts)
+    check(qwen2, *["sun"] * 10, "1234567")
+
+
+def test_from_config_of_a_folder(sft, tiny_lm):
+    """The shape of the model in the folder, changed by name=value. The random weights follow the seed."""
+    lm, folders = tiny_lm(), []
+    for name, seed in (("one", 1), ("again", 1), ("other", 2)):
+        flags = dict(from_config=f"{lm} n_layer=1", seed=seed, learning_rate=0.0, num_train_epochs=0.1)
+        model, folder, _ = sft(name, **flags)
+        folders.append(folder / "model")
+    assert (model.config.n_layer, model.config.n_embd) == (1, 32)
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    config = json.loads((folders[0] / "config.json").read_text())
+    assert {name: config[name] for name in ids_of(tokenizer)} == ids_of(tokenizer)
+    one, again, other = (weights(folder) for folder in folders)
+    pretrained = weights(lm)
+    name = "transformer.h.0.attn.c_attn.weight"
+    assert same(one, again)
+    assert not torch.equal(one[name], other[name]) and not torch.equal(one[name], pretrained[name])
