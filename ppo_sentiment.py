@@ -1127,7 +1127,7 @@ def load_classifier(args, name, device):
 
     It reads text with its own tokenizer, so it need not share the policy's.
     """
-    model = load_model(AutoModelForSequenceClassification, name).to(device).eval()
+    model = load_model(AutoModelForSequenceClassification, name).to(device).eval().requires_grad_(False)
     tokenizer = load_tokenizer(name)
     tokenizer.truncation_side = "left"  # the response is at the end
     max_length = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", math.inf))

@@ -1230,7 +1230,7 @@ def load_reward_model(args, name, device):
     model = load_model(AutoModelForSequenceClassification, name, num_labels=1)
     if init_new_head(model, name) and accelerate.PartialState().is_main_process:
         print(f"{name} is a language model without a score: its new head is random, and so is the reward")
-    model.to(device).eval()
+    model.to(device).eval().requires_grad_(False)
     tokenizer = load_tokenizer(name)
     max_length = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", math.inf))
     offset = getattr(model.config, "reward_offset", 0.0)

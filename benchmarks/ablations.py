@@ -141,7 +141,7 @@ def run(change, seed, extra, work):
         ).returncode
         log.seek(0)
         said = log.read().strip().split("\n")[-1]
-    if code not in (0, 2):  # 2: the script stopped by its own rule, as after 5 gradients that are not finite
+    if code not in (0, 2):  # 2: the script stopped, because something is not finite
         print(f"{folder.name} ended with {code}, see {folder}.log: {said}", flush=True)
         return None
     line = dict(script=change.script, name=change.name, flags=change.flags, seed=seed)

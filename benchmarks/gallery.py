@@ -9,6 +9,7 @@ with the healthy band. results/gallery/NAME: metrics and samples of the run (old
 """
 
 import argparse
+import difflib
 import gzip
 import importlib
 import json
@@ -398,19 +399,23 @@ ENTRIES = [
 # ---- Runs --------------------------------------------------------------------------------------------------
 
 
+def changes_of(entry):
+    """What makes the fault. -> list of (function, old text, new text)"""
+    from known_faults import FAULTS
+
+    if not entry.fault:
+        return [entry.change] if entry.change else []
+    [fault] = [fault for fault in FAULTS if fault.name == entry.fault]
+    assert fault.script == entry.script, entry
+    return [(fault.function, fault.old, fault.new)]
+
+
 def faulty_source(entry):
     """The source of the entry's script with its fault."""
-    from known_faults import FAULTS
     from mutate import find_function
 
     source = (ROOT / f"{entry.script}.py").read_text()
-    if entry.fault:
-        [fault] = [fault for fault in FAULTS if fault.name == entry.fault]
-        assert fault.script == entry.script, entry
-        changes = [(fault.function, fault.old, fault.new)]
-    else:
-        changes = [entry.change] if entry.change else []
-    for function, old, new in changes:
+    for function, old, new in changes_of(entry):
         start, end = find_function(source, function)
         body = source[start:end]
         assert body.count(old) == 1, (entry.name, function, body.count(old))
@@ -687,24 +692,21 @@ def draw(entry, run):
 
 
 def the_line(entry):
-    """The change that made the fault, as markdown."""
-    from known_faults import FAULTS
-
+    """The change that made the fault, as markdown: whole lines."""
     if entry.existing:
         return f"The run: `results/{entry.existing}`, see [results](../results/README.md)."
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in entry.flags.items())
     if not (entry.fault or entry.change):
         return f"The setting: `python {entry.script}.py {flags}`"
-    if entry.fault:
-        [fault] = [fault for fault in FAULTS if fault.name == entry.fault]
-        function, old, new = fault.function, fault.old, fault.new
-    else:
-        function, old, new = entry.change
-    removed = [f"-{line}" for line in old.splitlines() if line not in new.splitlines()]
-    added = [f"+{line}" for line in new.splitlines() if line not in old.splitlines()]
+    right = (ROOT / f"{entry.script}.py").read_text().splitlines()
+    _, _, *lines = difflib.unified_diff(right, faulty_source(entry).splitlines(), n=0, lineterm="")
+    lines = [line for line in lines if not line.startswith("@@")]
+    indent = min(len(line[1:]) - len(line[1:].lstrip()) for line in lines)
+    shown = [line[0] + line[1 + indent :] for line in lines]
+    [(function, _, _)] = changes_of(entry)
     with_flags = f", with `{flags}`" if flags else ""
-    head = f"The line, in `{function}` of `{entry.script}.py`{with_flags}:"
-    return "\n".join([head, "", "```diff", *removed, *added, "```"])
+    head = f"The change, in `{function}` of `{entry.script}.py`{with_flags}:"
+    return "\n".join([head, "", "```diff", *shown, "```"])
 
 
 def samples_over_time(run):

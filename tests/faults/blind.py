@@ -1,6 +1,6 @@
 """First-try kill rate: faults by an author who has not read the tests, each against all tests of its script.
 
-    python tests/faults/blind.py results/blind-faults/list1.jsonl
+    python tests/faults/blind.py LIST.jsonl
 
 Each line of a list is a fault: name, script, function, old, new, effect. The outcome of each fault goes to
 LIST.outcomes.jsonl: the test that noticed it, or null. Not counted: tests/documents, which only see that a
@@ -8,8 +8,9 @@ text differs from its copies, and tests/faults/test_known_faults.py, which looks
 A function that several scripts share must be the same in all of them (tests/documents/test_contract.py). So a
 fault in it is put into all of them, and the tests of all of them count.
 
-Lists 1 to 4 were tried in another way: a fault in a shared function was put into one script only, and
-tests/faults/test_mutants.py was left out, because it held the tests that look up texts then.
+The six lists in results/blind-faults name texts of the scripts as they were: run them in a worktree of
+commit 21db0b9. Lists 1 to 4 were tried in another way: a fault in a shared function was put into one script
+only, and tests/faults/test_mutants.py was left out, because it held the tests that look up texts then.
 Two faults run at a time; a list of 30 takes about half an hour on 2 cores.
 """
 
@@ -27,8 +28,15 @@ from mutate import ROOT, find_function, ignore, with_fault
 
 TIME_LIMIT = 3600  # seconds for one fault
 
-
-SCRIPTS = ("sft", "reward_model", "ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math")
+# script -> what its test files are named after
+NAMES = {
+    "sft": "sft",
+    "reward_model": "reward_model",
+    "ppo_sentiment": "ppo",
+    "ppo_dialog": "ppo",
+    "rloo_tldr": "rloo",
+    "grpo_math": "grpo",
+}
 
 
 def function_source(script, name):
@@ -44,22 +52,21 @@ def function_source(script, name):
 def sharing_scripts(fault):
     """The scripts that have the function of a fault with the same source, that of the fault first."""
     source = function_source(fault["script"], fault["function"])
-    others = [script for script in SCRIPTS if script != fault["script"]]
+    others = [script for script in NAMES if script != fault["script"]]
     sharing = [script for script in others if function_source(script, fault["function"]) == source]
     return [fault["script"], *sharing]
 
 
 def test_files(scripts):
     """The files with tests of scripts, the likeliest to notice first. -> paths relative to the project"""
-    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/test_*.py"))
-    files = [file for file in files if "/documents/" not in file and "test_known_faults" not in file]
-    other = {"ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math", "sft_and_reward_model"}
-    own = {name for name in other for script in scripts if script in name}
-    if "ppo_sentiment" in scripts:
-        own.add("ppo")  # test_evaluation_ppo.py
-    foreign = other - own
-    files = [file for file in files if not any(file.endswith(f"test_{name}.py") for name in foreign)]
-    return sorted(files, key=lambda file: ("evaluation" not in file, not any(name in file for name in own)))
+
+    def owners(path):
+        return {script for script, name in NAMES.items() if name in path.stem}
+
+    paths = [path for path in sorted(ROOT.glob("tests/*/test_*.py")) if path.stem != "test_known_faults"]
+    paths = [path for path in paths if path.parent.name != "documents"]
+    paths = [path for path in paths if not owners(path) or owners(path) & set(scripts)]
+    return [str(path.relative_to(ROOT)) for path in sorted(paths, key=lambda path: not owners(path))]
 
 
 def try_fault(fault):

@@ -1,5 +1,18 @@
-"""The known faults that mutate.py puts into the scripts, one at a time. To add one, add a Fault."""
+"""The known faults that mutate.py puts into the scripts, one at a time.
 
+A fault is written like this. An empty line ends it:
+
+script.function: the name of the fault (trap 4, IndexError)
+  FILE::TEST
+  - the text that is replaced: it is in the function exactly once
+  + the text in its place
+
+The function may be a Class.method. FILE is relative to tests/. In parentheses, both may be missing: the
+fault's number in docs/implementation_details.md, and an error in which the test may end, other than a failed
+assertion. A text may have several lines. A block that begins with # is the headline of a section.
+"""
+
+import re
 from dataclasses import dataclass
 
 
@@ -9,2225 +22,1252 @@ class Fault:
 
     name: str
     script: str
-    function: str  # a function or Class.method of the script
-    old: str  # this text, which is in the function exactly once ...
-    new: str  # ... is replaced by this one
-    test: str  # FILE::TEST, with the file relative to tests/
-    trap: int | None = None  # its number in docs/implementation_details.md
-    raises: str = ""  # an error in which the test may end, other than a failed assertion
+    function: str
+    old: str
+    new: str
+    test: str
+    trap: int | None
+    raises: str
 
 
-# ---- Masks, padding, positions -----------------------------------------------------------------------------
-
-MASKS = [
-    Fault(
-        name="the reward model is read where the text is not pad",
-        script="reward_model",
-        function="sequence_logits",
-        old="mask.sum(1) - 1",
-        new="(ids != 0).sum(1) - 1",
-        test="math/test_classifiers.py::test_sequence_logits_do_not_depend_on_padding[own-gpt2]",
-        trap=1,
-    ),
-    Fault(
-        name="pads keep ids that the embedding lacks",
-        script="ppo_sentiment",
-        function="hidden_states",
-        old="torch.where(mask[:, -L:], ids, 0)",
-        new="ids",
-        test="math/test_log_probabilities.py::test_a_padded_batch_scores_as_one_by_one[1.0-gpt2]",
-        trap=2,
-        raises="IndexError",
-    ),
-    Fault(
-        name="positions count pads",
-        script="ppo_sentiment",
-        function="hidden_states",
-        old="mask.long().cumsum(1) - 1",
-        new="torch.arange(mask.shape[1]).expand(mask.shape)",
-        test="math/test_log_probabilities.py::test_a_padded_batch_scores_as_one_by_one[1.0-gpt2]",
-        trap=3,
-    ),
-    Fault(
-        name="attention sees pads",
-        script="ppo_sentiment",
-        function="hidden_states",
-        old='"attention_mask": mask.long()}',
-        new='"attention_mask": torch.ones_like(mask).long()}',
-        test="math/test_generation.py::test_generate_does_not_depend_on_the_batch",
-        trap=3,
-    ),
-    Fault(
-        name="a mean over pads",
-        script="ppo_sentiment",
-        function="masked_mean",
-        old="/ mask.sum()",
-        new="/ mask.numel()",
-        test="math/test_math.py::test_masked_mean_agrees_with_naive",
-        trap=4,
-    ),
-    Fault(
-        name="a mask that is one too long",
-        script="ppo_sentiment",
-        function="length_mask",
-        old="< lengths[:, None]",
-        new="<= lengths[:, None]",
-        test="math/test_math.py::test_length_mask_edges",
-        trap=4,
-    ),
-    Fault(
-        name="every token of the batch is valid",
-        script="ppo_dialog",
-        function="train",
-        old='valid = length_mask(b["lengths"], T)',
-        new="valid = torch.ones(B, T).bool()",
-        test="faults/test_mutants.py::test_nothing_after_the_end_is_read[ppo_dialog]",
-        trap=4,
-        raises="UserError",
-    ),
-    Fault(
-        name="an entropy over pads",
-        script="ppo_sentiment",
-        function="train",
-        old="mb_entropies[m]",
-        new="mb_entropies",
-        test="faults/test_mutants.py::test_nothing_after_the_end_is_read[ppo_sentiment]",
-        trap=4,
-        raises="UserError",
-    ),
-    Fault(
-        name="a value loss over pads",
-        script="ppo_dialog",
-        function="train",
-        old="(policy_loss + args.vf_coef * value_loss).sum()",
-        new="(policy_loss.sum() + args.vf_coef * (mb_values - returns[rows]).square().sum())",
-        test="faults/test_mutants.py::test_nothing_after_the_end_is_read[ppo_dialog]",
-        trap=4,
-        raises="UserError",
-    ),
-    Fault(
-        name="nan of a masked position in the loss of rloo",
-        script="rloo_tldr",
-        function="train",
-        old="torch.where(m, mb_logprobs, 0.0).sum(1)",
-        new="(mb_logprobs * m).sum(1)",
-        test="faults/test_mutants.py::test_nothing_after_the_end_is_read[rloo_tldr]",
-        trap=5,
-        raises="UserError",
-    ),
-    Fault(
-        name="nan of a masked position in a mean",
-        script="ppo_sentiment",
-        function="masked_mean",
-        old="torch.where(mask, values, 0.0)",
-        new="(values * mask)",
-        test="math/test_math.py::test_masked_mean_agrees_with_naive",
-        trap=5,
-    ),
-    Fault(
-        name="nan of a masked position in gae",
-        script="ppo_sentiment",
-        function="gae",
-        old="torch.where(mask, rewards, 0.0).float()",
-        new="(rewards * mask).float()",
-        test="math/test_math.py::test_gae_agrees_with_naive",
-        trap=5,
-    ),
-    Fault(
-        name="a ratio of e^89 is infinite",
-        script="ppo_sentiment",
-        function="clipped_policy_loss",
-        old="log_ratio.clamp(max=80)",
-        new="log_ratio",
-        test="math/test_math.py::test_clipped_policy_loss_of_extreme_ratios",
-        trap=5,
-    ),
-    Fault(
-        name="hidden states one to the right",
-        script="ppo_sentiment",
-        function="response_logprobs",
-        old="hidden[:, -T - 1 : -1]",
-        new="hidden[:, -T:]",
-        test="math/test_math.py::test_three_tokens_by_hand",
-        trap=6,
-    ),
-    Fault(
-        name="values of the critic one to the right",
-        script="ppo_sentiment",
-        function="PolicyAndValue.forward",
-        old="[:, -T - 1 : -1]",
-        new="[:, -T:]",
-        test="faults/test_mutants.py::test_a_value_is_predicted_before_its_token[own]",
-        trap=6,
-    ),
-    Fault(
-        name="the label of sft at its own position",
-        script="sft",
-        function="next_token_losses",
-        old="hidden, labels = hidden[:, :-1]",
-        new="hidden, labels = hidden[:, 1:]",
-        test="math/test_output_layer.py::test_next_token_losses_agree_with_naive",
-        trap=6,
-    ),
-    Fault(
-        name="a length without its stop token",
-        script="ppo_sentiment",
-        function="response_lengths",
-        old="torch.arange(1, T + 1",
-        new="torch.arange(0, T",
-        test="math/test_math.py::test_response_lengths",
-        trap=6,
-    ),
-]
-
-# ---- Texts, tokens, EOS ------------------------------------------------------------------------------------
-
-TOKENS = [
-    Fault(
-        name="the first space of a response is lost",
-        script="ppo_sentiment",
-        function="decode",
-        old="text[start:]",
-        new="text[start:].lstrip()",
-        test="runs/test_ppo_sentiment.py::test_responses_keep_their_first_space",
-        trap=7,
-    ),
-    Fault(
-        name="utterances without their first space",
-        script="ppo_dialog",
-        function="utterance_ids",
-        old="f\" {' '",
-        new="f\"{' '",
-        test="runs/test_ppo_dialog.py::test_a_prompt_is_the_beginning_of_its_document",
-        trap=7,
-    ),
-    Fault(
-        name="the newest utterances are left out",
-        script="ppo_dialog",
-        function="context_ids",
-        old="kept = kept[1:]",
-        new="kept = kept[:-1]",
-        test="runs/test_ppo_dialog.py::test_a_prompt_is_the_end_of_a_dialog",
-        trap=7,
-    ),
-    Fault(
-        name="no EOS in sft",
-        script="sft",
-        function="text_documents",
-        old="ids + [tokenizer.eos_token_id]",
-        new="ids + []",
-        test="math/test_fine_tuning.py::test_eos_is_learned_at_the_end_of_every_document[own]",
-        trap=8,
-    ),
-    Fault(
-        name="EOS masked as if it were pad",
-        script="sft",
-        function="collate_rows",
-        old="torch.tensor(document_labels)",
-        new="torch.tensor([-100 if label == document_labels[-1] else label for label in document_labels])",
-        test="math/test_fine_tuning.py::test_eos_is_learned_at_the_end_of_every_document[eos]",
-        trap=8,
-    ),
-    Fault(
-        name="the reward model reads the last column",
-        script="reward_model",
-        function="sequence_logits",
-        old="mask.sum(1) - 1",
-        new="mask.shape[1] - 1",
-        test="math/test_classifiers.py::test_sequence_logits_do_not_depend_on_padding[own-gpt2]",
-        trap=9,
-    ),
-    Fault(
-        name="truncation cuts EOS",
-        script="reward_model",
-        function="preference_ids",
-        old="texts.append(ids[-max_length:])",
-        new="texts.append(ids[:max_length])",
-        test="data/test_preferences.py::test_long_texts_lose_their_beginning",
-        trap=9,
-    ),
-    Fault(
-        name="truncation cuts the answer",
-        script="ppo_dialog",
-        function="load_classifier",
-        old='truncation_side = "left"',
-        new='truncation_side = "right"',
-        test="runs/test_ppo_dialog.py::test_intent_by_hand[own]",
-        trap=9,
-    ),
-    Fault(
-        name="only EOS counts as a stop",
-        script="ppo_sentiment",
-        function="rollout",
-        old="last_tokens == stop_token_id",
-        new="last_tokens == tokenizer.eos_token_id",
-        test="runs/test_ppo_sentiment.py::test_another_stop_token",
-        trap=16,
-    ),
-    Fault(
-        name="limits of responses are ignored",
-        script="ppo_sentiment",
-        function="rollout",
-        old="torch.minimum(response_lengths(tokens, stop_token_id), max_new_tokens)",
-        new="response_lengths(tokens, stop_token_id)",
-        test="runs/test_ppo_sentiment.py::test_length_limits_are_drawn_at_random",
-    ),
-    Fault(
-        name="the automaton of stops has no fallback",
-        script="ppo_dialog",
-        function="stop_state",
-        old="text.endswith(stop[:length])",
-        new="text == stop[:length]",
-        test="math/test_stop_sequences.py::test_stop_sequences_agree_with_naive",
-    ),
-    Fault(
-        name="a complete stop sequence is forgotten",
-        script="ppo_dialog",
-        function="stop_sequence_table",
-        old="torch.full((found + 1, len(pieces)), found)",
-        new="torch.full((found + 1, len(pieces)), 0)",
-        test="math/test_stop_sequences.py::test_stop_sequences_agree_with_naive",
-    ),
-]
-
-# ---- Sampling and log-probabilities ------------------------------------------------------------------------
-
-SAMPLING = [
-    Fault(
-        name="old log-probabilities in bf16",
-        script="ppo_sentiment",
-        function="rollout",
-        old='"logprobs": logprobs,',
-        new='"logprobs": logprobs.bfloat16().float(),',
-        test="runs/test_ppo_sentiment.py::test_learning_rate_0_changes_nothing",
-        trap=10,
-        raises="UserError",
-    ),
-    Fault(
-        name="a first ratio that is not 1 is accepted",
-        script="ppo_sentiment",
-        function="check_first_ratio",
-        old="if not gap < tolerance:",
-        new="if False:",
-        test="runs/test_ppo_sentiment.py::test_a_model_that_changes_between_calls_ends_the_run[ppo_sentiment]",
-        trap=10,
-    ),
-    Fault(
-        name="the first ratio of rloo is never checked",
-        script="rloo_tldr",
-        function="train",
-        old="if not ratio_was_checked:",
-        new="if False:",
-        test="runs/test_ppo_sentiment.py::test_a_model_that_changes_between_calls_ends_the_run[rloo_tldr]",
-        trap=10,
-    ),
-    Fault(
-        name="the ratio of rloo is of a mean token",
-        script="rloo_tldr",
-        function="train",
-        old="new_logprobs, old_logprobs, mb_advantages,",
-        new="new_logprobs / m.sum(1), old_logprobs / m.sum(1), mb_advantages,",
-        test="faults/test_mutants.py::test_one_step_by_hand[rloo_tldr]",
-        trap=10,
-    ),
-    Fault(
-        name="the sampler's log-probability is that of another row's token",
-        script="ppo_sentiment",
-        function="generate",
-        old="token[:, None]).squeeze(1).log()",
-        new="token.roll(1)[:, None]).squeeze(1).log()",
-        test="math/test_generation.py::test_sampling_log_probabilities_are_those_of_the_update",
-        trap=10,
-    ),
-    Fault(
-        name="the sampler's log-probabilities of rloo are a token late",
-        script="rloo_tldr",
-        function="generate_groups",
-        old="logprobs[rows, t] =",
-        new="logprobs[rows, t - 1] =",
-        test="math/test_generation.py::test_generate_groups_is_generate_for_each_response",
-        trap=10,
-    ),
-    Fault(
-        name="the sampler's log-probabilities of dialogs are a token late",
-        script="ppo_dialog",
-        function="generate_until",
-        old="logprobs[rows, t] =",
-        new="logprobs[rows, t - 1] =",
-        test="math/test_generation.py::test_generate_until_is_generate",
-        trap=10,
-    ),
-    Fault(
-        name="no temperature in sampling",
-        script="ppo_sentiment",
-        function="generate",
-        old="logits.div_(temperature)",
-        new="logits",
-        test="runs/test_ppo_sentiment.py::test_the_sampled_distribution_is_the_scored_one[0.7]",
-        trap=11,
-    ),
-    Fault(
-        name="no temperature in log-probabilities",
-        script="ppo_sentiment",
-        function="ChunkedLogprobs.log_softmax",
-        old=".div_(temperature)",
-        new="",
-        test="math/test_output_layer.py::test_token_logprobs_agree_with_naive",
-        trap=11,
-    ),
-    Fault(
-        name="no temperature in the gradient",
-        script="ppo_sentiment",
-        function="ChunkedLogprobs.backward",
-        old="grad[rows, None] / ctx.temperature",
-        new="grad[rows, None]",
-        test="math/test_output_layer.py::test_token_logprobs_gradients_agree_with_autograd[11-12-1e-06-0.7]",
-        trap=11,
-    ),
-    Fault(
-        name="no temperature in chunks that are computed again",
-        script="ppo_sentiment",
-        function="ChunkedLogprobs.backward",
-        old="bias, ctx.temperature)",
-        new="bias, 1.0)",
-        test="math/test_output_layer.py::test_chunks_that_are_kept_change_no_gradient[0]",
-        trap=11,
-    ),
-    Fault(
-        name="no temperature in the reference",
-        script="ppo_sentiment",
-        function="PolicyAndValue.reference_logprobs",
-        old="self.reference, ids, mask, T, temperature",
-        new="self.reference, ids, mask, T, 1.0",
-        test="runs/test_ppo_sentiment.py::test_the_sampled_distribution_is_the_scored_one[0.7]",
-        trap=11,
-    ),
-    Fault(
-        name="no temperature in the old log-probabilities",
-        script="ppo_dialog",
-        function="rollout_answers",
-        old="T, args.temperature\n",
-        new="T, 1.0\n",
-        test="runs/test_ppo_dialog.py::test_the_sampled_distribution_is_the_scored_one",
-        trap=11,
-        raises="UserError",
-    ),
-    Fault(
-        name="top-k in rollouts",
-        script="rloo_tldr",
-        function="generate_groups",
-        old="logits.div_(temperature).softmax(-1)",
-        new="logits.masked_fill(logits < logits.topk(50).values[:, -1:], -torch.inf).softmax(-1)",
-        test="math/test_generation.py::test_generate_groups_is_generate_for_each_response",
-        trap=12,
-    ),
-    Fault(
-        name="probabilities of a bf16 model in bf16",
-        script="ppo_sentiment",
-        function="generate",
-        old="logits.div_(temperature).softmax(-1)",
-        new="logits.div_(temperature).bfloat16().softmax(-1).float()",
-        test="math/test_generation.py::test_generate_of_a_bf16_model_sums_in_fp32",
-        trap=12,
-    ),
-    Fault(
-        name="one uniform number for all tokens",
-        script="ppo_dialog",
-        function="generate_until",
-        old="uniforms[rows, t]",
-        new="uniforms[rows, 0]",
-        test="math/test_generation.py::test_generate_until_is_generate",
-        trap=12,
-    ),
-    Fault(
-        name="a token of probability 0 is sampled",
-        script="ppo_sentiment",
-        function="sample_tokens",
-        old="torch.searchsorted(block_ends, target, right=True)",
-        new="torch.searchsorted(block_ends, target)",
-        test="math/test_sampling.py::test_sample_tokens_never_selects_probability_0",
-        trap=12,
-    ),
-    Fault(
-        name="rounding leaves the block of tokens",
-        script="ppo_sentiment",
-        function="sample_tokens",
-        old="torch.minimum(target_in_block.clamp(min=0), token_ends[:, -1:] * almost_one)",
-        new="target_in_block",
-        test="math/test_sampling.py::test_sample_tokens_stays_in_its_block_where_rounding_is_largest",
-        trap=12,
-    ),
-    Fault(
-        name="dropout stays on",
-        script="ppo_sentiment",
-        function="load_model",
-        old="setattr(config, key, 0.0)",
-        new="pass",
-        test="math/test_log_probabilities.py::test_train_mode_has_no_dropout",
-        trap=13,
-    ),
-    Fault(
-        name="dropout in LoRA",
-        script="rloo_tldr",
-        function="add_lora",
-        old="lora_alpha=args.lora_alpha,",
-        new="lora_alpha=args.lora_alpha, lora_dropout=0.1,",
-        test="faults/test_mutants.py::test_lora_has_no_dropout[rloo_tldr]",
-        trap=13,
-    ),
-    Fault(
-        name="the reference keeps the adapter on",
-        script="ppo_sentiment",
-        function="PolicyAndValue.reference_logprobs",
-        old="self.policy.disable_adapter()",
-        new="nullcontext()",
-        test="math/test_log_probabilities.py::test_the_reference_under_lora_is_the_base_model",
-        trap=14,
-    ),
-    Fault(
-        name="the reference of an adapter is its base",
-        script="ppo_sentiment",
-        function="load_merged_adapter",
-        old="peft.PeftModel.from_pretrained(base, folder).merge_and_unload()",
-        new="base",
-        test="math/test_log_probabilities.py::test_the_reference_of_an_adapter_is_the_adapter",
-        trap=14,
-    ),
-    Fault(
-        name="a merged adapter stays frozen",
-        script="ppo_sentiment",
-        function="load_merged_adapter",
-        old="model.requires_grad_(True)",
-        new="pass",
-        test="math/test_log_probabilities.py::test_a_merged_adapter_is_trainable",
-        trap=14,
-    ),
-    Fault(
-        name="shared layers are copied",
-        script="ppo_sentiment",
-        function="share_layers",
-        old="memo={id(p): p for p in shared}",
-        new="memo={}",
-        test="runs/test_ppo_sentiment.py::test_shared_layers",
-    ),
-]
-
-# ---- The output layer, in chunks ---------------------------------------------------------------------------
-
-OUTPUT = [
-    Fault(
-        name="any head is taken for a matrix product",
-        script="ppo_sentiment",
-        function="check_head",
-        old="if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3)",
-        new="if False",
-        test="math/test_log_probabilities.py::test_a_head_that_does_more_is_refused[Gemma2]",
-        trap=43,
-    ),
-    Fault(
-        name="the bias of the head is forgotten",
-        script="ppo_sentiment",
-        function="token_logprobs",
-        old="flat_tokens, temperature, bias",
-        new="flat_tokens, temperature, None",
-        test="math/test_output_layer.py::test_token_logprobs_agree_with_naive",
-        trap=43,
-    ),
-    Fault(
-        name="the bias of the head has no gradient",
-        script="ppo_sentiment",
-        function="ChunkedLogprobs.backward",
-        old="d_bias += d_logits.sum(0)",
-        new="pass",
-        test="math/test_output_layer.py::test_token_logprobs_gradients_agree_with_autograd[11-12-1e-06-0.7]",
-        trap=43,
-    ),
-    Fault(
-        name="a bias of minus infinity makes nan",
-        script="ppo_sentiment",
-        function="token_logprobs",
-        old="bias.clamp(min=-1e4)",
-        new="bias",
-        test="math/test_output_layer.py::test_token_logprobs_with_impossible_tokens",
-        trap=43,
-    ),
-    Fault(
-        name="the gradient of the head is that of the last chunk",
-        script="ppo_sentiment",
-        function="ChunkedLogprobs.backward",
-        old="d_weight.addmm_(d_logits.T, hidden[rows])",
-        new="d_weight = d_logits.T @ hidden[rows]",
-        test="math/test_output_layer.py::test_token_logprobs_gradients_agree_with_autograd[50257-160-0.0002-1.0]",
-    ),
-    Fault(
-        name="chunks that are kept come back in another order",
-        script="ppo_sentiment",
-        function="ChunkedLogprobs.backward",
-        old="kept[i]",
-        new="kept[-1 - i]",
-        test="math/test_output_layer.py::test_chunks_that_are_kept_change_no_gradient[2]",
-        raises="RuntimeError",
-    ),
-    Fault(
-        name="all chunks are kept",
-        script="ppo_sentiment",
-        function="ChunkedLogprobs.forward",
-        old="if is_kept and has_backward:",
-        new="if has_backward:",
-        test="math/test_output_layer.py::test_chunks_that_are_kept_change_no_gradient[1]",
-    ),
-    Fault(
-        name="logits are rounded to bf16",
-        script="ppo_sentiment",
-        function="fp32_logits",
-        old="hidden.float() @ weight.float().T",
-        new="(hidden @ weight.T).float()",
-        test="math/test_output_layer.py::test_logits_are_never_rounded_to_bf16[False]",
-    ),
-    Fault(
-        name="an entropy with the wrong sign",
-        script="ppo_sentiment",
-        function="ChunkedLogprobs.forward",
-        old="-(log_p.exp()",
-        new="(log_p.exp()",
-        test="math/test_output_layer.py::test_token_logprobs_agree_with_naive",
-    ),
-    Fault(
-        name="chunks of losses come back in another order",
-        script="sft",
-        function="ChunkedCrossEntropy.backward",
-        old="kept[i]",
-        new="kept[-1 - i]",
-        test="math/test_output_layer.py::test_next_token_losses_are_cross_entropies[4]",
-        raises="RuntimeError",
-    ),
-    Fault(
-        name="chunks of losses that are computed again have no bias",
-        script="sft",
-        function="ChunkedCrossEntropy.backward",
-        old="log_softmax(hidden[rows], weight, bias)",
-        new="log_softmax(hidden[rows], weight, None)",
-        test="math/test_output_layer.py::test_next_token_losses_are_cross_entropies[0]",
-        trap=43,
-    ),
-    Fault(
-        name="any head is taken for a matrix product in sft",
-        script="sft",
-        function="check_own_losses",
-        old="if not torch.allclose(ours[0], theirs, atol=1e-3, rtol=1e-3)",
-        new="if False",
-        test="math/test_fine_tuning.py::test_the_check_of_the_head_accepts_and_refuses",
-        trap=43,
-    ),
-]
-
-# ---- Rewards -----------------------------------------------------------------------------------------------
-
-REWARDS = [
-    Fault(
-        name="the score at every token",
-        script="ppo_sentiment",
-        function="token_rewards",
-        old="rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))",
-        new="rewards + scores[:, None]",
-        test="math/test_math.py::test_token_rewards_by_hand",
-        trap=15,
-    ),
-    Fault(
-        name="the score after the last token",
-        script="ppo_sentiment",
-        function="token_rewards",
-        old="lengths[:, None] - 1",
-        new="lengths[:, None].clamp(max=kl.shape[1] - 1)",
-        test="math/test_math.py::test_the_score_falls_on_the_last_valid_token",
-        trap=15,
-    ),
-    Fault(
-        name="the KL is a bonus",
-        script="ppo_sentiment",
-        function="token_rewards",
-        old="-kl_coef * kl, 0.0",
-        new="kl_coef * kl, 0.0",
-        test="math/test_math.py::test_token_rewards_by_hand",
-        trap=15,
-    ),
-    Fault(
-        name="the EOS penalty replaces the score",
-        script="rloo_tldr",
-        function="train",
-        old="scores - args.missing_eos_penalty)",
-        new="torch.full_like(scores, -args.missing_eos_penalty))",
-        test="runs/test_rloo_tldr.py::test_rewards_by_hand[plain]",
-        trap=17,
-    ),
-    Fault(
-        name="the EOS penalty hits responses that ended",
-        script="ppo_dialog",
-        function="train",
-        old='torch.where(b["stopped"], scores, ',
-        new='torch.where(~b["stopped"], scores, ',
-        test="runs/test_ppo_dialog.py::test_rewards_by_hand[plain]",
-        trap=17,
-    ),
-    Fault(
-        name="the EOS penalty before the clip",
-        script="ppo_sentiment",
-        function="train",
-        old="scores - args.missing_eos_penalty)",
-        new='b["scores"] - args.missing_eos_penalty).clamp(-1.5, 1.5)',
-        test="runs/test_ppo_sentiment.py::test_scores_are_clipped_before_the_penalty",
-        trap=18,
-    ),
-    Fault(
-        name="the logged KL is another estimate than that of the reward",
-        script="ppo_sentiment",
-        function="train",
-        old="kl_per_response = kl.sum(1).mean()",
-        new="kl_per_response = (0.5 * kl**2).sum(1).mean()",
-        test="runs/test_ppo_sentiment.py::test_the_logged_kl_is_the_kl_of_the_reward",
-        trap=19,
-    ),
-    Fault(
-        name="whitening with the unbiased variance",
-        script="ppo_sentiment",
-        function="masked_whiten",
-        old="variance = masked_mean((values - mean) ** 2, mask)",
-        new="variance = values[mask].var()",
-        test="math/test_math.py::test_masked_whiten_by_hand",
-        trap=20,
-    ),
-    Fault(
-        name="whitening loses the mean of rewards",
-        script="ppo_sentiment",
-        function="masked_whiten",
-        old="whitened = whitened + mean",
-        new="pass",
-        test="math/test_math.py::test_masked_whiten_by_hand",
-        trap=20,
-    ),
-    Fault(
-        name="whitened rewards lose their mean in the run",
-        script="ppo_sentiment",
-        function="train",
-        old="valid, shift_mean=False)",
-        new="valid)",
-        test="runs/test_ppo_sentiment.py::test_whiten_rewards[True]",
-        trap=20,
-    ),
-    Fault(
-        name="whitening counts pads",
-        script="ppo_sentiment",
-        function="masked_whiten",
-        old="mean = masked_mean(values, mask)",
-        new="mean = values.mean()",
-        test="math/test_math.py::test_masked_whiten_agrees_with_naive",
-        trap=20,
-    ),
-    Fault(
-        name="whitening of one token",
-        script="ppo_sentiment",
-        function="masked_whiten",
-        old="mask.sum() < 2",
-        new="mask.sum() < 1",
-        test="math/test_math.py::test_masked_whiten_edges",
-        trap=20,
-    ),
-    Fault(
-        name="advantages are not whitened",
-        script="ppo_dialog",
-        function="train",
-        old="advantages = masked_whiten(advantages, valid)",
-        new="pass",
-        test="faults/test_mutants.py::test_one_step_by_hand[ppo_dialog]",
-        trap=20,
-    ),
-    Fault(
-        name="the coefficient follows the KL of one process",
-        script="ppo_sentiment",
-        function="train",
-        old='adaptive_kl_coef(kl_coef, metrics["objective/kl"]',
-        new="adaptive_kl_coef(kl_coef, local_rows(kl).sum(1).mean().item()",
-        test="faults/test_mutants.py::test_two_processes_have_one_kl_coefficient",
-        trap=21,
-    ),
-    Fault(
-        name="the adaptive coefficient is not clipped",
-        script="ppo_sentiment",
-        function="adaptive_kl_coef",
-        old="min(max(error, -0.2), 0.2)",
-        new="error",
-        test="math/test_math.py::test_adaptive_kl_coef_by_hand",
-        trap=21,
-    ),
-    Fault(
-        name="the adaptive coefficient goes the other way",
-        script="ppo_sentiment",
-        function="adaptive_kl_coef",
-        old="1 + error",
-        new="1 - error",
-        test="math/test_math.py::test_adaptive_kl_coef_by_hand",
-        trap=21,
-    ),
-    Fault(
-        name="the KL target is a mean per token",
-        script="ppo_dialog",
-        function="train",
-        old='adaptive_kl_coef(kl_coef, metrics["objective/kl"]',
-        new='adaptive_kl_coef(kl_coef, metrics["objective/kl"] / metrics["completions/mean_length"]',
-        test="faults/test_mutants.py::test_the_coefficient_follows_the_logged_kl[ppo_dialog]",
-        trap=44,
-    ),
-    Fault(
-        name="the KL of rloo is a mean per token",
-        script="rloo_tldr",
-        function="train",
-        old="kl = token_kl.sum(1)",
-        new="kl = token_kl.mean(1)",
-        test="runs/test_rloo_tldr.py::test_rewards_by_hand[plain]",
-        trap=44,
-    ),
-    Fault(
-        name="a label by its place, not by its name",
-        script="ppo_sentiment",
-        function="load_label_scorer",
-        old="return logits[:, label_ids[label]]",
-        new="return logits.sort(-1).values[:, label_ids[label]]",
-        test="math/test_classifiers.py::test_a_label_is_scored_by_its_logit_and_its_probability",
-        trap=22,
-    ),
-    Fault(
-        name="the reward model gets the policy's tokenizer",
-        script="ppo_sentiment",
-        function="load_classifier",
-        old="load_tokenizer(name)",
-        new='load_tokenizer("checkpoints/reviews-lm")',
-        test="math/test_classifiers.py::test_a_reward_model_may_have_another_tokenizer",
-        trap=23,
-        raises="IndexError",
-    ),
-    Fault(
-        name="the reward offset is not subtracted",
-        script="rloo_tldr",
-        function="load_reward_model",
-        old=".cpu() - offset",
-        new=".cpu()",
-        test="runs/test_rloo_tldr.py::test_the_score_is_transformers_own",
-        trap=24,
-    ),
-    Fault(
-        name="the reward offset has the wrong sign",
-        script="reward_model",
-        function="train",
-        old="reward_offset = offset",
-        new="reward_offset = -offset",
-        test="data/test_preferences.py::test_references_have_the_mean_score_0",
-        trap=24,
-    ),
-    Fault(
-        name="a reward that is not finite is accepted",
-        script="ppo_sentiment",
-        function="check_scores",
-        old="not abs(number) < 3e38",
-        new="False",
-        test="faults/test_bad_input.py::test_wrong_rewards",
-    ),
-    Fault(
-        name="METEOR's weight is not used",
-        script="ppo_dialog",
-        function="weighted_score",
-        old="args.meteor_weight",
-        new="1.0",
-        test="runs/test_ppo_dialog.py::test_scores_are_the_weighted_sum_of_the_parts",
-        trap=39,
-    ),
-    Fault(
-        name="METEOR of the answer as reference",
-        script="ppo_dialog",
-        function="load_reward_parts",
-        old="meteor(turn.reference, answer)",
-        new="meteor(answer, turn.reference)",
-        test="faults/test_mutants.py::test_the_meteor_of_a_run_is_of_the_reference",
-        trap=39,
-    ),
-    Fault(
-        name="acts that begin at 0 in ppo_dialog",
-        script="ppo_dialog",
-        function="load_reward_parts",
-        old="turn.act - 1 for",
-        new="turn.act % probs.shape[1] for",
-        test="runs/test_ppo_dialog.py::test_intent_by_hand[own]",
-        trap=38,
-    ),
-    Fault(
-        name="acts that begin at 0 in the classifier",
-        script="reward_model",
-        function="load_answers",
-        old="labels.append(act - 1)",
-        new="labels.append(act)",
-        test="runs/test_sft_and_reward_model.py::test_answers_and_acts",
-        trap=38,
-    ),
-    Fault(
-        name="BLEU of the references against the answers",
-        script="ppo_dialog",
-        function="text_metrics",
-        old="corpus_bleu(answers, [references]",
-        new="corpus_bleu(references, [answers]",
-        test="faults/test_mutants.py::test_bleu_is_of_the_answers",
-    ),
-    Fault(
-        name="a tie is a win",
-        script="rloo_tldr",
-        function="score_judge",
-        old="0.5 * (ours == theirs)",
-        new="(ours == theirs)",
-        test="runs/test_rloo_tldr.py::test_win_rate_by_a_function",
-        trap=40,
-    ),
-    Fault(
-        name="a chat judge that prefers a place",
-        script="rloo_tldr",
-        function="chat_judge",
-        old="float(answer_is_a == response_is_a)",
-        new="float(answer_is_a)",
-        test="runs/test_rloo_tldr.py::test_a_chat_judge_reads_verdicts",
-        trap=40,
-    ),
-]
-
-# ---- Groups and advantages ---------------------------------------------------------------------------------
-
-ADVANTAGES = [
-    Fault(
-        name="groups read prompt by prompt",
-        script="rloo_tldr",
-        function="rloo_advantages",
-        old="view(rloo_k, -1)",
-        new="view(-1, rloo_k).T",
-        test="math/test_math.py::test_rloo_advantages_of_trls_page",
-        trap=25,
-    ),
-    Fault(
-        name="a mean of all responses in place of the others",
-        script="rloo_tldr",
-        function="rloo_advantages",
-        old="sum_of_others / (rloo_k - 1)",
-        new="rewards.mean(0)",
-        test="math/test_math.py::test_rloo_advantages_of_trls_page",
-        trap=25,
-    ),
-    Fault(
-        name="a leave-one-out divided by its deviation",
-        script="rloo_tldr",
-        function="rloo_advantages",
-        old="(rewards - baselines).flatten()",
-        new="((rewards - baselines) / (rewards.std(0) + 1e-8)).flatten()",
-        test="math/test_math.py::test_rloo_advantages_edges",
-        trap=26,
-    ),
-    Fault(
-        name="responses continue the prompts of others",
-        script="rloo_tldr",
-        function="generate_groups",
-        old=".repeat_interleave(k)",
-        new=".repeat(k)",
-        test="math/test_generation.py::test_generate_groups_is_generate_for_each_response",
-        trap=25,
-    ),
-    Fault(
-        name="responses are listed prompt by prompt",
-        script="rloo_tldr",
-        function="sample_responses",
-        old="tokens = tokens.transpose(0, 1).flatten(0, 1)",
-        new="tokens = tokens.flatten(0, 1)",
-        test="runs/test_ppo_sentiment.py::test_samples_of_the_whole_evaluation_and_the_gap_to_the_sampler[rloo_tldr]",
-        trap=25,
-    ),
-    Fault(
-        name="groups of two processes are gathered one after the other",
-        script="rloo_tldr",
-        function="gather_groups",
-        old="x.transpose(0, 1).flatten(0, 2)",
-        new="x.flatten(0, 2)",
-        test="runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-rloo_tldr]",
-        trap=25,
-    ),
-    Fault(
-        name="a value after the end",
-        script="ppo_sentiment",
-        function="gae",
-        old="torch.where(mask, values, 0.0).float()",
-        new="values.float()",
-        test="math/test_math.py::test_gae_agrees_with_naive",
-        trap=30,
-    ),
-    Fault(
-        name="gamma and lambda swapped",
-        script="ppo_sentiment",
-        function="gae",
-        old="gamma * next_value",
-        new="lam * next_value",
-        test="math/test_math.py::test_gae_agrees_with_naive",
-        trap=30,
-    ),
-    Fault(
-        name="gae forwards in time",
-        script="ppo_sentiment",
-        function="gae",
-        old="reversed(range(rewards.shape[1]))",
-        new="range(rewards.shape[1])",
-        test="math/test_math.py::test_gae_by_hand",
-        trap=30,
-    ),
-    Fault(
-        name="returns without values",
-        script="ppo_sentiment",
-        function="gae",
-        old="returns = advantages + values",
-        new="returns = advantages",
-        test="math/test_math.py::test_gae_by_hand",
-        trap=30,
-    ),
-]
-
-# ---- Losses ------------------------------------------------------------------------------------------------
-
-LOSSES = [
-    Fault(
-        name="k1 with the wrong sign",
-        script="rloo_tldr",
-        function="kl_per_token",
-        old="logprobs - ref_logprobs",
-        new="ref_logprobs - logprobs",
-        test="math/test_math.py::test_kl_per_token_agrees_with_naive",
-        trap=32,
-    ),
-    Fault(
-        name="k2 without its half",
-        script="rloo_tldr",
-        function="kl_per_token",
-        old="0.5 * log_ratio**2",
-        new="log_ratio**2",
-        test="math/test_math.py::test_kl_per_token_agrees_with_naive",
-        trap=32,
-    ),
-    Fault(
-        name="k3 with the wrong sign",
-        script="rloo_tldr",
-        function="kl_per_token",
-        old="torch.expm1(-log_ratio) + log_ratio",
-        new="torch.expm1(log_ratio) - log_ratio",
-        test="math/test_math.py::test_kl_per_token_agrees_with_naive",
-        trap=32,
-    ),
-    Fault(
-        name="k1 as a loss is accepted",
-        script="rloo_tldr",
-        function="check_rloo_args",
-        old='if args.kl_in_loss and args.kl_estimator == "k1"',
-        new="if False",
-        test="faults/test_bad_input.py::test_bad_input[rloo_tldr: k1 in the loss]",
-        trap=32,
-    ),
-    Fault(
-        name="k3 as a reward is accepted",
-        script="rloo_tldr",
-        function="check_rloo_args",
-        old='if not args.kl_in_loss and args.kl_estimator != "k1"',
-        new="if False",
-        test="faults/test_bad_input.py::test_bad_input[rloo_tldr: k3 in the reward]",
-        trap=32,
-    ),
-    Fault(
-        name="the policy loss takes the better of two",
-        script="ppo_sentiment",
-        function="clipped_policy_loss",
-        old="torch.max(",
-        new="torch.min(",
-        test="math/test_math.py::test_clipped_policy_loss_agrees_with_naive",
-    ),
-    Fault(
-        name="the ratio upside down",
-        script="ppo_sentiment",
-        function="clipped_policy_loss",
-        old="logprobs - old_logprobs",
-        new="old_logprobs - logprobs",
-        test="math/test_math.py::test_clipped_policy_loss_agrees_with_naive",
-    ),
-    Fault(
-        name="the value loss without its half",
-        script="ppo_sentiment",
-        function="clipped_value_loss",
-        old="0.5 * ",
-        new="",
-        test="math/test_math.py::test_clipped_value_loss_by_hand",
-    ),
-    Fault(
-        name="the value loss is not clipped",
-        script="ppo_sentiment",
-        function="clipped_value_loss",
-        old="torch.max(unclipped, clipped)",
-        new="unclipped",
-        test="math/test_math.py::test_clipped_value_loss_by_hand",
-    ),
-    Fault(
-        name="a margin that is added",
-        script="reward_model",
-        function="preference_loss",
-        old="- margin)",
-        new="+ margin)",
-        test="math/test_math.py::test_preference_loss_agrees_with_naive",
-    ),
-    Fault(
-        name="chosen and rejected swapped",
-        script="reward_model",
-        function="preference_loss",
-        old="(chosen - rejected)",
-        new="(rejected - chosen)",
-        test="math/test_math.py::test_preference_loss_agrees_with_naive",
-    ),
-    Fault(
-        name="a ranking that counts missing responses",
-        script="reward_model",
-        function="ranking_loss",
-        old="torch.where(pair_mask, losses, 0.0)",
-        new="losses",
-        test="math/test_math.py::test_ranking_loss_agrees_with_naive",
-    ),
-    Fault(
-        name="approxkl without its half",
-        script="ppo_dialog",
-        function="train",
-        old="0.5 * log_ratio**2",
-        new="log_ratio**2",
-        test="faults/test_mutants.py::test_metrics_of_an_update_by_hand[ppo_dialog]",
-    ),
-    Fault(
-        name="ratio_var keeps the square of the mean",
-        script="rloo_tldr",
-        function="train",
-        old='-= (update_metrics["val/ratio"] - 1) ** 2',
-        new="-= 0",
-        test="faults/test_mutants.py::test_metrics_of_an_update_by_hand[rloo_tldr]",
-    ),
-    Fault(
-        name="every value outside the range counts as clipped",
-        script="ppo_sentiment",
-        function="train",
-        old="value_moved & (value_loss > unclipped_value_loss)",
-        new="value_moved",
-        test="faults/test_mutants.py::test_metrics_of_an_update_by_hand[ppo_sentiment]",
-    ),
-]
-
-# ---- Minibatches and optimizer steps -----------------------------------------------------------------------
-
-STEPS = [
-    Fault(
-        name="num_mini_batches is ignored",
-        script="rloo_tldr",
-        function="train",
-        old="order.split(B // args.num_mini_batches)",
-        new="order.split(B)",
-        test="runs/test_rloo_tldr.py::test_number_of_steps",
-        trap=27,
-    ),
-    Fault(
-        name="a sum of micro-batch means in ppo",
-        script="ppo_sentiment",
-        function="train",
-        old=".sum() / num_tokens",
-        new=".mean() / len(micro_batches)",
-        test="runs/test_ppo_sentiment.py::test_the_gradient_does_not_depend_on_micro_batches",
-        trap=28,
-    ),
-    Fault(
-        name="a sum of micro-batch means in rloo",
-        script="rloo_tldr",
-        function="train",
-        old="response_loss.sum() / len(minibatch)",
-        new="response_loss.mean()",
-        test="runs/test_rloo_tldr.py::test_the_gradient_does_not_depend_on_micro_batches",
-        trap=28,
-    ),
-    Fault(
-        name="a sum of micro-batch means in sft",
-        script="sft",
-        function="train",
-        old="losses.sum() / num_tokens",
-        new='losses.sum() / (mb["labels"] != -100).sum() / len(micro_batches)',
-        test="runs/test_sft_and_reward_model.py::test_sft_gradient_does_not_depend_on_micro_batches",
-        trap=28,
-    ),
-    Fault(
-        name="the loss of ppo is not divided",
-        script="ppo_dialog",
-        function="train",
-        old=".sum() / num_tokens",
-        new=".sum()",
-        test="faults/test_mutants.py::test_one_step_by_hand[ppo_dialog]",
-        trap=28,
-    ),
-    Fault(
-        name="the loss of the reward model is not divided",
-        script="reward_model",
-        function="train",
-        old='row_metrics["loss"].sum() / B',
-        new='row_metrics["loss"].sum()',
-        test="faults/test_mutants.py::test_a_larger_batch_of_equal_rows_has_the_same_gradient[reward_model]",
-        trap=28,
-    ),
-    Fault(
-        name="the loss of sft is not divided",
-        script="sft",
-        function="train",
-        old="losses.sum() / num_tokens",
-        new="losses.sum()",
-        test="faults/test_mutants.py::test_a_larger_batch_of_equal_rows_has_the_same_gradient[sft]",
-        trap=28,
-    ),
-    Fault(
-        name="the gradient is not scaled by the processes",
-        script="ppo_sentiment",
-        function="train",
-        old="accelerator.backward(loss * world)",
-        new="accelerator.backward(loss)",
-        test="runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]",
-        trap=28,
-    ),
-    Fault(
-        name="gradients are never zeroed",
-        script="rloo_tldr",
-        function="train",
-        old="optimizer.zero_grad()",
-        new="pass",
-        test="runs/test_resume.py::test_sigterm_then_resume[rloo_tldr]",
-        trap=29,
-    ),
-    Fault(
-        name="adam_eps does not reach the optimizer",
-        script="ppo_sentiment",
-        function="make_optimizer",
-        old="eps=args.adam_eps",
-        new="eps=1e-8",
-        test="runs/test_ppo_sentiment.py::test_adam_eps_reaches_adam",
-        trap=31,
-    ),
-    Fault(
-        name="gradients are not clipped",
-        script="ppo_sentiment",
-        function="clip_gradients",
-        old="max_norm or math.inf",
-        new="math.inf",
-        test="runs/test_ppo_sentiment.py::test_max_grad_norm",
-    ),
-    Fault(
-        name="a step along a gradient that is not finite",
-        script="ppo_sentiment",
-        function="train",
-        old="if math.isfinite(grad_norm):",
-        new="if True:",
-        test="runs/test_ppo_sentiment.py::test_gradients_that_are_not_finite_are_skipped",
-        raises="UserError",
-    ),
-    Fault(
-        name="the learning rate is one update ahead",
-        script="ppo_sentiment",
-        function="learning_rate",
-        old="(update - 1 - warmup)",
-        new="(update - warmup)",
-        test="math/test_learning_rate.py::test_learning_rates_are_those_of_transformers",
-    ),
-    Fault(
-        name="the warm-up is one update ahead",
-        script="ppo_sentiment",
-        function="learning_rate",
-        old="(update - 1) / warmup",
-        new="update / warmup",
-        test="math/test_learning_rate.py::test_learning_rates_are_those_of_transformers",
-    ),
-    Fault(
-        name="an exponential learning rate that ends at 10 %",
-        script="ppo_sentiment",
-        function="learning_rate",
-        old="0.01**progress",
-        new="0.1**progress",
-        test="math/test_learning_rate.py::test_exponential_learning_rates",
-    ),
-    Fault(
-        name="the learning rate is not set",
-        script="ppo_sentiment",
-        function="train",
-        old='group["lr"] = learning_rate(args, update, updates)',
-        new="pass",
-        test="runs/test_ppo_sentiment.py::test_the_learning_rate_is_set_once_per_update",
-    ),
-]
-
-# ---- Flags that nobody reads -------------------------------------------------------------------------------
-
-FLAGS = [
-    Fault(
-        name="the estimator of a KL in the loss is not used",
-        script="rloo_tldr",
-        function="train",
-        old="args.kl_estimator)",
-        new='"k2")',
-        test="faults/test_mutants.py::test_the_estimator_of_a_kl_in_the_loss",
-        trap=36,
-    ),
-    Fault(
-        name="vf_coef is not used",
-        script="ppo_sentiment",
-        function="train",
-        old="args.vf_coef * value_loss",
-        new="value_loss",
-        test="faults/test_mutants.py::test_one_step_by_hand[ppo_sentiment]",
-        trap=36,
-    ),
-    Fault(
-        name="warm-up is not used",
-        script="ppo_sentiment",
-        function="learning_rate",
-        old="math.ceil(args.warmup_ratio * updates)",
-        new="0",
-        test="math/test_learning_rate.py::test_learning_rates_are_those_of_transformers",
-        trap=36,
-    ),
-    Fault(
-        name="cliprange is not used",
-        script="ppo_dialog",
-        function="train",
-        old="mb_advantages, args.cliprange\n",
-        new="mb_advantages, 0.2\n",
-        test="faults/test_mutants.py::test_clip_ranges_reach_the_losses[ppo_dialog]",
-        trap=36,
-    ),
-    Fault(
-        name="gamma and lambda swapped in the run",
-        script="ppo_dialog",
-        function="train",
-        old="args.gamma, args.lam",
-        new="args.lam, args.gamma",
-        test="runs/test_ppo_dialog.py::test_rewards_by_hand[plain]",
-        trap=36,
-    ),
-]
-
-# ---- Documents of sft.py -----------------------------------------------------------------------------------
-
-SFT = [
-    Fault(
-        name="sft learns prompts",
-        script="sft",
-        function="completion_documents",
-        old="prompt_labels = [-100] * len(prompt)",
-        new="pass",
-        test="math/test_fine_tuning.py::test_only_completions_have_labels",
-    ),
-    Fault(
-        name="packed documents see each other",
-        script="sft",
-        function="document_states",
-        old="document[:, :, None] == document[:, None, :]",
-        new="document[:, :, None] > 0",
-        test="math/test_fine_tuning.py::test_packed_documents_do_not_see_each_other[gpt2]",
-    ),
-    Fault(
-        name="packed positions go on",
-        script="sft",
-        function="collate_rows",
-        old="torch.arange(len(document_ids))",
-        new="torch.arange(start, end)",
-        test="math/test_fine_tuning.py::test_packed_documents_do_not_see_each_other[gpt2]",
-    ),
-    Fault(
-        name="a document is learned from the one before",
-        script="sft",
-        function="collate_rows",
-        old="labels[i, start] = -100",
-        new="pass",
-        test="math/test_fine_tuning.py::test_the_loss_of_packed_rows_is_the_loss_of_all_documents",
-    ),
-    Fault(
-        name="held-out documents are not drawn at random",
-        script="sft",
-        function="train",
-        old="[held_out[i] for i in order[: args.num_eval_rows]]",
-        new="held_out[: args.num_eval_rows]",
-        test="faults/test_mutants.py::test_held_out_documents_of_sft_are_drawn_at_random",
-    ),
-]
-
-# ---- Processes, checkpoints, resuming ----------------------------------------------------------------------
-
-RUNS = [
-    Fault(
-        name="prompts and uniforms drawn by process",
-        script="ppo_sentiment",
-        function="train",
-        old="reviews, args, update)",
-        new="reviews, args, update, rank)",
-        test="runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]",
-        trap=33,
-    ),
-    Fault(
-        name="the order of minibatches drawn by process",
-        script="ppo_sentiment",
-        function="train",
-        old='"order", update, epoch)',
-        new='"order", update, epoch, rank)',
-        test="runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]",
-        trap=33,
-    ),
-    Fault(
-        name="all updates draw the same",
-        script="ppo_sentiment",
-        function="generator_for",
-        old="repr((seed, *purpose))",
-        new="repr((seed, *purpose[:1]))",
-        test="math/test_math.py::test_random_numbers_depend_only_on_seed_and_purpose",
-        trap=33,
-    ),
-    Fault(
-        name="whitening by process",
-        script="ppo_sentiment",
-        function="train",
-        old="advantages = masked_whiten(advantages, valid)",
-        new="advantages = torch.cat(list(map(masked_whiten, advantages.chunk(world), valid.chunk(world))))",
-        test="runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]",
-        trap=20,
-    ),
-    Fault(
-        name="the update goes around the wrapped module",
-        script="ppo_sentiment",
-        function="train",
-        old="mb_values = learner(",
-        new="mb_values = model(",
-        test="runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]",
-        trap=42,
-    ),
-    Fault(
-        name="the weights of shards are not copied back",
-        script="ppo_sentiment",
-        function="train",
-        old="copy_weights(parameters, model)\n        with",
-        new="pass\n        with",
-        test="runs/test_processes.py::test_two_processes_give_the_numbers_of_one[fsdp2-ppo_sentiment]",
-        trap=42,
-    ),
-    Fault(
-        name="resume without torch's random numbers",
-        script="ppo_sentiment",
-        function="Run.load_checkpoint",
-        old='torch.set_rng_state(state["rng"]["torch"])',
-        new="pass",
-        test="runs/test_resume.py::test_random_numbers_of_a_reward_function",
-        trap=34,
-    ),
-    Fault(
-        name="resume without Python's random numbers",
-        script="ppo_sentiment",
-        function="Run.load_checkpoint",
-        old='random.setstate(state["rng"]["python"])',
-        new="pass",
-        test="runs/test_resume.py::test_random_numbers_of_a_reward_function",
-        trap=34,
-    ),
-    Fault(
-        name="resume without optimizer",
-        script="ppo_dialog",
-        function="Run.load_checkpoint",
-        old='optimizer.load_state_dict(state["optimizer"])',
-        new="pass",
-        test="runs/test_resume.py::test_sigterm_then_resume[ppo_dialog]",
-        trap=34,
-    ),
-    Fault(
-        name="resume without KL coefficient",
-        script="ppo_sentiment",
-        function="train",
-        old='state.get("kl_coef", args.kl_coef)',
-        new="args.kl_coef",
-        test="runs/test_resume.py::test_sigterm_then_resume[ppo_sentiment]",
-        trap=34,
-    ),
-    Fault(
-        name="resume at the beginning of the data",
-        script="reward_model",
-        function="train",
-        old="start=(update - 1) * B",
-        new='start=(update - 1 - state["update"]) * B',
-        test="runs/test_resume.py::test_sigterm_then_resume[reward_model]",
-        trap=34,
-    ),
-    Fault(
-        name="resume without the value head",
-        script="ppo_dialog",
-        function="Run.load_checkpoint",
-        old="in parameters.items()",
-        new="in list(parameters.items())[:-2]",
-        test="runs/test_resume.py::test_sigterm_then_resume[ppo_dialog]",
-        trap=34,
-    ),
-    Fault(
-        name="resume with the learning rate of the first update",
-        script="sft",
-        function="train",
-        old="learning_rate(args, update, updates)",
-        new='learning_rate(args, update - state["update"], updates)',
-        test="runs/test_resume.py::test_sigterm_then_resume[sft]",
-        trap=34,
-    ),
-    Fault(
-        name="resume keeps later rows",
-        script="ppo_sentiment",
-        function="Run.forget_after",
-        old=' if json.loads(line)["update"] <= update',
-        new="",
-        test="runs/test_resume.py::test_resume_from_an_older_checkpoint",
-        trap=34,
-    ),
-    Fault(
-        name="resume keeps later checkpoints",
-        script="ppo_sentiment",
-        function="Run.forget_after",
-        old=" or int(path.name) > update",
-        new="",
-        test="faults/test_mutants.py::test_later_checkpoints_are_deleted",
-        trap=34,
-    ),
-    Fault(
-        name="old checkpoints are never deleted",
-        script="ppo_sentiment",
-        function="Run.save_checkpoint",
-        old="[:-keep]",
-        new="[:0]",
-        test="runs/test_ppo_sentiment.py::test_old_checkpoints_are_deleted",
-    ),
-    Fault(
-        name="weights that are not finite are saved",
-        script="sft",
-        function="Run.save_checkpoint",
-        old="if not all(torch.isfinite(p).all() for p in weights.values()):",
-        new="if False:",
-        test="faults/test_mutants.py::test_weights_that_are_not_finite_are_not_saved",
-    ),
-    Fault(
-        name="a model that computes nan is saved",
-        script="ppo_sentiment",
-        function="check_outputs",
-        old="if not all(x[valid].isfinite().all() for x in outputs):",
-        new="if False:",
-        test="faults/test_mutants.py::test_a_model_that_computes_nan_is_not_saved",
-        raises="IndexError",
-    ),
-    Fault(
-        name="a metric that is not finite is logged and the run goes on",
-        script="ppo_sentiment",
-        function="Run.log",
-        old="if not_finite and self.last_skip != update:",
-        new="if False:",
-        test="runs/test_ppo_sentiment.py::test_a_metric_that_is_not_finite_ends_the_run",
-    ),
-    Fault(
-        name="a saved value head is not loaded",
-        script="ppo_sentiment",
-        function="build_policy_and_value",
-        old='model.value_head.load_state_dict(load_file(folder / "value_head.safetensors"))',
-        new="pass",
-        test="runs/test_ppo_sentiment.py::test_the_value_head_survives_saving",
-        trap=35,
-    ),
-    Fault(
-        name="a saved score head is drawn again",
-        script="reward_model",
-        function="init_new_head",
-        old="if is_new and hasattr",
-        new="if hasattr",
-        test="data/test_preferences.py::test_standard_deviation_of_a_new_head",
-        trap=35,
-    ),
-]
-
-# ---- Variety, tokenizers, first steps ----------------------------------------------------------------------
-
-VARIETY = [
-    Fault(
-        name="a word that is as common as before counts as new",
-        script="ppo_sentiment",
-        function="commonest_new_word",
-        old="share >= 2 * before.get(word, 0.0)",
-        new="share >= before.get(word, 0.0)",
-        test="math/test_variety.py::test_the_commonest_new_word_at_least_doubled",
-    ),
-    Fault(
-        name="a word counts as often as it is in a text",
-        script="ppo_sentiment",
-        function="word_shares",
-        old="set(words) - FUNCTION_WORDS",
-        new="[word for word in words if word not in FUNCTION_WORDS]",
-        test="math/test_variety.py::test_word_shares_count_texts",
-    ),
-    Fault(
-        name="pairs of words span texts",
-        script="ppo_sentiment",
-        function="distinct_bigrams",
-        old="    for text in texts:\n",
-        new='    for text in [" ".join(texts)]:\n',
-        test="math/test_variety.py::test_distinct_bigrams_do_not_span_texts",
-    ),
-    Fault(
-        name="the new word is that of one process",
-        script="ppo_sentiment",
-        function="train",
-        old="accelerate.utils.gather_object(responses)",
-        new="responses",
-        test="runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]",
-    ),
-    Fault(
-        name="samples come from the batch",
-        script="ppo_sentiment",
-        function="train",
-        old="{name: x[:4] for name, x in held_out_batch.items()}",
-        new="{name: x[:4] for name, x in prompt_batch.items()}",
-        test="runs/test_first_steps.py::test_samples_repeat_their_prompts[ppo_sentiment-prompt]",
-    ),
-    Fault(
-        name="BOS is dropped",
-        script="sft",
-        function="tokenize",
-        old="bos + ids for ids",
-        new="ids for ids",
-        test="runs/test_first_steps.py::test_bos_comes_first_and_once[sft]",
-    ),
-    Fault(
-        name="the reward reads BOS",
-        script="ppo_sentiment",
-        function="decode",
-        old="ids[1:] if bos and ids[:1] == bos else ids",
-        new="ids",
-        test="runs/test_first_steps.py::test_bos_in_ppo_sentiment",
-        raises="UserError",
-    ),
-    Fault(
-        name="a run without git ends in an error",
-        script="ppo_dialog",
-        function="git_commit",
-        old="FileNotFoundError",
-        new="ValueError",
-        test="runs/test_first_steps.py::test_without_git[ppo_dialog]",
-        raises="FileNotFoundError",
-    ),
-    Fault(
-        name="the gold judge judges other posts",
-        script="rloo_tldr",
-        function="without_foreign_judge",
-        old="args.dataset_name != tiny.dataset_name",
-        new="False",
-        test="runs/test_first_steps.py::test_the_gold_judge_is_for_its_own_posts",
-    ),
-    Fault(
-        name="the key of OpenAI goes to Hugging Face's models",
-        script="rloo_tldr",
-        function="judge_address",
-        old=' and "/" not in args.judge_model',
-        new="",
-        test="runs/test_rloo_tldr.py::test_keys_go_to_their_own_server",
-    ),
-    Fault(
-        name="a model flag with underscores names no model",
-        script="ppo_sentiment",
-        function="parse_args",
-        old='.replace("_", "-") in model_flags',
-        new=" in model_flags",
-        test="runs/test_first_steps.py::test_a_named_model_means_the_published_defaults[ppo_sentiment-model_name_or_path]",
-    ),
-    Fault(
-        name="samples after the checkpoint are kept",
-        script="ppo_dialog",
-        function="Run.forget_after",
-        old='("metrics.jsonl", "samples.jsonl", "tokens.jsonl")',
-        new='("metrics.jsonl", "tokens.jsonl")',
-        test="runs/test_resume.py::test_what_came_after_the_checkpoint_is_forgotten[ppo_dialog]",
-    ),
-    Fault(
-        name="the verb judge keeps the gold judge for other posts",
-        script="rloo_tldr",
-        function="main",
-        old="judge_policy(without_foreign_judge(parse_args(argv[1:])))",
-        new="judge_policy(parse_args(argv[1:]))",
-        test="runs/test_first_steps.py::test_the_gold_judge_is_for_its_own_posts",
-    ),
-]
-
-# ---- GRPO --------------------------------------------------------------------------------------------------
-
-GRPO = [
-    Fault(
-        name="a deviation of GRPO with k in its denominator",
-        script="grpo_math",
-        function="grpo_advantages",
-        old="correction=1",
-        new="correction=0",
-        test="math/test_grpo.py::test_advantages_by_hand",
-    ),
-    Fault(
-        name="groups of GRPO are neighboring rows",
-        script="grpo_math",
-        function="grpo_advantages",
-        old="view(k, -1)",
-        new="view(-1, k).T",
-        test="math/test_grpo.py::test_advantages_by_hand",
-    ),
-    Fault(
-        name="a deviation of GRPO without its small number",
-        script="grpo_math",
-        function="grpo_advantages",
-        old="std + 1e-4",
-        new="std + 1e-8",
-        test="math/test_grpo.py::test_the_small_number_is_added_to_the_deviation",
-    ),
-    Fault(
-        name="the mean of the batch in place of the group's",
-        script="grpo_math",
-        function="grpo_advantages",
-        old="groups.mean(0), ",
-        new="groups.mean(), ",
-        test="math/test_grpo.py::test_advantages_by_hand",
-    ),
-    Fault(
-        name="GRPO takes the mean of each response first",
-        script="grpo_math",
-        function="train",
-        old="loss = token_loss.sum() / num_tokens",
-        new="loss = (token_loss / valid[rows].sum(1)[:, None].expand(-1, t)[m]).sum() / len(minibatch)",
-        test="math/test_grpo.py::test_the_loss_is_a_mean_over_tokens",
-    ),
-    Fault(
-        name="GRPO takes the mean of each micro-batch first",
-        script="grpo_math",
-        function="train",
-        old="loss = token_loss.sum() / num_tokens",
-        new="loss = token_loss.mean() / len(micro_batches)",
-        test="runs/test_evaluation_grpo.py::test_two_updates_by_hand[plain]",
-    ),
-    Fault(
-        name="GRPO counts the tokens of the whole batch",
-        script="grpo_math",
-        function="train",
-        old="num_tokens = valid[minibatch].sum()",
-        new="num_tokens = valid.sum() / args.num_mini_batches",
-        test="runs/test_evaluation_grpo.py::test_two_updates_by_hand[plain]",
-    ),
-    Fault(
-        name="GRPO counts the tokens of one process",
-        script="grpo_math",
-        function="train",
-        old="num_tokens = valid[minibatch].sum()",
-        new="num_tokens = valid[local_rows(minibatch)].sum() * world",
-        test="runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-grpo_math]",
-    ),
-    Fault(
-        name="GRPO does not train the stop token",
-        script="grpo_math",
-        function="train",
-        old='valid = length_mask(b["lengths"], T)',
-        new='valid = length_mask(b["lengths"] - b["stopped"].long(), T)',
-        test="runs/test_evaluation_grpo.py::test_two_updates_by_hand[plain]",
-    ),
-    Fault(
-        name="advantages of the first micro-batch for all",
-        script="grpo_math",
-        function="train",
-        old="advantages[rows, None]",
-        new="advantages[by_length[: len(rows)], None]",
-        test="runs/test_evaluation_grpo.py::test_two_updates_by_hand[plain]",
-    ),
-    Fault(
-        name="the KL penalty of GRPO is a bonus",
-        script="grpo_math",
-        function="train",
-        old="policy_loss + args.kl_coef * mb_kl",
-        new="policy_loss - args.kl_coef * mb_kl",
-        test="math/test_grpo.py::test_the_loss_is_a_mean_over_tokens",
-    ),
-    Fault(
-        name="k2 in the loss of GRPO",
-        script="grpo_math",
-        function="train",
-        old='[m], "k3")',
-        new='[m], "k2")',
-        test="math/test_grpo.py::test_the_loss_is_a_mean_over_tokens",
-    ),
-    Fault(
-        name="the KL of GRPO has its arguments swapped",
-        script="grpo_math",
-        function="train",
-        old='kl_per_token(new_logprobs, b["ref_logprobs"][rows, :t][m], "k3")',
-        new='kl_per_token(b["ref_logprobs"][rows, :t][m], new_logprobs, "k3")',
-        test="math/test_grpo.py::test_the_loss_is_a_mean_over_tokens",
-    ),
-    Fault(
-        name="log-probabilities of the reference are cut off on the left",
-        script="grpo_math",
-        function="train",
-        old='b["ref_logprobs"][rows, :t][m], "k3"',
-        new='b["ref_logprobs"][rows, -t:][m], "k3"',
-        test="runs/test_evaluation_grpo.py::test_two_updates_by_hand[plain]",
-        raises="UserError",
-    ),
-    Fault(
-        name="old log-probabilities are the sampler's",
-        script="grpo_math",
-        function="train",
-        old='old_logprobs = b["logprobs"][rows, :t][m]',
-        new='old_logprobs = b["sampling_logprobs"][rows, :t][m]',
-        test="math/test_grpo.py::test_the_loss_is_a_mean_over_tokens",
-    ),
-    Fault(
-        name="a ratio of 1 without a gradient",
-        script="grpo_math",
-        function="train",
-        old="old_logprobs = new_logprobs.detach()",
-        new="old_logprobs = new_logprobs",
-        test="runs/test_evaluation_grpo.py::test_one_step_per_batch[0.0]",
-    ),
-    Fault(
-        name="metrics of GRPO are sums over epochs",
-        script="grpo_math",
-        function="train",
-        old="tokens_trained = valid.sum() * args.num_ppo_epochs",
-        new="tokens_trained = valid.sum()",
-        test="runs/test_evaluation_grpo.py::test_two_updates_by_hand[plain]",
-    ),
-    Fault(
-        name="equal groups of GRPO are looked for among neighbors",
-        script="grpo_math",
-        function="train",
-        old='scores = b["scores"].view(k, P)',
-        new='scores = b["scores"].view(P, k).T',
-        test="runs/test_grpo_math.py::test_groups_without_a_signal_are_counted",
-    ),
-    Fault(
-        name="the same random numbers in each update of GRPO",
-        script="grpo_math",
-        function="train",
-        old="draw_groups(tasks, k, args, update)",
-        new='draw_groups(tasks, k, args, "update")',
-        test="runs/test_evaluation_grpo.py::test_each_response_has_its_own_random_numbers",
-    ),
-    Fault(
-        name="GRPO is evaluated on training tasks",
-        script="grpo_math",
-        function="train",
-        old="load_tasks(held_out_rows, tokenizer, args, args.dataset_name)",
-        new="load_tasks(train_rows, tokenizer, args, args.dataset_name)",
-        test="runs/test_evaluation_grpo.py::test_training_and_held_out_tasks_are_apart",
-    ),
-    Fault(
-        name="harder tasks are those of the split train",
-        script="grpo_math",
-        function="load_test_split",
-        old='return splits["test"]',
-        new='return splits["train"]',
-        test="runs/test_evaluation_grpo.py::test_training_and_held_out_tasks_are_apart",
-    ),
-    Fault(
-        name="the prompt of a sample of a chat ends at its first learned turn",
-        script="sft",
-        function="write_samples",
-        old="prompt_length = last_labeled_position(labels) + 1",
-        new="prompt_length = next((i for i, x in enumerate(labels) if x != -100), 0) + 1",
-        test="runs/test_sft_and_reward_model.py::test_prompts_of_samples",
-    ),
-    Fault(
-        name="a stop token is the last token of a document, learned or not",
-        script="sft",
-        function="find_end_tokens",
-        old="last_tokens = {labels[last_labeled_position(labels)] for labels in uncut}",
-        new="last_tokens = {ids[-1] for ids, _ in documents if len(ids) < max_length}",
-        test="data/test_chats.py::test_what_ends_a_response",
-    ),
-    Fault(
-        name="a stop token is what a document was cut at",
-        script="sft",
-        function="find_end_tokens",
-        old="if len(labels) < max_length]",
-        new="]",
-        test="data/test_chats.py::test_what_ends_a_response",
-    ),
-    Fault(
-        name="the path of a checkpoint is compared as it was typed",
-        script="ppo_sentiment",
-        function="Run",
-        old="asked = Path(self.args.resume).resolve()",
-        new="asked = Path(self.args.resume)",
-        test="runs/test_resume.py::test_resume_from_an_older_checkpoint",
-    ),
-    Fault(
-        name="gradients that are not finite are counted over the whole run",
-        script="ppo_sentiment",
-        function="Run",
-        old="self.skipped_steps = 0\n            return",
-        new="return",
-        test="runs/test_ppo_sentiment.py::test_gradients_that_are_not_finite_are_skipped",
-    ),
-    Fault(
-        name="the chat judge reads a list of messages",
-        script="rloo_tldr",
-        function="chat_judge",
-        old='post=plain_text(post["prompt"])',
-        new='post=post["prompt"]',
-        test="runs/test_evaluation_rloo.py::test_a_chat_judge_reads_the_text_of_a_chat",
-    ),
-    Fault(
-        name="a critic of its own reads the token whose value it predicts",
-        script="ppo_sentiment",
-        function="PolicyAndValue",
-        old="hidden_states(self.critic, ids, mask)[:, -T - 1 : -1]",
-        new="hidden_states(self.critic, ids, mask)[:, -T:]",
-        test="faults/test_mutants.py::test_a_value_is_predicted_before_its_token[own]",
-    ),
-    Fault(
-        name="only several epochs are several steps of GRPO",
-        script="grpo_math",
-        function="takes_several_steps",
-        old="args.num_ppo_epochs * args.num_mini_batches > 1",
-        new="args.num_ppo_epochs > 1",
-        test="runs/test_grpo_math.py::test_ratios_are_to_the_policy_that_sampled",
-    ),
-    Fault(
-        name="columns of log_extra belong to other responses",
-        script="grpo_math",
-        function="evaluate_tasks",
-        old="{name: values[i :: len(tasks)] for name, values in extra.items()}",
-        new="{name: values[i * k : (i + 1) * k] for name, values in extra.items()}",
-        test="runs/test_reward_functions.py::test_what_functions_log[grpo_math]",
-    ),
-    Fault(
-        name="a resumed run may have other minibatches",
-        script="grpo_math",
-        function="resumed_args",
-        old='may_change |= {"judge_fn",',
-        new='may_change |= {"num_mini_batches", "judge_fn",',
-        test="runs/test_resume.py::test_every_flag_that_would_change_the_result_is_refused[grpo_math]",
-    ),
-    Fault(
-        name="newer checkpoints stay when an older one is resumed",
-        script="ppo_sentiment",
-        function="Run",
-        old="if self.accelerator.is_main_process and self.args.resume:",
-        new='if self.accelerator.is_main_process and self.args.resume and state["update"] == 0:',
-        test="runs/test_resume.py::test_resume_from_an_older_checkpoint_forgets_the_newer_ones",
-    ),
-    Fault(
-        name="the loss of a dialog minibatch is divided by the mean number of tokens",
-        script="ppo_dialog",
-        function="train",
-        old="num_tokens = valid[minibatch].sum()",
-        new="num_tokens = valid.sum() / args.num_mini_batches",
-        test="runs/test_minibatches.py::test_a_minibatch_is_divided_by_its_own_number_of_tokens[ppo_dialog]",
-    ),
-    Fault(
-        name="the judge gets the posts in another order than the responses",
-        script="rloo_tldr",
-        function="train",
-        old="posts * k, responses)",
-        new="[post for post in posts for _ in range(k)], responses)",
-        test="runs/test_reward_functions.py::test_the_judge_of_an_update_gets_what_the_reward_gets",
-    ),
-    Fault(
-        name="greedy responses are sampled",
-        script="grpo_math",
-        function="train",
-        old="temperature=0.01",
-        new="temperature=args.temperature",
-        test="runs/test_evaluation_grpo.py::test_greedy_responses_are_the_likeliest_tokens",
-    ),
-    Fault(
-        name="a reference without a KL penalty",
-        script="grpo_math",
-        function="train",
-        old="wants_reference=args.kl_coef > 0",
-        new="wants_reference=True",
-        test="runs/test_grpo_math.py::test_without_a_penalty_no_reference_is_loaded",
-    ),
-    Fault(
-        name="the reward is the judge of GRPO",
-        script="grpo_math",
-        function="evaluate_tasks",
-        old="score_responses(judge, tasks",
-        new="score_responses(reward, tasks",
-        test="runs/test_grpo_math.py::test_a_judge_is_none_of_the_rewards",
-    ),
-    Fault(
-        name="half a point is right",
-        script="grpo_math",
-        function="evaluate_tasks",
-        old="first_verdict >= 1",
-        new="first_verdict > 0",
-        test="runs/test_evaluation_grpo.py::test_the_final_table_by_hand[after]",
-    ),
-    Fault(
-        name="verdicts of other tasks",
-        script="grpo_math",
-        function="evaluate_tasks",
-        old="else x for x in values[i :: len(tasks)]]",
-        new="else x for x in values[i * k : (i + 1) * k]]",
-        test="runs/test_evaluation_grpo.py::test_evaluation_samples",
-    ),
-    Fault(
-        name="responses of other tasks",
-        script="grpo_math",
-        function="evaluate_tasks",
-        old="responses[i :: len(tasks)]",
-        new="responses[i * k : (i + 1) * k]",
-        test="runs/test_evaluation_grpo.py::test_evaluation_samples",
-    ),
-    Fault(
-        name="pass@k is over the tasks",
-        script="grpo_math",
-        function="task_metrics",
-        old="right.amax(1).mean()",
-        new="right.amax(0).mean()",
-        test="runs/test_evaluation_grpo.py::test_the_final_table_by_hand[after]",
-    ),
-    Fault(
-        name="the interval of pass@1 is over responses",
-        script="grpo_math",
-        function="task_metrics",
-        old="pass_at_1.std(correction=0) / len(records) ** 0.5",
-        new="right.std(correction=0) / right.numel() ** 0.5",
-        test="runs/test_evaluation_grpo.py::test_the_final_table_by_hand[after]",
-    ),
-    Fault(
-        name="a task is mastered if one response is right",
-        script="grpo_math",
-        function="task_metrics",
-        old="(pass_at_1 == 1)",
-        new="(pass_at_1 > 0)",
-        test="runs/test_evaluation_grpo.py::test_the_final_table_by_hand[after]",
-    ),
-    Fault(
-        name="a mean over rows to which a reward does not apply",
-        script="grpo_math",
-        function="task_metrics",
-        old="sum(values) / max(len(values), 1)",
-        new="sum(values) / right.numel()",
-        test="runs/test_evaluation_grpo.py::test_the_final_table_by_hand[after]",
-    ),
-    Fault(
-        name="only EOS ends a response",
-        script="grpo_math",
-        function="find_stop_tokens",
-        old="(ids | {tokenizer.eos_token_id}) - {None}",
-        new="{tokenizer.eos_token_id} - {None}",
-        test="runs/test_grpo_math.py::test_every_stop_token_of_the_model_ends_a_response",
-    ),
-    Fault(
-        name="a second system message",
-        script="grpo_math",
-        function="task_prompt",
-        old='if prompt[0]["role"] == "system":',
-        new='if prompt[-1]["role"] == "system":',
-        test="runs/test_grpo_math.py::test_prompts_that_are_chats",
-    ),
-    Fault(
-        name="the limit of a prompt does not count the last token",
-        script="grpo_math",
-        function="load_tasks",
-        old="len(ids) <= args.max_prompt_length",
-        new="len(ids) <= args.max_prompt_length + 1",
-        test="runs/test_grpo_math.py::test_long_tasks_are_skipped",
-    ),
-]
-
-REPORT = [  # what report.py and a reader look at
-    Fault(
-        name="columns come from rows that were not skipped",
-        script="ppo_sentiment",
-        function="load_reviews",
-        old="zip(long_rows, tokenize(",
-        new="zip(rows, tokenize(",
-        test="runs/test_ppo_sentiment.py::test_columns_stay_with_their_reviews",
-    ),
-    Fault(
-        name="the score of tokens.jsonl is that before clipping",
-        script="ppo_sentiment",
-        function="train",
-        old="range(min(4, B)), scores, token_columns)",
-        new='range(min(4, B)), b["scores"], token_columns)',
-        test="runs/test_tokens.py::test_the_score_is_what_was_paid[ppo_sentiment]",
-    ),
-    Fault(
-        name="the ratio of tokens.jsonl is always 1",
-        script="rloo_tldr",
-        function="save_tokens",
-        old="(torch.cat(new_logprobs) - old_logprobs).exp()",
-        new="(old_logprobs - old_logprobs).exp()",
-        test="runs/test_tokens.py::test_the_ratio_is_that_after_the_update[rloo_tldr]",
-    ),
-    Fault(
-        name="tokens.jsonl shows neighbors instead of a group",
-        script="grpo_math",
-        function="train",
-        old="first_group = range(0, B, P)",
-        new="first_group = range(k)",
-        test="runs/test_tokens.py::test_lines_of_a_group[grpo_math]",
-    ),
-    Fault(
-        name="a character of several tokens is lost",
-        script="ppo_dialog",
-        function="token_pieces",
-        old=' and end < len(ids):\n            pieces.append("")',
-        new=' and end < 0:\n            pieces.append("")',
-        test="runs/test_tokens.py::test_characters_of_several_tokens_stay_whole[ppo_dialog]",
-    ),
-    Fault(
-        name="the target is not drawn",
-        script="sft",
-        function="Run.plot",
-        old="targets.get(name)",
-        new="targets.get(title)",
-        test="runs/test_curves.py::test_what_is_drawn[sft]",
-    ),
-]
+def read(block):
+    """A fault from its lines."""
+    headline, test, *changes = block.split("\n")
+    place, name, trap, error = re.fullmatch(
+        r"(\S+): (.+?)(?: \((?:trap (\d+))?(?:, )?(\w+)?\))?", headline
+    ).groups()
+    script, _, function = place.partition(".")
+    old, new = ("\n".join(line[4:] for line in changes if line.startswith(mark)) for mark in ("  -", "  +"))
+    trap = None if trap is None else int(trap)
+    return Fault(name, script, function, old, new, test.strip(), trap, error or "")
 
 
-# ---- Frozen weights, chats, servers ------------------------------------------------------------------------
+TABLE = r"""
+# Masks, padding, positions
 
-FROZEN = "math/test_frozen_weights.py"
-LATER = [
-    Fault(
-        name="trained weights are rounded too",
-        script="ppo_sentiment",
-        function="to_device",
-        old="p.dtype == torch.float32 and not p.requires_grad and id(p)",
-        new="p.dtype == torch.float32 and id(p)",
-        test=f"{FROZEN}::test_trained_weights_stay_in_fp32",
-    ),
-    Fault(
-        name="embeddings that are the output layer are rounded",
-        script="ppo_sentiment",
-        function="to_device",
-        old=" and id(p) not in embeddings",
-        new="",
-        test=f"{FROZEN}::test_frozen_linear_layers_are_in_bf16_and_nothing_else[gpt2-False]",
-    ),
-    Fault(
-        name="frozen weights are rounded in fp32 runs",
-        script="ppo_sentiment",
-        function="to_device",
-        old="if wants_bf16(args, device):",
-        new="if True:",
-        test=f"{FROZEN}::test_frozen_weights_stay_in_fp32_if_products_are_in_fp32",
-    ),
-    Fault(
-        name="GPT-2's linear layers stay in fp32",
-        script="ppo_sentiment",
-        function="to_device",
-        old="linear_layers = (nn.Linear, transformers.pytorch_utils.Conv1D)",
-        new="linear_layers = nn.Linear",
-        test=f"{FROZEN}::test_frozen_linear_layers_are_in_bf16_and_nothing_else[gpt2-False]",
-    ),
-    Fault(
-        name="an adapter is merged into rounded weights",
-        script="ppo_sentiment",
-        function="save_policy",
-        old="        base.float()",
-        new="        base",
-        test=f"{FROZEN}::test_an_adapter_is_merged_in_fp32",
-    ),
-    Fault(
-        name="the cache keeps keys in fp32",
-        script="ppo_sentiment",
-        function="Cache.update",
-        old="cast_like_autocast(keys)",
-        new="keys",
-        test=f"{FROZEN}::test_a_cache_in_bf16_samples_exactly_the_same_tokens[llama]",
-    ),
-    Fault(
-        name="a new tokenizer does not read completions of chats",
-        script="sft",
-        function="all_texts",
-        old='("messages", "prompt", "completion")',
-        new='("messages", "prompt")',
-        test="runs/test_evaluation_sft_and_reward_model.py::test_a_new_tokenizer_learns_from_chats",
-    ),
-    Fault(
-        name="an end mark inside the last token stays",
-        script="ppo_dialog",
-        function="answer_text",
-        old="text.split(end.strip())[0]",
-        new="text.removesuffix(end.strip())",
-        test="runs/test_chat.py::test_a_token_that_goes_on_after_the_end_mark[False]",
-    ),
-    Fault(
-        name="a chat has no BOS",
-        script="ppo_dialog",
-        function="stream_answer",
-        old="context_ids(history, args, bos_ids(tokenizer))",
-        new="context_ids(history, args)",
-        test="runs/test_chat.py::test_a_token_that_goes_on_after_the_end_mark[True]",
-    ),
-    Fault(
-        name="a server may take forever",
-        script="rloo_tldr",
-        function="chat_client",
-        old="api_key=key, timeout=CHAT_TIMEOUT",
-        new="api_key=key",
-        test="runs/test_rloo_tldr.py::test_keys_go_to_their_own_server",
-    ),
-    Fault(
-        name="the copy that samples keeps its first weights",
-        script="ppo_sentiment",
-        function="CompiledPolicy.sample",
-        old="                ours.copy_(theirs)",
-        new="                pass",
-        test="runs/test_compile.py::test_new_weights_are_used",
-    ),
-    Fault(
-        name="a compiled policy counts pads as positions",
-        script="ppo_sentiment",
-        function="CompiledPolicy.sample",
-        old="position = mask.sum(1)",
-        new="position = torch.full((B,), C)",
-        test="runs/test_compile.py::test_the_same_tokens[gpt2]",
-    ),
-    Fault(
-        name="a compiled policy does not see its own tokens",
-        script="ppo_sentiment",
-        function="CompiledPolicy.sample",
-        old="            is_real[:, C + t] = 1\n",
-        new="",
-        test="runs/test_compile.py::test_the_same_tokens[gpt2]",
-    ),
-    Fault(
-        name="compiled responses go on after their end",
-        script="ppo_sentiment",
-        function="generate_compiled",
-        old="return torch.where(valid, tokens, 0), torch.where(valid, logprobs, 0.0)",
-        new="return tokens, logprobs",
-        test="runs/test_compile.py::test_the_same_tokens[gpt2]",
-    ),
-]
+reward_model.sequence_logits: the reward model is read where the text is not pad (trap 1)
+  math/test_classifiers.py::test_sequence_logits_do_not_depend_on_padding[own-gpt2]
+  - mask.sum(1) - 1
+  + (ids != 0).sum(1) - 1
 
+ppo_sentiment.hidden_states: positions count pads (trap 3)
+  math/test_log_probabilities.py::test_a_padded_batch_scores_as_one_by_one[1.0-gpt2]
+  - mask.long().cumsum(1) - 1
+  + torch.arange(mask.shape[1]).expand(mask.shape)
 
-FAULTS = [
-    *MASKS,
-    *TOKENS,
-    *SAMPLING,
-    *OUTPUT,
-    *REWARDS,
-    *ADVANTAGES,
-    *LOSSES,
-    *STEPS,
-    *FLAGS,
-    *SFT,
-    *RUNS,
-    *VARIETY,
-    *GRPO,
-    *REPORT,
-    *LATER,
-]
+ppo_sentiment.hidden_states: attention sees pads (trap 3)
+  math/test_generation.py::test_generate_does_not_depend_on_the_batch
+  - attention_mask=mask.long()
+  + attention_mask=torch.ones_like(mask).long()
+
+ppo_sentiment.masked_mean: a mean over pads (trap 4)
+  math/test_math.py::test_masked_mean_agrees_with_naive
+  - / mask.sum()
+  + / mask.numel()
+
+ppo_sentiment.length_mask: a mask that is one too long (trap 4)
+  math/test_math.py::test_length_mask_edges
+  - < lengths[:, None]
+  + <= lengths[:, None]
+
+ppo_dialog.length_mask: every token of the batch is valid (trap 4)
+  runs/test_ppo_dialog.py::test_rewards_by_hand[plain]
+  - < lengths[:, None]
+  + < max_length + 0 * lengths[:, None]
+
+ppo_sentiment.masked_mean: nan of a masked position in a mean (trap 5)
+  math/test_math.py::test_masked_mean_agrees_with_naive
+  - torch.where(mask, values, 0.0)
+  + (values * mask)
+
+ppo_sentiment.gae: nan of a masked position in gae (trap 5)
+  math/test_math.py::test_gae_agrees_with_naive
+  - torch.where(mask, rewards, 0.0).float()
+  + (rewards * mask).float()
+
+ppo_sentiment.clipped_policy_loss: a ratio of e^89 is infinite (trap 5)
+  math/test_math.py::test_clipped_policy_loss_of_extreme_ratios
+  - log_ratio.clamp(max=80)
+  + log_ratio
+
+ppo_sentiment.response_logprobs: hidden states one to the right (trap 6)
+  math/test_math.py::test_three_tokens_by_hand
+  - -T - 1 : -1
+  + -T:
+
+ppo_sentiment.PolicyAndValue.forward: values of the critic one to the right (trap 6)
+  faults/test_mutants.py::test_a_value_is_predicted_before_its_token[own]
+  - [:, -T - 1 : -1]
+  + [:, -T:]
+
+sft.LanguageModel.forward: the label of sft at its own position (trap 6)
+  math/test_fine_tuning.py::test_losses_are_transformers_own
+  - hidden, labels = hidden[:, :-1]
+  + hidden, labels = hidden[:, 1:]
+
+ppo_sentiment.response_lengths: a length without its stop token (trap 6)
+  math/test_math.py::test_response_lengths
+  - torch.arange(1, T + 1
+  + torch.arange(0, T
+
+ppo_sentiment.unflatten: values return to other rows (trap 4)
+  math/test_log_probabilities.py::test_unflatten
+  - torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values)
+  + F.pad(values, (0, mask.numel() - len(values))).view(mask.shape)
+
+ppo_sentiment.PolicyAndValue.forward: a critic of its own sees pads (trap 3)
+  math/test_log_probabilities.py::test_values_are_in_fp32_under_autocast
+  - hidden_states(self.critic, ids, mask)
+  + hidden_states(self.critic, ids, torch.ones_like(mask))
+
+# Texts, tokens, EOS
+
+ppo_sentiment.decode: the first space of a response is lost (trap 7)
+  runs/test_ppo_sentiment.py::test_responses_keep_their_first_space
+  - text[start:]
+  + text[start:].lstrip()
+
+ppo_dialog.utterance_ids: utterances without their first space (trap 7)
+  runs/test_ppo_dialog.py::test_a_prompt_is_the_beginning_of_its_document
+  - f" {' '
+  + f"{' '
+
+ppo_dialog.context_ids: the newest utterances are left out (trap 7)
+  runs/test_ppo_dialog.py::test_a_prompt_is_the_end_of_a_dialog
+  - kept = kept[1:]
+  + kept = kept[:-1]
+
+sft.text_documents: no EOS in sft (trap 8)
+  math/test_fine_tuning.py::test_eos_is_learned_at_the_end_of_every_document[own]
+  - ids + [tokenizer.eos_token_id]
+  + ids + []
+
+sft.collate_rows: EOS masked as if it were pad (trap 8)
+  math/test_fine_tuning.py::test_eos_is_learned_at_the_end_of_every_document[eos]
+  - torch.tensor(document_labels)
+  + torch.tensor([-100 if label == document_labels[-1] else label for label in document_labels])
+
+reward_model.sequence_logits: the reward model reads the last column (trap 9)
+  math/test_classifiers.py::test_sequence_logits_do_not_depend_on_padding[own-gpt2]
+  - mask.sum(1) - 1
+  + mask.shape[1] - 1
+
+reward_model.preference_ids: truncation cuts EOS (trap 9)
+  data/test_preferences.py::test_long_texts_lose_their_beginning
+  - ids[-max_length:]
+  + ids[:max_length]
+
+ppo_dialog.load_classifier: truncation cuts the answer (trap 9)
+  runs/test_ppo_dialog.py::test_intent_by_hand[own]
+  - truncation_side = "left"
+  + truncation_side = "right"
+
+ppo_sentiment.rollout: only EOS counts as a stop (trap 16)
+  runs/test_ppo_sentiment.py::test_another_stop_token
+  - (torch.isin(tokens, stop_ids) & valid)
+  + ((tokens == tokenizer.eos_token_id) & valid)
+
+ppo_sentiment.rollout: limits of responses are ignored
+  runs/test_ppo_sentiment.py::test_length_limits_are_drawn_at_random
+  - torch.minimum(response_lengths(tokens, stop_ids), max_new_tokens)
+  + response_lengths(tokens, stop_ids)
+
+ppo_dialog.generate_until: the prompt may begin the end mark of an answer
+  math/test_stop_sequences.py::test_a_mark_that_the_prompt_began_does_not_end_the_answer
+  - tokens[rows, : t + 1]
+  + torch.cat([ids[rows], tokens[rows, : t + 1]], 1)
+
+ppo_dialog.load_end_criteria: EOS ends no answer
+  math/test_stop_sequences.py::test_eos_ends_an_answer_too
+  - [transformers.EosTokenCriteria(tokenizer.eos_token_id)]
+  + []
+
+ppo_sentiment.generate: the limit of a response is one token more
+  math/test_generation.py::test_generate_samples_from_transformers_softmax
+  - t + 1 < max_new_tokens[rows]
+  + t < max_new_tokens[rows]
+
+# Sampling and log-probabilities
+
+ppo_sentiment.rollout: old log-probabilities in bf16 (trap 10, UserError)
+  runs/test_ppo_sentiment.py::test_learning_rate_0_changes_nothing
+  - "logprobs": logprobs,
+  + "logprobs": logprobs.bfloat16().float(),
+
+ppo_sentiment.check_first_ratio: a first ratio that is not 1 is accepted (trap 10)
+  runs/test_ppo_sentiment.py::test_a_model_that_changes_between_calls_ends_the_run[ppo_sentiment]
+  - if not (mean < max_mean and largest < max_largest):
+  + if False:
+
+rloo_tldr.train: the first ratio of rloo is never checked (trap 10)
+  runs/test_ppo_sentiment.py::test_a_model_that_changes_between_calls_ends_the_run[rloo_tldr]
+  - if is_first_step:
+  + if False:
+
+rloo_tldr.train: the ratio of rloo is of a mean token (trap 10)
+  faults/test_mutants.py::test_one_step_by_hand[rloo_tldr]
+  - new_logprobs, old_logprobs, mb_advantages,
+  + new_logprobs / m.sum(1), old_logprobs / m.sum(1), mb_advantages,
+
+ppo_sentiment.generate: the sampler's log-probability is that of another row's token (trap 10)
+  math/test_generation.py::test_sampling_log_probabilities_are_those_of_the_update
+  - token[:, None]).squeeze(1).log()
+  + token.roll(1)[:, None]).squeeze(1).log()
+
+rloo_tldr.generate_groups: the sampler's log-probabilities of rloo are a token late (trap 10)
+  math/test_generation.py::test_generate_groups_is_generate_for_each_response
+  - logprobs[rows, t] =
+  + logprobs[rows, t - 1] =
+
+ppo_dialog.generate_until: the sampler's log-probabilities of dialogs are a token late (trap 10)
+  math/test_stop_sequences.py::test_generation_until_a_mark
+  - logprobs[rows, t] =
+  + logprobs[rows, t - 1] =
+
+ppo_sentiment.generate: no temperature in sampling (trap 11)
+  runs/test_ppo_sentiment.py::test_the_sampled_distribution_is_the_scored_one[0.7]
+  - head.bias, temperature)
+  + head.bias)
+
+ppo_sentiment.token_logprobs: no temperature in log-probabilities (trap 11)
+  math/test_output_layer.py::test_token_logprobs_agree_with_naive
+  - .float() / temperature
+  + .float()
+
+ppo_sentiment.token_logprobs: no temperature in the bias of the head (trap 11)
+  math/test_output_layer.py::test_token_logprobs_agree_with_naive
+  - bias.clamp(min=-1e4) / temperature
+  + bias.clamp(min=-1e4)
+
+ppo_sentiment.reference_logprobs: no temperature in the reference (trap 11)
+  runs/test_ppo_sentiment.py::test_the_sampled_distribution_is_the_scored_one[0.7]
+  - response_logprobs(reference, *inputs)
+  + response_logprobs(reference, *inputs[:3], 1.0)
+
+ppo_dialog.rollout_answers: no temperature in the old log-probabilities (trap 11, UserError)
+  runs/test_ppo_dialog.py::test_the_sampled_distribution_is_the_scored_one
+  - ], t, args.temperature
+  + ], t, 1.0
+
+rloo_tldr.generate_groups: top-k in rollouts (trap 12)
+  math/test_generation.py::test_generate_groups_is_generate_for_each_response
+  - token_logits(hidden, head.weight, head.bias, temperature)
+  + (x := token_logits(hidden, head.weight, head.bias, temperature)).where(x >= x.topk(50)[0][:, -1:], -1e9)
+
+ppo_sentiment.generate: probabilities of a bf16 model in bf16 (trap 12)
+  math/test_generation.py::test_generate_under_autocast_sums_in_fp32
+  - temperature).softmax(-1)
+  + temperature).bfloat16().softmax(-1).float()
+
+ppo_dialog.generate_until: one uniform number for all tokens (trap 12)
+  runs/test_ppo_dialog.py::test_other_splits_of_the_batch_sample_the_same_tokens
+  - uniforms[rows, t]
+  + uniforms[rows, 0]
+
+ppo_sentiment.sample_tokens: a token of probability 0 is sampled (trap 12)
+  math/test_sampling.py::test_sample_tokens_never_selects_probability_0
+  - target, right=True
+  + target
+
+ppo_sentiment.load_model: dropout stays on (trap 13)
+  math/test_log_probabilities.py::test_train_mode_has_no_dropout
+  - setattr(module, key, 0.0)
+  + pass
+
+rloo_tldr.add_lora: dropout in LoRA (trap 13)
+  faults/test_mutants.py::test_lora_has_no_dropout[rloo_tldr]
+  - lora_alpha=args.lora_alpha,
+  + lora_alpha=args.lora_alpha, lora_dropout=0.1,
+
+ppo_sentiment.reference_logprobs: the reference keeps the adapter on (trap 14)
+  math/test_log_probabilities.py::test_the_reference_under_lora_is_the_base_model
+  - policy.disable_adapter()
+  + nullcontext()
+
+ppo_sentiment.load_model: the reference of an adapter is its base (trap 14)
+  math/test_log_probabilities.py::test_the_reference_of_an_adapter_is_the_adapter
+  - peft.PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
+  + base
+
+ppo_sentiment.load_model: a merged adapter stays frozen (trap 14)
+  math/test_log_probabilities.py::test_the_reference_of_an_adapter_is_the_adapter
+  - model.requires_grad_(True)
+  + pass
+
+ppo_sentiment.share_layers: shared layers are copied
+  runs/test_ppo_sentiment.py::test_shared_layers
+  - memo={id(p): p for p in shared}
+  + memo={}
+
+ppo_sentiment.sample_tokens: a cumulative sum in fp32 (trap 12)
+  math/test_sampling.py::test_sample_tokens_finds_rare_tokens_after_a_likely_one
+  - probs.double()
+  + probs
+
+ppo_sentiment.generate: rows that go on read the cache of others
+  math/test_generation.py::test_generate_samples_from_transformers_softmax
+  - cache.batch_select_indices(keep)
+  + cache.batch_select_indices(torch.arange(len(keep)))
+
+ppo_sentiment.check_first_ratio: one large ratio is accepted (trap 10)
+  math/test_update.py::test_limits_of_the_first_ratio
+  - and largest < max_largest
+  +
+
+ppo_sentiment.check_first_ratio: a ratio that is nan is accepted (trap 10)
+  math/test_update.py::test_limits_of_the_first_ratio
+  - if not (mean < max_mean and largest < max_largest)
+  + if mean >= max_mean or largest >= max_largest
+
+ppo_sentiment.load_model: another activation than the model's
+  math/test_log_probabilities.py::test_train_mode_has_no_dropout
+  - nn.GELU("tanh")
+  + nn.GELU()
+
+ppo_sentiment.check_model: a model is checked without a cache
+  math/test_log_probabilities.py::test_a_model_that_does_more_is_refused
+  - if not all(is_equal)
+  + if not is_equal[0]
+
+ppo_sentiment.check_model: a model may read one token less than it must
+  math/test_log_probabilities.py::test_the_architectures_pass_the_check
+  - context < max_tokens
+  + context < max_tokens - 1
+
+# The output layer, in chunks
+
+ppo_sentiment.check_model: any head is taken for a matrix product (trap 43)
+  math/test_log_probabilities.py::test_a_model_that_does_more_is_refused
+  - if not all(is_equal):
+  + if False:
+
+ppo_sentiment.token_logprobs: the bias of the head is forgotten (trap 43)
+  math/test_output_layer.py::test_token_logprobs_agree_with_naive
+  - weight.float(), bias, tokens
+  + weight.float(), None, tokens
+
+ppo_sentiment.OutputLayer.backward: the bias of the head has no gradient (trap 43)
+  math/test_output_layer.py::test_gradients_agree_with_autograd
+  - d_bias += d_logits.sum(0)
+  + pass
+
+ppo_sentiment.token_logprobs: a bias of minus infinity makes nan (trap 43)
+  math/test_output_layer.py::test_token_logprobs_with_impossible_tokens
+  - bias.clamp(min=-1e4)
+  + bias
+
+ppo_sentiment.OutputLayer.backward: the gradient of the head is that of the last chunk
+  math/test_output_layer.py::test_gradients_agree_with_autograd
+  - d_weight.addmm_(d_logits.T, hidden[rows])
+  + d_weight = d_logits.T @ hidden[rows]
+
+ppo_sentiment.OutputLayer.backward: chunks that are kept come back in another order (RuntimeError)
+  math/test_output_layer.py::test_chunks_that_are_kept_change_no_gradient
+  - kept[i] if
+  + kept[-1 - i] if
+
+ppo_sentiment.OutputLayer.forward: all chunks are kept
+  math/test_output_layer.py::test_at_most_2_to_25_numbers_are_kept
+  - rows.stop * len(weight) <= 2**25
+  + True
+
+ppo_sentiment.token_logits: logits are rounded to bf16
+  math/test_output_layer.py::test_logits_are_never_rounded_to_bf16
+  - enabled=False
+  + dtype=torch.bfloat16
+
+ppo_sentiment.OutputLayer.forward: an entropy with the wrong sign
+  math/test_output_layer.py::test_token_logprobs_agree_with_naive
+  - -log_p.exp()
+  + log_p.exp()
+
+sft.CrossEntropy.backward: chunks of losses come back in another order (RuntimeError)
+  math/test_fine_tuning.py::test_cross_entropy_in_chunks
+  - kept[i] if
+  + kept[-1 - i] if
+
+sft.CrossEntropy.backward: chunks of losses that are computed again have no bias (trap 43)
+  math/test_fine_tuning.py::test_cross_entropy_in_chunks
+  - log_softmax(hidden[rows], weight, bias)
+  + log_softmax(hidden[rows], weight, None)
+
+sft.check_documents: any head is taken for a matrix product in sft (trap 43)
+  math/test_fine_tuning.py::test_models_are_measured
+  - if not torch.allclose(losses,
+  + if False and not torch.allclose(losses,
+
+ppo_sentiment.OutputLayer.backward: chunks that are computed again have no bias
+  math/test_output_layer.py::test_chunks_that_are_kept_change_no_gradient
+  - OutputLayer.log_softmax(hidden[rows], weight, bias)
+  + OutputLayer.log_softmax(hidden[rows], weight, None)
+
+ppo_sentiment.OutputLayer.backward: the gradient of the entropy lacks the entropy
+  math/test_output_layer.py::test_gradients_agree_with_autograd
+  - log_p + entropies[rows, None]
+  + log_p
+
+ppo_sentiment.token_logprobs: log-probabilities are rounded to bf16
+  math/test_output_layer.py::test_logits_are_never_rounded_to_bf16
+  - enabled=False
+  + dtype=torch.bfloat16
+
+ppo_sentiment.OutputLayer.forward: chunks are kept that no gradient needs
+  math/test_output_layer.py::test_nothing_is_kept_without_a_gradient
+  - hidden.requires_grad and rows.stop
+  + rows.stop
+
+# Rewards
+
+ppo_sentiment.token_rewards: the score at every token (trap 15)
+  math/test_math.py::test_token_rewards_by_hand
+  - rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
+  + rewards + scores[:, None]
+
+ppo_sentiment.token_rewards: the score after the last token (trap 15)
+  math/test_math.py::test_token_rewards_by_hand
+  - lengths[:, None] - 1
+  + lengths[:, None].clamp(max=kl.shape[1] - 1)
+
+ppo_sentiment.token_rewards: the KL is a bonus (trap 15)
+  math/test_math.py::test_token_rewards_by_hand
+  - -kl_coef * kl, 0.0
+  + kl_coef * kl, 0.0
+
+rloo_tldr.train: the EOS penalty replaces the score (trap 17)
+  runs/test_rloo_tldr.py::test_rewards_by_hand[plain]
+  - scores - args.missing_eos_penalty)
+  + torch.full_like(scores, -args.missing_eos_penalty))
+
+ppo_dialog.train: the EOS penalty hits responses that ended (trap 17)
+  runs/test_ppo_dialog.py::test_rewards_by_hand[plain]
+  - torch.where(b["stopped"], scores
+  + torch.where(~b["stopped"], scores
+
+ppo_sentiment.train: the EOS penalty before the clip (trap 18)
+  runs/test_ppo_sentiment.py::test_scores_are_clipped_before_the_penalty
+  - scores - args.missing_eos_penalty)
+  + b["raw_scores"] - args.missing_eos_penalty).clamp(-1.5, 1.5)
+
+ppo_sentiment.train: the logged KL is another estimate than that of the reward (trap 19)
+  runs/test_ppo_sentiment.py::test_the_logged_kl_is_the_kl_of_the_reward
+  - kl_per_response = kl.sum(1).mean()
+  + kl_per_response = (0.5 * kl**2).sum(1).mean()
+
+ppo_sentiment.masked_whiten: whitening with the unbiased variance (trap 20)
+  math/test_math.py::test_masked_whiten_by_hand
+  - variance = masked_mean((values - mean) ** 2, mask)
+  + variance = values[mask].var()
+
+ppo_sentiment.masked_whiten: whitening loses the mean of rewards (trap 20)
+  math/test_math.py::test_masked_whiten_by_hand
+  - whitened = whitened + mean
+  + pass
+
+ppo_sentiment.train: whitened rewards lose their mean in the run (trap 20)
+  runs/test_ppo_sentiment.py::test_whiten_rewards[True]
+  - valid, shift_mean=False)
+  + valid)
+
+ppo_sentiment.masked_whiten: whitening counts pads (trap 20)
+  math/test_math.py::test_masked_whiten_agrees_with_naive
+  - mean = masked_mean(values, mask)
+  + mean = values.mean()
+
+ppo_sentiment.masked_whiten: whitening of one token (trap 20)
+  math/test_math.py::test_masked_whiten_edges
+  - mask.sum() < 2
+  + mask.sum() < 1
+
+ppo_dialog.train: advantages are not whitened (trap 20)
+  faults/test_mutants.py::test_one_step_by_hand[ppo_dialog]
+  - advantages = masked_whiten(advantages, valid)
+  + pass
+
+ppo_sentiment.train: the coefficient follows the KL of one process (trap 21)
+  faults/test_mutants.py::test_two_processes_have_one_kl_coefficient
+  - adaptive_kl_coef(kl_coef, metrics["objective/kl"]
+  + adaptive_kl_coef(kl_coef, local_share(kl, accelerator).sum(1).mean().item()
+
+ppo_sentiment.adaptive_kl_coef: the adaptive coefficient is not clipped (trap 21)
+  math/test_math.py::test_adaptive_kl_coef_by_hand
+  - min(max(error, -0.2), 0.2)
+  + error
+
+ppo_sentiment.adaptive_kl_coef: the adaptive coefficient goes the other way (trap 21)
+  math/test_math.py::test_adaptive_kl_coef_by_hand
+  - 1 + error
+  + 1 - error
+
+ppo_dialog.train: the KL target is a mean per token (trap 44)
+  faults/test_mutants.py::test_the_coefficient_follows_the_logged_kl[ppo_dialog]
+  - adaptive_kl_coef(kl_coef, metrics["objective/kl"]
+  + adaptive_kl_coef(kl_coef, metrics["objective/kl"] / metrics["completions/mean_length"]
+
+rloo_tldr.train: the KL of rloo is a mean per token (trap 44)
+  runs/test_rloo_tldr.py::test_rewards_by_hand[plain]
+  - kl = token_kl.sum(1)
+  + kl = token_kl.mean(1)
+
+ppo_sentiment.load_label_scorer: a label by its place, not by its name (trap 22)
+  math/test_classifiers.py::test_a_label_is_scored_by_its_logit_and_its_probability
+  - return logits[:, label]
+  + return logits.sort(-1).values[:, label]
+
+ppo_sentiment.load_classifier: the reward model gets the policy's tokenizer (trap 23, IndexError)
+  math/test_classifiers.py::test_a_reward_model_may_have_another_tokenizer
+  - load_tokenizer(name)
+  + load_tokenizer("checkpoints/reviews-lm")
+
+rloo_tldr.load_reward_model: the reward offset is not subtracted (trap 24)
+  runs/test_rloo_tldr.py::test_the_score_is_transformers_own
+  - (scores - offset).tolist()
+  + scores.tolist()
+
+reward_model.train: the reward offset has the wrong sign (trap 24)
+  data/test_preferences.py::test_references_have_the_mean_score_0
+  - reward_offset = offset
+  + reward_offset = -offset
+
+ppo_sentiment.call_reward_functions: a reward that is not finite is accepted
+  faults/test_bad_input.py::test_wrong_rewards
+  - not abs(number) < 3e38
+  + False
+
+ppo_dialog.weighted_score: METEOR's weight is not used (trap 39)
+  runs/test_ppo_dialog.py::test_scores_are_the_weighted_sum_of_the_parts
+  - args.meteor_weight
+  + 1.0
+
+ppo_dialog.load_reward_parts: METEOR of the answer as reference (trap 39)
+  faults/test_mutants.py::test_the_meteor_of_a_run_is_of_the_reference
+  - meteor(turn.reference, answer)
+  + meteor(answer, turn.reference)
+
+ppo_dialog.load_reward_parts: acts that begin at 0 in ppo_dialog (trap 38)
+  runs/test_ppo_dialog.py::test_intent_by_hand[own]
+  - turn.act - 1 for
+  + turn.act % probs.shape[1] for
+
+reward_model.load_answers: acts that begin at 0 in the classifier (trap 38)
+  runs/test_reward_model.py::test_answers_and_acts
+  - int(act) - 1
+  + int(act)
+
+ppo_dialog.text_metrics: BLEU of the references against the answers
+  faults/test_mutants.py::test_bleu_is_of_the_answers
+  - corpus_bleu(answers, [references]
+  + corpus_bleu(references, [answers]
+
+rloo_tldr.score_judge: a tie is a win (trap 40)
+  runs/test_rloo_tldr.py::test_win_rate_by_a_function
+  - 0.5 * (ours == theirs)
+  + (ours == theirs)
+
+rloo_tldr.chat_judge: a chat judge that prefers a place (trap 40)
+  runs/test_rloo_tldr.py::test_a_chat_judge_reads_verdicts
+  - float(("A" in letters) == response_is_a)
+  + float("A" in letters)
+
+ppo_sentiment.weighted_sum: a reward that does not apply makes nan
+  math/test_math.py::test_weighted_sum
+  - .nan_to_num()
+  +
+
+ppo_sentiment.masked_mean: a mean of bf16 numbers in bf16
+  math/test_math.py::test_masked_mean_of_bf16_sums_in_fp32
+  - .float().sum()
+  + .sum()
+
+# Groups and advantages
+
+rloo_tldr.rloo_advantages: groups read prompt by prompt (trap 25)
+  math/test_math.py::test_rloo_advantages_of_trls_page
+  - view(rloo_k, -1)
+  + view(-1, rloo_k).T
+
+rloo_tldr.rloo_advantages: a mean of all responses in place of the others (trap 25)
+  math/test_math.py::test_rloo_advantages_of_trls_page
+  - sum_of_others / (rloo_k - 1)
+  + rewards.mean(0)
+
+rloo_tldr.rloo_advantages: a leave-one-out divided by its deviation (trap 26)
+  math/test_math.py::test_rloo_advantages_edges
+  - (rewards - baselines).flatten()
+  + ((rewards - baselines) / (rewards.std(0) + 1e-8)).flatten()
+
+rloo_tldr.generate_groups: responses continue the prompts of others (trap 25)
+  math/test_generation.py::test_generate_groups_is_generate_for_each_response
+  - .repeat_interleave(k)
+  + .repeat(k)
+
+rloo_tldr.sample_responses: responses are listed prompt by prompt (trap 25)
+  runs/test_ppo_sentiment.py::test_samples_of_the_whole_evaluation_and_the_gap_to_the_sampler[rloo_tldr]
+  - tokens = tokens.transpose(0, 1).flatten(0, 1)
+  + tokens = tokens.flatten(0, 1)
+
+rloo_tldr.gather_groups: groups of two processes are gathered one after the other (trap 25)
+  runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-rloo_tldr]
+  - x.transpose(0, 1).flatten(0, 2)
+  + x.flatten(0, 2)
+
+ppo_sentiment.gae: a value after the end (trap 30)
+  math/test_math.py::test_gae_agrees_with_naive
+  - torch.where(mask, values, 0.0).float()
+  + values.float()
+
+ppo_sentiment.gae: gamma and lambda swapped (trap 30)
+  math/test_math.py::test_gae_agrees_with_naive
+  - gamma * next_value
+  + lam * next_value
+
+ppo_sentiment.gae: gae forwards in time (trap 30)
+  math/test_math.py::test_gae_by_hand
+  - reversed(range(rewards.shape[1]))
+  + range(rewards.shape[1])
+
+ppo_sentiment.gae: returns without values (trap 30)
+  math/test_math.py::test_gae_by_hand
+  - returns = advantages + values
+  + returns = advantages
+
+ppo_sentiment.gae: lambda without gamma (trap 30)
+  math/test_math.py::test_gae_agrees_with_naive
+  - gamma * lam * next_advantage
+  + lam * next_advantage
+
+# Losses
+
+rloo_tldr.kl_per_token: k1 with the wrong sign (trap 32)
+  math/test_math.py::test_kl_per_token_agrees_with_naive
+  - logprobs - ref_logprobs
+  + ref_logprobs - logprobs
+
+rloo_tldr.kl_per_token: k2 without its half (trap 32)
+  math/test_math.py::test_kl_per_token_agrees_with_naive
+  - 0.5 * log_ratio**2
+  + log_ratio**2
+
+rloo_tldr.kl_per_token: k3 with the wrong sign (trap 32)
+  math/test_math.py::test_kl_per_token_agrees_with_naive
+  - torch.expm1(-log_ratio) + log_ratio
+  + torch.expm1(log_ratio) - log_ratio
+
+rloo_tldr.check_rloo_args: k1 as a loss is accepted (trap 32)
+  faults/test_bad_input.py::test_bad_input[rloo_tldr: k1 in the loss]
+  - if args.kl_in_loss != (args.kl_estimator != "k1")
+  + if not args.kl_in_loss and args.kl_estimator != "k1"
+
+rloo_tldr.check_rloo_args: k3 as a reward is accepted (trap 32)
+  faults/test_bad_input.py::test_bad_input[rloo_tldr: k3 in the reward]
+  - if args.kl_in_loss != (args.kl_estimator != "k1")
+  + if args.kl_in_loss and args.kl_estimator == "k1"
+
+ppo_sentiment.clipped_policy_loss: the policy loss takes the better of two
+  math/test_math.py::test_clipped_policy_loss_agrees_with_naive
+  - torch.max(
+  + torch.min(
+
+ppo_sentiment.clipped_policy_loss: the ratio upside down
+  math/test_math.py::test_clipped_policy_loss_agrees_with_naive
+  - logprobs - old_logprobs
+  + old_logprobs - logprobs
+
+ppo_sentiment.clipped_value_loss: the value loss without its half
+  math/test_math.py::test_clipped_value_loss_by_hand
+  - 0.5 * torch.max
+  + torch.max
+
+ppo_sentiment.clipped_value_loss: the value loss is not clipped
+  math/test_math.py::test_clipped_value_loss_by_hand
+  - torch.max(unclipped, clipped)
+  + unclipped
+
+reward_model.preference_loss: a margin that is added
+  math/test_math.py::test_preference_loss_agrees_with_naive
+  - - margin)
+  + + margin)
+
+reward_model.preference_loss: chosen and rejected swapped
+  math/test_math.py::test_preference_loss_agrees_with_naive
+  - (chosen - rejected)
+  + (rejected - chosen)
+
+reward_model.ranking_loss: a ranking that counts missing responses
+  math/test_math.py::test_ranking_loss_agrees_with_naive
+  - torch.where(pair_mask, losses, 0.0)
+  + losses
+
+ppo_dialog.train: approxkl without its half
+  faults/test_mutants.py::test_metrics_of_an_update_by_hand[ppo_dialog]
+  - 0.5 * log_ratio**2
+  + log_ratio**2
+
+rloo_tldr.train: ratio_var keeps the square of the mean
+  faults/test_mutants.py::test_metrics_of_an_update_by_hand[rloo_tldr]
+  - -= (update_metrics["val/ratio"] - 1) ** 2
+  + -= 0
+
+ppo_sentiment.train: every value outside the range counts as clipped
+  faults/test_mutants.py::test_metrics_of_an_update_by_hand[ppo_sentiment]
+  - value_loss > unclipped_value_loss
+  + (new_values - old_values).abs() > args.cliprange_value
+
+# Minibatches and optimizer steps
+
+rloo_tldr.train: num_mini_batches is ignored (trap 27)
+  runs/test_rloo_tldr.py::test_number_of_steps
+  - order.split(B // args.num_mini_batches)
+  + order.split(B)
+
+ppo_sentiment.train: a sum of micro-batch means in ppo (trap 28)
+  runs/test_ppo_sentiment.py::test_the_gradient_does_not_depend_on_micro_batches
+  - .sum() / num_tokens
+  + .mean() / args.gradient_accumulation_steps
+
+rloo_tldr.train: a sum of micro-batch means in rloo (trap 28)
+  runs/test_rloo_tldr.py::test_the_gradient_does_not_depend_on_micro_batches
+  - response_loss.sum() / len(minibatch)
+  + response_loss.mean()
+
+sft.train: a sum of micro-batch means in sft (trap 28)
+  runs/test_sft_and_reward_model.py::test_sft_gradient_does_not_depend_on_micro_batches
+  - losses.sum() / num_tokens
+  + losses.sum() / (mb["labels"] != -100).sum() / len(micro_batches)
+
+ppo_dialog.train: the loss of ppo is not divided (trap 28)
+  faults/test_mutants.py::test_one_step_by_hand[ppo_dialog]
+  - .sum() / num_tokens
+  + .sum()
+
+reward_model.train: the loss of the reward model is not divided (trap 28)
+  faults/test_mutants.py::test_a_larger_batch_of_equal_rows_has_the_same_gradient[reward_model]
+  - row_metrics["loss"].sum() / B
+  + row_metrics["loss"].sum()
+
+sft.train: the loss of sft is not divided (trap 28)
+  faults/test_mutants.py::test_a_larger_batch_of_equal_rows_has_the_same_gradient[sft]
+  - losses.sum() / num_tokens
+  + losses.sum()
+
+ppo_sentiment.train: the gradient is not scaled by the processes (trap 28)
+  runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]
+  - accelerator.backward(loss * world)
+  + accelerator.backward(loss)
+
+rloo_tldr.train: gradients are never zeroed (trap 29)
+  runs/test_resume.py::test_sigterm_then_resume[rloo_tldr]
+  - optimizer.zero_grad()
+  + pass
+
+ppo_sentiment.make_optimizer: adam_eps does not reach the optimizer (trap 31)
+  runs/test_ppo_sentiment.py::test_adam_eps_reaches_adam
+  - eps=args.adam_eps
+  + eps=1e-8
+
+ppo_sentiment.clip_gradients: gradients are not clipped
+  runs/test_ppo_sentiment.py::test_max_grad_norm
+  - max_norm or math.inf
+  + math.inf
+
+ppo_sentiment.clip_gradients: a step along a gradient that is not finite
+  math/test_update.py::test_a_gradient_that_is_not_finite_is_an_error
+  - if not math.isfinite(norm):
+  + if False:
+
+ppo_sentiment.learning_rate: the learning rate is one update ahead
+  math/test_learning_rate.py::test_learning_rates
+  - (update - 1)
+  + (update)
+
+ppo_sentiment.learning_rate: the warm-up is one update behind
+  math/test_learning_rate.py::test_learning_rates
+  - update / warmup
+  + (update - 1) / warmup
+
+ppo_sentiment.train: the learning rate is not set
+  runs/test_ppo_sentiment.py::test_the_learning_rate_is_set_once_per_update
+  - group["lr"] = learning_rate(args, update, updates)
+  + pass
+
+ppo_sentiment.clip_gradients: no clipping is clipping to 1
+  math/test_update.py::test_clip_gradients
+  - max_norm or math.inf
+  + max_norm or 1.0
+
+ppo_sentiment.micro_batches: micro-batches of mixed lengths
+  math/test_update.py::test_micro_batches
+  - rows = rows[lengths[rows].argsort(stable=True)]
+  + pass
+
+ppo_sentiment.micro_batches: gradients are exchanged before the last micro-batch
+  math/test_update.py::test_micro_batches
+  - i + 1 == len(parts)
+  + i == len(parts)
+
+# Flags that nobody reads
+
+rloo_tldr.train: the estimator of a KL in the loss is not used (trap 36)
+  faults/test_mutants.py::test_the_estimator_of_a_kl_in_the_loss
+  - args.kl_estimator)
+  + "k2")
+
+ppo_sentiment.train: vf_coef is not used (trap 36)
+  faults/test_mutants.py::test_one_step_by_hand[ppo_sentiment]
+  - args.vf_coef * value_loss
+  + value_loss
+
+ppo_sentiment.learning_rate: warm-up is not used (trap 36)
+  math/test_learning_rate.py::test_learning_rates
+  - math.ceil(args.warmup_ratio * updates)
+  + 0
+
+ppo_dialog.train: cliprange is not used (trap 36)
+  faults/test_mutants.py::test_clip_ranges_reach_the_losses[ppo_dialog]
+  - mb_advantages, args.cliprange
+  + mb_advantages, 0.2
+
+ppo_dialog.train: gamma and lambda swapped in the run (trap 36)
+  runs/test_ppo_dialog.py::test_rewards_by_hand[plain]
+  - args.gamma, args.lam
+  + args.lam, args.gamma
+
+# Documents of sft.py
+
+sft.completion_documents: sft learns prompts
+  math/test_fine_tuning.py::test_only_completions_have_labels
+  - prompt_labels = [-100] * len(prompt)
+  + pass
+
+sft.document_states: packed documents see each other
+  math/test_fine_tuning.py::test_packed_documents_do_not_see_each_other[gpt2]
+  - document[:, :, None] == document[:, None, :]
+  + document[:, :, None] > 0
+
+sft.collate_rows: packed positions go on
+  math/test_fine_tuning.py::test_packed_documents_do_not_see_each_other[gpt2]
+  - torch.arange(len(document_ids))
+  + torch.arange(start, end)
+
+sft.collate_rows: a document is learned from the one before
+  math/test_fine_tuning.py::test_the_loss_of_packed_rows_is_the_loss_of_all_documents
+  - labels[i, start] = -100
+  + pass
+
+sft.train: held-out documents are not drawn at random
+  faults/test_mutants.py::test_held_out_documents_of_sft_are_drawn_at_random
+  - [held_out[i] for i in order[: args.num_eval_rows]]
+  + held_out[: args.num_eval_rows]
+
+# Processes, checkpoints, resuming
+
+ppo_sentiment.train: prompts and uniforms drawn by process (trap 33)
+  runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]
+  - B, B, args, update)
+  + B, B, args, (update, accelerator.process_index))
+
+ppo_sentiment.train: the order of minibatches drawn by process (trap 33)
+  runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]
+  - "order", update, epoch)
+  + "order", update, epoch, accelerator.process_index)
+
+ppo_sentiment.generator_for: all updates draw the same (trap 33)
+  math/test_math.py::test_random_numbers_depend_only_on_seed_and_purpose
+  - repr((seed, *purpose))
+  + repr((seed, *purpose[:1]))
+
+ppo_sentiment.train: whitening by process (trap 20)
+  runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]
+  - advantages = masked_whiten(advantages, valid)
+  + advantages = torch.cat(list(map(masked_whiten, advantages.chunk(world), valid.chunk(world))))
+
+ppo_sentiment.train: the update goes around the wrapped module (trap 42)
+  runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]
+  - new_values = learner(
+  + new_values = model(
+
+ppo_sentiment.train: the weights of shards are not copied back (trap 42)
+  runs/test_processes.py::test_two_processes_give_the_numbers_of_one[fsdp2-ppo_sentiment]
+  - optimizer.zero_grad()
+  -         copy_weights(parameters, model)
+  + optimizer.zero_grad()
+
+ppo_sentiment.train: random numbers of a reward function go on from update to update (trap 34)
+  runs/test_resume.py::test_random_numbers_of_a_reward_function
+  - set_global_seed(args.seed, update)
+  + pass
+
+ppo_dialog.Run.load_checkpoint: resume without optimizer (trap 34)
+  runs/test_resume.py::test_sigterm_then_resume[ppo_dialog]
+  - self.optimizer.load_state_dict(state["optimizer"])
+  + pass
+
+ppo_sentiment.train: resume without KL coefficient (trap 34)
+  runs/test_resume.py::test_sigterm_then_resume[ppo_sentiment]
+  - state.get("kl_coef", args.kl_coef)
+  + args.kl_coef
+
+reward_model.train: resume at the beginning of the data (trap 34)
+  runs/test_resume.py::test_sigterm_then_resume[reward_model]
+  - (update - 1) * B, B
+  + (update - 1 - state["update"]) * B, B
+
+ppo_dialog.Run.load_checkpoint: resume without the value head (trap 34)
+  runs/test_resume.py::test_sigterm_then_resume[ppo_dialog]
+  - in self.parameters.items()
+  + in list(self.parameters.items())[:-2]
+
+sft.train: resume with the learning rate of the first update (trap 34)
+  runs/test_resume.py::test_sigterm_then_resume[sft]
+  - learning_rate(args, update, updates)
+  + learning_rate(args, update - state["update"], updates)
+
+ppo_sentiment.Run.start: resume keeps later rows (trap 34)
+  runs/test_resume.py::test_what_came_after_the_checkpoint_is_forgotten[ppo_sentiment]
+  - os.truncate(path, state["sizes"].get(path.name, 0))
+  + pass
+
+ppo_sentiment.Run.save_checkpoint: old checkpoints are never deleted
+  runs/test_ppo_sentiment.py::test_old_checkpoints_are_deleted
+  - [: -max(self.args.keep_checkpoints, 1)]
+  + [:0]
+
+sft.Run.save_checkpoint: weights that are not finite are saved
+  faults/test_mutants.py::test_weights_that_are_not_finite_are_not_saved
+  - if not all(p.isfinite().all() for p in state["parameters"].values()):
+  + if False:
+
+ppo_sentiment.Run.log: a metric that is not finite is logged and the run goes on
+  runs/test_ppo_sentiment.py::test_a_metric_that_is_not_finite_ends_the_run
+  - if not_finite:
+  + if False:
+
+ppo_sentiment.load_policy_and_value: a saved value head is not loaded (trap 35)
+  runs/test_ppo_sentiment.py::test_the_value_head_survives_saving
+  - model.value_head.load_state_dict(load_file(saved_head))
+  + pass
+
+reward_model.init_new_head: a saved score head is drawn again (trap 35)
+  data/test_preferences.py::test_standard_deviation_of_a_new_head
+  - if is_new and hasattr
+  + if hasattr
+
+ppo_sentiment.micro_batches: each process trains on the whole minibatch
+  math/test_update.py::test_micro_batches
+  - local_share(minibatch, accelerator)
+  + minibatch
+
+ppo_sentiment.local_share: a share loses its last row
+  math/test_update.py::test_micro_batches
+  - (rank + 1) * len(x) // world
+  + (rank + 1) * len(x) // world - 1
+
+ppo_sentiment.stream_rows: each batch begins at the first row of its epoch
+  math/test_math.py::test_stream_rows_is_one_stream
+  - start - first_epoch * num_rows
+  + 0
+
+# Variety, tokenizers, first steps
+
+ppo_sentiment.distinct_bigrams: pairs of words span texts
+  math/test_variety.py::test_distinct_bigrams_by_hand
+  - for text in texts:
+  + for text in [" ".join(texts)]:
+
+ppo_sentiment.train: the variety is that of one process
+  runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]
+  - accelerate.utils.gather_object(responses)
+  + responses
+
+sft.text_documents: BOS is dropped
+  runs/test_first_steps.py::test_bos_comes_first_and_once[sft]
+  - tokenizer(text).input_ids
+  + tokenizer(text, add_special_tokens=False).input_ids
+
+ppo_sentiment.decode: the reward reads BOS (UserError)
+  runs/test_first_steps.py::test_bos_in_ppo_sentiment
+  - full_tokens, skip_special_tokens=True
+  + full_tokens
+
+ppo_dialog.Run.start: a run without git ends in an error (CalledProcessError)
+  runs/test_first_steps.py::test_without_git[ppo_dialog]
+  - shell=True, capture_output
+  + shell=True, check=True, capture_output
+
+rloo_tldr.without_foreign_judge: the gold judge judges other posts
+  runs/test_first_steps.py::test_the_gold_judge_is_for_its_own_posts
+  - args.dataset_name != tiny.dataset_name
+  + False
+
+rloo_tldr.chat_judge: the key of OpenAI goes to Hugging Face's models
+  runs/test_rloo_tldr.py::test_keys_go_to_their_own_server
+  - if url == HUGGING_FACE:
+  + if False:
+
+ppo_sentiment.parse_args: a model flag with underscores names no model
+  runs/test_first_steps.py::test_a_named_model_means_the_published_defaults[ppo_sentiment-model_name_or_path]
+  - .replace("_", "-") in model_flags
+  +  in model_flags
+
+ppo_dialog.Run.start: samples after the checkpoint are kept
+  runs/test_resume.py::test_what_came_after_the_checkpoint_is_forgotten[ppo_dialog]
+  - glob("*.jsonl")
+  + glob("metrics.jsonl")
+
+rloo_tldr.main: the verb judge keeps the gold judge for other posts
+  runs/test_first_steps.py::test_the_gold_judge_is_for_its_own_posts
+  - judge_policy(without_foreign_judge(parse_args(argv[1:])))
+  + judge_policy(parse_args(argv[1:]))
+
+# GRPO
+
+grpo_math.grpo_advantages: a deviation of GRPO with k in its denominator
+  math/test_grpo.py::test_advantages_by_hand
+  - correction=1
+  + correction=0
+
+grpo_math.grpo_advantages: groups of GRPO are neighboring rows
+  math/test_grpo.py::test_advantages_by_hand
+  - view(k, -1)
+  + view(-1, k).T
+
+grpo_math.grpo_advantages: a deviation of GRPO without its small number
+  math/test_grpo.py::test_the_small_number_is_added_to_the_deviation
+  - std + 1e-4
+  + std + 1e-8
+
+grpo_math.grpo_advantages: the mean of the batch in place of the group's
+  math/test_grpo.py::test_advantages_by_hand
+  - groups.mean(0)
+  + groups.mean()
+
+grpo_math.train: GRPO takes the mean of each response first
+  math/test_grpo.py::test_the_loss_is_a_mean_over_tokens
+  - loss = token_loss.sum() / num_tokens
+  + loss = (token_loss / valid[rows].sum(1)[:, None].expand(-1, t)[m]).sum() / len(minibatch)
+
+grpo_math.train: GRPO takes the mean of each micro-batch first
+  runs/test_evaluation_grpo.py::test_two_updates_by_hand[plain]
+  - loss = token_loss.sum() / num_tokens
+  + loss = token_loss.mean() / args.gradient_accumulation_steps
+
+grpo_math.train: GRPO counts the tokens of the whole batch
+  runs/test_evaluation_grpo.py::test_two_updates_by_hand[plain]
+  - num_tokens = valid[minibatch].sum()
+  + num_tokens = valid.sum() / args.num_mini_batches
+
+grpo_math.train: GRPO counts the tokens of one process
+  runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-grpo_math]
+  - num_tokens = valid[minibatch].sum()
+  + num_tokens = valid[local_share(minibatch, accelerator)].sum() * world
+
+grpo_math.train: GRPO does not train the stop token
+  runs/test_evaluation_grpo.py::test_two_updates_by_hand[plain]
+  - valid = length_mask(b["lengths"], T)
+  + valid = length_mask(b["lengths"] - b["stopped"].long(), T)
+
+grpo_math.train: advantages of the first micro-batch for all
+  runs/test_evaluation_grpo.py::test_two_updates_by_hand[plain]
+  - advantages[rows, None]
+  + advantages[minibatch[: len(rows)], None]
+
+grpo_math.train: the KL penalty of GRPO is a bonus
+  math/test_grpo.py::test_the_loss_is_a_mean_over_tokens
+  - policy_loss + args.kl_coef * mb_kl
+  + policy_loss - args.kl_coef * mb_kl
+
+grpo_math.train: k2 in the loss of GRPO
+  math/test_grpo.py::test_the_loss_is_a_mean_over_tokens
+  - [m], "k3")
+  + [m], "k2")
+
+grpo_math.train: the KL of GRPO has its arguments swapped
+  math/test_grpo.py::test_the_loss_is_a_mean_over_tokens
+  - kl_per_token(new_logprobs, b["ref_logprobs"][rows, :t][m], "k3")
+  + kl_per_token(b["ref_logprobs"][rows, :t][m], new_logprobs, "k3")
+
+grpo_math.train: log-probabilities of the reference are cut off on the left (UserError)
+  runs/test_evaluation_grpo.py::test_two_updates_by_hand[plain]
+  - b["ref_logprobs"][rows, :t][m], "k3"
+  + b["ref_logprobs"][rows, -t:][m], "k3"
+
+grpo_math.train: old log-probabilities are the sampler's
+  math/test_grpo.py::test_the_loss_is_a_mean_over_tokens
+  - old_logprobs = b["logprobs"][rows, :t][m]
+  + old_logprobs = b["sampling_logprobs"][rows, :t][m]
+
+grpo_math.train: a ratio of 1 without a gradient
+  runs/test_evaluation_grpo.py::test_one_step_per_batch[0.0]
+  - old_logprobs = new_logprobs.detach()
+  + old_logprobs = new_logprobs
+
+grpo_math.train: metrics of GRPO are sums over epochs
+  runs/test_evaluation_grpo.py::test_two_updates_by_hand[plain]
+  - tokens_trained = valid.sum() * args.num_ppo_epochs
+  + tokens_trained = valid.sum()
+
+grpo_math.train: equal groups of GRPO are looked for among neighbors
+  runs/test_grpo_math.py::test_groups_without_a_signal_are_counted
+  - scores_of_groups = b["scores"].view(k, P)
+  + scores_of_groups = b["scores"].view(P, k).T
+
+grpo_math.train: the same random numbers in each update of GRPO
+  runs/test_evaluation_grpo.py::test_each_response_has_its_own_random_numbers
+  - k, args, update)
+  + k, args, "update")
+
+grpo_math.train: GRPO is evaluated on training tasks
+  runs/test_evaluation_grpo.py::test_training_and_held_out_tasks_are_apart
+  - load_tasks(held_out_rows, tokenizer, args, args.dataset_name)
+  + load_tasks(train_rows, tokenizer, args, args.dataset_name)
+
+grpo_math.train: harder tasks are those of the split train
+  runs/test_evaluation_grpo.py::test_training_and_held_out_tasks_are_apart
+  - split="test"
+  + split="train"
+
+sft.write_samples: the prompt of a sample of a chat ends at its first learned turn
+  runs/test_sft_and_reward_model.py::test_prompts_of_samples
+  - prompt_length = last_labeled_position(labels) + 1
+  + prompt_length = next((i for i, x in enumerate(labels) if x != -100), 0) + 1
+
+sft.find_end_tokens: a stop token is the last token of a document, learned or not
+  data/test_chats.py::test_what_ends_a_response
+  - last_tokens = {labels[last_labeled_position(labels)] for labels in uncut}
+  + last_tokens = {ids[-1] for ids, _ in documents if len(ids) < max_length}
+
+sft.find_end_tokens: a stop token is what a document was cut at
+  data/test_chats.py::test_what_ends_a_response
+  - if len(labels) < max_length]
+  + ]
+
+rloo_tldr.chat_judge: the chat judge reads a list of messages
+  runs/test_evaluation_rloo.py::test_a_chat_judge_reads_the_text_of_a_chat
+  - post=plain_text(post["prompt"])
+  + post=post["prompt"]
+
+grpo_math.takes_several_steps: only several epochs are several steps of GRPO
+  runs/test_grpo_math.py::test_ratios_are_to_the_policy_that_sampled
+  - args.num_ppo_epochs * args.num_mini_batches > 1
+  + args.num_ppo_epochs > 1
+
+grpo_math.resumed_args: a resumed run may have other minibatches
+  runs/test_resume.py::test_every_flag_that_would_change_the_result_is_refused[grpo_math]
+  - may_change += " judge_fn
+  + may_change += " num_mini_batches judge_fn
+
+ppo_dialog.train: the loss of a dialog minibatch is divided by the mean number of tokens
+  runs/test_minibatches.py::test_a_minibatch_is_divided_by_its_own_number_of_tokens[ppo_dialog]
+  - num_tokens = b["lengths"][minibatch].sum()
+  + num_tokens = b["lengths"].sum() / args.num_mini_batches
+
+rloo_tldr.train: the judge gets the posts in another order than the responses
+  runs/test_reward_functions.py::test_the_judge_of_an_update_gets_what_the_reward_gets
+  - prompt_batch["rows"] * k, responses
+  + [post for post in prompt_batch["rows"] for _ in range(k)], responses
+
+grpo_math.evaluate_all: greedy responses are sampled
+  runs/test_evaluation_grpo.py::test_greedy_responses_are_the_likeliest_tokens
+  - temperature=0.01
+  + temperature=args.temperature
+
+grpo_math.train: a reference without a KL penalty
+  runs/test_grpo_math.py::test_without_a_penalty_nobody_has_a_reference
+  - needs_reference=args.kl_coef > 0
+  + needs_reference=True
+
+grpo_math.evaluate_tasks: the reward is the judge of GRPO
+  runs/test_grpo_math.py::test_a_judge_is_none_of_the_rewards
+  - verdicts = get_verdicts(tasks * k, responses, response_tokens)
+  + verdicts = rewards
+
+grpo_math.evaluate_tasks: half a point is right
+  runs/test_evaluation_grpo.py::test_the_final_table_by_hand[after]
+  - next(iter(verdicts.values())) >= 1
+  + next(iter(verdicts.values())) > 0
+
+grpo_math.evaluate_tasks: verdicts of other tasks
+  runs/test_evaluation_grpo.py::test_evaluation_samples
+  - else x for x in values[i :: len(tasks)]]
+  + else x for x in values[i * k : (i + 1) * k]]
+
+grpo_math.evaluate_tasks: responses of other tasks
+  runs/test_evaluation_grpo.py::test_evaluation_samples
+  - responses[i :: len(tasks)]
+  + responses[i * k : (i + 1) * k]
+
+grpo_math.task_metrics: pass@k is over the tasks
+  runs/test_evaluation_grpo.py::test_the_final_table_by_hand[after]
+  - right.amax(1).mean()
+  + right.amax(0).mean()
+
+grpo_math.task_metrics: the interval of pass@1 is over responses
+  runs/test_evaluation_grpo.py::test_the_final_table_by_hand[after]
+  - pass_at_1.std(correction=0) / len(records) ** 0.5
+  + right.std(correction=0) / right.numel() ** 0.5
+
+grpo_math.task_metrics: a task is mastered if one response is right
+  runs/test_evaluation_grpo.py::test_the_final_table_by_hand[after]
+  - (pass_at_1 == 1)
+  + (pass_at_1 > 0)
+
+grpo_math.task_metrics: a mean over rows to which a reward does not apply
+  runs/test_evaluation_grpo.py::test_the_final_table_by_hand[after]
+  - sum(values) / max(len(values), 1)
+  + sum(values) / right.numel()
+
+grpo_math.find_stop_tokens: only EOS ends a response
+  runs/test_grpo_math.py::test_every_stop_token_of_the_model_ends_a_response
+  - (ids | {tokenizer.eos_token_id}) - {None}
+  + {tokenizer.eos_token_id} - {None}
+
+grpo_math.task_prompt: a second system message
+  runs/test_grpo_math.py::test_prompts_that_are_chats
+  - if prompt[0]["role"] == "system":
+  + if prompt[-1]["role"] == "system":
+
+grpo_math.load_tasks: the limit of a prompt does not count the last token
+  runs/test_grpo_math.py::test_long_tasks_are_skipped
+  - len(ids) <= args.max_prompt_length
+  + len(ids) <= args.max_prompt_length + 1
+
+# What a reader of the run folder looks at
+
+ppo_sentiment.train: the score of samples.jsonl is that before clipping
+  runs/test_tokens.py::test_the_reward_of_ppo[0.05-ppo_sentiment]
+  - sample_texts(prompts, responses, scores)
+  + sample_texts(prompts, responses, b["raw_scores"])
+
+grpo_math.train: samples.jsonl shows neighbors instead of a group
+  runs/test_tokens.py::test_samples_of_a_group[grpo_math]
+  - {name: x[::P] for
+  + {name: x[:k] for
+
+# Models, chats, servers
+
+ppo_sentiment.save_policy: the saved model lacks the adapter
+  math/test_log_probabilities.py::test_plain_transformers_loads_what_is_saved
+  - policy.merge_and_unload()
+  + policy.unload()
+
+sft.all_texts: a new tokenizer does not read completions of chats
+  runs/test_evaluation_sft_and_reward_model.py::test_a_new_tokenizer_learns_from_chats
+  - ("messages", "prompt", "completion")
+  + ("messages", "prompt")
+
+ppo_dialog.answer_text: an end mark inside the last token stays
+  runs/test_chat.py::test_a_token_that_goes_on_after_the_end_mark[False]
+  - text.split(end.strip())[0]
+  + text.removesuffix(end.strip())
+
+ppo_dialog.chat: a chat has no BOS
+  runs/test_chat.py::test_a_token_that_goes_on_after_the_end_mark[True]
+  - context_ids(history, args, bos)
+  + context_ids(history, args)
+
+rloo_tldr.chat_judge: a server may take forever
+  runs/test_rloo_tldr.py::test_keys_go_to_their_own_server
+  - timeout=300, max_retries
+  + max_retries
+"""
+
+FAULTS = [read(block) for block in TABLE.strip().split("\n\n") if not block.startswith("#")]

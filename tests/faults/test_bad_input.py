@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import transformers
-from conftest import ACTS, RL
+from conftest import ACTS, GROUPS, RL
 from run_tools import ALL, flags_of, one_line, reward_file, rows_of, script_words, start_process, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,12 +48,10 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
         "act-0": dict(dialog=DIALOG, act=[1, 0]),
         "act-3": dict(dialog=DIALOG, act=[1, 3]),
         "act-5": dict(dialog=DIALOG, act=[1, 5]),
-        "act-word": dict(dialog=DIALOG, act=["greeting", "question"]),
         "few-acts": dict(dialog=DIALOG, act=[1]),
         "no-acts": dict(dialog=DIALOG),
         "blank": dict(dialog=["Hello.", " "], act=[1, 1]),
         "alone": dict(dialog=["Hello."], act=[1]),
-        "strings": dict(dialog="Hello.", act=1),
     }
     for name, row in dialogs.items():
         write_rows(root / name, train=[row] * 8)
@@ -87,7 +85,30 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
 
 # ---- Flags, data and models --------------------------------------------------------------------------------
 
-# script -> name of the case -> the flags that are wrong, a word of the line
+REWARD, OTHER = "DATA/reward.py:reward", "DATA/other.py:reward"
+CASES_OF_ALL = {  # name of the case -> the flags that are wrong, a word of the line
+    "model": (dict(model_name_or_path=MISSING), MISSING),
+    "data": (dict(dataset_name=MISSING), MISSING),
+    "other columns": (dict(dataset_name="DATA/other-columns"), "column"),
+    "empty texts": (dict(dataset_name="DATA/empty"), "DATA/empty"),
+    "numbers, not texts": (dict(dataset_name="DATA/numbers"), "DATA/numbers"),
+    "optimizer": (dict(optimizer="torch.optim.Nonsense"), "torch.optim.Nonsense"),
+    "LoRA layers": (dict(lora_r=4, lora_target_modules="q_nonsense"), "q_nonsense"),
+}
+CASES_OF_RL = {
+    "no EOS": (dict(model_name_or_path="DATA/no-eos"), "EOS"),
+    "shared layers": (dict(num_shared_layers=99), "2 layers"),
+    "reward function, file": (dict(reward_fn=[f"{MISSING}.py:reward"]), f"--reward-fn {MISSING}.py"),
+    "reward function, name": (dict(reward_fn=["DATA/reward.py:nonsense"]), "nonsense"),
+    "no reward function": (dict(reward_fn=[]), "--reward-fn needs a function"),
+    "weights": (dict(reward_fn=[REWARD], reward_weights=[1.0, 2.0]), "2 weights, but --reward-fn has 1"),
+}
+CASES_OF_GROUPS = {
+    "context": (dict(response_length=250), "can read 256 tokens"),
+    "long prompts": (dict(max_prompt_length=3), "--max-prompt-length"),
+    "judge, file": (dict(judge_fn=f"{MISSING}.py:right"), f"--judge-fn {MISSING}.py"),
+    "judge, name": (dict(judge_fn="DATA/reward.py:nonsense"), "nonsense"),
+}
 CASES = {
     "ppo_sentiment": {
         "hub model": (dict(model_name_or_path="nobody/no-such-model"), "nobody/no-such-model"),
@@ -99,9 +120,10 @@ CASES = {
             "no text is as long",
         ),
         "optimizer, no module": (dict(optimizer="nonsense"), "nonsense"),
-        "optimizer, a module": (dict(optimizer="torch.optim"), "torch.optim"),
         "optimizer, another class": (dict(optimizer="torch.nn.Linear"), "torch.nn.Linear"),
-        "LoRA on the head": (dict(lora_r=4, lora_target_modules="c_attn,lm_head"), "output embedding"),
+        "LoRA, negative rank": (dict(lora_r=-1), "positive integer"),
+        "LoRA on the head": (dict(lora_r=4, lora_target_modules="c_attn,lm_head"), "not for embeddings"),
+        "LoRA on embeddings": (dict(lora_r=4, lora_target_modules="c_attn,wte"), "not for embeddings"),
         "reward model": (dict(reward_model_path=MISSING), MISSING),
         "judge": (dict(judge_model_path=MISSING), MISSING),
         "critic": (dict(value_model_path=MISSING), MISSING),
@@ -114,12 +136,10 @@ CASES = {
         "query lengths": (dict(query_min_length=9, query_max_length=8), "--query-min-length"),
         "response lengths": (dict(response_min_length=9, response_length=8), "--response-min-length"),
         "KL horizon": (dict(kl_target=1.0, kl_horizon=1.6), "must be more than 1/5 of the batch, 8"),
-        "no EOS": (dict(model_name_or_path="DATA/no-eos"), "--stop-token-id"),
-        "reward function, file": (dict(reward_fn=[f"{MISSING}.py:reward"]), MISSING),
-        "reward function, name": (dict(reward_fn=["DATA/reward.py:nonsense"]), "nonsense"),
         "reward function, no name": (dict(reward_fn=["DATA/reward.py"]), "reward.py"),
         "reward function, a number": (dict(reward_fn=["DATA/reward.py:SEVEN"]), "SEVEN"),
-        "shared layers": (dict(num_shared_layers=99), "2 layers"),
+        "reward functions, equal names": (dict(reward_fn=[REWARD, OTHER]), "two of this name"),
+        "weights of nothing": (dict(reward_weights=[0.5]), "1 weights, but --reward-fn has 0"),
         "shared layers below 0": (dict(num_shared_layers=-1), "--num-shared-layers"),
         "shared layers and LoRA": (dict(num_shared_layers=1, lora_r=4), "--num-shared-layers"),
     },
@@ -128,59 +148,38 @@ CASES = {
         "critic, context": (dict(value_model_path="DATA/short-context"), "context"),
         "context, by one token": (dict(max_prompt_length=251), "can read 256 tokens"),
         "KL horizon": (dict(kl_target=1.0, kl_horizon=1.6), "must be more than 1/5 of the batch, 8"),
-        "no EOS": (dict(model_name_or_path="DATA/no-eos"), "EOS"),
-        "reward function": (dict(reward_fn=["DATA/reward.py:nonsense"]), "nonsense"),
-        "shared layers": (dict(num_shared_layers=99), "2 layers"),
         "two labels": (
             dict(reward_model_path="DATA/classifier", dataset_name="DATA/act-3"),
             "act 3, but the classifier knows 1 to 2",
         ),
         "no acts": (dict(dataset_name="DATA/no-acts"), "act"),
         "act 0": (dict(dataset_name="DATA/act-0"), "act 0, "),
-        "act 5": (dict(dataset_name="DATA/act-5"), "act 5, "),
         "acts, too few": (dict(dataset_name="DATA/few-acts"), "DATA/few-acts"),
         "held-out acts": (dict(dataset_name="DATA/held-out-acts"), "act 9, "),
         "blank": (dict(dataset_name="DATA/blank"), "DATA/blank"),
         "one utterance": (dict(dataset_name="DATA/alone"), "DATA/alone"),
-        "end, empty": (dict(utterance_end=""), "--utterance-end"),
         "end, blank": (dict(utterance_end=" "), "--utterance-end"),
     },
     "rloo_tldr": {
         "reward model": (dict(reward_model_path=MISSING), MISSING),
         "reward model, 2 labels": (dict(reward_model_path="DATA/classifier"), "mismatched"),
         "policy": (dict(sft_model_path=MISSING), MISSING),
-        "context": (dict(response_length=250), "can read 256 tokens"),
-        "long prompts": (dict(max_prompt_length=3), "--max-prompt-length"),
-        "no EOS": (dict(model_name_or_path="DATA/no-eos"), "--stop-token-id"),
         "no stop token": (dict(stop_token=None), "--missing-eos-penalty"),
         "one response": (dict(rloo_k=1), "--rloo-k"),
         "3 responses of 8": (dict(rloo_k=3), "--rloo-k"),
         "k1 in the loss": (dict(kl_in_loss=True), "k1"),
         "k3 in the reward": (dict(kl_estimator="k3"), "--kl-estimator k3"),
-        "reward function": (dict(reward_fn=["DATA/reward.py:nonsense"]), "nonsense"),
-        "judge, file": (dict(judge_fn=f"{MISSING}.py:gold"), MISSING),
-        "judge, name": (dict(judge_fn="DATA/reward.py:nonsense"), "nonsense"),
         "judge without a model": (dict(judge_url="http://here/v1"), "--judge-model"),
-        "shared layers": (dict(num_shared_layers=99), "2 layers"),
     },
     "grpo_math": {
-        "context": (dict(response_length=250), "can read 256 tokens"),
-        "long prompts": (dict(max_prompt_length=3), "--max-prompt-length"),
-        "no EOS": (dict(model_name_or_path="DATA/no-eos"), "--stop-token-id"),
         "one response": (dict(num_generations=1), "--num-generations 1 must be 2 or more"),
-        "no response": (dict(num_generations=0), "--num-generations 0 must be 2 or more"),
         "3 responses of 8": (dict(num_generations=3), "3 must be 2 or more and divide the 8 episodes"),
-        "16 responses of 8": (dict(num_generations=16), "--num-generations 16 must be 2 or more and divide"),
         "negative KL": (dict(kl_coef=-0.1), "--kl-coef must be 0 (no KL penalty) or more; it is -0.1"),
         "8 bit without frozen weights": (dict(load_in_8bit=True, kl_coef=0.0), "no weights are frozen"),
         "no prompt, no template": (dict(dataset_name="DATA/questions"), "--prompt-template"),
         "template, no such column": (
             dict(dataset_name="DATA/questions", prompt_template="{task}"),
             "DATA/questions' has no column prompt, but question, answer",
-        ),
-        "template, a number": (
-            dict(dataset_name="DATA/questions", prompt_template="{question} {0}"),
-            "--prompt-template '{question} {0}'",
         ),
         "template, an open brace": (
             dict(dataset_name="DATA/questions", prompt_template="{question"),
@@ -189,15 +188,6 @@ CASES = {
         "chats without a template": (dict(dataset_name="DATA/chats"), "cannot render chats"),
         "harder data": (dict(hard_dataset_name=MISSING), MISSING),
         "harder data, long prompts": (dict(hard_dataset_name="DATA/long"), "DATA/long'"),
-        "harder data, no test": (
-            dict(hard_dataset_name="DATA/questions", prompt_template="{question}"),
-            "Unknown split",
-        ),
-        "reward function, file": (dict(reward_fn=[f"{MISSING}.py:right"]), f"--reward-fn {MISSING}.py"),
-        "reward function, name": (dict(reward_fn=["DATA/reward.py:nonsense"]), "nonsense"),
-        "judge, file": (dict(judge_fn=f"{MISSING}.py:right"), f"--judge-fn {MISSING}.py"),
-        "judge, name": (dict(judge_fn="DATA/reward.py:nonsense"), "nonsense"),
-        "shared layers": (dict(num_shared_layers=99), "2 layers"),
     },
     "sft": {
         "blank dialogs": (dict(dataset_name="DATA/blank"), "DATA/blank"),
@@ -205,7 +195,6 @@ CASES = {
         "no EOS": (dict(model_name_or_path="DATA/no-eos"), "EOS"),
         "config, type": (dict(from_config="nonsense n_layer=2"), "nonsense"),
         "config, value": (dict(from_config="gpt2 n_layer=two"), "two"),
-        "config, no value": (dict(from_config="gpt2 n_layer"), "n_layer"),
         "config, heads": (dict(from_config="gpt2 n_layer=1 n_embd=30 n_head=4"), "30"),
         "tokenizer alone": (dict(train_tokenizer=300), "--train-tokenizer"),
         "blank end": (dict(utterance_end=" "), "--utterance-end must not be empty"),
@@ -224,70 +213,28 @@ CASES = {
         "config, type": (dict(from_config="nonsense dim=2"), "nonsense"),
         "shard, form": (dict(train_shard="half"), "half"),
         "shard, number": (dict(train_shard="2/2"), "2/2"),
-        "shard, of none": (dict(train_shard="0/0"), "0/0"),
-        "one label": (
-            dict(label_names="only", from_config="distilbert dim=32 n_layers=1 n_heads=4 hidden_dim=64"),
-            "label",
-        ),
+        "one label": (dict(label_names="only"), "needs two labels or more"),
         "acts": (dict(dataset_name="DATA/act-5", label_names=",".join(ACTS)), "4 is none of"),
         "blank dialogs": (dict(dataset_name="DATA/blank", label_names=",".join(ACTS)), "DATA/blank"),
-        "no pairs": (
-            dict(model_name_or_path="DATA/lm", dataset_name="DATA/empty-pairs"),
-            "two responses",
-        ),
-        "center data": (
-            dict(model_name_or_path="DATA/lm", dataset_name="DATA/pairs", center_dataset_name=MISSING),
-            MISSING,
-        ),
+        "no pairs": (dict(dataset_name="DATA/empty-pairs"), "two responses"),
+        "center data": (dict(dataset_name="DATA/pairs", center_dataset_name=MISSING), MISSING),
         "center data, empty": (
-            dict(
-                model_name_or_path="DATA/lm",
-                dataset_name="DATA/pairs",
-                center_dataset_name="DATA/no-completions",
-            ),
+            dict(dataset_name="DATA/pairs", center_dataset_name="DATA/no-completions"),
             "no row has a prompt and a completion",
         ),
         "center data, columns": (
-            dict(model_name_or_path="DATA/lm", dataset_name="DATA/pairs", center_dataset_name="DATA/pairs"),
-            "completion",
+            dict(dataset_name="DATA/pairs", center_dataset_name="DATA/pairs"),
+            "no row has a prompt and a completion",
         ),
     },
 }
-CASES_OF_ALL = {
-    "model": (dict(model_name_or_path=MISSING), MISSING),
-    "data": (dict(dataset_name=MISSING), MISSING),
-    "other columns": (dict(dataset_name="DATA/other-columns"), "column"),
-    "empty texts": (dict(dataset_name="DATA/empty"), "DATA/empty"),
-    "numbers, not texts": (dict(dataset_name="DATA/numbers"), "DATA/numbers"),
-    "optimizer": (dict(optimizer="torch.optim.Nonsense"), "torch.optim.Nonsense"),
-    "LoRA layers": (dict(lora_r=4, lora_target_modules="q_nonsense"), "q_nonsense"),
-}
-REWARD, OTHER = "DATA/reward.py:reward", "DATA/other.py:reward"
-CASES_OF_RL = {
-    "no reward function": (dict(reward_fn=[]), "--reward-fn needs a function"),
-    "equal names": (dict(reward_fn=[REWARD, OTHER]), "two of this name"),
-    "weights, too few": (
-        dict(reward_fn=[REWARD, OTHER], reward_weights=[1.0]),
-        "--reward-weights: 1 weights, but --reward-fn has 2",
-    ),
-    "weights, too many": (
-        dict(reward_fn=[REWARD], reward_weights=[1.0, 2.0, 3.0]),
-        "--reward-weights: 3 weights, but --reward-fn has 1",
-    ),
-    "weights, none": (
-        dict(reward_fn=[REWARD], reward_weights=[]),
-        "--reward-weights: 0 weights, but --reward-fn has 1",
-    ),
-}
-for name in RL:
-    if name != "grpo_math":  # it always has a function
-        CASES[name]["weights of nothing"] = (
-            dict(reward_weights=[0.5]),
-            "--reward-weights: 1 weights, but --reward-fn has 0",
-        )
 TABLE = []
 for name in ALL:
-    cases = CASES_OF_ALL | CASES[name] | (CASES_OF_RL if name in RL else {})
+    cases = CASES_OF_ALL | CASES[name]
+    if name in RL:
+        cases |= CASES_OF_RL
+    if name in GROUPS:
+        cases |= CASES_OF_GROUPS
     for case, (changes, word) in cases.items():
         TABLE.append(pytest.param(name, changes, word, id=f"{name}: {case}"))
 
@@ -305,44 +252,16 @@ def test_bad_input(scripts, small, broken, capsys, tmp_path, name, changes, word
     assert not (tmp_path / "run").exists()
 
 
-BATCH_SIZES = ["per_device_train_batch_size", "gradient_accumulation_steps"]
-RL_SIZES = [
-    *BATCH_SIZES,
-    "total_episodes",
-    "num_mini_batches",
-    "num_ppo_epochs",
-    "local_rollout_forward_batch_size",
-    "temperature",
-]
+BATCH_SIZES = "per_device_train_batch_size gradient_accumulation_steps"
+RL_SIZES = f"{BATCH_SIZES} total_episodes num_mini_batches num_ppo_epochs local_rollout_forward_batch_size"
+RL_SIZES += " temperature response_length"
 SIZES = {
-    "ppo_sentiment": [
-        *RL_SIZES,
-        "num_eval_prompts",
-        "query_min_length",
-        "response_min_length",
-        "kl_target",
-        "kl_horizon",
-    ],
-    "ppo_dialog": [
-        *RL_SIZES,
-        "num_eval_prompts",
-        "num_context_utterances",
-        "max_prompt_length",
-        "response_length",
-        "kl_target",
-        "kl_horizon",
-    ],
-    "rloo_tldr": [*RL_SIZES, "num_examples", "max_prompt_length", "response_length"],
-    "grpo_math": [
-        *RL_SIZES,
-        "num_examples",
-        "num_eval_samples",
-        "num_train_rows",
-        "max_prompt_length",
-        "response_length",
-    ],
-    "sft": [*BATCH_SIZES, "num_train_epochs", "max_length", "num_train_rows", "num_eval_rows"],
-    "reward_model": [*BATCH_SIZES, "num_train_epochs", "max_length", "num_eval_rows"],
+    "ppo_sentiment": f"{RL_SIZES} num_eval_prompts query_min_length response_min_length kl_target kl_horizon",
+    "ppo_dialog": f"{RL_SIZES} num_eval_prompts num_context_utterances max_prompt_length kl_target kl_horizon",
+    "rloo_tldr": f"{RL_SIZES} num_examples max_prompt_length",
+    "grpo_math": f"{RL_SIZES} num_examples num_eval_samples num_train_rows max_prompt_length",
+    "sft": f"{BATCH_SIZES} num_train_epochs max_length num_train_rows num_eval_rows",
+    "reward_model": f"{BATCH_SIZES} num_train_epochs max_length num_eval_rows",
 }
 
 
@@ -350,7 +269,7 @@ SIZES = {
 def test_sizes_that_are_0(scripts, small, name):
     """Each is named, before anything is loaded."""
     module, args = scripts[name], small(name)
-    for size in SIZES[name]:
+    for size in SIZES[name].split():
         flag = f"--{size.replace('_', '-')} must be more than 0"
         with pytest.raises(module.UserError, match=flag):
             module.train(replace(args, **{size: 0}))
@@ -416,6 +335,20 @@ def test_resume_of_another_scripts_run(script, small, capsys, tmp_path):
     assert str(tmp_path) in one_line(script, ["--resume", str(tmp_path)], capsys)
 
 
+def test_resume_of_an_old_editions_run(scripts, small, capsys, tmp_path):
+    """The flags that it had, or its checkpoints in folders, give it away. Nothing of it is touched."""
+    folder = tmp_path / "run"
+    (folder / "checkpoints/000002").mkdir(parents=True)
+    (folder / "checkpoints/000002/state.pt").write_bytes(b"old")
+    (folder / "metrics.jsonl").write_text("{}\n")
+    for name, flags in dict(ppo_sentiment=dict(compile=False), reward_model={}).items():
+        saved = asdict(small(name)) | flags
+        (folder / "args.json").write_text(json.dumps(dict(args=saved)))
+        line = one_line(scripts[name], ["--resume", str(folder)], capsys)
+        assert str(folder) in line and "CHANGELOG.md" in line
+        assert (folder / "metrics.jsonl").read_text() == "{}\n"
+
+
 def test_a_folder_that_holds_a_run(script, small, capsys, tmp_path):
     """A new run does not write into it."""
     folder = tmp_path / "run"
@@ -441,14 +374,11 @@ def test_an_output_folder_that_is_a_file(script, small, capsys, tmp_path):
     "body, word",
     [
         ("return None", "reward reward must return a list of numbers or None: 'NoneType'"),
-        ("return 0.5", "must return a list of numbers"),
-        ("return 'good'", "must return a list of numbers"),
         ("return ['a'] * len(prompts)", "must return a list of numbers"),
         ("return [1.0]", "reward reward: 1 numbers for 4 responses"),
         ("return [float('inf')] * len(prompts)", "inf is not a finite number"),
-        ("return [float('nan')] * len(prompts)", "nan is not a finite number"),
         ("return [1e39] * len(prompts)", "1e+39 is not a finite number"),
-        ("return [10 ** 400] * len(prompts)", "must return a list of numbers"),
+        ("return (float('nan') for _ in prompts)", "nan is not a finite number"),
     ],
 )
 def test_wrong_rewards(script, small, capsys, tmp_path, body, word):
@@ -462,8 +392,6 @@ def test_wrong_rewards(script, small, capsys, tmp_path, body, word):
     "numbers",
     [
         "[1, True, numpy.float32(2.5), numpy.int64(3)]",
-        "numpy.array([1, 1, 2.5, 3])",
-        "torch.tensor([1, 1, 2.5, 3])",
         "tuple(torch.tensor([[1], [1], [2.5], [3]]))",
     ],
 )
@@ -510,17 +438,13 @@ def typed(*lines):
     "words, word",
     [
         ([], "RUN_FOLDER_OR_MODEL"),
-        (["--temperature", "0.5"], "RUN_FOLDER_OR_MODEL"),
         ([MISSING], MISSING),
         (["DATA/unfinished"], "unfinished"),
         (["DATA/reward.py"], "reward.py"),
         (["DATA/no-eos"], "EOS"),
         (["DATA/lm", "--utterance-end", ""], "utterance-end"),
         (["DATA/lm", "--response-length", "300"], "can read 256 tokens"),
-        (["DATA/lm", "--response-length", "0"], "response-length"),
         (["DATA/lm", "--temperature", "0"], "temperature"),
-        (["DATA/lm", "--num-context-utterances", "0"], "num-context-utterances"),
-        (["DATA/lm", "--max-prompt-length", "0"], "max-prompt-length"),
     ],
 )
 def test_chat_that_cannot_start(scripts, small, broken, capsys, monkeypatch, words, word):

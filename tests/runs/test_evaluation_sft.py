@@ -296,12 +296,6 @@ def test_samples_are_drawn_from_all_tokens(scripts, tiny_lm):
     assert 0.1 < sum(is_rare) / len(is_rare) < 0.99
 
 
-def test_no_samples(sft):
-    """--num-samples 0 writes none."""
-    _, folder, _ = sft(num_samples=0)
-    assert not (folder / "samples.jsonl").exists()
-
-
 def test_dropout_is_on_in_training_only(sft, tmp_path):
     """Random weights keep the dropout of their config. Both evaluations, and model/, have none."""
     data, train, test = three_splits(tmp_path / "data", posts_of)
@@ -405,11 +399,11 @@ def test_a_first_token_alone_is_nothing_to_learn(scripts):
     columns = dict(prompt=["a", "b"], completion=["c", "d"])
     documents = documents_of(scripts, tokenizer, columns, max_length=2)
     assert [tokenizer.decode(ids) for ids, _ in documents] == ["ac", "bd"]
-    for columns in (columns, dict(text=["a", "b"])):
+    for texts in (columns, dict(text=["a", "b"])):
         for completion_only in (True, False):
             with pytest.raises(script.UserError, match="no text to learn from within --max-length 1 tokens"):
                 flags = dict(max_length=1, completion_only_loss=completion_only)
-                documents_of(scripts, tokenizer, columns, **flags)
+                documents_of(scripts, tokenizer, texts, **flags)
 
 
 def test_rows_are_filled_in_order(scripts):
@@ -540,3 +534,15 @@ def test_from_config_of_a_folder(sft, tiny_lm):
     name = "transformer.h.0.attn.c_attn.weight"
     assert same(one, again)
     assert not torch.equal(one[name], other[name]) and not torch.equal(one[name], pretrained[name])
+
+
+def test_what_a_run_prints(sft, capsys):
+    """The model and the data, how many rows there are, the batch, and where the model is."""
+    flags = dict(per_device_train_batch_size=2, gradient_accumulation_steps=3, learning_rate=0.0)
+    _, folder, metrics = sft(lora_r=2, num_train_rows=8, num_eval_rows=3, num_samples=0, **flags)
+    out = capsys.readouterr().out
+    rows = round(6 * len(metrics) / metrics[-1]["epoch"])
+    batch = f"2 rows per pass x 3 accumulated x 1 processes = 6 rows; {len(metrics)} updates"
+    assert f"8 documents in {rows} rows of up to 128 tokens; batch: {batch} of one optimizer step each" in out
+    assert f"saved {folder / 'model'}" in out
+    assert not (folder / "samples.jsonl").exists()  # --num-samples 0

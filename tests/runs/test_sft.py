@@ -289,13 +289,16 @@ def test_sft_lora(sft, tiny_lm):
     language_model(folder / "model")
 
 
-def test_checkpoints_do_not_change_dropout(sft):
-    """Saving draws no random numbers: a run with dropout ends in the same weights however often it saves."""
+def test_dropout_is_seeded_in_every_update(sft):
+    """Checkpoints, evaluations and samples do not change the masks. Each update has its own."""
     shape = "gpt2 n_embd=32 n_layer=1 n_head=2 n_positions=256 resid_pdrop=0.5"
     start = dict(from_config=shape, train_tokenizer=300)
-    _, often, _ = sft("often", save_every=1, **start)
-    _, rarely, _ = sft("rarely", save_every=0, **start)
-    assert same(weights(often / "model"), weights(rarely / "model"))
+    _, one, _ = sft("one", save_every=1, **start)
+    _, other, _ = sft("other", save_every=0, num_eval_rows=2, num_samples=0, **start)
+    assert same(weights(one / "model"), weights(other / "model"))
+    flags = dict(num_train_rows=1, num_train_epochs=12.0, learning_rate=0.0)
+    _, _, rows = sft("equal batches", **flags, **start)
+    assert len({row["loss"] for row in rows}) == len(rows) == 3
 
 
 def test_gradient_checkpointing_and_bf16(sft):
