@@ -39,18 +39,24 @@ def row(folder, metrics=("score mean",)):
     columns["KL, last half (target)"] = f"{kl:.2f} ({'none' if target is None else f'{target:g}'})"
     bigrams = "distinct bigrams" if "distinct bigrams" in before else "distinct2"
     columns["distinct bigrams, after / before"] = f"{after[bigrams] / before[bigrams]:.2f}"
-    pairs = report.to_pairs(
-        [json.loads(line) for line in read(folder, "evaluation_samples.jsonl").splitlines()]
-    )
-    columns["commonest new word"] = ""
-    for word, share_before, share in report.new_words(pairs)[:1]:
-        columns["commonest new word"] = f"{word}: {share_before:.1%} -> {share:.1%}"
+    columns["commonest new word"] = commonest_new_word(folder, evaluation)
     for name in before:
         if name.startswith("judge"):
             closed = (after[name] - before[name]) / (1 - before[name])
             columns[name] = f"{before[name]:.2f} -> {after[name]:.2f}"
             columns["of the gap to 1"] = f"{closed:.0%}"
     return columns
+
+
+def commonest_new_word(folder, evaluation):
+    """The word that spread most, with its share of the responses before and after; "" if none spread."""
+    if "commonest new word" in evaluation:  # a run of an earlier version
+        word = evaluation["commonest new word"]
+        return f"{word['metric'].split(chr(34))[1]}: {word['before']:.1%} -> {word['after']:.1%}"
+    samples = [json.loads(line) for line in read(folder, "evaluation_samples.jsonl").splitlines()]
+    for word, share_before, share in report.new_words(report.to_pairs(samples))[:1]:
+        return f"{word}: {share_before:.1%} -> {share:.1%}"
+    return ""
 
 
 def table(folders, metrics=("score mean",)):

@@ -5,7 +5,6 @@ accepted is also trained on, all of it in one batch.
 """
 
 import copy
-import gzip
 import io
 import json
 
@@ -100,11 +99,8 @@ def keep(scripts, small, tokenizers_of, tmp_path):
         try:
             if script == "reward_model":
                 return len(module.load_data(args, tokenizer)["train"])
-            counts = [
-                len(read_rows(module, rows, tokenizer, args))
-                for rows in module.load_splits(args.dataset_name)
-            ]
-            return counts[0]
+            splits = module.load_splits(args.dataset_name)
+            return [len(read_rows(module, rows, tokenizer, args)) for rows in splits][0]
         except module.UserError as error:
             return str(error).replace(str(tmp_path), "")  # whose name has words of the test's name
 
@@ -122,8 +118,8 @@ def read_rows(module, rows, tokenizer, args):
 
 
 @pytest.fixture
-def train_on(scripts, small, capsys, tmp_path):
-    """train_on(script, rows, batch, **flags): one update on a batch of all rows. -> what the run printed"""
+def train_on(scripts, small, tmp_path):
+    """train_on(script, rows, batch, **flags): one update on a batch of all rows gives finite metrics."""
 
     def run(script, rows, batch, **flags):
         data = write_files(tmp_path / "data", rows)
@@ -132,11 +128,8 @@ def train_on(scripts, small, capsys, tmp_path):
         args = small(script, dataset_name=data, per_device_train_batch_size=batch, **FLAGS[script] | flags)
         scripts[script].main(flags_of(args))
         [metrics] = rows_of(tmp_path / "run")
-        assert all(abs(x) < 1e9 for name, x in metrics.items() if name != "perplexity"), (
-            metrics
-        )  # nan neither
+        assert all(abs(x) < 1e9 for name, x in metrics.items() if name != "perplexity"), metrics
         assert (tmp_path / "run/model").exists()
-        return capsys.readouterr().out
 
     return run
 
@@ -203,10 +196,6 @@ def test_a_column_of_texts_and_something_else_is_refused(keep, value):
         check(keep(script, damaged("text", "text", value)), "needs the column text with texts")
 
 
-def test_half_of_a_surrogate_pair_is_no_json(keep):
-    check(keep("sft", damaged("text", "text", "\ud83d a film \udc00")), JSON)
-
-
 def test_long_texts_without_words(keep):
     """100,000 characters that a tokenizer cannot split."""
     rows = [*ROWS["text"], *(dict(text=letter * LONG, label=1) for letter in ("a", " ", "\0"))]
@@ -229,41 +218,21 @@ EXTRA = [row | dict(a=i, b=[{"c": None}]) for i, row in enumerate(TEXTS)]
 FILES = {  # name -> files of a folder; the rows that are kept (one is held out without test), or the line
     "no file": ({}, "doesn't contain any data files"),
     "empty file": ({"train.jsonl": b""}, "cannot load"),
-    "empty line": ({"train.jsonl": b"\n"}, NO_DATA),
-    "empty objects": ({"train.jsonl": b"{}\n{}\n"}, NO_DATA),
     "no json": ({"train.jsonl": b"this is a film, not JSON\n"}, JSON),
-    "scalars": ({"train.jsonl": b"1\n2\n3\n"}, JSON),
-    "arrays": ({"train.jsonl": b'["a"]\n["b"]\n'}, "Trailing data"),
-    "cut at the end": ({"train.jsonl": LINES[:-9]}, JSON),
     "cut in the middle": ({"train.jsonl": LINES[:40] + b"\n" + LINES}, JSON),
-    "binary": ({"train.jsonl": bytes(range(256)) * 4}, JSON),
-    "zeros": ({"train.jsonl": bytes(1000)}, "cannot load"),
-    "utf-16": ({"train.jsonl": LINES.decode().encode("utf-16")}, JSON),
-    "gzip": ({"train.jsonl.gz": gzip.compress(LINES)}, 2),
-    "half a gzip": ({"train.jsonl.gz": gzip.compress(LINES)[:-20]}, "ended before the end"),
     "parquet": ({"train.parquet": table(TEXTS, "parquet")}, 2),
     "half a parquet": ({"train.parquet": table(TEXTS, "parquet")[:-99]}, "Parquet magic bytes not found"),
-    "no parquet": ({"train.parquet": b"PAR1 and no more"}, "Parquet magic bytes not found"),
-    "csv": ({"train.csv": table(TEXTS, "csv")}, 2),
-    "ragged csv": ({"train.csv": b'text,label\n"a film,1\nb,2,3,4\n'}, "Error tokenizing data"),
-    "json array": ({"train.json": json.dumps(TEXTS).encode()}, 2),
     "byte order mark": ({"train.jsonl": b"\xef\xbb\xbf" + LINES}, 2),
-    "crlf": ({"train.jsonl": LINES.replace(b"\n", b"\r\n")}, 2),
-    "blank lines": ({"train.jsonl": LINES.replace(b"\n", b"\n\n")}, 2),
-    "no last newline": ({"train.jsonl": LINES[:-1]}, 2),
+    "crlf and blank lines": ({"train.jsonl": LINES.replace(b"\n", b"\r\n\r\n")}, 2),
     "one row": ({"train.jsonl": jsonl(TEXTS[:1])}, "two rows or more"),
     "two rows": ({"train.jsonl": jsonl(TEXTS[:2])}, 1),
     "one held-out row": ({"train.jsonl": LINES, "test.jsonl": jsonl(TEXTS[:1])}, 3),
     "only test": ({"test.jsonl": LINES}, "needs a split train"),
     "empty test": ({"train.jsonl": LINES, "test.jsonl": b""}, NO_DATA),
     "other test": ({"train.jsonl": LINES, "test.jsonl": b'{"x": 1}\n{"x": 2}\n'}, "Couldn't cast"),
-    "with a csv": ({"train.jsonl": LINES, "train.csv": b"a,b\n1,2\n"}, 2),
     "with a picture": ({"train.jsonl": LINES, "photo.png": b"\x89PNG and no more"}, 2),
-    "with a script": ({"train.jsonl": LINES, "data.py": b"raise SystemExit"}, "scripts are no longer"),
     "extra columns": ({"train.jsonl": jsonl(EXTRA)}, 2),
-    "extra in one row": ({"train.jsonl": jsonl([*TEXTS, TEXTS[0] | dict(extra=1)])}, 3),
     "column twice": ({"train.jsonl": b'{"text": 1, ' + LINES[1:]}, "specified twice"),
-    "duplicate rows": ({"train.jsonl": jsonl(TEXTS * 2)}, 5),
 }
 
 
@@ -288,10 +257,6 @@ COLUMNS = {  # name -> files made of a script's good rows; what each script of K
     "lines of text": (
         lambda rows: {"train.txt": lines_of(rows)},
         [2, "column", 2, "column", "column", "prompt"],
-    ),
-    "capitals": (
-        lambda rows: {"train.jsonl": jsonl([{name.title(): x for name, x in row.items()} for row in rows])},
-        ["column"] * 5 + ["prompt"],
     ),
     "csv": (lambda rows: {"train.csv": table(rows, "csv")}, [2, 2, 2, "no dialog has two", 2, 2]),
     "first column alone in a row": (
@@ -375,14 +340,11 @@ def test_dialogs(keep, train_on, script):
 
 
 ACTS = {  # value for three utterances -> the answers that reward_model uses, and ppo_dialog
-    "empty": ([], 5, 5),
     "short": ([1], 5, 5),
-    "many": ([1] * 9, 5, 5),
     "null": (None, 5, 5),
     "with null": ([1, None, 1], 6, 6),
     "missing": (..., 5, 5),
     "zero": ([1, 0, 1], 6, "act 0, but"),
-    "negative": ([1, -1, 1], 6, "act -1, but"),
     "large": ([1, 9, 1], "the label 8 is none", "act 9, but"),
     "floats": ([1.0, 2.0, 1.0], 7, 7),
 }
@@ -398,7 +360,7 @@ def test_acts(keep, name):
     assert keep("sft", rows) == 4
 
 
-# ---- Rankings and margins ----------------------------------------------------------------------------------
+# ---- Rankings, long dialogs --------------------------------------------------------------------------------
 
 USED_RANKINGS = [
     [" good", " bad"],
@@ -415,23 +377,6 @@ def test_rankings(keep, train_on, world):
     rows = good + [good[0] | dict(responses=texts) for texts in USED_RANKINGS + SKIPPED_RANKINGS]
     assert keep("reward_model", rows) == 7
     train_on("reward_model", rows, 7, model_name_or_path=world.lm())
-
-
-@pytest.mark.parametrize("value", [-1.0, 1, True, "1"], ids=repr)
-def test_margins(keep, value):
-    """A finite number in every row. load_dataset turns a numeral into one."""
-    rows = [dict(margin=0.5) | row for row in damaged("pairs", "margin", value)]
-    assert keep("reward_model", rows) == 4
-
-
-# ---- Long prompts ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("script", ["sft", *GROUPS])
-def test_no_prompt_fits(keep, script):
-    """The line names the flag."""
-    rows = [row | dict(prompt="a film " * 999) for row in ROWS["completion"]]
-    check(keep(script, rows), "length")
 
 
 def test_a_dialog_loses_its_oldest_words(train_on):

@@ -453,12 +453,6 @@ def test_the_commands_of_the_page_run(command):
     assert "GB" in printed(command.split())
 
 
-def test_flags_that_the_scripts_refuse_are_refused(capsys):
-    for words in ("--lora-r 4 --num-shared-layers 1", "--lora-r 4 --load-in-8bit --sharding fsdp2"):
-        with pytest.raises(SystemExit):
-            scale.parse_case(["gpt2", *words.split()])
-
-
 # ---- vLLM --------------------------------------------------------------------------------------------------
 
 PATCH = re.search(r"```diff\n(.*?)```", PAGE, re.S).group(1)
@@ -651,15 +645,3 @@ def test_a_fault_in_the_patch_shows(compare, name):
     plain, engine = compare([FAULTS[name]], lora_r)
     with pytest.raises(AssertionError):
         check_same(plain, engine, tolerance=1e-4 if lora_r else 0)
-
-
-def test_merged_weights_are_those_of_peft(compare):
-    """merged_weights adds the adapter as merge_and_unload does, under the names of the checkpoint."""
-    model, _ = built(small_case("gpt2", lora_r=4))
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            p.data.normal_(std=0.1)
-    sent = {name: p.clone() for name, p in patched_script().merged_weights(model)}
-    merged = dict(model.merge_and_unload().named_parameters())
-    assert sent.keys() == merged.keys()
-    assert all(torch.allclose(sent[name], merged[name], atol=1e-6) for name in merged)

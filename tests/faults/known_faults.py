@@ -70,10 +70,10 @@ ppo_sentiment.length_mask: a mask that is one too long (trap 4)
   - < lengths[:, None]
   + <= lengths[:, None]
 
-ppo_dialog.length_mask: every token of the batch is valid (trap 4)
-  runs/test_ppo_dialog.py::test_rewards_by_hand[plain]
-  - < lengths[:, None]
-  + < max_length + 0 * lengths[:, None]
+ppo_dialog.generate_until: every token of the batch is valid (trap 4)
+  math/test_stop_sequences.py::test_generation_until_a_mark
+  - response_lengths(ended, 1)
+  + torch.full((B,), T)
 
 ppo_sentiment.masked_mean: nan of a masked position in a mean (trap 5)
   math/test_math.py::test_masked_mean_agrees_with_naive
@@ -187,6 +187,11 @@ ppo_sentiment.generate: the limit of a response is one token more
   - t + 1 < max_new_tokens[rows]
   + t < max_new_tokens[rows]
 
+ppo_sentiment.decode: the reward reads BOS
+  runs/test_first_steps.py::test_bos_in_prompts[ppo_sentiment-5-flags0]
+  - full_tokens, skip_special_tokens=True
+  + full_tokens
+
 # Sampling and log-probabilities
 
 ppo_sentiment.rollout: old log-probabilities in bf16 (trap 10, UserError)
@@ -260,7 +265,7 @@ ppo_sentiment.generate: probabilities of a bf16 model in bf16 (trap 12)
   + temperature).bfloat16().softmax(-1).float()
 
 ppo_dialog.generate_until: one uniform number for all tokens (trap 12)
-  runs/test_ppo_dialog.py::test_other_splits_of_the_batch_sample_the_same_tokens
+  runs/test_ppo_dialog.py::test_the_sampled_distribution_is_the_scored_one
   - uniforms[rows, t]
   + uniforms[rows, 0]
 
@@ -289,16 +294,6 @@ ppo_sentiment.load_model: the reference of an adapter is its base (trap 14)
   - peft.PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
   + base
 
-ppo_sentiment.load_model: a merged adapter stays frozen (trap 14)
-  math/test_log_probabilities.py::test_the_reference_of_an_adapter_is_the_adapter
-  - model.requires_grad_(True)
-  + pass
-
-ppo_sentiment.share_layers: shared layers are copied
-  runs/test_ppo_sentiment.py::test_shared_layers
-  - memo={id(p): p for p in shared}
-  + memo={}
-
 ppo_sentiment.sample_tokens: a cumulative sum in fp32 (trap 12)
   math/test_sampling.py::test_sample_tokens_finds_rare_tokens_after_a_likely_one
   - probs.double()
@@ -319,27 +314,7 @@ ppo_sentiment.check_first_ratio: a ratio that is nan is accepted (trap 10)
   - if not (mean < max_mean and largest < max_largest)
   + if mean >= max_mean or largest >= max_largest
 
-ppo_sentiment.load_model: another activation than the model's
-  math/test_log_probabilities.py::test_train_mode_has_no_dropout
-  - nn.GELU("tanh")
-  + nn.GELU()
-
-ppo_sentiment.check_model: a model is checked without a cache
-  math/test_log_probabilities.py::test_a_model_that_does_more_is_refused
-  - if not all(is_equal)
-  + if not is_equal[0]
-
-ppo_sentiment.check_model: a model may read one token less than it must
-  math/test_log_probabilities.py::test_the_architectures_pass_the_check
-  - context < max_tokens
-  + context < max_tokens - 1
-
 # The output layer, in chunks
-
-ppo_sentiment.check_model: any head is taken for a matrix product (trap 43)
-  math/test_log_probabilities.py::test_a_model_that_does_more_is_refused
-  - if not all(is_equal):
-  + if False:
 
 ppo_sentiment.token_logprobs: the bias of the head is forgotten (trap 43)
   math/test_output_layer.py::test_token_logprobs_agree_with_naive
@@ -390,11 +365,6 @@ sft.CrossEntropy.backward: chunks of losses that are computed again have no bias
   math/test_fine_tuning.py::test_cross_entropy_in_chunks
   - log_softmax(hidden[rows], weight, bias)
   + log_softmax(hidden[rows], weight, None)
-
-sft.check_documents: any head is taken for a matrix product in sft (trap 43)
-  math/test_fine_tuning.py::test_models_are_measured
-  - if not torch.allclose(losses,
-  + if False and not torch.allclose(losses,
 
 ppo_sentiment.OutputLayer.backward: chunks that are computed again have no bias
   math/test_output_layer.py::test_chunks_that_are_kept_change_no_gradient
@@ -578,6 +548,11 @@ ppo_sentiment.masked_mean: a mean of bf16 numbers in bf16
   - .float().sum()
   + .sum()
 
+rloo_tldr.train: the judge gets the posts in another order than the responses
+  runs/test_reward_functions.py::test_the_judge_of_an_update_gets_what_the_reward_gets
+  - prompt_batch["rows"] * k, responses
+  + [post for post in prompt_batch["rows"] for _ in range(k)], responses
+
 # Groups and advantages
 
 rloo_tldr.rloo_advantages: groups read prompt by prompt (trap 25)
@@ -730,7 +705,7 @@ rloo_tldr.train: a sum of micro-batch means in rloo (trap 28)
   + response_loss.mean()
 
 sft.train: a sum of micro-batch means in sft (trap 28)
-  runs/test_sft_and_reward_model.py::test_sft_gradient_does_not_depend_on_micro_batches
+  runs/test_sft.py::test_sft_gradient_does_not_depend_on_micro_batches
   - losses.sum() / num_tokens
   + losses.sum() / (mb["labels"] != -100).sum() / len(micro_batches)
 
@@ -804,7 +779,12 @@ ppo_sentiment.micro_batches: gradients are exchanged before the last micro-batch
   - i + 1 == len(parts)
   + i == len(parts)
 
-# Flags that nobody reads
+ppo_dialog.train: the loss of a dialog minibatch is divided by the mean number of tokens
+  runs/test_minibatches.py::test_a_minibatch_is_divided_by_its_own_number_of_tokens[ppo_dialog]
+  - num_tokens = b["lengths"][minibatch].sum()
+  + num_tokens = b["lengths"].sum() / args.num_mini_batches
+
+# Flags
 
 rloo_tldr.train: the estimator of a KL in the loss is not used (trap 36)
   faults/test_mutants.py::test_the_estimator_of_a_kl_in_the_loss
@@ -830,6 +810,11 @@ ppo_dialog.train: gamma and lambda swapped in the run (trap 36)
   runs/test_ppo_dialog.py::test_rewards_by_hand[plain]
   - args.gamma, args.lam
   + args.lam, args.gamma
+
+ppo_sentiment.parse_args: a model flag with underscores names no model
+  runs/test_first_steps.py::test_a_named_model_means_the_published_defaults[ppo_sentiment-model_name_or_path]
+  - .replace("_", "-") in model_flags
+  +  in model_flags
 
 # Documents of sft.py
 
@@ -857,6 +842,31 @@ sft.train: held-out documents are not drawn at random
   faults/test_mutants.py::test_held_out_documents_of_sft_are_drawn_at_random
   - [held_out[i] for i in order[: args.num_eval_rows]]
   + held_out[: args.num_eval_rows]
+
+sft.write_samples: the prompt of a sample of a chat ends at its first learned turn
+  runs/test_sft.py::test_prompts_of_samples
+  - prompt_length = last_labeled_position(labels) + 1
+  + prompt_length = next((i for i, x in enumerate(labels) if x != -100), 0) + 1
+
+sft.find_end_tokens: a stop token is the last token of a document, learned or not
+  data/test_chats.py::test_what_ends_a_response
+  - last_tokens = {labels[last_labeled_position(labels)] for labels in uncut}
+  + last_tokens = {ids[-1] for ids, _ in documents if len(ids) < max_length}
+
+sft.find_end_tokens: a stop token is what a document was cut at
+  data/test_chats.py::test_what_ends_a_response
+  - if len(labels) < max_length]
+  + ]
+
+sft.all_texts: a new tokenizer does not read completions of chats
+  runs/test_evaluation_sft.py::test_a_new_tokenizer_learns_from_chats
+  - ("messages", "prompt", "completion")
+  + ("messages", "prompt")
+
+sft.text_documents: BOS is dropped
+  runs/test_first_steps.py::test_bos_in_an_evaluation_of_sft[texts]
+  - tokenizer(text).input_ids
+  + tokenizer(text, add_special_tokens=False).input_ids
 
 # Processes, checkpoints, resuming
 
@@ -941,16 +951,6 @@ ppo_sentiment.Run.log: a metric that is not finite is logged and the run goes on
   - if not_finite:
   + if False:
 
-ppo_sentiment.load_policy_and_value: a saved value head is not loaded (trap 35)
-  runs/test_ppo_sentiment.py::test_the_value_head_survives_saving
-  - model.value_head.load_state_dict(load_file(saved_head))
-  + pass
-
-reward_model.init_new_head: a saved score head is drawn again (trap 35)
-  data/test_preferences.py::test_standard_deviation_of_a_new_head
-  - if is_new and hasattr
-  + if hasattr
-
 ppo_sentiment.micro_batches: each process trains on the whole minibatch
   math/test_update.py::test_micro_batches
   - local_share(minibatch, accelerator)
@@ -966,57 +966,25 @@ ppo_sentiment.stream_rows: each batch begins at the first row of its epoch
   - start - first_epoch * num_rows
   + 0
 
-# Variety, tokenizers, first steps
-
-ppo_sentiment.distinct_bigrams: pairs of words span texts
-  math/test_variety.py::test_distinct_bigrams_by_hand
-  - for text in texts:
-  + for text in [" ".join(texts)]:
-
-ppo_sentiment.train: the variety is that of one process
-  runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]
-  - accelerate.utils.gather_object(responses)
-  + responses
-
-sft.text_documents: BOS is dropped
-  runs/test_first_steps.py::test_bos_comes_first_and_once[sft]
-  - tokenizer(text).input_ids
-  + tokenizer(text, add_special_tokens=False).input_ids
-
-ppo_sentiment.decode: the reward reads BOS (UserError)
-  runs/test_first_steps.py::test_bos_in_ppo_sentiment
-  - full_tokens, skip_special_tokens=True
-  + full_tokens
-
-ppo_dialog.Run.start: a run without git ends in an error (CalledProcessError)
-  runs/test_first_steps.py::test_without_git[ppo_dialog]
-  - shell=True, capture_output
-  + shell=True, check=True, capture_output
-
-rloo_tldr.without_foreign_judge: the gold judge judges other posts
-  runs/test_first_steps.py::test_the_gold_judge_is_for_its_own_posts
-  - args.dataset_name != tiny.dataset_name
-  + False
-
-rloo_tldr.chat_judge: the key of OpenAI goes to Hugging Face's models
-  runs/test_rloo_tldr.py::test_keys_go_to_their_own_server
-  - if url == HUGGING_FACE:
-  + if False:
-
-ppo_sentiment.parse_args: a model flag with underscores names no model
-  runs/test_first_steps.py::test_a_named_model_means_the_published_defaults[ppo_sentiment-model_name_or_path]
-  - .replace("_", "-") in model_flags
-  +  in model_flags
+grpo_math.resumed_args: a resumed run may have other minibatches
+  runs/test_resume.py::test_every_flag_that_would_change_the_result_is_refused[grpo_math]
+  - may_change += " judge_fn
+  + may_change += " num_mini_batches judge_fn
 
 ppo_dialog.Run.start: samples after the checkpoint are kept
   runs/test_resume.py::test_what_came_after_the_checkpoint_is_forgotten[ppo_dialog]
   - glob("*.jsonl")
   + glob("metrics.jsonl")
 
-rloo_tldr.main: the verb judge keeps the gold judge for other posts
-  runs/test_first_steps.py::test_the_gold_judge_is_for_its_own_posts
-  - judge_policy(without_foreign_judge(parse_args(argv[1:])))
-  + judge_policy(parse_args(argv[1:]))
+sft.Run.start: a run without git ends in an error (CalledProcessError)
+  runs/test_first_steps.py::test_the_commit_in_args_json
+  - shell=True, capture_output
+  + shell=True, check=True, capture_output
+
+ppo_sentiment.train: the variety is that of one process
+  runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]
+  - accelerate.utils.gather_object(responses)
+  + responses
 
 # GRPO
 
@@ -1125,45 +1093,10 @@ grpo_math.train: harder tasks are those of the split train
   - split="test"
   + split="train"
 
-sft.write_samples: the prompt of a sample of a chat ends at its first learned turn
-  runs/test_sft_and_reward_model.py::test_prompts_of_samples
-  - prompt_length = last_labeled_position(labels) + 1
-  + prompt_length = next((i for i, x in enumerate(labels) if x != -100), 0) + 1
-
-sft.find_end_tokens: a stop token is the last token of a document, learned or not
-  data/test_chats.py::test_what_ends_a_response
-  - last_tokens = {labels[last_labeled_position(labels)] for labels in uncut}
-  + last_tokens = {ids[-1] for ids, _ in documents if len(ids) < max_length}
-
-sft.find_end_tokens: a stop token is what a document was cut at
-  data/test_chats.py::test_what_ends_a_response
-  - if len(labels) < max_length]
-  + ]
-
-rloo_tldr.chat_judge: the chat judge reads a list of messages
-  runs/test_evaluation_rloo.py::test_a_chat_judge_reads_the_text_of_a_chat
-  - post=plain_text(post["prompt"])
-  + post=post["prompt"]
-
 grpo_math.takes_several_steps: only several epochs are several steps of GRPO
   runs/test_grpo_math.py::test_ratios_are_to_the_policy_that_sampled
   - args.num_ppo_epochs * args.num_mini_batches > 1
   + args.num_ppo_epochs > 1
-
-grpo_math.resumed_args: a resumed run may have other minibatches
-  runs/test_resume.py::test_every_flag_that_would_change_the_result_is_refused[grpo_math]
-  - may_change += " judge_fn
-  + may_change += " num_mini_batches judge_fn
-
-ppo_dialog.train: the loss of a dialog minibatch is divided by the mean number of tokens
-  runs/test_minibatches.py::test_a_minibatch_is_divided_by_its_own_number_of_tokens[ppo_dialog]
-  - num_tokens = b["lengths"][minibatch].sum()
-  + num_tokens = b["lengths"].sum() / args.num_mini_batches
-
-rloo_tldr.train: the judge gets the posts in another order than the responses
-  runs/test_reward_functions.py::test_the_judge_of_an_update_gets_what_the_reward_gets
-  - prompt_batch["rows"] * k, responses
-  + [post for post in prompt_batch["rows"] for _ in range(k)], responses
 
 grpo_math.evaluate_all: greedy responses are sampled
   runs/test_evaluation_grpo.py::test_greedy_responses_are_the_likeliest_tokens
@@ -1242,17 +1175,17 @@ grpo_math.train: samples.jsonl shows neighbors instead of a group
   - {name: x[::P] for
   + {name: x[:k] for
 
+ppo_sentiment.distinct_bigrams: pairs of words span texts
+  math/test_variety.py::test_distinct_bigrams_by_hand
+  - for text in texts:
+  + for text in [" ".join(texts)]:
+
 # Models, chats, servers
 
 ppo_sentiment.save_policy: the saved model lacks the adapter
   math/test_log_probabilities.py::test_plain_transformers_loads_what_is_saved
   - policy.merge_and_unload()
   + policy.unload()
-
-sft.all_texts: a new tokenizer does not read completions of chats
-  runs/test_evaluation_sft_and_reward_model.py::test_a_new_tokenizer_learns_from_chats
-  - ("messages", "prompt", "completion")
-  + ("messages", "prompt")
 
 ppo_dialog.answer_text: an end mark inside the last token stays
   runs/test_chat.py::test_a_token_that_goes_on_after_the_end_mark[False]
@@ -1268,6 +1201,71 @@ rloo_tldr.chat_judge: a server may take forever
   runs/test_rloo_tldr.py::test_keys_go_to_their_own_server
   - timeout=300, max_retries
   + max_retries
+
+rloo_tldr.chat_judge: the chat judge reads a list of messages
+  runs/test_evaluation_rloo.py::test_a_chat_judge_reads_the_text_of_a_chat
+  - post=plain_text(post["prompt"])
+  + post=post["prompt"]
+
+rloo_tldr.without_foreign_judge: the gold judge judges other posts
+  runs/test_evaluation_rloo.py::test_both_verbs_drop_the_judge_of_tiny
+  - args.dataset_name != tiny.dataset_name
+  + False
+
+rloo_tldr.main: the verb judge keeps the gold judge for other posts
+  runs/test_evaluation_rloo.py::test_both_verbs_drop_the_judge_of_tiny
+  - judge_policy(without_foreign_judge(parse_args(argv[1:])))
+  + judge_policy(parse_args(argv[1:]))
+
+rloo_tldr.chat_judge: the key of OpenAI goes to Hugging Face's models
+  runs/test_rloo_tldr.py::test_keys_go_to_their_own_server
+  - if url == HUGGING_FACE:
+  + if False:
+
+ppo_sentiment.load_policy_and_value: a saved value head is not loaded (trap 35)
+  runs/test_ppo_sentiment.py::test_the_value_head_survives_saving
+  - model.value_head.load_state_dict(load_file(saved_head))
+  + pass
+
+reward_model.init_new_head: a saved score head is drawn again (trap 35)
+  data/test_preferences.py::test_standard_deviation_of_a_new_head
+  - if is_new and hasattr
+  + if hasattr
+
+ppo_sentiment.share_layers: shared layers are copied
+  runs/test_ppo_sentiment.py::test_shared_layers
+  - memo={id(p): p for p in shared}
+  + memo={}
+
+ppo_sentiment.load_model: a merged adapter stays frozen (trap 14)
+  math/test_log_probabilities.py::test_the_reference_of_an_adapter_is_the_adapter
+  - model.requires_grad_(True)
+  + pass
+
+ppo_sentiment.load_model: another activation than the model's
+  math/test_log_probabilities.py::test_train_mode_has_no_dropout
+  - nn.GELU("tanh")
+  + nn.GELU()
+
+ppo_sentiment.check_model: a model is checked without a cache
+  math/test_log_probabilities.py::test_a_model_that_does_more_is_refused
+  - if not all(is_equal)
+  + if not is_equal[0]
+
+ppo_sentiment.check_model: a model may read one token less than it must
+  math/test_log_probabilities.py::test_the_architectures_pass_the_check
+  - context < max_tokens
+  + context < max_tokens - 1
+
+ppo_sentiment.check_model: any head is taken for a matrix product (trap 43)
+  math/test_log_probabilities.py::test_a_model_that_does_more_is_refused
+  - if not all(is_equal):
+  + if False:
+
+sft.check_documents: any head is taken for a matrix product in sft (trap 43)
+  math/test_fine_tuning.py::test_models_are_measured
+  - if not torch.allclose(losses,
+  + if False and not torch.allclose(losses,
 """
 
 FAULTS = [read(block) for block in TABLE.strip().split("\n\n") if not block.startswith("#")]

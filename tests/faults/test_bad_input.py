@@ -255,9 +255,10 @@ def test_bad_input(scripts, small, broken, capsys, tmp_path, name, changes, word
 BATCH_SIZES = "per_device_train_batch_size gradient_accumulation_steps"
 RL_SIZES = f"{BATCH_SIZES} total_episodes num_mini_batches num_ppo_epochs local_rollout_forward_batch_size"
 RL_SIZES += " temperature response_length"
+PPO_SIZES = f"{RL_SIZES} num_eval_prompts kl_target kl_horizon"
 SIZES = {
-    "ppo_sentiment": f"{RL_SIZES} num_eval_prompts query_min_length response_min_length kl_target kl_horizon",
-    "ppo_dialog": f"{RL_SIZES} num_eval_prompts num_context_utterances max_prompt_length kl_target kl_horizon",
+    "ppo_sentiment": f"{PPO_SIZES} query_min_length response_min_length",
+    "ppo_dialog": f"{PPO_SIZES} num_context_utterances max_prompt_length",
     "rloo_tldr": f"{RL_SIZES} num_examples max_prompt_length",
     "grpo_math": f"{RL_SIZES} num_examples num_eval_samples num_train_rows max_prompt_length",
     "sft": f"{BATCH_SIZES} num_train_epochs max_length num_train_rows num_eval_rows",
@@ -428,12 +429,6 @@ def test_the_first_fsdp_is_refused(scripts, small, monkeypatch, name):
 # ---- Chat --------------------------------------------------------------------------------------------------
 
 
-def typed(*lines):
-    """In place of input(): what it returns if somebody types these lines."""
-    lines = iter(lines)
-    return lambda question: next(lines)
-
-
 @pytest.mark.parametrize(
     "words, word",
     [
@@ -449,17 +444,9 @@ def typed(*lines):
 )
 def test_chat_that_cannot_start(scripts, small, broken, capsys, monkeypatch, words, word):
     """No folder, a wrong one, a run without a model yet, or a wrong flag: one line, and no question."""
-    monkeypatch.setattr("builtins.input", typed())
+    monkeypatch.setattr("builtins.input", None)
     (broken / "unfinished").mkdir(exist_ok=True)
     args = dict(args=asdict(small("ppo_dialog")))
     (broken / "unfinished/args.json").write_text(json.dumps(args))
     words = [text.replace("DATA", str(broken)) for text in words]
     assert re.search(word, one_line(scripts["ppo_dialog"], ["chat", *words], capsys))
-
-
-def test_chat_with_a_model_of_sft(scripts, sft, monkeypatch):
-    """A run of sft.py and its model can be chatted with: they have the flags that both scripts know."""
-    _, folder, _ = sft()
-    for name in (folder, folder / "model"):
-        monkeypatch.setattr("builtins.input", typed("quit"))
-        scripts["ppo_dialog"].main(["chat", str(name)])

@@ -287,6 +287,23 @@ def test_the_published_recipes_still_skip_short_reviews(scripts, recipe):
     assert scripts["ppo_sentiment"].RECIPES[recipe].min_text_length == 200
 
 
+def test_the_gold_judge_is_for_its_own_posts(scripts, monkeypatch):
+    """With other data, the gold function of the recipe tiny is no judge; any other judge stays.
+
+    This holds for training, and for the verb judge.
+    """
+    script = scripts["rloo_tldr"]
+    gold = script.RECIPES["tiny"].judge_fn
+    for verb, function in (([], "train"), (["judge"], "judge_policy")):
+        seen = []
+        monkeypatch.setattr(script, function, seen.append)
+        script.main([*verb])
+        script.main([*verb, "--dataset-name", "mine"])
+        script.main([*verb, "--dataset-name", "mine", "--judge-fn", "my.py:judge"])
+        script.main([*verb, "--reward-fn", "my.py:reward"])
+        assert [args.judge_fn for args in seen] == [gold, None, "my.py:judge", gold]
+
+
 def test_rloo_with_own_data_and_reward(scripts, rloo, tmp_path):
     """Without references there is no win rate, and the reward function is named as the judge."""
     rows = [dict(prompt=f"Post {i}.\n\nTL;DR:") for i in range(12)]
