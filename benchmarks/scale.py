@@ -380,8 +380,6 @@ def memory(case):
     }
     scoring = dict(copies)
     if case.reward_model is not None:
-        linear = case.reward_model.layers * case.reward_model.linear_weights
-        scoring["bf16 copies of the reward model"] = 0 if case.dtype == "float32" else BF16 * linear
         scoring["one layer of the reward model"] = one_layer_without_gradient(
             case, case.reward_model, rows * case.length
         )

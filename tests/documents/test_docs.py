@@ -67,7 +67,7 @@ def test_the_readme_snippet_continues_a_prompt(ppo, tiny_lm):
 def documented_commands():
     """The indented commands of README, docs and docstrings that start a script. -> (script, words)"""
     docstrings = [ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text()), False) for name in SCRIPTS]
-    command = re.compile(r"^ {4}(?:\w+=\S+ )?(?:python|torchrun|accelerate)\b(.*?(?:\\\n.*)?)$", re.M)
+    command = re.compile(r"^ {4}(?:\w+=\S+ )?(?:python|torchrun|accelerate|uv)\b(.*?(?:\\\n.*)?)$", re.M)
     for page in [README, *DOCS.values(), *docstrings]:
         for line in command.findall(page):
             words = shlex.split(line.replace("\\\n", " "), comments=True)
@@ -89,14 +89,13 @@ def test_a_documented_command_parses(scripts, name, words):
 def test_every_flag_in_the_docs_exists(scripts, name):
     """`--flag` is a field of some script's Args, or an option of a program that the docs name."""
     page = README if name == "README" else DOCS[name]
-    known = {"a_b", "help"}
-    known |= {"nproc_per_node", "num_processes", "multi_gpu", "cpu", "config_file"}  # launchers
+    known = {"a_b", "help", "nproc_per_node", "num_processes", "multi_gpu", "cpu", "config_file"}  # launchers
+    known |= {"no_deps", "target", "index_url", "with"}  # pip, uv
+    known |= {"output", "diagnose", "png"}  # report.py
     # Flags of the programs in benchmarks/.
-    known |= {"peers", "other", "only", "rounds", "batches", "results"}
-    known |= {"show", "save", "signals", "minutes", "trl", "trl112", "jobs", "seeds", "side", "responses"}
-    known |= {"algorithm", "gpus", "gpu_memory", "reward_model", "sharding", "rows"}
-    known |= {"output", "diagnose", "unipo"}  # report.py
-    known |= {"no_deps", "target", "index_url"}  # pip
+    known |= {"peers", "other", "only", "rounds", "batches", "results", "show", "save", "signals", "trl"}
+    known |= {"trl112", "jobs", "seeds", "side", "responses", "algorithm", "gpus", "gpu_memory"}
+    known |= {"reward_model", "sharding", "rows"}
     for script in scripts.values():
         for field in script.Args.__dataclass_fields__.values():
             known |= {field.name, f"no_{field.name}"}
@@ -105,14 +104,19 @@ def test_every_flag_in_the_docs_exists(scripts, name):
 
 
 def changes():
-    """The diff blocks under "Lines to change". -> (script, title, block)"""
+    """The diff blocks under "Lines to change". -> (script, title, block)
+
+    Those of ppo_sentiment.py fit ppo_dialog.py too, and each script that the lines above a block name.
+    """
+    pattern = r"^\*\*([^*]+)\*\*((?:(?!^\*\*).)*?)```diff\n(.*?)```"
     for name in SCRIPTS:
-        for title, block in re.findall(
-            r"^\*\*([^*]+)\*\*(?:(?!^\*\*).)*?```diff\n(.*?)```", DOCS[name], re.M | re.S
-        ):
+        for title, text, block in re.findall(pattern, DOCS[name], re.M | re.S):
             yield name, title, block
             if name == "ppo_sentiment":
                 yield "ppo_dialog", title, block
+            for other in re.findall(r"`(rloo_tldr|grpo_math)\.py`", text):
+                block = block.replace("(update, kl_coef=kl_coef", "(update")
+                yield other, title, block
 
 
 @pytest.mark.parametrize("name, title, block", list(changes()), ids=lambda x: x if len(x) < 70 else "")
@@ -144,39 +148,38 @@ def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, na
     assert check.mistakes == []
 
 
-@pytest.mark.parametrize("name", ["README", "ppo_sentiment", "rloo_tldr"])
-def test_reward_functions_in_the_docs_can_be_called(scripts, name):
-    """Each needs only what every reward function gets."""
-    page = README if name == "README" else DOCS[name]
-    inputs = dict.fromkeys(("prompts", "completions", "completion_ids", "trainer_state"))
-    signatures = re.findall(r"^    (def (\w+)\(.*\bcompletions\b.*\)):$", page, re.M)
-    assert signatures
-    for signature, function_name in signatures:
-        namespace = {}
-        exec(f"{signature}: pass", namespace)
-        assert scripts["rloo_tldr"].accepted_inputs(namespace[function_name], inputs, page)
-
-
-def test_the_reward_function_of_the_page_on_grpo(scripts):
-    """It is called with chats and with the column of the data that it names."""
-    code = re.search(r"^    def correct\(.*?(?=^\S)", DOCS["grpo_math"], re.M | re.S).group()
+@pytest.mark.parametrize("page", ["README", "ppo_sentiment", "rloo_tldr", "grpo_math"])
+def test_reward_functions_in_the_docs_work(scripts, monkeypatch, page):
+    """They are called with what every reward function gets, and with a column of the data."""
+    monkeypatch.chdir(ROOT)
+    blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", README if page == "README" else DOCS[page], re.M)
+    blocks = [textwrap.dedent(block) for block in blocks if re.search(r"^    def .*completions", block, re.M)]
+    assert len(blocks) == 1
     namespace = {}
-    exec(textwrap.dedent(code), namespace)
-    functions = scripts["grpo_math"].RewardFunctions("", {"correct": namespace["correct"]}, "cpu")
-    rows = [dict(answer="5", level=1), dict(answer="7", level=2)]
-    prompts = [[{"role": "user", "content": "2 + 3?"}]] * 2
-    rewards = functions(prompts, ["It is 5", "It is 5"], [[1], [2]], rows)
-    assert rewards["correct"].tolist() == [1, 0]
+    exec(blocks[0], namespace)
+    names = re.findall(r"^def (\w+)", blocks[0], re.M)
+    prompts, completions, answers = ["2 + 3?", "2 + 3?"], ["It is 5", "It is 6"], ["5", "5"]
+    if page == "grpo_math":
+        completions = [[{"role": "assistant", "content": text}] for text in completions]
+    inputs = dict(prompts=prompts, completions=completions, completion_ids=[[1], [2]], answer=answers)
+    functions = {name: namespace[name] for name in names}
+    rewards = scripts["rloo_tldr"].call_reward_functions(functions, inputs | {"trainer_state": None}, "cpu")
+    assert all(len(x) == 2 and x.isfinite().all() for x in rewards.values())
+    if page == "grpo_math":
+        assert rewards["correct"].tolist() == [1, 0]
 
 
 # ---- Metrics -----------------------------------------------------------------------------------------------
 
 
-def explained_metrics(name):
-    """The names in the first column of the table under "## Metrics"."""
-    section = DOCS[name].split("\n## Metrics")[1].split("\n## ")[0]
-    first_cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]
-    return {metric for cell in first_cells for metric in re.findall(r"`([^`]+)`", cell)}
+def explained_metrics(*pages):
+    """The names in the first column of the tables under "## Metrics"."""
+    names = set()
+    for page in pages:
+        section = DOCS[page].split("\n## Metrics")[1].split("\n## ")[0]
+        cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]
+        names |= {metric for cell in cells for metric in re.findall(r"`([^`]+)`", cell)}
+    return names
 
 
 def names_of(row):
@@ -184,37 +187,30 @@ def names_of(row):
     return {re.sub(r"^rewards/\w+/mean$", "rewards/NAME/mean", name) for name in row}
 
 
-def test_every_metric_of_ppo_sentiment_is_explained(ppo):
+def test_every_metric_of_ppo_is_explained(ppo, dialog, tmp_path):
     _, _, rows = ppo()
-    assert names_of(rows[0]) == explained_metrics("ppo_sentiment")
-
-
-def test_every_metric_of_ppo_dialog_is_explained(dialog, tmp_path):
-    function = reward_file(tmp_path, "return [0.0] * len(prompts)")
-    _, _, rows = dialog(reward_fn=function)
-    assert names_of(rows[0]) == explained_metrics("ppo_dialog")
+    assert names_of(rows[0]) == explained_metrics("running", "ppo_sentiment")
+    _, _, rows = dialog(reward_fn=reward_file(tmp_path, "return [0.0] * len(prompts)"))
+    assert names_of(rows[0]) == explained_metrics("running", "ppo_sentiment", "ppo_dialog")
 
 
 def test_every_metric_of_rloo_tldr_is_explained(rloo, tmp_path):
     [function] = reward_file(tmp_path, "return [0.0] * len(prompts)")
     _, _, rows = rloo(judge_fn=function)
-    assert names_of(rows[0]) == explained_metrics("rloo_tldr")
+    assert names_of(rows[0]) == explained_metrics("running", "rloo_tldr")
 
 
 def test_every_metric_of_grpo_math_is_explained(grpo):
     """Those of the KL are there only with a penalty."""
     _, _, with_kl = grpo("with")
     _, _, without_kl = grpo("without", kl_coef=0.0)
-    assert names_of(with_kl[0]) == explained_metrics("grpo_math")
+    assert names_of(with_kl[0]) == explained_metrics("running", "grpo_math")
     assert names_of(with_kl[0]) - names_of(without_kl[0]) == {"objective/kl", "objective/kl_coef"}
 
 
-def test_every_metric_of_sft_is_explained(sft):
+def test_every_metric_of_sft_and_reward_model_is_explained(sft, reward, tiny_lm, tiny_pairs):
     _, _, rows = sft()
     assert set(rows[0]) == explained_metrics("sft")
-
-
-def test_every_metric_of_reward_model_is_explained(reward, tiny_lm, tiny_pairs):
     _, _, of_labels = reward("labels")
     _, _, of_pairs = reward("pairs", model_name_or_path=tiny_lm(), dataset_name=tiny_pairs, max_length=200)
     assert set(of_labels[0]) | set(of_pairs[0]) == explained_metrics("reward_model")
@@ -332,15 +328,6 @@ def test_the_memory_table_is_that_of_the_file():
         assert cells_of(page, f"`{flags}`" if flags else "none") == peaks
 
 
-def test_the_table_of_frozen_weights_is_that_of_the_file():
-    page = DOCS["running"].split("\n## Memory")[1]
-    for row in result("decode_counts.json")["rows"]:
-        numbers = [f"{row['operators per token']:.0f}"]
-        for name in ("MB rounded per token", "MB of weights", "KB of cache per cached token"):
-            numbers.append(f"{row[name]:.1f}")
-        assert f"| {row['model']} | {row['weights and cache']} | {' | '.join(numbers)} |" in page
-
-
 def test_the_speed_tables_are_those_of_the_files(capsys):
     """Each table row under a comparison is one that compare.py prints for it."""
     compare = load_program("benchmarks/speed/compare.py")
@@ -365,14 +352,6 @@ def test_profiles_and_starts_are_those_of_the_files(program, heading, capsys, mo
     section = DOCS["speed"].split(f"\n## {heading}")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|") and "---" not in line]
     assert len(rows) >= 6 and not set(rows[1:]) - set(printed)
-
-
-def test_the_memory_of_a_large_vocabulary_is_that_of_the_file():
-    with open(ROOT / "results/speed/growth.jsonl") as file:
-        [row] = [row for row in map(json.loads, file) if row["vocabulary"] == 150_000]
-    logits = 4 * row["batch"] * row["response"] * row["vocabulary"] / 2**20
-    sizes = f"have {logits:,.0f} MB in fp32, and the process peaks at {row['peak_memory_mb']:,.0f} MB"
-    assert sizes in " ".join(DOCS["speed"].split())
 
 
 def test_the_ratios_of_the_readme_are_those_of_the_speed_page():
@@ -429,13 +408,6 @@ def test_every_ablation_is_a_command(scripts, ablations):
         assert {str(number) for number in change.tricks} <= set(TRAPS)
 
 
-def test_the_variants_of_grpo_are_on_its_page():
-    """benchmarks/variants.py applies blocks of the page."""
-    variants = load_program("benchmarks/variants.py")
-    titles = {title for title, _ in variants.VARIANTS.values()} - {None}
-    assert titles and titles <= set(variants.blocks(DOCS["grpo_math"]))
-
-
 def test_the_tables_of_ablations_are_those_of_the_results(ablations):
     found = ablations.tables(ablations.read(ROOT / "results/ablations/results.jsonl"))
     assert found in (ROOT / "results/ablations/README.md").read_text()
@@ -487,33 +459,25 @@ def names_in(path):
     return names
 
 
-def test_there_are_44_traps():
+def test_every_trap_has_code_and_tests():
     assert list(TRAPS) == [str(number) for number in range(1, 45)]
+    for number, text in TRAPS.items():
+        code, tests = re.search(r"- Code: (.*) - Reported: .* - Tests: (.*)", text).groups()
+        assert ".py::" in code, number
+        assert tests.startswith("none") or re.fullmatch(r"(`tests/\w+/\w+\.py::test_\w+`(, )?)+", tests), (
+            number
+        )
 
 
-@pytest.mark.parametrize("number", TRAPS)
-def test_the_code_of_a_trap_exists(number):
-    """The functions that it names, and the steps of train."""
-    code = TRAPS[number].split("- Code: ")[1].split("- Reported: ")[0]
-    functions = re.findall(r"`(\w+\.py)::([\w.]+)`", code)
-    assert functions
-    for file, name in functions:
-        assert name in names_in(ROOT / file)
-    for file, steps in re.findall(r"`(\w+\.py)::train`, steps? (\d(?:(?:, | and )\d)*)", code):
+def test_what_the_page_on_details_names_exists():
+    """Functions and tests, and steps of train."""
+    page = " ".join(DOCS["implementation_details"].split())
+    for file, name in set(re.findall(r"`([\w/]+\.py)::([\w.]+)`", page)):
+        assert (ROOT / file).exists() and name in names_in(ROOT / file), (file, name)
+    for file, steps in re.findall(r"`(\w+\.py)::train`, steps? (\d(?:(?:, | and )\d)*)", page):
         train = (ROOT / file).read_text().split("\ndef train(")[1]
         for step in re.findall(r"\d", steps):
-            assert re.search(rf"^ +# {step}\. ", train, re.M)
-
-
-@pytest.mark.parametrize("number", TRAPS)
-def test_the_tests_of_a_trap_exist(number):
-    line = TRAPS[number].split("- Tests: ")[1]
-    tests = re.findall(r"`(tests/\w+/\w+\.py)::(\w+)`", line)
-    assert len(tests) == line.count("::")
-    assert tests or line.startswith("none")
-    for file, name in tests:
-        assert name.startswith("test_")
-        assert name in names_in(ROOT / file)
+            assert re.search(rf"^ +# {step}\. ", train, re.M), (file, step)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -602,11 +566,10 @@ def test_the_five_seeds_of_grpo_are_those_of_the_files():
         assert run["after"]["held-out: pass@1"] - run["before"]["held-out: pass@1"] > 0.3
 
 
-@pytest.mark.parametrize("program", ["worked_steps", "grpo_against_trl"])
-def test_the_other_tables_of_grpo_are_those_of_the_files(program):
-    """benchmarks/worked_steps.py and grpo_against_trl.py print them from the committed results."""
-    module = load_program(f"benchmarks/{program}.py")
-    table = module.table(module.read_lines()) if program == "worked_steps" else module.table()
+def test_the_table_of_worked_steps_is_that_of_the_files():
+    """benchmarks/worked_steps.py prints it from the committed results."""
+    program = load_program("benchmarks/worked_steps.py")
+    table = program.table(program.read_lines())
     assert len(table.splitlines()) > 4
     assert set(table.splitlines()) <= set(DOCS["grpo_math"].splitlines())
 

@@ -265,7 +265,7 @@ ppo_sentiment.generate: probabilities of a bf16 model in bf16 (trap 12)
   + temperature).bfloat16().softmax(-1).float()
 
 ppo_dialog.generate_until: one uniform number for all tokens (trap 12)
-  runs/test_ppo_dialog.py::test_the_sampled_distribution_is_the_scored_one
+  runs/test_evaluation_ppo.py::test_responses_come_from_the_policy_of_their_time[dialogs]
   - uniforms[rows, t]
   + uniforms[rows, 0]
 
