@@ -265,7 +265,7 @@ ppo_sentiment.generate: probabilities of a bf16 model in bf16 (trap 12)
   + temperature).bfloat16().softmax(-1).float()
 
 ppo_dialog.generate_until: one uniform number for all tokens (trap 12)
-  runs/test_evaluation_ppo.py::test_responses_come_from_the_policy_of_their_time[dialogs]
+  runs/test_evaluation_ppo.py::test_responses_come_from_the_policy_of_their_time[dialogs_run]
   - uniforms[rows, t]
   + uniforms[rows, 0]
 
@@ -1201,6 +1201,11 @@ rloo_tldr.chat_judge: a server may take forever
   runs/test_rloo_tldr.py::test_keys_go_to_their_own_server
   - timeout=300, max_retries
   + max_retries
+
+ppo_sentiment.save_policy: an adapter is merged into 8-bit weights
+  runs/test_ppo_sentiment.py::test_lora_on_a_base_in_8_bit
+  -  and not getattr(policy, "is_loaded_in_8bit", False)
+  +
 
 rloo_tldr.chat_judge: the chat judge reads a list of messages
   runs/test_evaluation_rloo.py::test_a_chat_judge_reads_the_text_of_a_chat
