@@ -981,11 +981,6 @@ sft.Run.start: a run without git ends in an error (CalledProcessError)
   - shell=True, capture_output
   + shell=True, check=True, capture_output
 
-ppo_sentiment.train: the variety is that of one process
-  runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]
-  - accelerate.utils.gather_object(responses)
-  + responses
-
 # GRPO
 
 grpo_math.grpo_advantages: a deviation of GRPO with k in its denominator
@@ -1202,7 +1197,7 @@ rloo_tldr.chat_judge: a server may take forever
   - timeout=300, max_retries
   + max_retries
 
-ppo_sentiment.save_policy: an adapter is merged into 8-bit weights
+ppo_sentiment.save_policy: an adapter is merged into 8-bit weights (KeyError)
   runs/test_ppo_sentiment.py::test_lora_on_a_base_in_8_bit
   -  and not getattr(policy, "is_loaded_in_8bit", False)
   +
