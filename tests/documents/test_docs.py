@@ -270,6 +270,24 @@ def test_a_table_of_health_is_that_of_the_program(folders):
     assert set(lines) <= set(page.splitlines())
 
 
+def test_the_default_is_healthy():
+    """The committed runs of all five seeds keep the limits that the page promises."""
+    health = load_program("benchmarks/health.py")
+    for folder in FIVE_SEEDS:
+        evaluation = result(f"{folder}/evaluation.json")
+        before, after = evaluation["before"], evaluation["after"]
+        assert evaluation["commonest new word"]["after"] <= 0.15
+        assert after["distinct bigrams"] >= 0.8 * before["distinct bigrams"]
+        assert after["score mean"] >= before["score mean"] + 1.5
+        judge = "judge: P(positive)"
+        assert after[judge] - before[judge] >= 0.5 * (1 - before[judge])
+        target = result(f"{folder}/args.json")["args"]["kl_target"]
+        lines = health.read(ROOT / "results" / folder, "metrics.jsonl").splitlines()
+        updates = [json.loads(line) for line in lines]
+        last_half = [update["objective/kl"] for update in updates[len(updates) // 2 :]]
+        assert abs(sum(last_half) / len(last_half) - target) <= 0.15 * target
+
+
 @pytest.mark.parametrize("name, heading, folder", BEFORE_AND_AFTER)
 def test_a_table_before_and_after_is_that_of_the_file(name, heading, folder):
     page = DOCS[name].split(f"\n{heading}")[1]
