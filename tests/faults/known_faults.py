@@ -1023,10 +1023,12 @@ grpo_math.train: GRPO counts the tokens of one process
   - num_tokens = valid[minibatch].sum()
   + num_tokens = valid[local_share(minibatch, accelerator)].sum() * world
 
-grpo_math.train: GRPO does not train the stop token
+grpo_math.sample_responses: GRPO does not train the stop token
   runs/test_evaluation_grpo.py::test_two_updates_by_hand[plain]
-  - valid = length_mask(b["lengths"], T)
-  + valid = length_mask(b["lengths"] - b["stopped"].long(), T)
+  - "mask": torch.cat([prompt_mask, valid], 1),
+  -         "lengths": lengths,
+  + "mask": torch.cat([prompt_mask, valid & ~is_stop], 1),
+  +         "lengths": lengths - is_stop.any(1).long(),
 
 grpo_math.train: advantages of the first micro-batch for all
   runs/test_evaluation_grpo.py::test_two_updates_by_hand[plain]
