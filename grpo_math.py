@@ -1298,8 +1298,8 @@ def load_tasks(rows, tokenizer, args, name):
     """
     tasks = []
     for row in rows:
-        if not row.get("prompt", True):
-            continue  # empty, or null
+        if "prompt" in row and not (row["prompt"] and isinstance(row["prompt"], (str, list))):
+            continue  # empty, null, or a number
         prompt = task_prompt(row, tokenizer, args, name)
         if is_chat(prompt):
             text = render_chat(tokenizer, prompt, add_generation_prompt=True)
@@ -1311,7 +1311,8 @@ def load_tasks(rows, tokenizer, args, name):
             tasks.append(dict(ids=ids, prompt=prompt, columns=row))
     if not tasks:
         raise UserError(
-            f"data set {name!r}: no prompt has at most --max-prompt-length {args.max_prompt_length} tokens"
+            f"data set {name!r}: no prompt is a text, or a chat, of at most --max-prompt-length "
+            f"{args.max_prompt_length} tokens"
         )
     return tasks
 
@@ -1360,13 +1361,13 @@ def render_chat(tokenizer, messages, add_generation_prompt=False):
 
     add_generation_prompt: end with the header of a new turn of the assistant. -> str
     """
-    # datasets gives all messages the same keys, with None for those that a message did not have.
-    messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
     try:
+        # datasets gives all messages the same keys, with None for those that a message did not have.
+        messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    except Exception as error:  # no template, or one that refuses these roles
+    except Exception as error:  # no messages, no template, or one that refuses these roles
         raise UserError(
             f"cannot render chats with the tokenizer of {tokenizer.name_or_path}: {error}"
         ) from error

@@ -1449,9 +1449,12 @@ def load_dialogs(rows):
     """
     dialogs = []
     for row in rows:
-        utterances, acts = row["dialog"] or [], row.get("act") or []
-        if len(utterances) >= 2 and all(text and text.strip() for text in utterances):
-            dialogs.append((row, utterances, acts if len(acts) == len(utterances) else None))
+        utterances, acts = row["dialog"], row.get("act")
+        if not isinstance(utterances, list) or not all(isinstance(text, str) for text in utterances):
+            continue
+        if len(utterances) >= 2 and all(text.strip() for text in utterances):
+            has_acts = isinstance(acts, list) and len(acts) == len(utterances)
+            dialogs.append((row, utterances, acts if has_acts else None))
     return dialogs
 
 
@@ -1500,8 +1503,9 @@ def load_turns(rows, tokenizer, num_acts, args):
             if num_acts is not None:
                 if act is None:
                     continue
-                if not 1 <= act <= num_acts:
+                if act not in range(1, num_acts + 1):
                     raise UserError(f"data: act {act}, but the classifier knows 1 to {num_acts}")
+                act = int(act)  # the column may hold 2.0
             prompt_tokens = context_ids(tokens[:t], args, bos)
             turns.append(Turn(row, t, utterances[:t], utterances[t], act, prompt_tokens, tokens[t]))
     if not turns:

@@ -891,13 +891,16 @@ def find_classes(rows, args):
 
     The names are --label-names, or those of the data set, or the labels themselves, sorted.
     """
-    names = getattr(rows.features["label"], "names", None)
+    kind = rows.features["label"]
+    if not getattr(kind, "dtype", "").startswith(("int", "uint", "bool", "string", "large", "null")):
+        raise UserError(f"data set {args.dataset_name!r}: labels must be numbers or words, not {kind}")
+    names = getattr(kind, "names", None)
     if args.label_names is not None:
         names = args.label_names.split(",")
     if names is not None:  # a label is the number of a class or its name
         labels = range(len(names))
     else:
-        labels = sorted(set(rows["label"]))
+        labels = sorted(set(rows["label"]) - {None})
         names = [str(label) for label in labels]
     if len(names) < 2:
         raise UserError(f"data set {args.dataset_name!r} needs two labels or more; it has {names}")
@@ -914,9 +917,12 @@ def load_dialogs(rows):
     """
     dialogs = []
     for row in rows:
-        utterances, acts = row["dialog"] or [], row.get("act") or []
-        if len(utterances) >= 2 and all(text and text.strip() for text in utterances):
-            dialogs.append((row, utterances, acts if len(acts) == len(utterances) else None))
+        utterances, acts = row["dialog"], row.get("act")
+        if not isinstance(utterances, list) or not all(isinstance(text, str) for text in utterances):
+            continue
+        if len(utterances) >= 2 and all(text.strip() for text in utterances):
+            has_acts = isinstance(acts, list) and len(acts) == len(utterances)
+            dialogs.append((row, utterances, acts if has_acts else None))
     return dialogs
 
 
@@ -952,13 +958,13 @@ def render_chat(tokenizer, messages, add_generation_prompt=False):
 
     add_generation_prompt: end with the header of a new turn of the assistant. -> str
     """
-    # datasets gives all messages the same keys, with None for those that a message did not have.
-    messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
     try:
+        # datasets gives all messages the same keys, with None for those that a message did not have.
+        messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    except Exception as error:  # no template, or one that refuses these roles
+    except Exception as error:  # no messages, no template, or one that refuses these roles
         raise UserError(
             f"cannot render chats with the tokenizer of {tokenizer.name_or_path}: {error}"
         ) from error
@@ -977,7 +983,8 @@ def load_preference_rows(rows, tokenizer, args):
     for row in rows:
         prompt = row.get("prompt") or ""
         responses = row["responses"] if "responses" in columns else [row["chosen"], row["rejected"]]
-        if responses and len(responses) >= 2 and all(responses):
+        are_texts = isinstance(responses, list) and {*map(type, [prompt, *responses])} <= {str, list}
+        if are_texts and len(responses) >= 2 and all(responses):
             if isinstance(prompt, str) and is_chat(responses[0]):
                 prompt = []  # chats contain their prompt, also if a column prompt repeats it as a text
             texts = preference_ids(tokenizer, [prompt] * len(responses), responses, args.max_length)

@@ -1541,9 +1541,9 @@ def load_posts(rows, tokenizer, args):
     posts = []
     for row in rows:
         prompt = row.pop("prompt")
-        if not prompt:
+        if not prompt or not isinstance(prompt, (str, list)):
             continue
-        reference = row.get("completion") or ""
+        reference = row.get("completion")
         if is_chat(reference):
             reference = reference[-1]["content"]
         if is_chat(prompt):
@@ -1552,10 +1552,11 @@ def load_posts(rows, tokenizer, args):
         else:
             ids = tokenizer(prompt).input_ids
         if len(ids) <= args.max_prompt_length:
+            reference = reference if isinstance(reference, str) else ""
             posts.append(dict(ids=ids, prompt=prompt, reference=reference, columns=row))
     if not posts:
         raise UserError(
-            f"data set {args.dataset_name!r}: no prompt has at most --max-prompt-length "
+            f"data set {args.dataset_name!r}: no prompt is a text, or a chat, of at most --max-prompt-length "
             f"{args.max_prompt_length} tokens"
         )
     return posts
@@ -1572,13 +1573,13 @@ def render_chat(tokenizer, messages, add_generation_prompt=False):
 
     add_generation_prompt: end with the header of a new turn of the assistant. -> str
     """
-    # datasets gives all messages the same keys, with None for those that a message did not have.
-    messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
     try:
+        # datasets gives all messages the same keys, with None for those that a message did not have.
+        messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    except Exception as error:  # no template, or one that refuses these roles
+    except Exception as error:  # no messages, no template, or one that refuses these roles
         raise UserError(
             f"cannot render chats with the tokenizer of {tokenizer.name_or_path}: {error}"
         ) from error

@@ -572,7 +572,7 @@ def completion_documents(rows, tokenizer, args):
     """
     documents = []
     for prompt, completion in zip(rows["prompt"], rows["completion"]):
-        if not prompt or not completion:
+        if not all(text and isinstance(text, str) for text in (prompt, completion)):
             continue
         prompt = tokenizer(prompt).input_ids
         completion = tokenizer(completion, add_special_tokens=False).input_ids  # no BOS in the middle
@@ -593,10 +593,10 @@ def chat_documents(rows, tokenizer, args):
     """
     conversations = []  # pairs: messages, index of the first message to learn from
     if "messages" in rows.column_names:
-        conversations = [(messages, 0) for messages in rows["messages"] if messages]
+        conversations = [(messages, 0) for messages in rows["messages"] if is_chat(messages)]
     else:
         for prompt, completion in zip(rows["prompt"], rows["completion"]):
-            if prompt and completion:
+            if is_chat(prompt) and is_chat(completion):
                 first_learned = len(prompt) if args.completion_only_loss else 0
                 conversations.append((prompt + completion, first_learned))
     special = special_ids(tokenizer)
@@ -1080,13 +1080,13 @@ def render_chat(tokenizer, messages, add_generation_prompt=False):
 
     add_generation_prompt: end with the header of a new turn of the assistant. -> str
     """
-    # datasets gives all messages the same keys, with None for those that a message did not have.
-    messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
     try:
+        # datasets gives all messages the same keys, with None for those that a message did not have.
+        messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    except Exception as error:  # no template, or one that refuses these roles
+    except Exception as error:  # no messages, no template, or one that refuses these roles
         raise UserError(
             f"cannot render chats with the tokenizer of {tokenizer.name_or_path}: {error}"
         ) from error
@@ -1100,9 +1100,12 @@ def load_dialogs(rows):
     """
     dialogs = []
     for row in rows:
-        utterances, acts = row["dialog"] or [], row.get("act") or []
-        if len(utterances) >= 2 and all(text and text.strip() for text in utterances):
-            dialogs.append((row, utterances, acts if len(acts) == len(utterances) else None))
+        utterances, acts = row["dialog"], row.get("act")
+        if not isinstance(utterances, list) or not all(isinstance(text, str) for text in utterances):
+            continue
+        if len(utterances) >= 2 and all(text.strip() for text in utterances):
+            has_acts = isinstance(acts, list) and len(acts) == len(utterances)
+            dialogs.append((row, utterances, acts if has_acts else None))
     return dialogs
 
 

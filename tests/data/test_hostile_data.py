@@ -268,6 +268,14 @@ COLUMNS = {  # name -> files made of a script's good rows; what each script of K
         lambda rows: {"train.jsonl": jsonl([dict.fromkeys(row) for row in rows])},
         ["with texts", "two labels", "with texts", "no dialog", "no prompt", "no prompt"],
     ),
+    "all numbers": (
+        lambda rows: {"train.jsonl": jsonl([dict.fromkeys(row, 1) for row in rows])},
+        ["with texts", "two labels", "with texts", "no dialog", "no prompt", "no prompt"],
+    ),
+    "all objects": (
+        lambda rows: {"train.jsonl": jsonl([{name: {"a": x} for name, x in row.items()} for row in rows])},
+        ["with texts", "labels must be", "with texts", "no dialog", "no prompt", "no prompt"],
+    ),
     "all empty": (
         lambda rows: {"train.jsonl": jsonl(map(empty, rows))},
         ["no text", "two labels", "no text", "no dialog", "no prompt", "no prompt"],
@@ -285,6 +293,20 @@ def test_columns(keep, name, number, script):
     """Columns that are missing, empty or of another type."""
     files, expected = COLUMNS[name]
     check(keep(script, files(ROWS[KIND[script]])), expected[number])
+
+
+@pytest.mark.parametrize(
+    "script, kind",
+    [("sft", "completion"), ("sft", "dialog"), ("reward_model", "pairs"), ("reward_model", "ranking")],
+)
+@pytest.mark.parametrize("value", [1, {"a": "film"}], ids=repr)
+def test_what_is_no_text_is_skipped(keep, script, kind, value):
+    """If no row is left, the line names the data set."""
+    rows = [dict.fromkeys(row, value) for row in ROWS[kind]]
+    assert isinstance(keep(script, rows), str)
+    if kind != "dialog":
+        *_, last = ROWS[kind][0]
+        assert keep(script, damaged(kind, last, value)) == 3
 
 
 @pytest.mark.parametrize("script", KIND)
@@ -311,6 +333,12 @@ def test_labels_out_of_range(keep, value, expected):
     rows = damaged("text", "label", value)
     check(keep("reward_model", rows, label_names="negative,positive"), expected)
     assert keep("reward_model", rows) == keep("sft", rows) == keep("ppo_sentiment", rows) == 4
+
+
+@pytest.mark.parametrize("value", [None, "a word", 1.5, [1], {"a": 1}], ids=repr)
+def test_what_is_no_label(keep, value):
+    """It is not made a class of its own."""
+    check(keep("reward_model", damaged("text", "label", value)), "label")
 
 
 # ---- Dialogs and acts --------------------------------------------------------------------------------------
@@ -347,6 +375,8 @@ ACTS = {  # value for three utterances -> the answers that reward_model uses, an
     "zero": ([1, 0, 1], 6, "act 0, but"),
     "large": ([1, 9, 1], "the label 8 is none", "act 9, but"),
     "floats": ([1.0, 2.0, 1.0], 7, 7),
+    "words": (["inform"] * 3, 5, "act inform, but"),
+    "number": (1, 5, 5),
 }
 
 
