@@ -12,6 +12,7 @@ import argparse
 import ast
 import functools
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -275,9 +276,9 @@ EXERCISES = {
             ("the rows are read prompt by prompt", "view(rloo_k, -1)", "view(-1, rloo_k).T"),
             (
                 "rows next to each other are taken for a group",
-                "rewards = rewards.double().view(rloo_k, -1)  # [k, P]\n"
+                "rewards = rewards.float().view(rloo_k, -1)  # [k, P]\n"
                 "    sum_of_others = rewards.sum(0) - rewards",
-                "rewards = rewards.double().view(-1, rloo_k)\n"
+                "rewards = rewards.float().view(-1, rloo_k)\n"
                 "    sum_of_others = rewards.sum(1, keepdim=True) - rewards",
             ),
             (
@@ -375,7 +376,8 @@ def same_results(name, one, other):
 
 def with_mistake(name, old, new):
     """The solution with a common mistake, as a function."""
-    source = solution(name)
+    # Without the line that makes the first reward of each group 0, which matters only if there is a mistake.
+    source = re.sub(r"\n    (\w+) = \1 - \1\[0\].*", "", solution(name))
     assert source.count(old) == 1, (name, old)
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("mistake", loader=None))
     script = load_script(EXERCISES[name].script)

@@ -8,7 +8,7 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
    response that is cut off before its answer is simply wrong.
 2. The advantage of a response is its reward minus the mean reward of its group, divided by the group's
    standard deviation (`grpo_advantages`). If all rewards of a group are equal, for example because all
-   responses are right, the advantages are 0 and the group teaches nothing.
+   responses are right, the advantages are 0, and only a KL penalty is left to learn from.
 3. Every token is an action. All tokens of a response have its advantage, but each one has a ratio and a clip
    of its own, as in PPO. In RLOO the whole response has one.
 4. The loss is the sum over all tokens of the minibatch, divided by the number of tokens, as in DAPO (Yu et
@@ -53,6 +53,7 @@ of trainers. Results, metrics, variants, which lines to change for what: docs/gr
 # ///
 
 import copy
+import datetime
 import importlib.util
 import inspect
 import json
@@ -60,17 +61,17 @@ import logging
 import math
 import os
 import random
-import resource
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from pydoc import locate
@@ -104,6 +105,7 @@ class Args:
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
+    date: str = time.strftime("%Y-%m-%d")  # the day that chat templates write as today's; kept by --resume
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
     resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
@@ -162,16 +164,17 @@ class Args:
     num_eval_samples: int = 8  # responses to each of them: the k of pass@k
 
     # Optimizer
-    learning_rate: float = 1e-6  # initial (or constant) learning rate
-    optimizer: str = "torch.optim.AdamW"  # dotted name: torch.optim.SGD, bitsandbytes.optim.Adam8bit, ...
+    learning_rate: float = 1e-6  # the highest learning rate of the schedule
+    optimizer: str = "torch.optim.Adam"  # dotted name: torch.optim.SGD, bitsandbytes.optim.Adam8bit, ...
     adam_eps: float = 1e-8  # epsilon of Adam
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "polynomial"] = "constant"  # set per update
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # set per update
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
 
 
 RECIPES = {
     "tiny": Args(  # a small model and tasks that come with this repository
+        optimizer="torch.optim.AdamW",  # with PyTorch's weight decay of 0.01; TRL's AdamW has 0, as Adam here
         model_name_or_path="checkpoints/arithmetic-sft",
         dataset_name="data/arithmetic",
         hard_dataset_name="data/arithmetic-hard",
@@ -193,7 +196,8 @@ RECIPES = {
         gradient_checkpointing=True,
         save_every=50,  # a checkpoint takes 18 GB
     ),
-    # TinyZero's task, with two differences: the format is not rewarded, and no first words are given.
+    # TinyZero's task, with two differences: the format is not rewarded, and the response
+    # does not begin with words that TinyZero wrote.
     "countdown-qwen-1.5b": Args(
         model_name_or_path="Qwen/Qwen2.5-1.5B-Instruct",
         dataset_name="Jiayi-Pan/Countdown-Tasks-3to4",
@@ -249,7 +253,8 @@ def train(args):
     held_out_tasks = load_tasks(held_out_rows, tokenizer, args, args.dataset_name)
     held_out = {"held-out": choose_tasks(held_out_tasks, args)}
     if args.hard_dataset_name is not None:
-        hard_rows = load(datasets.load_dataset, args.hard_dataset_name, split="test")
+        hard_name, _, config = args.hard_dataset_name.partition(":")
+        hard_rows = load(datasets.load_dataset, hard_name, name=config or None, split="test")
         hard_tasks = load_tasks(hard_rows, tokenizer, args, args.hard_dataset_name)
         held_out["harder"] = choose_tasks(hard_tasks, args)
     max_tokens = max(longest_prompt(tasks) for tasks in [train_tasks, *held_out.values()]) + T
@@ -261,8 +266,8 @@ def train(args):
         reference.to(device)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
-    # Both: tasks (list of dict, from load_tasks), responses (list of str), response_tokens (list of lists)
-    # -> dict: name -> fp32 [B]
+    # get_rewards and get_verdicts: tasks (list of dict, from load_tasks), responses (list of str),
+    # response_tokens (list of lists) -> dict: name -> fp32 [B]
     get_rewards = load_task_reward("--reward-fn", args.reward_fn, trainer_state, device)
     get_verdicts = get_rewards  # the first reward function decides what is right
     if args.judge_fn is not None:
@@ -280,9 +285,9 @@ def train(args):
 
     # The random numbers of an evaluation depend only on the seed, so those before and after training use the
     # same ones, and so does a resumed run.
-    sampler = model, tokenizer, stop_ids, get_rewards  # all that sampling needs except prompts
+    sampling_inputs = model, tokenizer, stop_ids, get_rewards
     with autocast:
-        before = evaluate_all(*sampler, get_verdicts, held_out, args, accelerator)
+        before = evaluate_all(*sampling_inputs, get_verdicts, held_out, args, accelerator)
 
     # `model` generates, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3 shards them:
     # then the learner is a sharded copy, and copy_weights copies its weights back after each update.
@@ -303,7 +308,7 @@ def train(args):
         prompt_batch = draw_groups([train_tasks[i] for i in task_numbers], k, args, update)
         prompt_batch = local_share(prompt_batch, accelerator)
         with autocast:
-            b, responses = rollout_tasks(*sampler, reference, prompt_batch, args)
+            b, responses = rollout_tasks(*sampling_inputs, reference, prompt_batch, args)
         # Rollouts of all processes: a dict of tensors, [B, ...] each
         b = {name: gather_groups(x, k, accelerator) for name, x in b.items()}
         C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
@@ -328,7 +333,8 @@ def train(args):
             order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch)).to(device)
             for minibatch in order.split(B // args.num_mini_batches):
                 num_tokens = valid[minibatch].sum()
-                # Processes exchange gradients in the last micro-batch only.
+                # accelerator.no_sync is on in the body of this loop, except for the last micro-batch: only
+                # then do processes exchange gradients.
                 for rows in micro_batches(minibatch, b["lengths"], n, learner, accelerator):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     with autocast:
@@ -370,8 +376,10 @@ def train(args):
                         }
                         for name, x in token_metrics.items():
                             metric_sums[name] += x.float().sum()
-                        if is_first_step:  # no optimizer step since the rollout, so the ratios must be 1
-                            check_first_ratio(log_ratio, is_rounded=is_bf16 or args.load_in_8bit)
+                        # No optimizer step since the rollout, so the ratios must be 1. (With one step per
+                        # batch they are 1 by definition: see sampling/logprob_gap instead.)
+                        if is_first_step:
+                            check_first_ratio(log_ratio, args)
 
                 is_first_step = False
                 grad_norm = clip_gradients(parameters, args.max_grad_norm, accelerator)
@@ -412,7 +420,7 @@ def train(args):
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
         }
         if args.kl_coef > 0:
-            # k1, summed over each response. The loss has k3 per token, another estimate of the same KL.
+            # As a number, k1, summed over each response. (As a loss, k3 per token: see kl_per_token.)
             kl = kl_per_token(b["sampling_logprobs"], b["ref_logprobs"], "k1")  # [B, T], 0 after the end
             metrics["objective/kl"] = kl.sum(1).mean()
             metrics["objective/kl_coef"] = args.kl_coef
@@ -439,7 +447,7 @@ def train(args):
     # 6. Evaluate on the same held-out tasks again, and save the model.
     trainer_state.global_step = updates
     with autocast:
-        after = evaluate_all(*sampler, get_verdicts, held_out, args, accelerator)
+        after = evaluate_all(*sampling_inputs, get_verdicts, held_out, args, accelerator)
     if accelerator.is_main_process:
         report_tasks(run, before, after)
         save_policy(model.policy, tokenizer, run.folder / "model")
@@ -574,6 +582,7 @@ def longest_prompt(rows):
 
 def generator_for(seed, *purpose):
     """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
+    # Random hashes a str with SHA-512, which is the same in every process; hash() is not.
     return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
 
 
@@ -817,30 +826,148 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
     hidden [..., H], weight [V, H], tokens [...], bias [V] or None -> logprobs, entropies, both fp32 [...], in
-    nats and differentiable. The logits of all tokens may need more memory than the model, so OutputLayer
-    computes them in chunks.
+    nats and differentiable. The logits of all tokens may need more memory than the model, so OutputLayer (in
+    Part II) computes them in chunks.
     """
-    if bias is not None:
-        bias = bias.clamp(min=-1e4) / temperature  # -inf forbids a token, but in p log p it would give nan
+    bias = None if bias is None else bias / temperature
     with torch.autocast(hidden.device.type, enabled=False):
         flat_hidden = hidden.reshape(-1, hidden.shape[-1]).float() / temperature  # [N, H]
         logprobs, entropies = OutputLayer.apply(flat_hidden, weight.float(), bias, tokens.reshape(-1))
     return logprobs.view(tokens.shape), entropies.view(tokens.shape)
 
 
+# ---- Math: pure functions of tensors -----------------------------------------------------------------------
+
+
+def sample_tokens(probs, uniforms):
+    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
+
+    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
+    same probabilities, the samples are the same no matter how a batch is split. The sum is in fp64: in fp32,
+    adding up a whole vocabulary would lose small probabilities.
+    """
+    dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
+    cumulative = probs.cumsum(1, dtype=dtype)  # [B, V]
+    target = uniforms.to(dtype)[:, None] * cumulative[:, -1:]  # [B, 1], less than the last cumulative sum
+    # right=True never selects a token of probability 0.
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+
+
+def response_lengths(tokens, stop_token_id):
+    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
+
+    stop_token_id: a tensor of ids; empty if there is no stop token.
+    """
+    T = tokens.shape[1]
+    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
+    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
+
+
+def length_mask(lengths, max_length):
+    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
+
+
+def weighted_sum(rewards, weights=None):
+    """The sum of weight * reward.
+
+    rewards: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
+    A nan means that a reward does not apply to a row (the function returned None), and counts as 0.
+    """
+    weights = weights or [1.0] * len(rewards)
+    return sum(weight * values.nan_to_num() for weight, values in zip(weights, rewards.values()))
+
+
+def grpo_advantages(rewards, k):
+    """(Reward - mean of its group) / (standard deviation of its group + 1e-4). [k * P] -> [k * P]
+
+    DeepSeekMath, section 4.1.2. Rows are ordered as above. The deviation has k - 1 in its denominator, and
+    1e-4 avoids 0 / 0; both as in TRL.
+
+    The division gives more weight to tasks that are nearly always or nearly never solved. Dr. GRPO leaves it
+    out for that reason.
+    """
+    groups = rewards.float().view(k, -1)  # [k, P]
+    groups = groups - groups[0]  # so that groups with equal rewards get exactly 0, without rounding
+    mean, std = groups.mean(0), groups.std(0, correction=1)  # [P]
+    advantages = (groups - mean) / (std + 1e-4)  # [k, P]
+    return advantages.flatten()
+
+
+def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
+    """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
+    log_ratio = logprobs - old_logprobs
+    ratio = torch.exp(log_ratio.clamp(max=80))  # an infinite ratio times an advantage of 0 is nan
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return torch.max(unclipped, clipped)
+
+
+def kl_per_token(logprobs, ref_logprobs, estimator):
+    """Estimates of KL(policy || reference) from samples of the policy, in nats, any shape (Schulman 2020).
+
+    As numbers: k1 is unbiased, k2 is biased but never negative, k3 is unbiased and never negative.
+    In a reward, which is a constant: only k1 gives the policy gradient of KL(policy || reference).
+    In a loss, which is differentiated, the average gradient over samples of the current policy is
+        k1  0
+        k2  that of KL(policy || reference), per token
+        k3  that of KL(reference || policy), per token
+    """
+    log_ratio = logprobs - ref_logprobs
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio**2
+    return torch.expm1(-log_ratio) + log_ratio  # k3
+
+
+def learning_rate(args, update, updates):
+    """The learning rate in update 1, 2, ..., updates. -> float
+
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls to 0: along a
+    line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
+    """
+    warmup = math.ceil(args.warmup_ratio * updates)
+    if update <= warmup:
+        return args.learning_rate * update / warmup
+    progress = (update - 1 - warmup) / max(1, updates - warmup)  # from 0 to less than 1
+    factors = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }
+    return args.learning_rate * factors[args.lr_scheduler_type]
+
+
+# ============================================================================================================
+# Part II: infrastructure. Nothing below is about GRPO. The scripts share these functions, copied verbatim, so
+# a few options are those of another script.
+# ============================================================================================================
+
+SCRIPT = Path(__file__).stem
+HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
+
+
+class UserError(Exception):
+    """An error the user can fix: printed on one line, exit code 2."""
+
+
+# ---- Output layer: less memory -----------------------------------------------------------------------------
+
+
 class OutputLayer(torch.autograd.Function):
     """Log-probabilities and entropies under softmax(hidden @ weight.T + bias), 128 rows at a time.
 
-    It only saves memory, so skip it on a first reading: F.linear, log_softmax and gather give the same. The
-    backward pass needs the log-softmax again. That of the first chunks is kept, up to 2**25 numbers (128
-    MiB); that of the others is computed a second time.
+    F.linear, log_softmax and gather give the same, but keep the logits of all rows. The backward pass needs
+    the log-softmax again. That of the first chunks is kept, up to 2**25 numbers (128 MiB); that of the others
+    is computed a second time. The backward pass overwrites what was kept, so it can run only once.
     """
 
     @staticmethod
     def log_softmax(hidden, weight, bias):
         """[128, H], [V, H], [V] or None -> [128, V]"""
         logits = F.linear(hidden, weight, bias)
-        return torch.log_softmax(logits, 1, out=logits)  # in place, since the logits are large
+        return torch.log_softmax(logits, 1, out=logits)  # in place, row by row, since the logits are large
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, tokens):
@@ -884,116 +1011,6 @@ class OutputLayer(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None
 
 
-# ---- Math: pure functions of tensors -----------------------------------------------------------------------
-
-
-def sample_tokens(probs, uniforms):
-    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
-
-    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
-    same probabilities, the samples are the same no matter how a batch is split. The sum is in fp64: in fp32,
-    adding up a whole vocabulary would lose small probabilities.
-    """
-    cumulative = probs.double().cumsum(1)  # [B, V]
-    target = uniforms.double()[:, None] * cumulative[:, -1:]  # [B, 1], less than the last cumulative sum
-    # right=True never selects a token of probability 0.
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
-
-
-def response_lengths(tokens, stop_token_id):
-    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
-
-    stop_token_id is one id or a tensor of several. -1, or an empty tensor: there is no stop token.
-    """
-    T = tokens.shape[1]
-    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
-
-
-def length_mask(lengths, max_length):
-    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
-    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
-
-
-def weighted_sum(rewards, weights=None):
-    """The sum of weight * reward.
-
-    rewards: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
-    A nan means that a reward does not apply to a row (the function returned None), and counts as 0.
-    """
-    weights = weights or [1.0] * len(rewards)
-    return sum(weight * values.nan_to_num() for weight, values in zip(weights, rewards.values()))
-
-
-def grpo_advantages(rewards, k):
-    """(Reward - mean of its group) / (standard deviation of its group + 1e-4). [k * P] -> [k * P]
-
-    DeepSeekMath, section 4.1.2. Rows are ordered as above. The deviation has k - 1 in its denominator, and
-    1e-4 avoids 0 / 0; both as in TRL. It is computed in fp64: in fp32, rounding would give groups with equal
-    rewards advantages that are not exactly 0.
-
-    The division gives more weight to tasks that are nearly always or nearly never solved. Dr. GRPO leaves it
-    out for that reason.
-    """
-    groups = rewards.double().view(k, -1)  # [k, P]
-    mean, std = groups.mean(0), groups.std(0, correction=1)  # [P]
-    advantages = (groups - mean) / (std + 1e-4)  # [k, P]
-    return advantages.flatten().float()
-
-
-def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
-    """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
-    log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=80))  # an infinite ratio times an advantage of 0 is nan
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    return torch.max(unclipped, clipped)
-
-
-def kl_per_token(logprobs, ref_logprobs, estimator):
-    """Estimates of KL(policy || reference) from samples of the policy, in nats, any shape (Schulman 2020).
-
-    As numbers: k1 is unbiased, k2 is biased but never negative, k3 is unbiased and never negative.
-    In a reward, which is a constant: only k1 gives the policy gradient of KL(policy || reference).
-    In a loss, which is differentiated, the average gradient over samples of the current policy is
-        k1  0
-        k2  that of KL(policy || reference), per token
-        k3  that of KL(reference || policy), per token
-    """
-    log_ratio = logprobs - ref_logprobs
-    if estimator == "k1":
-        return log_ratio
-    if estimator == "k2":
-        return 0.5 * log_ratio**2
-    return torch.expm1(-log_ratio) + log_ratio  # k3
-
-
-def learning_rate(args, update, updates):
-    """The learning rate in update 1, 2, ..., updates. -> float
-
-    It rises linearly in the first warmup_ratio of the updates, then follows a schedule of transformers.
-    """
-    warmup = math.ceil(args.warmup_ratio * updates)
-    if update <= warmup:
-        return args.learning_rate * update / warmup
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # get_scheduler wants one; we only use its lambda
-    schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, updates)
-    return args.learning_rate * schedule.lr_lambdas[0](update - 1)
-
-
-# ============================================================================================================
-# Part II: infrastructure. Nothing below is about GRPO. The scripts share these functions, copied verbatim, so
-# a few options are those of another script.
-# ============================================================================================================
-
-SCRIPT = Path(__file__).stem
-HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
-
-
-class UserError(Exception):
-    """An error the user can fix: printed on one line, exit code 2."""
-
-
 # ---- Loading models ----------------------------------------------------------------------------------------
 
 
@@ -1011,33 +1028,71 @@ def load(function, path, **kwargs):
         return function(resolve_path(path), **kwargs)
     except Exception as error:  # the libraries raise a dozen different types
         reason = f"{error} {error.__cause__ or ''}".strip() or repr(error)
-        raise UserError(f"cannot load {path!r} (a folder, or a Hub name): {reason}") from error
+        raise UserError(f"cannot load {path!r} from a folder or the Hub: {reason}") from error
 
 
-def load_model(auto_class, name, **kwargs):
+def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
+    Weights that the files lack would be random, so they are refused; head_may_be_new: except in the head.
     Loading never runs code from the files: without safetensors, pytorch_model.bin is read with weights_only.
     """
-    folder = Path(resolve_path(name))
-    if (folder / "adapter_config.json").exists():
-        import peft
-
-        adapter = load(peft.PeftConfig.from_pretrained, name)
-        base = load_model(auto_class, adapter.base_model_name_or_path, **kwargs)
-        model = peft.PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
-        model.requires_grad_(True)  # peft froze the base
-        model.name_or_path = str(folder)  # a new adapter trained on top will name this folder as its base
-        return model
-    model = load(auto_class.from_pretrained, name, dtype=torch.float32, weights_only=True, **kwargs)
+    if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
+        return load_adapter(auto_class, name, head_may_be_new, **kwargs)
+    kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
+    model, report = load(auto_class.from_pretrained, name, **kwargs)
+    missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+    if head_may_be_new:
+        inner = f"{model.base_model_prefix}."
+        missing = [key for key in missing if key.startswith(inner) and "pooler" not in key]
+    if missing:
+        raise UserError(f"{name}: {len(missing)} weights are not in the files, such as {min(missing)}")
     for module in model.modules():
         for key, value in vars(module).items():
             if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
-                setattr(module, key, 0.0)  # with dropout, the first ratio would not be 1
+                setattr(module, key, 0.0)  # noise would give rollout and update other probabilities
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
+    clean_generation_config(model)
     return model
+
+
+def load_adapter(auto_class, name, head_may_be_new, **kwargs):
+    """The base model of a LoRA adapter, with the adapter merged into it."""
+    import peft
+
+    adapter = load(peft.PeftConfig.from_pretrained, name)
+    if not adapter.base_model_name_or_path:
+        raise UserError(f"{name}: its adapter_config.json does not name the base model")
+    head_may_be_new |= adapter.task_type == "SEQ_CLS"  # such an adapter holds the head
+    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new, **kwargs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        model = load(partial(peft.PeftModel.from_pretrained, base), name)
+    model = model.merge_and_unload()
+    for p in model.parameters():
+        p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
+    model.name_or_path = resolve_path(name)  # a new adapter trained on top will name this as its base
+    return model
+
+
+def clean_generation_config(model):
+    """Keep only the token ids of generation settings that transformers would refuse to save at the end."""
+    settings = getattr(model, "generation_config", None)
+    if settings is None:
+        return
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
+        model.generation_config = transformers.GenerationConfig(**token_ids)
+
+
+def context_length(config):
+    """The number of tokens that a model can read; a million if its config does not say."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or -1
+    return context if context > 0 else 1_000_000
 
 
 def load_tokenizer(name):
@@ -1070,11 +1125,32 @@ def add_lora(model, args):
         model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: {error}") from error
+    layers = model.targeted_module_names
+    for name in [] if target_modules == "all-linear" else target_modules:
+        if not any(f".{layer}".endswith(f".{name}") for layer in layers):
+            raise UserError(f"--lora-target-modules: no layer is called {name!r}")
     base = model.get_base_model()
     # Merged into an embedding, an adapter would also change the output layer, which may share its weights.
     if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings")
+    check_gradients(model)
     return model
+
+
+def check_gradients(model):
+    """Raise UserError if a layer of a LoRA adapter would not be trained.
+
+    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights, once they have
+    been used in eval mode.
+    """
+    ids = torch.arange(6, device=model.device)[None]  # [1, 6]
+    with torch.no_grad():
+        model.eval()(input_ids=ids)
+    model.train()(input_ids=ids)[0][..., 0].sum().backward()
+    grads = [p.grad for name, p in model.named_parameters() if "lora_B" in name]
+    if not all(grad is not None and grad.any() for grad in grads):
+        raise UserError("LoRA: some layers get no gradient through the quantized weights of this model")
+    model.zero_grad()
 
 
 def share_layers(policy, count):
@@ -1090,12 +1166,12 @@ def share_layers(policy, count):
 
 
 @torch.no_grad()
-def check_model(lm, name, max_tokens, tolerance=1e-3):
+def check_model(lm, name, max_tokens):
     """Raise UserError if Part I cannot train a language model, or sample from it, as it is.
 
     Measured, not guessed: the model's own log-probabilities for six tokens are compared with ours, in train
-    mode, after left padding, and with a cache that another row has left. They differ if logits are more than
-    a product (Gemma 2's soft cap, Granite's scale), if a state cannot drop rows (Mamba), if there is noise.
+    mode, after left padding, and with a cache from which another row was dropped. They differ if logits are
+    more than a product (Gemma 2's soft cap, Granite's scale), or if there is noise.
     """
     ids = torch.arange(6, device=lm.device)[None]  # [1, 6]
     padded_ids = F.pad(ids, (2, 0)).expand(2, -1)  # [2, 8], two equal rows with two pads each
@@ -1104,21 +1180,25 @@ def check_model(lm, name, max_tokens, tolerance=1e-3):
         expected = lm.eval()(ids).logits[0].float().log_softmax(-1)  # [6, V]
         body, head = body_and_head(lm.train())
         at_once = hidden_states(body, padded_ids, mask)[1, 2:]  # [6, H]
-        # As in `generate`: two rows fill the cache, row 0 leaves, row 1 reads one more token.
+        # As in rollouts: two rows fill the cache, row 0 leaves, row 1 reads one more token.
         cache = transformers.DynamicCache(config=body.config)
         first = hidden_states(body, padded_ids[:, :7], mask[:, :7], cache)[1, 2:]  # [5, H]
         cache.batch_select_indices(torch.tensor([1], device=lm.device))
         last = hidden_states(body, padded_ids[1:, 7:], mask[1:], cache)[0]  # [1, H]
         ours = [token_logits(x, head.weight, head.bias) for x in (at_once, torch.cat([first, last]))]
-        is_equal = [torch.allclose(x.log_softmax(-1), expected, tolerance, tolerance) for x in ours]
-    except Exception as error:  # models fail in many ways
-        raise UserError(f"{name}: this kind of model does not work here: {error}") from error
+    except Exception as error:  # models fail in many ways, recurrent ones because a row leaves the cache
+        raise UserError(
+            f"{name}: this kind of model does not work here; it cannot read left-padded rows, or no row can "
+            f"leave its cache ({type(error).__name__})"
+        ) from error
+    tolerance = 0.5 if getattr(lm, "is_quantized", False) else 1e-3  # quantization rounds other shapes apart
+    is_equal = [torch.allclose(x.log_softmax(-1), expected, 1e-3, tolerance) for x in ours]
     if not all(is_equal):
         raise UserError(
             f"{name}: this kind of model does not work here, its log-probabilities differ from ours "
             f"(left-padded: {not is_equal[0]}, with a cache: {not is_equal[1]})"
         )
-    context = getattr(body.config, "max_position_embeddings", math.inf)
+    context = context_length(body.config)
     if context < max_tokens:
         raise UserError(f"{name} can read {context} tokens; prompt and response may have {max_tokens}")
 
@@ -1132,7 +1212,7 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
     if args.load_in_8bit:
         eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
-    check_model(policy, name, max_tokens, tolerance=0.5 if args.load_in_8bit and args.lora_r else 1e-3)
+    check_model(policy, name, max_tokens)
     reference = None
     if args.lora_r:
         policy = add_lora(policy, args)
@@ -1148,8 +1228,8 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
 
 
 def save_policy(policy, tokenizer, folder):
-    """Save what plain transformers loads. A LoRA adapter is merged, except into 8-bit weights."""
-    if hasattr(policy, "merge_and_unload") and not getattr(policy, "is_loaded_in_8bit", False):
+    """Save what plain transformers loads. LoRA is merged in place, except into quantized weights."""
+    if hasattr(policy, "merge_and_unload") and not getattr(policy, "is_quantized", False):
         policy.save_pretrained(folder.parent / "adapter")
         policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
@@ -1178,10 +1258,10 @@ def score_responses(functions, rows, responses, response_tokens, trainer_state, 
     for row, response in zip(rows, responses):
         message = {"role": "assistant", "content": response}
         completions.append([message] if is_chat(row["prompt"]) else response)
-    inputs = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
-    inputs |= dict(prompts=[row["prompt"] for row in rows], completions=completions)
-    inputs |= dict(completion_ids=response_tokens, trainer_state=trainer_state)
-    return call_reward_functions(functions, inputs, device)
+    prompts = [row["prompt"] for row in rows]
+    inputs = dict(prompts=prompts, completions=completions, completion_ids=response_tokens)
+    columns = [row["columns"] for row in rows]
+    return call_reward_functions(functions, columns, inputs, trainer_state, device)
 
 
 def load_functions(flag, names):
@@ -1194,7 +1274,10 @@ def load_functions(flag, names):
         path = Path(resolve_path(path)).resolve()
         if not path.is_file():
             raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
-        function = getattr(import_file(path), function_name, None)
+        try:
+            function = getattr(import_file(path), function_name, None)
+        except (Exception, SystemExit) as error:
+            raise UserError(f"{flag} {name}: the file cannot be imported: {error!r}") from error
         if not callable(function) or function_name in functions:
             raise UserError(f"{flag} {name}: no such function, or two of this name")
         functions[function_name] = function
@@ -1204,35 +1287,54 @@ def load_functions(flag, names):
 def import_file(path):
     """A Python file as a module: run once, able to import its neighbors, in sys.modules for process pools."""
     module = sys.modules.get(path.stem)
-    if module is None or getattr(module, "__file__", None) != str(path):
-        sys.path.insert(0, str(path.parent))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    if getattr(module, "__file__", None) == str(path):
+        return module
+    is_taken = module is not None and not hasattr(module, "IS_YOUR_FILE")
+    if is_taken or path.stem in sys.stdlib_module_names:
+        raise ImportError(f"there is another module {path.stem}: rename the file")
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    module.IS_YOUR_FILE = True
+    spec.loader.exec_module(module)
     return module
 
 
-def call_reward_functions(functions, inputs, device):
+def call_reward_functions(functions, rows, inputs, trainer_state, device):
     """Call reward functions as TRL's GRPOTrainer calls them: by keyword. For example:
 
         def correct(prompts, completions, answer, **kwargs):
             return [float(text.endswith(right)) for text, right in zip(completions, answer)]
 
-    prompts, completions, completion_ids (lists of token ids) and every column of the data except prompt are
-    lists with one entry per response; trainer_state.global_step is the number of updates so far, max_steps
-    that of all. A function returns one number per response, or None where it does not apply.
+    inputs: prompts, completions, completion_ids (lists of token ids); rows: for each response, the columns of
+    the data, of which functions get all but prompt. All are lists with one entry per response.
+    trainer_state.global_step is the number of updates so far, max_steps that of all. A function returns one
+    number per response, or None where it does not apply.
     -> dict: name of the function -> fp32 [B], nan where it does not apply
     """
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+    taken = {"trainer_state", *inputs} & set(columns)
+    if taken:
+        raise UserError(f"rename the column {min(taken)}: reward functions get something else of that name")
     rewards = {}
     for name, function in functions.items():
-        scores = function(**inputs)
+        # A function may change what it gets, so every function and every response has a copy.
+        own = {key: [copy.deepcopy(x) for x in values] for key, values in (columns | inputs).items()}
+        try:
+            with torch.autocast(device.type, enabled=False):
+                scores = function(**own, trainer_state=trainer_state)
+        except SystemExit as error:
+            raise UserError(f"reward {name} called sys.exit({error.code!r})") from error
+        except Exception as error:
+            traceback.print_exc()
+            raise UserError(f"reward {name} failed: {error!r}") from error
         try:
             scores = list(scores)  # it may be a generator
             numbers = [math.nan if score is None else float(score) for score in scores]
         except (TypeError, ValueError, OverflowError) as error:
             raise UserError(f"reward {name} must return a list of numbers or None: {error}") from error
-        if len(numbers) != len(inputs["prompts"]):
-            raise UserError(f"reward {name}: {len(numbers)} numbers for {len(inputs['prompts'])} responses")
+        if len(numbers) != len(rows):
+            raise UserError(f"reward {name}: {len(numbers)} numbers for {len(rows)} responses")
         for score, number in zip(scores, numbers):
             if score is not None and not abs(number) < 3e38:  # nan, or infinite in fp32
                 raise UserError(f"reward {name}: {score!r} is not a finite number")
@@ -1271,11 +1373,14 @@ def decode(tokenizer, prompt_tokens, response_tokens):
     """The texts of prompts and responses, from lists of token ids. -> prompts, responses (lists of str)
 
     Some tokenizers drop the first space of what they decode. So prompt and response are decoded together, and
-    the text of the prompt is cut off.
+    the text of the prompt is cut off. Of the special tokens only BOS, EOS and pad are left out: another one,
+    such as <answer>, is a part of the text.
     """
-    full_tokens = [prompt + response for prompt, response in zip(prompt_tokens, response_tokens)]
-    prompts = tokenizer.batch_decode(prompt_tokens, skip_special_tokens=True)
-    full_texts = tokenizer.batch_decode(full_tokens, skip_special_tokens=True)
+    left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    prompt_tokens = [[token for token in row if token not in left_out] for row in prompt_tokens]
+    response_tokens = [[token for token in row if token not in left_out] for row in response_tokens]
+    prompts = tokenizer.batch_decode(prompt_tokens)
+    full_texts = tokenizer.batch_decode([x + y for x, y in zip(prompt_tokens, response_tokens)])
     responses = []
     for prompt, text in zip(prompts, full_texts):
         # Not len(prompt): a response may complete the last character of the prompt.
@@ -1302,7 +1407,7 @@ def load_tasks(rows, tokenizer, args, name):
             continue  # empty, null, or a number
         prompt = task_prompt(row, tokenizer, args, name)
         if is_chat(prompt):
-            text = render_chat(tokenizer, prompt, add_generation_prompt=True)
+            text = render_chat(tokenizer, prompt, args.date, is_prompt=True)
             ids = tokenizer(text, add_special_tokens=False).input_ids
         else:
             ids = tokenizer(prompt).input_ids
@@ -1355,17 +1460,27 @@ def is_chat(value):
     return isinstance(value, list) and len(value) > 0
 
 
-def render_chat(tokenizer, messages, add_generation_prompt=False):
+def render_chat(tokenizer, messages, date, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    add_generation_prompt: end with the header of a new turn of the assistant. -> str
+    date: of today, for templates that write it, year-month-day; is_prompt: end where the assistant goes on,
+    after the header of its turn or after the beginning of its message, if that is the last one. -> str
     """
     try:
         # datasets gives all messages the same keys, with None for those that a message did not have.
         messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
+        is_begun = is_prompt and messages[-1]["role"] == "assistant"
+        # strftime_now('%d %B %Y') in a template would be another day when the run is resumed.
+        day = datetime.date.fromisoformat(date)
+        template = tokenizer.get_chat_template()
+        template = re.sub(r"strftime_now\(['\"](.+?)['\"]\)", lambda m: repr(day.strftime(m[1])), template)
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            messages,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=is_prompt and not is_begun,
+            continue_final_message=is_begun,
         )
     except Exception as error:  # no messages, no template, or one that refuses these roles
         raise UserError(
@@ -1413,22 +1528,17 @@ def start_accelerator(args):
     # With a mask, cuDNN's attention returns NaN gradients on an H100 in torch 2.13 (pytorch#196678), and it
     # makes a new plan for each shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    has_gpu = torch.cuda.is_available()
     uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     if uses_fsdp and os.environ.get("FSDP_VERSION") != "2":
         raise UserError("FSDP 1 does not work here: set fsdp_version: 2 in accelerate's config")
-    if not has_gpu and (uses_fsdp or uses_deepspeed):
-        # Sharding on CPUs is for tests: accelerate allows it if it takes them for GPUs.
-        accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
     accelerator = accelerate.Accelerator(
-        cpu=not has_gpu and not uses_fsdp and not uses_deepspeed,
+        cpu=not torch.accelerator.is_available(),  # Apple's GPUs count, but nobody has tried them yet
         mixed_precision="no",  # autocast is explicit in train
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             # The other processes wait while the main one asks a judge or saves, which may take long.
-            accelerate.InitProcessGroupKwargs(timeout=timedelta(hours=12)),
+            accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
     if accelerator.state.deepspeed_plugin is not None:
@@ -1440,7 +1550,7 @@ def start_accelerator(args):
             torch_autocast=dict(enabled=wants_bf16(args, accelerator.device), dtype="bfloat16"),
         )
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # it would load models in shards
-    torch.manual_seed(args.seed)  # for weights that start at random, such as LoRA's
+    torch.manual_seed(args.seed % 2**64)  # for weights that start at random, such as LoRA's
     return accelerator
 
 
@@ -1463,11 +1573,17 @@ def make_optimizer(args, parameters):
     """The optimizer that --optimizer names, for a list of parameters."""
     optimizer_class = locate(args.optimizer)
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
-        raise UserError(f"--optimizer {args.optimizer}: no such optimizer; try torch.optim.AdamW")
-    options = dict(eps=args.adam_eps, fused=True) if "Adam" in args.optimizer else {}
+        raise UserError(f"--optimizer {args.optimizer}: it is not installed; try torch.optim.AdamW")
     accepted = inspect.signature(optimizer_class).parameters
+    options = dict(eps=args.adam_eps, fused=True) if "Adam" in args.optimizer else {}
     options = {name: value for name, value in options.items() if name in accepted}
-    return optimizer_class(parameters, lr=args.learning_rate, **options)
+    try:
+        p = nn.Parameter(parameters[0].new_zeros(2, 2))
+        p.grad = torch.zeros_like(p)
+        optimizer_class([p], lr=args.learning_rate).step()  # LBFGS's step, for example, wants a function
+        return optimizer_class(parameters, lr=args.learning_rate, **options)
+    except Exception as error:
+        raise UserError(f"--optimizer {args.optimizer} does not work here: {error}") from error
 
 
 def make_learner(model, args, accelerator):
@@ -1476,6 +1592,8 @@ def make_learner(model, args, accelerator):
     One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
     shards. Shards cannot generate, so every process keeps the whole model for sampling.
     """
+    if not all(p.is_floating_point() for p in model.parameters()) and not args.lora_r:
+        raise UserError("quantized weights cannot be trained: add --lora-r 16")
     plugin = accelerator.state.deepspeed_plugin
     learner = model
     if accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3):
@@ -1518,7 +1636,7 @@ def shard_like(value, p):
 
 
 def clip_gradients(parameters, max_norm, accelerator):
-    """Scale the gradients down to this norm; None: do not. -> the norm before that, a float"""
+    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float"""
     norm = float(unshard(accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)))
     if not math.isfinite(norm):
         raise UserError("the gradient is not finite: lower --learning-rate, or use --dtype float32")
@@ -1539,12 +1657,16 @@ def copy_weights(parameters, model):
                 p.copy_(trained)
 
 
-def check_first_ratio(log_ratio, is_rounded):
+def check_first_ratio(log_ratio, args):
     """Raise if the ratio is not 1 before the first optimizer step: then rollout and update compute different
-    probabilities. log_ratio [N]; is_rounded: bf16 or 8-bit weights, where sums of other shapes differ more
+    probabilities. log_ratio [N]
+
+    Products are rounded to other numbers if rows have other shapes: most in bf16 and 8 bit, and on a GPU in
+    TF32.
     """
     gap = log_ratio.abs()
     mean, largest = gap.mean().item(), gap.quantile(0.999).item()
+    is_rounded = gap.is_cuda or args.dtype == "bfloat16" or args.load_in_8bit
     max_mean, max_largest = (0.02, 0.2) if is_rounded else (1e-4, 1e-3)
     if not (mean < max_mean and largest < max_largest):
         raise UserError(
@@ -1566,9 +1688,13 @@ def performance_metrics(start_time, rollout_end, num_tokens, device):
 
 
 def peak_memory_mb(device):
-    """The most memory that was in use: of the GPU, or of the process."""
+    """The most memory that was in use: of the GPU, or of the process. 0 on Windows, which does not say."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
+    if sys.platform == "win32":
+        return 0.0
+    import resource
+
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
@@ -1598,10 +1724,11 @@ class Run:
         self.last_line_time = 0.0
         self.signal_number = 0  # of a signal that asked us to stop
         if args.recipe == "custom":
-            self.print("a model but no recipe: all other flags have the published defaults of Args")
+            self.print("a model but no recipe: flags that are not given have the published defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(accelerate.utils.broadcast_object_list([name])[0])
+        [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
+        self.folder = Path(self.name).absolute()  # your code may change the working directory
         if (self.folder / "args.json").exists() and not args.resume:
             raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
 
@@ -1622,6 +1749,11 @@ class Run:
         if self.is_main:
             with open(self.folder / name, "a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def logs(self):
+        """The files of this run that grow."""
+        names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
+        return [self.folder / name for name in names if (self.folder / name).exists()]
 
     def table(self, title, rows):
         """Print dicts as the rows of a table."""
@@ -1660,7 +1792,7 @@ class Run:
 
     def finish(self):
         """Wait until the main process has saved everything: torchrun stops it if another one exits first."""
-        self.print(f"saved {self.folder / 'model'}; to look at the run: python report.py {self.folder}")
+        self.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
 
@@ -1681,15 +1813,15 @@ class Run:
         state = {"update": 0, "sizes": {}}
         checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
         if any(self.folder.glob("checkpoints/*/state.pt")):
-            raise UserError(f"{self.folder} is a run of an earlier version: see CHANGELOG.md")
+            raise UserError(f"{self.name} is a run of an earlier version: see CHANGELOG.md")
         if self.args.resume and checkpoints:
             state = load(torch.load, str(checkpoints[-1]), map_location="cpu", weights_only=True)
             if state["fixed"] != self.fixed:
                 raise UserError(f"--resume: that run had {state['fixed']}, this one has {self.fixed}")
             self.load_checkpoint(state)
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
-        command = f"git -C '{HERE}' rev-parse HEAD"
-        git = subprocess.run(command, shell=True, capture_output=True, text=True)
+        # By a shell, because without git a shell only says so.
+        git = subprocess.run("git rev-parse HEAD", shell=True, cwd=HERE, capture_output=True, text=True)
         about = {
             "args": asdict(self.args),
             "command": sys.argv,
@@ -1701,14 +1833,14 @@ class Run:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             self.write("args.json", json.dumps(about, indent=2))
             # Forget what the run wrote after its checkpoint: it will be written again.
-            for path in self.folder.glob("*.jsonl"):
+            for path in self.logs():
                 os.truncate(path, state["sizes"].get(path.name, 0))
-        if self.args.log_with != "none":
+        if self.args.log_with != "none":  # only now, because the tracker writes to the run folder
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(value) for name, value in asdict(self.args).items()}
             self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
-        self.print(f"run folder {self.folder}, after update {state['update']}")
+        self.print(f"run folder {self.name}, after update {state['update']}")
         return state
 
     def load_checkpoint(self, state):
@@ -1734,16 +1866,16 @@ class Run:
         if signal_number and not is_last:
             self.bar.stop()
             self.print(f"stopped by signal {signal_number}")
-            self.print(f"to continue: python {SCRIPT}.py --resume {self.folder}")
+            self.print(f"to continue: python {SCRIPT}.py --resume {self.name}")
             self.accelerator.wait_for_everyone()
             sys.exit(128 + signal_number)
 
     def save_checkpoint(self, state):
         """Write checkpoints/<update>.pt. DeepSpeed's processes write shards to a folder of that name."""
         folder = self.folder / "checkpoints"
-        name = f"{state['update']:06d}"
+        tag = f"{state['update']:06d}"
         if self.fixed["sharding"] is not None:
-            self.learner.save_checkpoint(str(folder), tag=name, save_latest=False)
+            self.learner.save_checkpoint(str(folder), tag=tag, save_latest=False)
             self.accelerator.wait_for_everyone()
         else:
             weights = {name: p.detach() for name, p in self.parameters.items()}
@@ -1753,13 +1885,13 @@ class Run:
                 raise UserError(f"update {state['update']} is not saved: weights are not finite")
         if not self.is_main:
             return
-        state["sizes"] = {path.name: path.stat().st_size for path in self.folder.glob("*.jsonl")}
+        state["sizes"] = {path.name: path.stat().st_size for path in self.logs()}
         try:
             with open(folder / "draft", "wb") as file:
                 torch.save(state, file)
-        except (OSError, RuntimeError) as error:  # a full disk
-            raise UserError(f"cannot save {folder / name}.pt: {error.__context__ or error}") from error
-        os.replace(folder / "draft", folder / f"{name}.pt")
+        except (OSError, RuntimeError) as error:  # a full disk, about which torch raises a RuntimeError
+            raise UserError(f"cannot save {folder / tag}.pt: {error.__context__ or error}") from error
+        os.replace(folder / "draft", folder / f"{tag}.pt")
         for old in sorted(folder.glob("*.pt"))[: -max(self.args.keep_checkpoints, 1)]:
             old.unlink()
             shutil.rmtree(old.with_suffix(""), ignore_errors=True)  # of DeepSpeed
@@ -1772,19 +1904,19 @@ def is_sample_update(update, updates, args):
 
 
 def log_samples(run, update, texts, b, columns):
-    """Show the first responses of the batch, and save their numbers, token by token, for report.py.
+    """Show the first responses of the batch; save them, and in tokens.jsonl their numbers, token by token.
 
     texts: one dict(prompt, response, score) for each of the first rows of the batch; b: the batch, with ids
     [B, C + T] and lengths [B]; columns: name -> [B, T]
     """
     run.table(f"samples of update {update}", texts)
+    run.append("samples.jsonl", [{"update": update} | text for text in texts])
+    columns = columns | {"ids": b["ids"][:, -run.args.response_length :]}  # [B, T]
     rows = []
     for i, text in enumerate(texts):
         length = int(b["lengths"][i])
-        numbers = {name: x[i, :length].tolist() for name, x in columns.items()}
-        numbers["ids"] = b["ids"][i, -columns["advantage"].shape[1] :][:length].tolist()
-        rows.append({"update": update} | text | numbers)
-    run.append("samples.jsonl", rows)
+        rows.append({"update": update} | text | {name: x[i, :length].tolist() for name, x in columns.items()})
+    run.append("tokens.jsonl", rows)
     if run.args.log_with == "wandb" and run.is_main:
         data = [list(text.values()) for text in texts]
         run.accelerator.get_tracker("wandb").log_table("samples", list(texts[0]), data, step=update)
@@ -1828,7 +1960,7 @@ def report_tasks(run, before, after):
 
 
 def check_positive(args, *names):
-    """Raise if a size is 0 or less."""
+    """Raise if a number is 0 or less."""
     for name in names:
         value = getattr(args, name)
         if value is not None and value <= 0:
@@ -1900,7 +2032,7 @@ def parse_args(argv):
 
 
 def resumed_args(resume, recipe, flags):
-    """The flags of the run to continue. A recipe or flags that would change its result are refused."""
+    """The flags of the run to continue. Those that would change what it did so far are refused."""
     path = Path(resume, "args.json")
     if resume == "latest":
         path = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime, default=path)
@@ -1912,12 +2044,12 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
+    # A run may be made longer, and judged by another judge.
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
-    may_change += " judge_fn judge_model judge_model_path judge_url"
-    # The last two may change if the batch stays the same: Run.start makes sure of that.
+    # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
-    changed = [name for name in changed if name not in may_change.split()]
+    changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]
     if changed:
         raise UserError(f"--resume {resume} would change {', '.join(changed)}; start a new run for that")
     return replace(args, output_dir=str(path.parent))
@@ -1931,12 +2063,12 @@ def run_command_line(function, *inputs):
     for library in (transformers, datasets):
         library.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal may not know all characters of a response
     try:
         function(*inputs)
-    except (UserError, UnicodeDecodeError) as error:  # the latter: data that is not UTF-8
-        line = str(error)
-    except (OSError, SafetensorError) as error:  # a full disk, a folder that is not writable
-        line = f"{error}; --resume continues from the last checkpoint"
+    except (UserError, UnicodeDecodeError, OSError, SafetensorError) as error:
+        line = str(error)  # UnicodeDecodeError: data that is not UTF-8; OSError: a full disk, for example
     except ModuleNotFoundError as error:
         line = f"this needs {error.name}: pip install {error.name}, or uv run --with {error.name} {SCRIPT}.py"
     else:

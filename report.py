@@ -138,9 +138,9 @@ def read_run(folder):
     about = read_json(folder, "args.json")
     args = about.get("args", {})
     samples = read_lines(folder, "samples.jsonl")
-    tokens = read_lines(folder, "tokens.jsonl")  # of earlier editions
+    tokens = read_lines(folder, "tokens.jsonl")
     for row in tokens:
-        if "KL" in row:
+        if "KL" in row:  # of an earlier edition
             row["kl"] = row.pop("KL")
     run = Run(
         folder=folder,
@@ -152,7 +152,7 @@ def read_run(folder):
         evaluation=read_json(folder, "evaluation.json"),
         pairs=to_pairs(read_lines(folder, "evaluation_samples.jsonl")),
         samples=samples,
-        tokens=tokens or [row for row in samples if row.get("ids")],
+        tokens=tokens,
     )
     bands = json.loads(BANDS.read_text()) if BANDS.exists() else {}
     band = bands.get(f"{run.script} {args.get('recipe')}", {})
@@ -464,7 +464,7 @@ def check_same_responses(run):
 )
 def check_group_advantages(run):
     """RLOO and GRPO: compute the advantages of a group again from its scores and KL."""
-    in_reward = run.script == "rloo_tldr" and not run.args.get("kl_in_loss")
+    in_reward = run.script == "rloo_tldr" and run.args.get("kl_estimator", "k1") == "k1"
     coefficient = (run.args.get("kl_coef") or 0.0) if in_reward else 0.0
     wrong, off_center, total = 0, 0, 0  # numbers of groups
     for rows in saved_groups(run, "kl") if coefficient else saved_groups(run):

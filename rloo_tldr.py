@@ -46,6 +46,7 @@ Results, metrics, which lines to change for what: docs/rloo_tldr.md.
 # ///
 
 import copy
+import datetime
 import importlib.util
 import inspect
 import json
@@ -54,18 +55,17 @@ import math
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from pydoc import locate
@@ -99,6 +99,7 @@ class Args:
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
+    date: str = time.strftime("%Y-%m-%d")  # the day that chat templates write as today's; kept by --resume
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
     resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
@@ -144,9 +145,7 @@ class Args:
     # RLOO
     rloo_k: int = 2  # responses per prompt; 2 or more
     kl_coef: float = 0.05  # KL penalty coefficient
-    # Why k1 for a KL in the reward, and k2 or k3 for a KL in the loss: see kl_per_token.
-    kl_in_loss: bool = False  # the KL is a term of the loss, not of the reward; needs k2 or k3
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1 in the reward; k2 or k3 (as in GRPO) in the loss
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1: KL in the reward; k2, k3: in the loss, as in GRPO
     missing_eos_penalty: float | None = None  # subtracted from the score of a response without a stop token
     score_clip: float | None = None  # clip scores to [-score_clip, score_clip]
     whiten_rewards: bool = False  # rescale rewards to std 1 (the baseline removes their mean)
@@ -159,16 +158,17 @@ class Args:
     judge_url: str | None = None  # server of the chat model (default: see chat_server)
 
     # Optimizer
-    learning_rate: float = 3e-6  # initial (or constant) learning rate
-    optimizer: str = "torch.optim.AdamW"  # dotted name: torch.optim.SGD, bitsandbytes.optim.Adam8bit, ...
+    learning_rate: float = 3e-6  # the highest learning rate of the schedule
+    optimizer: str = "torch.optim.Adam"  # dotted name: torch.optim.SGD, bitsandbytes.optim.Adam8bit, ...
     adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "polynomial"] = "linear"  # set per update
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"  # set per update
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
 
 
 RECIPES = {
     "tiny": Args(  # small models and data that come with this repository
+        optimizer="torch.optim.AdamW",  # with PyTorch's weight decay of 0.01; TRL's AdamW has 0, as Adam here
         model_name_or_path="checkpoints/tldr-sft",
         reward_model_path="checkpoints/tldr-reward",
         dataset_name="data/tldr",
@@ -202,7 +202,7 @@ RECIPES = {
         gradient_accumulation_steps=8,
         missing_eos_penalty=1.0,
         kl_coef=0.03,
-        save_every=100,  # a checkpoint has 12 GB
+        save_every=100,  # a checkpoint takes 12 GB
         adam_eps=1e-5,
     ),
 }
@@ -274,9 +274,9 @@ def train(args):
     # evaluations before and after training use the same ones, and so does a resumed run. Every process
     # summarizes all of them; only the main one has a judge.
     held_out = draw_groups(held_out_posts, 1, args, "held-out")
-    sampler = model, reference, tokenizer, stop_ids, get_rewards  # all that a rollout needs except prompts
+    rollout_inputs = model, reference, tokenizer, stop_ids, get_rewards
     with autocast:
-        before = evaluate_summaries(*sampler, held_out, judge, args)
+        before = evaluate_summaries(*rollout_inputs, held_out, judge, args)
 
     # `model` generates, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3 shards them:
     # then the learner is a sharded copy, and copy_weights copies its weights back after each update.
@@ -297,7 +297,7 @@ def train(args):
         prompt_batch = draw_groups([train_posts[i] for i in post_numbers], k, args, update)
         prompt_batch = local_share(prompt_batch, accelerator)
         with autocast:
-            local, responses = rollout_groups(*sampler, prompt_batch, args)
+            local, responses = rollout_groups(*rollout_inputs, prompt_batch, args)
         # The score of --judge-fn is only logged. If it falls while the reward's score rises, the policy
         # over-optimizes the reward.
         if get_judge_scores is not None:
@@ -323,7 +323,7 @@ def train(args):
         #    kl_in_loss it is only logged, and kl_estimator is for the loss.
         token_kl = kl_per_token(b["logprobs"], b["ref_logprobs"], "k1")  # [B, T], 0 after the end
         kl = token_kl.sum(1)  # [B]
-        rewards = scores if args.kl_in_loss else scores - args.kl_coef * kl
+        rewards = scores - args.kl_coef * kl if args.kl_estimator == "k1" else scores
         if args.whiten_rewards:
             rewards = rewards / rewards.std(correction=0).clamp(min=1e-8)
 
@@ -340,7 +340,8 @@ def train(args):
         for epoch in range(args.num_ppo_epochs):
             order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch)).to(device)
             for minibatch in order.split(B // args.num_mini_batches):
-                # Processes exchange gradients in the last micro-batch only.
+                # accelerator.no_sync is on in the body of this loop, except for the last micro-batch: only
+                # then do processes exchange gradients.
                 for rows in micro_batches(minibatch, b["lengths"], n, learner, accelerator):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     with autocast:
@@ -357,7 +358,7 @@ def train(args):
                         new_logprobs, old_logprobs, mb_advantages, args.cliprange
                     )
                     response_loss = policy_loss  # [n]
-                    if args.kl_in_loss:
+                    if args.kl_estimator != "k1":
                         ref_logprobs = b["ref_logprobs"][rows, :t][m]
                         mb_kl = kl_per_token(new_token_logprobs, ref_logprobs, args.kl_estimator)
                         response_loss = policy_loss + args.kl_coef * unflatten(mb_kl, m).sum(1)
@@ -379,7 +380,7 @@ def train(args):
                             metric_sums[name] += x.float().sum()
                         if is_first_step:  # no optimizer step since the rollout, so the ratios must be 1
                             token_log_ratio = new_token_logprobs - b["logprobs"][rows, :t][m]
-                            check_first_ratio(token_log_ratio, is_rounded=is_bf16 or args.load_in_8bit)
+                            check_first_ratio(token_log_ratio, args)
 
                 is_first_step = False
                 grad_norm = clip_gradients(parameters, args.max_grad_norm, accelerator)
@@ -417,7 +418,7 @@ def train(args):
             "val/num_eos_tokens": b["stopped"].sum(),
             "env/reward_mean": b["raw_scores"].mean(),
             "env/reward_std": b["raw_scores"].std(correction=0),
-            # The fraction of groups with equal raw scores. Only the KL and the EOS penalty differ in them.
+            # The fraction of groups with equal raw scores: only the KL and the EOS penalty tell them apart.
             "frac_reward_zero_std": (score_std_of_groups < 1e-6).float().mean(),
             **reward_means(b),
             "completions/mean_length": lengths.mean(),
@@ -450,7 +451,7 @@ def train(args):
     # 8. Evaluate on the same held-out posts again, and save the model.
     trainer_state.global_step = updates
     with autocast:
-        after = evaluate_summaries(*sampler, held_out, judge, args)
+        after = evaluate_summaries(*rollout_inputs, held_out, judge, args)
     if accelerator.is_main_process:
         report_summaries(run, held_out_posts, before, after)
         save_policy(model.policy, tokenizer, run.folder / "model")
@@ -554,6 +555,7 @@ def draw_groups(rows, k, args, *purpose):
 
 def generator_for(seed, *purpose):
     """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
+    # Random hashes a str with SHA-512, which is the same in every process; hash() is not.
     return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
 
 
@@ -792,71 +794,14 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
     hidden [..., H], weight [V, H], tokens [...], bias [V] or None -> logprobs, entropies, both fp32 [...], in
-    nats and differentiable. The logits of all tokens may need more memory than the model, so OutputLayer
-    computes them in chunks.
+    nats and differentiable. The logits of all tokens may need more memory than the model, so OutputLayer (in
+    Part II) computes them in chunks.
     """
-    if bias is not None:
-        bias = bias.clamp(min=-1e4) / temperature  # -inf forbids a token, but in p log p it would give nan
+    bias = None if bias is None else bias / temperature
     with torch.autocast(hidden.device.type, enabled=False):
         flat_hidden = hidden.reshape(-1, hidden.shape[-1]).float() / temperature  # [N, H]
         logprobs, entropies = OutputLayer.apply(flat_hidden, weight.float(), bias, tokens.reshape(-1))
     return logprobs.view(tokens.shape), entropies.view(tokens.shape)
-
-
-class OutputLayer(torch.autograd.Function):
-    """Log-probabilities and entropies under softmax(hidden @ weight.T + bias), 128 rows at a time.
-
-    It only saves memory, so skip it on a first reading: F.linear, log_softmax and gather give the same. The
-    backward pass needs the log-softmax again. That of the first chunks is kept, up to 2**25 numbers (128
-    MiB); that of the others is computed a second time.
-    """
-
-    @staticmethod
-    def log_softmax(hidden, weight, bias):
-        """[128, H], [V, H], [V] or None -> [128, V]"""
-        logits = F.linear(hidden, weight, bias)
-        return torch.log_softmax(logits, 1, out=logits)  # in place, since the logits are large
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, tokens):
-        """[N, H], [V, H], [V] or None, [N] -> logprobs, entropies, both fp32 [N]"""
-        logprobs, entropies = torch.zeros(2, len(hidden), device=hidden.device)
-        kept = []
-        for start in range(0, len(hidden), 128):
-            rows = slice(start, start + 128)
-            log_p = OutputLayer.log_softmax(hidden[rows], weight, bias)
-            logprobs[rows] = log_p.gather(1, tokens[rows, None]).squeeze(1)
-            entropies[rows] = -log_p.exp().mul_(log_p).sum(1)
-            if hidden.requires_grad and rows.stop * len(weight) <= 2**25:
-                kept.append(log_p)
-        ctx.save_for_backward(hidden, weight, bias, tokens, entropies, *kept)
-        ctx.set_materialize_grads(False)  # the gradient of an output that is not used is None
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx, d_logprobs, d_entropies):
-        """d logprob / d logits = one_hot(token) - p;  d entropy / d logits = -p (log p + entropy)"""
-        hidden, weight, bias, tokens, entropies, *kept = ctx.saved_tensors
-        if d_logprobs is None:
-            d_logprobs = torch.zeros_like(entropies)
-        d_hidden = torch.zeros_like(hidden)
-        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for i, start in enumerate(range(0, len(hidden), 128)):
-                rows = slice(start, start + 128)
-                log_p = kept[i] if i < len(kept) else OutputLayer.log_softmax(hidden[rows], weight, bias)
-                scale = d_logprobs[rows, None]  # [128, 1]
-                if d_entropies is not None:
-                    scale = scale + d_entropies[rows, None] * (log_p + entropies[rows, None])  # [128, V]
-                d_logits = log_p.exp_().mul_(-scale)  # in place: nobody needs log_p again
-                d_logits.scatter_add_(1, tokens[rows, None], d_logprobs[rows, None])
-                d_hidden[rows] = d_logits @ weight
-                if d_weight is not None:
-                    d_weight.addmm_(d_logits.T, hidden[rows])
-                if d_bias is not None:
-                    d_bias += d_logits.sum(0)
-        return d_hidden, d_weight, d_bias, None
 
 
 # ---- Math: pure functions of tensors -----------------------------------------------------------------------
@@ -869,8 +814,9 @@ def sample_tokens(probs, uniforms):
     same probabilities, the samples are the same no matter how a batch is split. The sum is in fp64: in fp32,
     adding up a whole vocabulary would lose small probabilities.
     """
-    cumulative = probs.double().cumsum(1)  # [B, V]
-    target = uniforms.double()[:, None] * cumulative[:, -1:]  # [B, 1], less than the last cumulative sum
+    dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
+    cumulative = probs.cumsum(1, dtype=dtype)  # [B, V]
+    target = uniforms.to(dtype)[:, None] * cumulative[:, -1:]  # [B, 1], less than the last cumulative sum
     # right=True never selects a token of probability 0.
     return torch.searchsorted(cumulative, target, right=True).squeeze(1)
 
@@ -878,7 +824,7 @@ def sample_tokens(probs, uniforms):
 def response_lengths(tokens, stop_token_id):
     """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
 
-    stop_token_id is one id or a tensor of several. -1, or an empty tensor: there is no stop token.
+    stop_token_id: a tensor of ids; empty if there is no stop token.
     """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
@@ -924,11 +870,11 @@ def rloo_advantages(rewards, rloo_k):
     Kool et al. 2019; Ahmadian et al. 2024, section 3. Unlike GRPO, this does not divide by the standard
     deviation of the group, which would blow up differences between rewards that are almost equal.
     """
-    # fp64, because in fp32 rounding would give groups with equal rewards advantages that are not exactly 0.
-    rewards = rewards.double().view(rloo_k, -1)  # [k, P]
+    rewards = rewards.float().view(rloo_k, -1)  # [k, P]
+    rewards = rewards - rewards[0]  # so that groups with equal rewards get exactly 0, without rounding
     sum_of_others = rewards.sum(0) - rewards  # [k, P]
     baselines = sum_of_others / (rloo_k - 1)
-    return (rewards - baselines).flatten().float()
+    return (rewards - baselines).flatten()
 
 
 def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
@@ -943,14 +889,19 @@ def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
 def learning_rate(args, update, updates):
     """The learning rate in update 1, 2, ..., updates. -> float
 
-    It rises linearly in the first warmup_ratio of the updates, then follows a schedule of transformers.
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls to 0: along a
+    line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
     """
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
         return args.learning_rate * update / warmup
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # get_scheduler wants one; we only use its lambda
-    schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, updates)
-    return args.learning_rate * schedule.lr_lambdas[0](update - 1)
+    progress = (update - 1 - warmup) / max(1, updates - warmup)  # from 0 to less than 1
+    factors = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }
+    return args.learning_rate * factors[args.lr_scheduler_type]
 
 
 # ============================================================================================================
@@ -964,6 +915,65 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2."""
+
+
+# ---- Output layer: less memory -----------------------------------------------------------------------------
+
+
+class OutputLayer(torch.autograd.Function):
+    """Log-probabilities and entropies under softmax(hidden @ weight.T + bias), 128 rows at a time.
+
+    F.linear, log_softmax and gather give the same, but keep the logits of all rows. The backward pass needs
+    the log-softmax again. That of the first chunks is kept, up to 2**25 numbers (128 MiB); that of the others
+    is computed a second time. The backward pass overwrites what was kept, so it can run only once.
+    """
+
+    @staticmethod
+    def log_softmax(hidden, weight, bias):
+        """[128, H], [V, H], [V] or None -> [128, V]"""
+        logits = F.linear(hidden, weight, bias)
+        return torch.log_softmax(logits, 1, out=logits)  # in place, row by row, since the logits are large
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, tokens):
+        """[N, H], [V, H], [V] or None, [N] -> logprobs, entropies, both fp32 [N]"""
+        logprobs, entropies = torch.zeros(2, len(hidden), device=hidden.device)
+        kept = []
+        for start in range(0, len(hidden), 128):
+            rows = slice(start, start + 128)
+            log_p = OutputLayer.log_softmax(hidden[rows], weight, bias)
+            logprobs[rows] = log_p.gather(1, tokens[rows, None]).squeeze(1)
+            entropies[rows] = -log_p.exp().mul_(log_p).sum(1)
+            if hidden.requires_grad and rows.stop * len(weight) <= 2**25:
+                kept.append(log_p)
+        ctx.save_for_backward(hidden, weight, bias, tokens, entropies, *kept)
+        ctx.set_materialize_grads(False)  # the gradient of an output that is not used is None
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx, d_logprobs, d_entropies):
+        """d logprob / d logits = one_hot(token) - p;  d entropy / d logits = -p (log p + entropy)"""
+        hidden, weight, bias, tokens, entropies, *kept = ctx.saved_tensors
+        if d_logprobs is None:
+            d_logprobs = torch.zeros_like(entropies)
+        d_hidden = torch.zeros_like(hidden)
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for i, start in enumerate(range(0, len(hidden), 128)):
+                rows = slice(start, start + 128)
+                log_p = kept[i] if i < len(kept) else OutputLayer.log_softmax(hidden[rows], weight, bias)
+                scale = d_logprobs[rows, None]  # [128, 1]
+                if d_entropies is not None:
+                    scale = scale + d_entropies[rows, None] * (log_p + entropies[rows, None])  # [128, V]
+                d_logits = log_p.exp_().mul_(-scale)  # in place: nobody needs log_p again
+                d_logits.scatter_add_(1, tokens[rows, None], d_logprobs[rows, None])
+                d_hidden[rows] = d_logits @ weight
+                if d_weight is not None:
+                    d_weight.addmm_(d_logits.T, hidden[rows])
+                if d_bias is not None:
+                    d_bias += d_logits.sum(0)
+        return d_hidden, d_weight, d_bias, None
 
 
 # ---- Loading models ----------------------------------------------------------------------------------------
@@ -983,33 +993,71 @@ def load(function, path, **kwargs):
         return function(resolve_path(path), **kwargs)
     except Exception as error:  # the libraries raise a dozen different types
         reason = f"{error} {error.__cause__ or ''}".strip() or repr(error)
-        raise UserError(f"cannot load {path!r} (a folder, or a Hub name): {reason}") from error
+        raise UserError(f"cannot load {path!r} from a folder or the Hub: {reason}") from error
 
 
-def load_model(auto_class, name, **kwargs):
+def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
+    Weights that the files lack would be random, so they are refused; head_may_be_new: except in the head.
     Loading never runs code from the files: without safetensors, pytorch_model.bin is read with weights_only.
     """
-    folder = Path(resolve_path(name))
-    if (folder / "adapter_config.json").exists():
-        import peft
-
-        adapter = load(peft.PeftConfig.from_pretrained, name)
-        base = load_model(auto_class, adapter.base_model_name_or_path, **kwargs)
-        model = peft.PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
-        model.requires_grad_(True)  # peft froze the base
-        model.name_or_path = str(folder)  # a new adapter trained on top will name this folder as its base
-        return model
-    model = load(auto_class.from_pretrained, name, dtype=torch.float32, weights_only=True, **kwargs)
+    if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
+        return load_adapter(auto_class, name, head_may_be_new, **kwargs)
+    kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
+    model, report = load(auto_class.from_pretrained, name, **kwargs)
+    missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+    if head_may_be_new:
+        inner = f"{model.base_model_prefix}."
+        missing = [key for key in missing if key.startswith(inner) and "pooler" not in key]
+    if missing:
+        raise UserError(f"{name}: {len(missing)} weights are not in the files, such as {min(missing)}")
     for module in model.modules():
         for key, value in vars(module).items():
             if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
-                setattr(module, key, 0.0)  # with dropout, the first ratio would not be 1
+                setattr(module, key, 0.0)  # noise would give rollout and update other probabilities
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
+    clean_generation_config(model)
     return model
+
+
+def load_adapter(auto_class, name, head_may_be_new, **kwargs):
+    """The base model of a LoRA adapter, with the adapter merged into it."""
+    import peft
+
+    adapter = load(peft.PeftConfig.from_pretrained, name)
+    if not adapter.base_model_name_or_path:
+        raise UserError(f"{name}: its adapter_config.json does not name the base model")
+    head_may_be_new |= adapter.task_type == "SEQ_CLS"  # such an adapter holds the head
+    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new, **kwargs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        model = load(partial(peft.PeftModel.from_pretrained, base), name)
+    model = model.merge_and_unload()
+    for p in model.parameters():
+        p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
+    model.name_or_path = resolve_path(name)  # a new adapter trained on top will name this as its base
+    return model
+
+
+def clean_generation_config(model):
+    """Keep only the token ids of generation settings that transformers would refuse to save at the end."""
+    settings = getattr(model, "generation_config", None)
+    if settings is None:
+        return
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
+        model.generation_config = transformers.GenerationConfig(**token_ids)
+
+
+def context_length(config):
+    """The number of tokens that a model can read; a million if its config does not say."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or -1
+    return context if context > 0 else 1_000_000
 
 
 def load_tokenizer(name):
@@ -1042,11 +1090,32 @@ def add_lora(model, args):
         model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: {error}") from error
+    layers = model.targeted_module_names
+    for name in [] if target_modules == "all-linear" else target_modules:
+        if not any(f".{layer}".endswith(f".{name}") for layer in layers):
+            raise UserError(f"--lora-target-modules: no layer is called {name!r}")
     base = model.get_base_model()
     # Merged into an embedding, an adapter would also change the output layer, which may share its weights.
     if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings")
+    check_gradients(model)
     return model
+
+
+def check_gradients(model):
+    """Raise UserError if a layer of a LoRA adapter would not be trained.
+
+    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights, once they have
+    been used in eval mode.
+    """
+    ids = torch.arange(6, device=model.device)[None]  # [1, 6]
+    with torch.no_grad():
+        model.eval()(input_ids=ids)
+    model.train()(input_ids=ids)[0][..., 0].sum().backward()
+    grads = [p.grad for name, p in model.named_parameters() if "lora_B" in name]
+    if not all(grad is not None and grad.any() for grad in grads):
+        raise UserError("LoRA: some layers get no gradient through the quantized weights of this model")
+    model.zero_grad()
 
 
 def share_layers(policy, count):
@@ -1062,12 +1131,12 @@ def share_layers(policy, count):
 
 
 @torch.no_grad()
-def check_model(lm, name, max_tokens, tolerance=1e-3):
+def check_model(lm, name, max_tokens):
     """Raise UserError if Part I cannot train a language model, or sample from it, as it is.
 
     Measured, not guessed: the model's own log-probabilities for six tokens are compared with ours, in train
-    mode, after left padding, and with a cache that another row has left. They differ if logits are more than
-    a product (Gemma 2's soft cap, Granite's scale), if a state cannot drop rows (Mamba), if there is noise.
+    mode, after left padding, and with a cache from which another row was dropped. They differ if logits are
+    more than a product (Gemma 2's soft cap, Granite's scale), or if there is noise.
     """
     ids = torch.arange(6, device=lm.device)[None]  # [1, 6]
     padded_ids = F.pad(ids, (2, 0)).expand(2, -1)  # [2, 8], two equal rows with two pads each
@@ -1076,21 +1145,25 @@ def check_model(lm, name, max_tokens, tolerance=1e-3):
         expected = lm.eval()(ids).logits[0].float().log_softmax(-1)  # [6, V]
         body, head = body_and_head(lm.train())
         at_once = hidden_states(body, padded_ids, mask)[1, 2:]  # [6, H]
-        # As in `generate`: two rows fill the cache, row 0 leaves, row 1 reads one more token.
+        # As in rollouts: two rows fill the cache, row 0 leaves, row 1 reads one more token.
         cache = transformers.DynamicCache(config=body.config)
         first = hidden_states(body, padded_ids[:, :7], mask[:, :7], cache)[1, 2:]  # [5, H]
         cache.batch_select_indices(torch.tensor([1], device=lm.device))
         last = hidden_states(body, padded_ids[1:, 7:], mask[1:], cache)[0]  # [1, H]
         ours = [token_logits(x, head.weight, head.bias) for x in (at_once, torch.cat([first, last]))]
-        is_equal = [torch.allclose(x.log_softmax(-1), expected, tolerance, tolerance) for x in ours]
-    except Exception as error:  # models fail in many ways
-        raise UserError(f"{name}: this kind of model does not work here: {error}") from error
+    except Exception as error:  # models fail in many ways, recurrent ones because a row leaves the cache
+        raise UserError(
+            f"{name}: this kind of model does not work here; it cannot read left-padded rows, or no row can "
+            f"leave its cache ({type(error).__name__})"
+        ) from error
+    tolerance = 0.5 if getattr(lm, "is_quantized", False) else 1e-3  # quantization rounds other shapes apart
+    is_equal = [torch.allclose(x.log_softmax(-1), expected, 1e-3, tolerance) for x in ours]
     if not all(is_equal):
         raise UserError(
             f"{name}: this kind of model does not work here, its log-probabilities differ from ours "
             f"(left-padded: {not is_equal[0]}, with a cache: {not is_equal[1]})"
         )
-    context = getattr(body.config, "max_position_embeddings", math.inf)
+    context = context_length(body.config)
     if context < max_tokens:
         raise UserError(f"{name} can read {context} tokens; prompt and response may have {max_tokens}")
 
@@ -1104,7 +1177,7 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
     if args.load_in_8bit:
         eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
-    check_model(policy, name, max_tokens, tolerance=0.5 if args.load_in_8bit and args.lora_r else 1e-3)
+    check_model(policy, name, max_tokens)
     reference = None
     if args.lora_r:
         policy = add_lora(policy, args)
@@ -1120,8 +1193,8 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
 
 
 def save_policy(policy, tokenizer, folder):
-    """Save what plain transformers loads. A LoRA adapter is merged, except into 8-bit weights."""
-    if hasattr(policy, "merge_and_unload") and not getattr(policy, "is_loaded_in_8bit", False):
+    """Save what plain transformers loads. LoRA is merged in place, except into quantized weights."""
+    if hasattr(policy, "merge_and_unload") and not getattr(policy, "is_quantized", False):
         policy.save_pretrained(folder.parent / "adapter")
         policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
@@ -1153,10 +1226,10 @@ def score_responses(functions, rows, responses, response_tokens, trainer_state, 
     for row, response in zip(rows, responses):
         message = {"role": "assistant", "content": response}
         completions.append([message] if is_chat(row["prompt"]) else response)
-    inputs = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
-    inputs |= dict(prompts=[row["prompt"] for row in rows], completions=completions)
-    inputs |= dict(completion_ids=response_tokens, trainer_state=trainer_state)
-    return call_reward_functions(functions, inputs, device)
+    prompts = [row["prompt"] for row in rows]
+    inputs = dict(prompts=prompts, completions=completions, completion_ids=response_tokens)
+    columns = [row["columns"] for row in rows]
+    return call_reward_functions(functions, columns, inputs, trainer_state, device)
 
 
 def load_functions(flag, names):
@@ -1169,7 +1242,10 @@ def load_functions(flag, names):
         path = Path(resolve_path(path)).resolve()
         if not path.is_file():
             raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
-        function = getattr(import_file(path), function_name, None)
+        try:
+            function = getattr(import_file(path), function_name, None)
+        except (Exception, SystemExit) as error:
+            raise UserError(f"{flag} {name}: the file cannot be imported: {error!r}") from error
         if not callable(function) or function_name in functions:
             raise UserError(f"{flag} {name}: no such function, or two of this name")
         functions[function_name] = function
@@ -1179,35 +1255,54 @@ def load_functions(flag, names):
 def import_file(path):
     """A Python file as a module: run once, able to import its neighbors, in sys.modules for process pools."""
     module = sys.modules.get(path.stem)
-    if module is None or getattr(module, "__file__", None) != str(path):
-        sys.path.insert(0, str(path.parent))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    if getattr(module, "__file__", None) == str(path):
+        return module
+    is_taken = module is not None and not hasattr(module, "IS_YOUR_FILE")
+    if is_taken or path.stem in sys.stdlib_module_names:
+        raise ImportError(f"there is another module {path.stem}: rename the file")
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    module.IS_YOUR_FILE = True
+    spec.loader.exec_module(module)
     return module
 
 
-def call_reward_functions(functions, inputs, device):
+def call_reward_functions(functions, rows, inputs, trainer_state, device):
     """Call reward functions as TRL's GRPOTrainer calls them: by keyword. For example:
 
         def correct(prompts, completions, answer, **kwargs):
             return [float(text.endswith(right)) for text, right in zip(completions, answer)]
 
-    prompts, completions, completion_ids (lists of token ids) and every column of the data except prompt are
-    lists with one entry per response; trainer_state.global_step is the number of updates so far, max_steps
-    that of all. A function returns one number per response, or None where it does not apply.
+    inputs: prompts, completions, completion_ids (lists of token ids); rows: for each response, the columns of
+    the data, of which functions get all but prompt. All are lists with one entry per response.
+    trainer_state.global_step is the number of updates so far, max_steps that of all. A function returns one
+    number per response, or None where it does not apply.
     -> dict: name of the function -> fp32 [B], nan where it does not apply
     """
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+    taken = {"trainer_state", *inputs} & set(columns)
+    if taken:
+        raise UserError(f"rename the column {min(taken)}: reward functions get something else of that name")
     rewards = {}
     for name, function in functions.items():
-        scores = function(**inputs)
+        # A function may change what it gets, so every function and every response has a copy.
+        own = {key: [copy.deepcopy(x) for x in values] for key, values in (columns | inputs).items()}
+        try:
+            with torch.autocast(device.type, enabled=False):
+                scores = function(**own, trainer_state=trainer_state)
+        except SystemExit as error:
+            raise UserError(f"reward {name} called sys.exit({error.code!r})") from error
+        except Exception as error:
+            traceback.print_exc()
+            raise UserError(f"reward {name} failed: {error!r}") from error
         try:
             scores = list(scores)  # it may be a generator
             numbers = [math.nan if score is None else float(score) for score in scores]
         except (TypeError, ValueError, OverflowError) as error:
             raise UserError(f"reward {name} must return a list of numbers or None: {error}") from error
-        if len(numbers) != len(inputs["prompts"]):
-            raise UserError(f"reward {name}: {len(numbers)} numbers for {len(inputs['prompts'])} responses")
+        if len(numbers) != len(rows):
+            raise UserError(f"reward {name}: {len(numbers)} numbers for {len(rows)} responses")
         for score, number in zip(scores, numbers):
             if score is not None and not abs(number) < 3e38:  # nan, or infinite in fp32
                 raise UserError(f"reward {name}: {score!r} is not a finite number")
@@ -1227,17 +1322,19 @@ def load_reward_model(args, name, device):
     It reads text, tokenized with its own tokenizer, so it need not share the policy's. reward_model.py saved
     the mean score of reference summaries as reward_offset. It is subtracted (N+ paper, detail 15).
     """
-    model = load_model(AutoModelForSequenceClassification, name, num_labels=1)
+    is_new = not has_head(name, 1)
+    model = load_model(AutoModelForSequenceClassification, name, head_may_be_new=is_new, num_labels=1)
     if init_new_head(model, name) and accelerate.PartialState().is_main_process:
-        print(f"{name} is a language model without a score: its new head is random, and so is the reward")
+        print(f"{name} is a language model: random reward head, so the reward means nothing")
     model.to(device).eval().requires_grad_(False)
     tokenizer = load_tokenizer(name)
-    max_length = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", math.inf))
+    max_length = min(tokenizer.model_max_length, context_length(model.config))
     offset = getattr(model.config, "reward_offset", 0.0)
 
     def reward_model(prompts, completions, **kwargs):
-        texts = preference_ids(tokenizer, prompts, completions, max_length)
-        scores = score_tokens(model, texts, args.local_rollout_forward_batch_size).squeeze(1)  # [B]
+        texts = preference_ids(tokenizer, prompts, completions, max_length, args.date)
+        with torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device)):
+            scores = score_tokens(model, texts, args.local_rollout_forward_batch_size).squeeze(1)  # [B]
         return (scores - offset).tolist()
 
     return reward_model
@@ -1255,7 +1352,7 @@ def score_tokens(model, texts, batch_size):
     return logits
 
 
-def preference_ids(tokenizer, prompts, responses, max_length):
+def preference_ids(tokenizer, prompts, responses, max_length, date):
     """Token ids of each prompt with its response, by the same rule in training and in rollouts.
 
     prompts, responses: lists of str, which get EOS at the end; or lists of chats, which end as the chat
@@ -1263,7 +1360,8 @@ def preference_ids(tokenizer, prompts, responses, max_length):
     A response that reached its length limit gets an EOS too, because its score is read there.
     """
     if is_chat(responses[0]):  # then all are chats
-        texts = [render_chat(tokenizer, prompt + response) for prompt, response in zip(prompts, responses)]
+        chats = [prompt + response for prompt, response in zip(prompts, responses)]
+        texts = [render_chat(tokenizer, chat, date) for chat in chats]
         all_ids = tokenizer(texts, add_special_tokens=False).input_ids
     elif tokenizer.cls_token_id is not None:  # BERT's family marks the ends in its own way
         tokenizer.truncation_side = "left"
@@ -1312,7 +1410,7 @@ def has_head(name, num_labels):
         adapter = peft.PeftConfig.from_pretrained(folder)
         return adapter.task_type == "SEQ_CLS" or has_head(adapter.base_model_name_or_path, num_labels)
     config = load(transformers.AutoConfig.from_pretrained, name)
-    is_classifier = any("ForSequenceClassification" in name for name in config.architectures or ())
+    is_classifier = any("ForSequenceClassification" in x for x in config.architectures or ())
     return is_classifier and config.num_labels == num_labels
 
 
@@ -1323,15 +1421,15 @@ and keeps what matters most.
 
 {post}
 
-Summary A:{a}
+Summary A: {a}
 
-Summary B:{b}
+Summary B: {b}
 
 Answer with one letter, A or B, and nothing else."""
 
 
 def load_judge_fn(args, device, trainer_state):
-    """The function of --judge-fn, with the inputs and outputs of load_summary_reward's; None if not set."""
+    """The function of --judge-fn, called as the function that load_summary_reward returns; or None."""
     if args.judge_fn is None:
         return None
     functions = load_functions("--judge-fn", [args.judge_fn])
@@ -1405,7 +1503,7 @@ def chat_judge(args):
     client = openai.OpenAI(base_url=url, api_key=key, timeout=300, max_retries=4)
 
     def verdict(post, response, response_is_a):
-        a, b = post["reference"], response
+        a, b = post["reference"].strip(), response.strip()
         if response_is_a:
             a, b = b, a
         question = QUESTION.format(post=plain_text(post["prompt"]), a=a, b=b)
@@ -1446,7 +1544,7 @@ def chat_server(args):
 
 
 def judge_policy(args):
-    """The verb judge: the win rate of one model against the references, like TRL's judge_tldr.py.
+    """The subcommand judge: the win rate of one model against the references, like TRL's judge_tldr.py.
 
     -> the metrics of win_rate; None on other processes than the main one
     """
@@ -1511,11 +1609,14 @@ def decode(tokenizer, prompt_tokens, response_tokens):
     """The texts of prompts and responses, from lists of token ids. -> prompts, responses (lists of str)
 
     Some tokenizers drop the first space of what they decode. So prompt and response are decoded together, and
-    the text of the prompt is cut off.
+    the text of the prompt is cut off. Of the special tokens only BOS, EOS and pad are left out: another one,
+    such as <answer>, is a part of the text.
     """
-    full_tokens = [prompt + response for prompt, response in zip(prompt_tokens, response_tokens)]
-    prompts = tokenizer.batch_decode(prompt_tokens, skip_special_tokens=True)
-    full_texts = tokenizer.batch_decode(full_tokens, skip_special_tokens=True)
+    left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    prompt_tokens = [[token for token in row if token not in left_out] for row in prompt_tokens]
+    response_tokens = [[token for token in row if token not in left_out] for row in response_tokens]
+    prompts = tokenizer.batch_decode(prompt_tokens)
+    full_texts = tokenizer.batch_decode([x + y for x, y in zip(prompt_tokens, response_tokens)])
     responses = []
     for prompt, text in zip(prompts, full_texts):
         # Not len(prompt): a response may complete the last character of the prompt.
@@ -1547,7 +1648,7 @@ def load_posts(rows, tokenizer, args):
         if is_chat(reference):
             reference = reference[-1]["content"]
         if is_chat(prompt):
-            text = render_chat(tokenizer, prompt, add_generation_prompt=True)
+            text = render_chat(tokenizer, prompt, args.date, is_prompt=True)
             ids = tokenizer(text, add_special_tokens=False).input_ids
         else:
             ids = tokenizer(prompt).input_ids
@@ -1567,17 +1668,27 @@ def is_chat(value):
     return isinstance(value, list) and len(value) > 0
 
 
-def render_chat(tokenizer, messages, add_generation_prompt=False):
+def render_chat(tokenizer, messages, date, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    add_generation_prompt: end with the header of a new turn of the assistant. -> str
+    date: of today, for templates that write it, year-month-day; is_prompt: end where the assistant goes on,
+    after the header of its turn or after the beginning of its message, if that is the last one. -> str
     """
     try:
         # datasets gives all messages the same keys, with None for those that a message did not have.
         messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
+        is_begun = is_prompt and messages[-1]["role"] == "assistant"
+        # strftime_now('%d %B %Y') in a template would be another day when the run is resumed.
+        day = datetime.date.fromisoformat(date)
+        template = tokenizer.get_chat_template()
+        template = re.sub(r"strftime_now\(['\"](.+?)['\"]\)", lambda m: repr(day.strftime(m[1])), template)
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            messages,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=is_prompt and not is_begun,
+            continue_final_message=is_begun,
         )
     except Exception as error:  # no messages, no template, or one that refuses these roles
         raise UserError(
@@ -1632,22 +1743,17 @@ def start_accelerator(args):
     # With a mask, cuDNN's attention returns NaN gradients on an H100 in torch 2.13 (pytorch#196678), and it
     # makes a new plan for each shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    has_gpu = torch.cuda.is_available()
     uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     if uses_fsdp and os.environ.get("FSDP_VERSION") != "2":
         raise UserError("FSDP 1 does not work here: set fsdp_version: 2 in accelerate's config")
-    if not has_gpu and (uses_fsdp or uses_deepspeed):
-        # Sharding on CPUs is for tests: accelerate allows it if it takes them for GPUs.
-        accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
     accelerator = accelerate.Accelerator(
-        cpu=not has_gpu and not uses_fsdp and not uses_deepspeed,
+        cpu=not torch.accelerator.is_available(),  # Apple's GPUs count, but nobody has tried them yet
         mixed_precision="no",  # autocast is explicit in train
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             # The other processes wait while the main one asks a judge or saves, which may take long.
-            accelerate.InitProcessGroupKwargs(timeout=timedelta(hours=12)),
+            accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
     if accelerator.state.deepspeed_plugin is not None:
@@ -1659,7 +1765,7 @@ def start_accelerator(args):
             torch_autocast=dict(enabled=wants_bf16(args, accelerator.device), dtype="bfloat16"),
         )
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # it would load models in shards
-    torch.manual_seed(args.seed)  # for weights that start at random, such as LoRA's
+    torch.manual_seed(args.seed % 2**64)  # for weights that start at random, such as LoRA's
     return accelerator
 
 
@@ -1682,11 +1788,17 @@ def make_optimizer(args, parameters):
     """The optimizer that --optimizer names, for a list of parameters."""
     optimizer_class = locate(args.optimizer)
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
-        raise UserError(f"--optimizer {args.optimizer}: no such optimizer; try torch.optim.AdamW")
-    options = dict(eps=args.adam_eps, fused=True) if "Adam" in args.optimizer else {}
+        raise UserError(f"--optimizer {args.optimizer}: it is not installed; try torch.optim.AdamW")
     accepted = inspect.signature(optimizer_class).parameters
+    options = dict(eps=args.adam_eps, fused=True) if "Adam" in args.optimizer else {}
     options = {name: value for name, value in options.items() if name in accepted}
-    return optimizer_class(parameters, lr=args.learning_rate, **options)
+    try:
+        p = nn.Parameter(parameters[0].new_zeros(2, 2))
+        p.grad = torch.zeros_like(p)
+        optimizer_class([p], lr=args.learning_rate).step()  # LBFGS's step, for example, wants a function
+        return optimizer_class(parameters, lr=args.learning_rate, **options)
+    except Exception as error:
+        raise UserError(f"--optimizer {args.optimizer} does not work here: {error}") from error
 
 
 def make_learner(model, args, accelerator):
@@ -1695,6 +1807,8 @@ def make_learner(model, args, accelerator):
     One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
     shards. Shards cannot generate, so every process keeps the whole model for sampling.
     """
+    if not all(p.is_floating_point() for p in model.parameters()) and not args.lora_r:
+        raise UserError("quantized weights cannot be trained: add --lora-r 16")
     plugin = accelerator.state.deepspeed_plugin
     learner = model
     if accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3):
@@ -1737,7 +1851,7 @@ def shard_like(value, p):
 
 
 def clip_gradients(parameters, max_norm, accelerator):
-    """Scale the gradients down to this norm; None: do not. -> the norm before that, a float"""
+    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float"""
     norm = float(unshard(accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)))
     if not math.isfinite(norm):
         raise UserError("the gradient is not finite: lower --learning-rate, or use --dtype float32")
@@ -1758,12 +1872,16 @@ def copy_weights(parameters, model):
                 p.copy_(trained)
 
 
-def check_first_ratio(log_ratio, is_rounded):
+def check_first_ratio(log_ratio, args):
     """Raise if the ratio is not 1 before the first optimizer step: then rollout and update compute different
-    probabilities. log_ratio [N]; is_rounded: bf16 or 8-bit weights, where sums of other shapes differ more
+    probabilities. log_ratio [N]
+
+    Products are rounded to other numbers if rows have other shapes: most in bf16 and 8 bit, and on a GPU in
+    TF32.
     """
     gap = log_ratio.abs()
     mean, largest = gap.mean().item(), gap.quantile(0.999).item()
+    is_rounded = gap.is_cuda or args.dtype == "bfloat16" or args.load_in_8bit
     max_mean, max_largest = (0.02, 0.2) if is_rounded else (1e-4, 1e-3)
     if not (mean < max_mean and largest < max_largest):
         raise UserError(
@@ -1785,9 +1903,13 @@ def performance_metrics(start_time, rollout_end, num_tokens, device):
 
 
 def peak_memory_mb(device):
-    """The most memory that was in use: of the GPU, or of the process."""
+    """The most memory that was in use: of the GPU, or of the process. 0 on Windows, which does not say."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
+    if sys.platform == "win32":
+        return 0.0
+    import resource
+
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
@@ -1817,10 +1939,11 @@ class Run:
         self.last_line_time = 0.0
         self.signal_number = 0  # of a signal that asked us to stop
         if args.recipe == "custom":
-            self.print("a model but no recipe: all other flags have the published defaults of Args")
+            self.print("a model but no recipe: flags that are not given have the published defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(accelerate.utils.broadcast_object_list([name])[0])
+        [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
+        self.folder = Path(self.name).absolute()  # your code may change the working directory
         if (self.folder / "args.json").exists() and not args.resume:
             raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
 
@@ -1841,6 +1964,11 @@ class Run:
         if self.is_main:
             with open(self.folder / name, "a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def logs(self):
+        """The files of this run that grow."""
+        names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
+        return [self.folder / name for name in names if (self.folder / name).exists()]
 
     def table(self, title, rows):
         """Print dicts as the rows of a table."""
@@ -1879,7 +2007,7 @@ class Run:
 
     def finish(self):
         """Wait until the main process has saved everything: torchrun stops it if another one exits first."""
-        self.print(f"saved {self.folder / 'model'}; to look at the run: python report.py {self.folder}")
+        self.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
 
@@ -1900,15 +2028,15 @@ class Run:
         state = {"update": 0, "sizes": {}}
         checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
         if any(self.folder.glob("checkpoints/*/state.pt")):
-            raise UserError(f"{self.folder} is a run of an earlier version: see CHANGELOG.md")
+            raise UserError(f"{self.name} is a run of an earlier version: see CHANGELOG.md")
         if self.args.resume and checkpoints:
             state = load(torch.load, str(checkpoints[-1]), map_location="cpu", weights_only=True)
             if state["fixed"] != self.fixed:
                 raise UserError(f"--resume: that run had {state['fixed']}, this one has {self.fixed}")
             self.load_checkpoint(state)
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
-        command = f"git -C '{HERE}' rev-parse HEAD"
-        git = subprocess.run(command, shell=True, capture_output=True, text=True)
+        # By a shell, because without git a shell only says so.
+        git = subprocess.run("git rev-parse HEAD", shell=True, cwd=HERE, capture_output=True, text=True)
         about = {
             "args": asdict(self.args),
             "command": sys.argv,
@@ -1920,14 +2048,14 @@ class Run:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             self.write("args.json", json.dumps(about, indent=2))
             # Forget what the run wrote after its checkpoint: it will be written again.
-            for path in self.folder.glob("*.jsonl"):
+            for path in self.logs():
                 os.truncate(path, state["sizes"].get(path.name, 0))
-        if self.args.log_with != "none":
+        if self.args.log_with != "none":  # only now, because the tracker writes to the run folder
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(value) for name, value in asdict(self.args).items()}
             self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
-        self.print(f"run folder {self.folder}, after update {state['update']}")
+        self.print(f"run folder {self.name}, after update {state['update']}")
         return state
 
     def load_checkpoint(self, state):
@@ -1953,16 +2081,16 @@ class Run:
         if signal_number and not is_last:
             self.bar.stop()
             self.print(f"stopped by signal {signal_number}")
-            self.print(f"to continue: python {SCRIPT}.py --resume {self.folder}")
+            self.print(f"to continue: python {SCRIPT}.py --resume {self.name}")
             self.accelerator.wait_for_everyone()
             sys.exit(128 + signal_number)
 
     def save_checkpoint(self, state):
         """Write checkpoints/<update>.pt. DeepSpeed's processes write shards to a folder of that name."""
         folder = self.folder / "checkpoints"
-        name = f"{state['update']:06d}"
+        tag = f"{state['update']:06d}"
         if self.fixed["sharding"] is not None:
-            self.learner.save_checkpoint(str(folder), tag=name, save_latest=False)
+            self.learner.save_checkpoint(str(folder), tag=tag, save_latest=False)
             self.accelerator.wait_for_everyone()
         else:
             weights = {name: p.detach() for name, p in self.parameters.items()}
@@ -1972,13 +2100,13 @@ class Run:
                 raise UserError(f"update {state['update']} is not saved: weights are not finite")
         if not self.is_main:
             return
-        state["sizes"] = {path.name: path.stat().st_size for path in self.folder.glob("*.jsonl")}
+        state["sizes"] = {path.name: path.stat().st_size for path in self.logs()}
         try:
             with open(folder / "draft", "wb") as file:
                 torch.save(state, file)
-        except (OSError, RuntimeError) as error:  # a full disk
-            raise UserError(f"cannot save {folder / name}.pt: {error.__context__ or error}") from error
-        os.replace(folder / "draft", folder / f"{name}.pt")
+        except (OSError, RuntimeError) as error:  # a full disk, about which torch raises a RuntimeError
+            raise UserError(f"cannot save {folder / tag}.pt: {error.__context__ or error}") from error
+        os.replace(folder / "draft", folder / f"{tag}.pt")
         for old in sorted(folder.glob("*.pt"))[: -max(self.args.keep_checkpoints, 1)]:
             old.unlink()
             shutil.rmtree(old.with_suffix(""), ignore_errors=True)  # of DeepSpeed
@@ -1991,19 +2119,19 @@ def is_sample_update(update, updates, args):
 
 
 def log_samples(run, update, texts, b, columns):
-    """Show the first responses of the batch, and save their numbers, token by token, for report.py.
+    """Show the first responses of the batch; save them, and in tokens.jsonl their numbers, token by token.
 
     texts: one dict(prompt, response, score) for each of the first rows of the batch; b: the batch, with ids
     [B, C + T] and lengths [B]; columns: name -> [B, T]
     """
     run.table(f"samples of update {update}", texts)
+    run.append("samples.jsonl", [{"update": update} | text for text in texts])
+    columns = columns | {"ids": b["ids"][:, -run.args.response_length :]}  # [B, T]
     rows = []
     for i, text in enumerate(texts):
         length = int(b["lengths"][i])
-        numbers = {name: x[i, :length].tolist() for name, x in columns.items()}
-        numbers["ids"] = b["ids"][i, -columns["advantage"].shape[1] :][:length].tolist()
-        rows.append({"update": update} | text | numbers)
-    run.append("samples.jsonl", rows)
+        rows.append({"update": update} | text | {name: x[i, :length].tolist() for name, x in columns.items()})
+    run.append("tokens.jsonl", rows)
     if run.args.log_with == "wandb" and run.is_main:
         data = [list(text.values()) for text in texts]
         run.accelerator.get_tracker("wandb").log_table("samples", list(texts[0]), data, step=update)
@@ -2044,7 +2172,7 @@ def describe_decoding(args):
 
 
 def check_positive(args, *names):
-    """Raise if a size is 0 or less."""
+    """Raise if a number is 0 or less."""
     for name in names:
         value = getattr(args, name)
         if value is not None and value <= 0:
@@ -2072,11 +2200,6 @@ def check_rloo_args(args):
         raise UserError(
             f"--rloo-k {args.rloo_k} must be 2 or more and divide the {local_batch} episodes of a process: "
             "per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches"
-        )
-    if args.kl_in_loss != (args.kl_estimator != "k1"):
-        raise UserError(
-            "--kl-in-loss needs --kl-estimator k3 or k2, because the gradient of k1 is 0 on average; and in "
-            "the reward, only k1 has the gradient of the KL"
         )
     if args.missing_eos_penalty is not None and args.stop_token is None and args.stop_token_id is None:
         raise UserError("--missing-eos-penalty without a stop token would penalize all responses alike")
@@ -2117,7 +2240,7 @@ def parse_args(argv):
 
 
 def resumed_args(resume, recipe, flags):
-    """The flags of the run to continue. A recipe or flags that would change its result are refused."""
+    """The flags of the run to continue. Those that would change what it did so far are refused."""
     path = Path(resume, "args.json")
     if resume == "latest":
         path = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime, default=path)
@@ -2129,12 +2252,12 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
+    # A run may be made longer, and judged by another judge.
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
-    may_change += " judge_fn judge_model judge_model_path judge_url"
-    # The last two may change if the batch stays the same: Run.start makes sure of that.
+    # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
-    changed = [name for name in changed if name not in may_change.split()]
+    changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]
     if changed:
         raise UserError(f"--resume {resume} would change {', '.join(changed)}; start a new run for that")
     return replace(args, output_dir=str(path.parent))
@@ -2148,12 +2271,12 @@ def run_command_line(function, *inputs):
     for library in (transformers, datasets):
         library.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal may not know all characters of a response
     try:
         function(*inputs)
-    except (UserError, UnicodeDecodeError) as error:  # the latter: data that is not UTF-8
-        line = str(error)
-    except (OSError, SafetensorError) as error:  # a full disk, a folder that is not writable
-        line = f"{error}; --resume continues from the last checkpoint"
+    except (UserError, UnicodeDecodeError, OSError, SafetensorError) as error:
+        line = str(error)  # UnicodeDecodeError: data that is not UTF-8; OSError: a full disk, for example
     except ModuleNotFoundError as error:
         line = f"this needs {error.name}: pip install {error.name}, or uv run --with {error.name} {SCRIPT}.py"
     else:

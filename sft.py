@@ -57,13 +57,14 @@ Results, metrics and details: docs/sft.md.
 # ///
 
 import copy
+import datetime
 import inspect
 import json
 import logging
 import math
 import os
 import random
-import resource
+import re
 import shutil
 import signal
 import subprocess
@@ -73,7 +74,7 @@ import time
 import warnings
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from pydoc import locate
 from typing import Literal
@@ -104,6 +105,7 @@ class Args:
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
+    date: str = time.strftime("%Y-%m-%d")  # the day that chat templates write as today's; kept by --resume
     seed: int = 1  # random seed; the batches are a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
     resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
@@ -139,10 +141,10 @@ class Args:
     gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
 
     # Optimizer
-    learning_rate: float = 5e-5  # initial (or constant) learning rate
+    learning_rate: float = 5e-5  # the highest learning rate of the schedule
     optimizer: str = "torch.optim.AdamW"  # dotted name: torch.optim.SGD, bitsandbytes.optim.Adam8bit, ...
     adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "polynomial"] = "linear"  # set per update
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"  # set per update
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
 
@@ -386,7 +388,7 @@ def write_samples(model, tokenizer, documents, stop_ids):
     the last learned turn of a chat. A document that has labels on all of it is continued after its first 8
     tokens.
     """
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
+    context = context_length(model.config)
     samples = []
     for ids, labels in documents:
         prompt_length = last_labeled_position(labels) + 1
@@ -470,60 +472,6 @@ def next_token_losses(hidden, weight, labels, bias=None):
         return CrossEntropy.apply(hidden.float(), weight.float(), bias, labels)
 
 
-class CrossEntropy(torch.autograd.Function):
-    """Cross-entropy of labels under softmax(hidden @ weight.T + bias), 128 rows at a time.
-
-    It only saves memory, so skip it on a first reading: F.linear and F.cross_entropy give the same. The
-    backward pass needs the log-softmax again. That of the first chunks is kept, up to 2**25 numbers (128
-    MiB); that of the others is computed a second time.
-    """
-
-    @staticmethod
-    def log_softmax(hidden, weight, bias):
-        """[128, H], [V, H], [V] or None -> [128, V]"""
-        logits = F.linear(hidden, weight, bias)
-        return torch.log_softmax(logits, 1, out=logits)  # in place, since the logits are large
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, labels):
-        """[N, H], [V, H], [V] or None, [N] -> losses fp32 [N], correct bool [N]"""
-        losses = torch.zeros(len(hidden), device=hidden.device)
-        correct = torch.zeros(len(hidden), device=hidden.device, dtype=torch.bool)
-        kept = []
-        for start in range(0, len(hidden), 128):
-            rows = slice(start, start + 128)
-            log_p = CrossEntropy.log_softmax(hidden[rows], weight, bias)
-            label_logprobs = log_p.gather(1, labels[rows, None]).squeeze(1)
-            losses[rows] = -label_logprobs
-            correct[rows] = label_logprobs == log_p.amax(1)  # amax is faster than argmax
-            if hidden.requires_grad and rows.stop * len(weight) <= 2**25:
-                kept.append(log_p)
-        ctx.save_for_backward(hidden, weight, bias, labels, *kept)
-        ctx.mark_non_differentiable(correct)
-        return losses, correct
-
-    @staticmethod
-    def backward(ctx, d_losses, _):
-        """d loss / d logits = softmax(logits) - one_hot(label)"""
-        hidden, weight, bias, labels, *kept = ctx.saved_tensors
-        d_hidden = torch.zeros_like(hidden)
-        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for i, start in enumerate(range(0, len(hidden), 128)):
-                rows = slice(start, start + 128)
-                log_p = kept[i] if i < len(kept) else CrossEntropy.log_softmax(hidden[rows], weight, bias)
-                scale = d_losses[rows, None]  # [128, 1]
-                d_logits = log_p.exp_().mul_(scale)  # in place: nobody needs log_p again
-                d_logits.scatter_add_(1, labels[rows, None], -scale)
-                d_hidden[rows] = d_logits @ weight
-                if d_weight is not None:
-                    d_weight.addmm_(d_logits.T, hidden[rows])
-                if d_bias is not None:
-                    d_bias += d_logits.sum(0)
-        return d_hidden, d_weight, d_bias, None
-
-
 def perplexity(loss):
     """exp(loss). math.exp raises an error if the result is too large, so there is a limit."""
     return math.exp(min(loss, 700))
@@ -532,14 +480,19 @@ def perplexity(loss):
 def learning_rate(args, update, updates):
     """The learning rate in update 1, 2, ..., updates. -> float
 
-    It rises linearly in the first warmup_ratio of the updates, then follows a schedule of transformers.
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls to 0: along a
+    line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
     """
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
         return args.learning_rate * update / warmup
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # get_scheduler wants one; we only use its lambda
-    schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, updates)
-    return args.learning_rate * schedule.lr_lambdas[0](update - 1)
+    progress = (update - 1 - warmup) / max(1, updates - warmup)  # from 0 to less than 1
+    factors = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }
+    return args.learning_rate * factors[args.lr_scheduler_type]
 
 
 # ---- Documents: token ids and labels -----------------------------------------------------------------------
@@ -603,7 +556,7 @@ def chat_documents(rows, tokenizer, args):
     documents = []
     for messages, first_learned in conversations:
         ids, labels = [], []
-        for text, is_learned in chat_parts(tokenizer, messages, first_learned):
+        for text, is_learned in chat_parts(tokenizer, messages, args.date, first_learned):
             part = tokenizer(text, add_special_tokens=False).input_ids  # the template writes BOS
             ids.extend(part)
             labels.extend(part if is_learned else [-100] * len(part))
@@ -621,7 +574,7 @@ def last_labeled_position(labels):
     return max((i for i, label in enumerate(labels) if label != -100), default=-1)
 
 
-def chat_parts(tokenizer, messages, first_learned=0):
+def chat_parts(tokenizer, messages, date, first_learned=0):
     r"""A conversation as the chat template writes it, cut into parts. -> list of (text, bool: is it learned)
 
     first_learned: the first message from which to learn. Together, the parts are the conversation. What a
@@ -631,7 +584,7 @@ def chat_parts(tokenizer, messages, first_learned=0):
         learned        It is 5.<|im_end|>
         not learned    \n
     """
-    conversation = render_chat(tokenizer, messages)
+    conversation = render_chat(tokenizer, messages, date)
     parts = []
     position = 0  # in the conversation
     for i, message in enumerate(messages):
@@ -639,8 +592,8 @@ def chat_parts(tokenizer, messages, first_learned=0):
             continue
         if i == 0:  # there is no prompt
             continue
-        before = render_chat(tokenizer, messages[:i], add_generation_prompt=True)
-        after = render_chat(tokenizer, messages[: i + 1])
+        before = render_chat(tokenizer, messages[:i], date, is_prompt=True)
+        after = render_chat(tokenizer, messages[: i + 1], date)
         if not after.startswith(before) or not conversation.startswith(after):
             # The turn differs from what a policy would generate here. For example, the templates of thinking
             # models drop the thoughts of earlier turns. Do not learn it.
@@ -749,6 +702,7 @@ def collate_rows(rows, device):
 
 def generator_for(seed, *purpose):
     """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
+    # Random hashes a str with SHA-512, which is the same in every process; hash() is not.
     return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
 
 
@@ -776,6 +730,63 @@ class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2."""
 
 
+# ---- Output layer: less memory -----------------------------------------------------------------------------
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Cross-entropy of labels under softmax(hidden @ weight.T + bias), 128 rows at a time.
+
+    It only saves memory, so skip it on a first reading: F.linear and F.cross_entropy give the same. The
+    backward pass needs the log-softmax again. That of the first chunks is kept, up to 2**25 numbers (128
+    MiB); that of the others is computed a second time.
+    """
+
+    @staticmethod
+    def log_softmax(hidden, weight, bias):
+        """[128, H], [V, H], [V] or None -> [128, V]"""
+        logits = F.linear(hidden, weight, bias)
+        return torch.log_softmax(logits, 1, out=logits)  # in place, since the logits are large
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels):
+        """[N, H], [V, H], [V] or None, [N] -> losses fp32 [N], correct bool [N]"""
+        losses = torch.zeros(len(hidden), device=hidden.device)
+        correct = torch.zeros(len(hidden), device=hidden.device, dtype=torch.bool)
+        kept = []
+        for start in range(0, len(hidden), 128):
+            rows = slice(start, start + 128)
+            log_p = CrossEntropy.log_softmax(hidden[rows], weight, bias)
+            label_logprobs = log_p.gather(1, labels[rows, None]).squeeze(1)
+            losses[rows] = -label_logprobs
+            correct[rows] = label_logprobs == log_p.amax(1)  # amax is faster than argmax
+            if hidden.requires_grad and rows.stop * len(weight) <= 2**25:
+                kept.append(log_p)
+        ctx.save_for_backward(hidden, weight, bias, labels, *kept)
+        ctx.mark_non_differentiable(correct)
+        return losses, correct
+
+    @staticmethod
+    def backward(ctx, d_losses, _):
+        """d loss / d logits = softmax(logits) - one_hot(label)"""
+        hidden, weight, bias, labels, *kept = ctx.saved_tensors
+        d_hidden = torch.zeros_like(hidden)
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for i, start in enumerate(range(0, len(hidden), 128)):
+                rows = slice(start, start + 128)
+                log_p = kept[i] if i < len(kept) else CrossEntropy.log_softmax(hidden[rows], weight, bias)
+                scale = d_losses[rows, None]  # [128, 1]
+                d_logits = log_p.exp_().mul_(scale)  # in place: nobody needs log_p again
+                d_logits.scatter_add_(1, labels[rows, None], -scale)
+                d_hidden[rows] = d_logits @ weight
+                if d_weight is not None:
+                    d_weight.addmm_(d_logits.T, hidden[rows])
+                if d_bias is not None:
+                    d_bias += d_logits.sum(0)
+        return d_hidden, d_weight, d_bias, None
+
+
 # ---- Loading models ----------------------------------------------------------------------------------------
 
 
@@ -793,33 +804,71 @@ def load(function, path, **kwargs):
         return function(resolve_path(path), **kwargs)
     except Exception as error:  # the libraries raise a dozen different types
         reason = f"{error} {error.__cause__ or ''}".strip() or repr(error)
-        raise UserError(f"cannot load {path!r} (a folder, or a Hub name): {reason}") from error
+        raise UserError(f"cannot load {path!r} from a folder or the Hub: {reason}") from error
 
 
-def load_model(auto_class, name, **kwargs):
+def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
+    Weights that the files lack would be random, so they are refused; head_may_be_new: except in the head.
     Loading never runs code from the files: without safetensors, pytorch_model.bin is read with weights_only.
     """
-    folder = Path(resolve_path(name))
-    if (folder / "adapter_config.json").exists():
-        import peft
-
-        adapter = load(peft.PeftConfig.from_pretrained, name)
-        base = load_model(auto_class, adapter.base_model_name_or_path, **kwargs)
-        model = peft.PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
-        model.requires_grad_(True)  # peft froze the base
-        model.name_or_path = str(folder)  # a new adapter trained on top will name this folder as its base
-        return model
-    model = load(auto_class.from_pretrained, name, dtype=torch.float32, weights_only=True, **kwargs)
+    if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
+        return load_adapter(auto_class, name, head_may_be_new, **kwargs)
+    kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
+    model, report = load(auto_class.from_pretrained, name, **kwargs)
+    missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+    if head_may_be_new:
+        inner = f"{model.base_model_prefix}."
+        missing = [key for key in missing if key.startswith(inner) and "pooler" not in key]
+    if missing:
+        raise UserError(f"{name}: {len(missing)} weights are not in the files, such as {min(missing)}")
     for module in model.modules():
         for key, value in vars(module).items():
             if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
-                setattr(module, key, 0.0)  # with dropout, the first ratio would not be 1
+                setattr(module, key, 0.0)  # noise would give rollout and update other probabilities
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
+    clean_generation_config(model)
     return model
+
+
+def load_adapter(auto_class, name, head_may_be_new, **kwargs):
+    """The base model of a LoRA adapter, with the adapter merged into it."""
+    import peft
+
+    adapter = load(peft.PeftConfig.from_pretrained, name)
+    if not adapter.base_model_name_or_path:
+        raise UserError(f"{name}: its adapter_config.json does not name the base model")
+    head_may_be_new |= adapter.task_type == "SEQ_CLS"  # such an adapter holds the head
+    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new, **kwargs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        model = load(partial(peft.PeftModel.from_pretrained, base), name)
+    model = model.merge_and_unload()
+    for p in model.parameters():
+        p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
+    model.name_or_path = resolve_path(name)  # a new adapter trained on top will name this as its base
+    return model
+
+
+def clean_generation_config(model):
+    """Keep only the token ids of generation settings that transformers would refuse to save at the end."""
+    settings = getattr(model, "generation_config", None)
+    if settings is None:
+        return
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
+        model.generation_config = transformers.GenerationConfig(**token_ids)
+
+
+def context_length(config):
+    """The number of tokens that a model can read; a million if its config does not say."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or -1
+    return context if context > 0 else 1_000_000
 
 
 def model_from_config(auto_class, text, tokenizer, **settings):
@@ -939,11 +988,32 @@ def add_lora(model, args):
         model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: {error}") from error
+    layers = model.targeted_module_names
+    for name in [] if target_modules == "all-linear" else target_modules:
+        if not any(f".{layer}".endswith(f".{name}") for layer in layers):
+            raise UserError(f"--lora-target-modules: no layer is called {name!r}")
     base = model.get_base_model()
     # Merged into an embedding, an adapter would also change the output layer, which may share its weights.
     if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings")
+    check_gradients(model)
     return model
+
+
+def check_gradients(model):
+    """Raise UserError if a layer of a LoRA adapter would not be trained.
+
+    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights, once they have
+    been used in eval mode.
+    """
+    ids = torch.arange(6, device=model.device)[None]  # [1, 6]
+    with torch.no_grad():
+        model.eval()(input_ids=ids)
+    model.train()(input_ids=ids)[0][..., 0].sum().backward()
+    grads = [p.grad for name, p in model.named_parameters() if "lora_B" in name]
+    if not all(grad is not None and grad.any() for grad in grads):
+        raise UserError("LoRA: some layers get no gradient through the quantized weights of this model")
+    model.zero_grad()
 
 
 def build_language_model(args, tokenizer):
@@ -974,7 +1044,7 @@ def check_documents(lm, args):
     """
     name = args.from_config or args.model_name_or_path
     config = lm.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", sys.maxsize)
+    context = context_length(config)
     if args.max_length > context:
         raise UserError(f"--max-length {args.max_length}: the context of the model is {context} tokens")
     size = max(1, min(args.max_length // 2, 64))
@@ -1032,10 +1102,7 @@ def save_language_model(model, tokenizer, folder, args, stop_ids):
     """Save what plain transformers loads, in --save-dtype, with LoRA merged. Generation ends at stop_ids."""
     if args.lora_r:
         model = model.merge_and_unload()
-    generation_config = model.generation_config
-    generation_config.eos_token_id = stop_ids
-    if not generation_config.do_sample:  # then transformers refuses to save the settings of sampling
-        generation_config.temperature = generation_config.top_p = generation_config.top_k = None
+    model.generation_config.eos_token_id = stop_ids
     model.to(getattr(torch, args.save_dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -1074,17 +1141,27 @@ def is_chat(value):
     return isinstance(value, list) and len(value) > 0
 
 
-def render_chat(tokenizer, messages, add_generation_prompt=False):
+def render_chat(tokenizer, messages, date, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    add_generation_prompt: end with the header of a new turn of the assistant. -> str
+    date: of today, for templates that write it, year-month-day; is_prompt: end where the assistant goes on,
+    after the header of its turn or after the beginning of its message, if that is the last one. -> str
     """
     try:
         # datasets gives all messages the same keys, with None for those that a message did not have.
         messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
+        is_begun = is_prompt and messages[-1]["role"] == "assistant"
+        # strftime_now('%d %B %Y') in a template would be another day when the run is resumed.
+        day = datetime.date.fromisoformat(date)
+        template = tokenizer.get_chat_template()
+        template = re.sub(r"strftime_now\(['\"](.+?)['\"]\)", lambda m: repr(day.strftime(m[1])), template)
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            messages,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=is_prompt and not is_begun,
+            continue_final_message=is_begun,
         )
     except Exception as error:  # no messages, no template, or one that refuses these roles
         raise UserError(
@@ -1125,22 +1202,17 @@ def start_accelerator(args):
     # With a mask, cuDNN's attention returns NaN gradients on an H100 in torch 2.13 (pytorch#196678), and it
     # makes a new plan for each shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    has_gpu = torch.cuda.is_available()
     uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     if uses_fsdp and os.environ.get("FSDP_VERSION") != "2":
         raise UserError("FSDP 1 does not work here: set fsdp_version: 2 in accelerate's config")
-    if not has_gpu and (uses_fsdp or uses_deepspeed):
-        # Sharding on CPUs is for tests: accelerate allows it if it takes them for GPUs.
-        accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
     accelerator = accelerate.Accelerator(
-        cpu=not has_gpu and not uses_fsdp and not uses_deepspeed,
+        cpu=not torch.accelerator.is_available(),  # Apple's GPUs count, but nobody has tried them yet
         mixed_precision="no",  # autocast is explicit in train
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             # The other processes wait while the main one asks a judge or saves, which may take long.
-            accelerate.InitProcessGroupKwargs(timeout=timedelta(hours=12)),
+            accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
     if accelerator.state.deepspeed_plugin is not None:
@@ -1152,7 +1224,7 @@ def start_accelerator(args):
             torch_autocast=dict(enabled=wants_bf16(args, accelerator.device), dtype="bfloat16"),
         )
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # it would load models in shards
-    torch.manual_seed(args.seed)  # for weights that start at random, such as LoRA's
+    torch.manual_seed(args.seed % 2**64)  # for weights that start at random, such as LoRA's
     return accelerator
 
 
@@ -1175,11 +1247,17 @@ def make_optimizer(args, parameters):
     """The optimizer that --optimizer names, for a list of parameters."""
     optimizer_class = locate(args.optimizer)
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
-        raise UserError(f"--optimizer {args.optimizer}: no such optimizer; try torch.optim.AdamW")
-    options = dict(eps=args.adam_eps, fused=True) if "Adam" in args.optimizer else {}
+        raise UserError(f"--optimizer {args.optimizer}: it is not installed; try torch.optim.AdamW")
     accepted = inspect.signature(optimizer_class).parameters
+    options = dict(eps=args.adam_eps, fused=True) if "Adam" in args.optimizer else {}
     options = {name: value for name, value in options.items() if name in accepted}
-    return optimizer_class(parameters, lr=args.learning_rate, **options)
+    try:
+        p = nn.Parameter(parameters[0].new_zeros(2, 2))
+        p.grad = torch.zeros_like(p)
+        optimizer_class([p], lr=args.learning_rate).step()  # LBFGS's step, for example, wants a function
+        return optimizer_class(parameters, lr=args.learning_rate, **options)
+    except Exception as error:
+        raise UserError(f"--optimizer {args.optimizer} does not work here: {error}") from error
 
 
 def make_learner(model, args, accelerator):
@@ -1188,6 +1266,8 @@ def make_learner(model, args, accelerator):
     One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
     shards. Shards cannot generate, so every process keeps the whole model for sampling.
     """
+    if not all(p.is_floating_point() for p in model.parameters()) and not args.lora_r:
+        raise UserError("quantized weights cannot be trained: add --lora-r 16")
     plugin = accelerator.state.deepspeed_plugin
     learner = model
     if accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3):
@@ -1224,7 +1304,7 @@ def shard_like(value, p):
 
 
 def clip_gradients(parameters, max_norm, accelerator):
-    """Scale the gradients down to this norm; None: do not. -> the norm before that, a float"""
+    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float"""
     norm = float(unshard(accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)))
     if not math.isfinite(norm):
         raise UserError("the gradient is not finite: lower --learning-rate, or use --dtype float32")
@@ -1246,9 +1326,13 @@ def copy_weights(parameters, model):
 
 
 def peak_memory_mb(device):
-    """The most memory that was in use: of the GPU, or of the process."""
+    """The most memory that was in use: of the GPU, or of the process. 0 on Windows, which does not say."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
+    if sys.platform == "win32":
+        return 0.0
+    import resource
+
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
@@ -1278,10 +1362,11 @@ class Run:
         self.last_line_time = 0.0
         self.signal_number = 0  # of a signal that asked us to stop
         if args.recipe == "custom":
-            self.print("a model but no recipe: all other flags have the published defaults of Args")
+            self.print("a model but no recipe: flags that are not given have the published defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(accelerate.utils.broadcast_object_list([name])[0])
+        [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
+        self.folder = Path(self.name).absolute()  # your code may change the working directory
         if (self.folder / "args.json").exists() and not args.resume:
             raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
 
@@ -1302,6 +1387,11 @@ class Run:
         if self.is_main:
             with open(self.folder / name, "a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def logs(self):
+        """The files of this run that grow."""
+        names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
+        return [self.folder / name for name in names if (self.folder / name).exists()]
 
     def table(self, title, rows):
         """Print dicts as the rows of a table."""
@@ -1340,7 +1430,7 @@ class Run:
 
     def finish(self):
         """Wait until the main process has saved everything: torchrun stops it if another one exits first."""
-        self.print(f"saved {self.folder / 'model'}; to look at the run: python report.py {self.folder}")
+        self.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
 
@@ -1361,15 +1451,15 @@ class Run:
         state = {"update": 0, "sizes": {}}
         checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
         if any(self.folder.glob("checkpoints/*/state.pt")):
-            raise UserError(f"{self.folder} is a run of an earlier version: see CHANGELOG.md")
+            raise UserError(f"{self.name} is a run of an earlier version: see CHANGELOG.md")
         if self.args.resume and checkpoints:
             state = load(torch.load, str(checkpoints[-1]), map_location="cpu", weights_only=True)
             if state["fixed"] != self.fixed:
                 raise UserError(f"--resume: that run had {state['fixed']}, this one has {self.fixed}")
             self.load_checkpoint(state)
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
-        command = f"git -C '{HERE}' rev-parse HEAD"
-        git = subprocess.run(command, shell=True, capture_output=True, text=True)
+        # By a shell, because without git a shell only says so.
+        git = subprocess.run("git rev-parse HEAD", shell=True, cwd=HERE, capture_output=True, text=True)
         about = {
             "args": asdict(self.args),
             "command": sys.argv,
@@ -1381,14 +1471,14 @@ class Run:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             self.write("args.json", json.dumps(about, indent=2))
             # Forget what the run wrote after its checkpoint: it will be written again.
-            for path in self.folder.glob("*.jsonl"):
+            for path in self.logs():
                 os.truncate(path, state["sizes"].get(path.name, 0))
-        if self.args.log_with != "none":
+        if self.args.log_with != "none":  # only now, because the tracker writes to the run folder
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(value) for name, value in asdict(self.args).items()}
             self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
-        self.print(f"run folder {self.folder}, after update {state['update']}")
+        self.print(f"run folder {self.name}, after update {state['update']}")
         return state
 
     def load_checkpoint(self, state):
@@ -1414,16 +1504,16 @@ class Run:
         if signal_number and not is_last:
             self.bar.stop()
             self.print(f"stopped by signal {signal_number}")
-            self.print(f"to continue: python {SCRIPT}.py --resume {self.folder}")
+            self.print(f"to continue: python {SCRIPT}.py --resume {self.name}")
             self.accelerator.wait_for_everyone()
             sys.exit(128 + signal_number)
 
     def save_checkpoint(self, state):
         """Write checkpoints/<update>.pt. DeepSpeed's processes write shards to a folder of that name."""
         folder = self.folder / "checkpoints"
-        name = f"{state['update']:06d}"
+        tag = f"{state['update']:06d}"
         if self.fixed["sharding"] is not None:
-            self.learner.save_checkpoint(str(folder), tag=name, save_latest=False)
+            self.learner.save_checkpoint(str(folder), tag=tag, save_latest=False)
             self.accelerator.wait_for_everyone()
         else:
             weights = {name: p.detach() for name, p in self.parameters.items()}
@@ -1433,13 +1523,13 @@ class Run:
                 raise UserError(f"update {state['update']} is not saved: weights are not finite")
         if not self.is_main:
             return
-        state["sizes"] = {path.name: path.stat().st_size for path in self.folder.glob("*.jsonl")}
+        state["sizes"] = {path.name: path.stat().st_size for path in self.logs()}
         try:
             with open(folder / "draft", "wb") as file:
                 torch.save(state, file)
-        except (OSError, RuntimeError) as error:  # a full disk
-            raise UserError(f"cannot save {folder / name}.pt: {error.__context__ or error}") from error
-        os.replace(folder / "draft", folder / f"{name}.pt")
+        except (OSError, RuntimeError) as error:  # a full disk, about which torch raises a RuntimeError
+            raise UserError(f"cannot save {folder / tag}.pt: {error.__context__ or error}") from error
+        os.replace(folder / "draft", folder / f"{tag}.pt")
         for old in sorted(folder.glob("*.pt"))[: -max(self.args.keep_checkpoints, 1)]:
             old.unlink()
             shutil.rmtree(old.with_suffix(""), ignore_errors=True)  # of DeepSpeed
@@ -1467,7 +1557,7 @@ def report_samples(run, samples):
 
 
 def check_positive(args, *names):
-    """Raise if a size is 0 or less."""
+    """Raise if a number is 0 or less."""
     for name in names:
         value = getattr(args, name)
         if value is not None and value <= 0:
@@ -1509,7 +1599,7 @@ def parse_args(argv):
 
 
 def resumed_args(resume, recipe, flags):
-    """The flags of the run to continue. A recipe or flags that would change its result are refused."""
+    """The flags of the run to continue. Those that would change what it did so far are refused."""
     path = Path(resume, "args.json")
     if resume == "latest":
         path = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime, default=path)
@@ -1521,12 +1611,12 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
+    # A run may be made longer, and judged by another judge.
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
-    may_change += " judge_fn judge_model judge_model_path judge_url"
-    # The last two may change if the batch stays the same: Run.start makes sure of that.
+    # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
-    changed = [name for name in changed if name not in may_change.split()]
+    changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]
     if changed:
         raise UserError(f"--resume {resume} would change {', '.join(changed)}; start a new run for that")
     return replace(args, output_dir=str(path.parent))
@@ -1540,12 +1630,12 @@ def run_command_line(function, *inputs):
     for library in (transformers, datasets):
         library.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal may not know all characters of a response
     try:
         function(*inputs)
-    except (UserError, UnicodeDecodeError) as error:  # the latter: data that is not UTF-8
-        line = str(error)
-    except (OSError, SafetensorError) as error:  # a full disk, a folder that is not writable
-        line = f"{error}; --resume continues from the last checkpoint"
+    except (UserError, UnicodeDecodeError, OSError, SafetensorError) as error:
+        line = str(error)  # UnicodeDecodeError: data that is not UTF-8; OSError: a full disk, for example
     except ModuleNotFoundError as error:
         line = f"this needs {error.name}: pip install {error.name}, or uv run --with {error.name} {SCRIPT}.py"
     else:

@@ -85,8 +85,8 @@ CHANGES = [Change(*row) for row in [
     (R, "no stop token", (16,), "--stop-token None --missing-eos-penalty None"),
     (R, "2 responses to a prompt", (25,), "--rloo-k 2"),
     (R, "no price on the KL", (), "--kl-coef 0"),
-    (R, "k2 in the loss", (32,), "--kl-in-loss --kl-estimator k2"),
-    (R, "k3 in the loss, as GRPO", (32,), "--kl-in-loss --kl-estimator k3"),
+    (R, "k2 in the loss", (32,), "--kl-estimator k2"),
+    (R, "k3 in the loss, as GRPO", (32,), "--kl-estimator k3"),
     (R, "rewards divided by their deviation", (20, 26), "--whiten-rewards"),
     (R, "policy loss not clipped", (), "--cliprange 1e9"),
     (R, "scores clipped to +-2", (18,), "--score-clip 2"),
@@ -105,6 +105,8 @@ def slug(change, seed):
 def read(path):
     """The results so far: (script, flags, seed) -> line."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for line in lines:
+        line["flags"] = line["flags"].replace("--kl-in-loss ", "")  # an earlier edition had this flag, too
     return {(line["script"], line["flags"], line["seed"]): line for line in lines}
 
 

@@ -46,7 +46,7 @@ HEALTHY = [  # script, flags
     *[("ppo_dialog", f"--seed {seed}") for seed in (11, 12)],
     ("ppo_dialog", "--intent-reward match --seed 13"),
     *[("rloo_tldr", f"--seed {seed}") for seed in (11, 12, 13)],
-    ("rloo_tldr", "--kl-in-loss --kl-estimator k3 --seed 14"),
+    ("rloo_tldr", "--kl-estimator k3 --seed 14"),
     ("rloo_tldr", "--rloo-k 4 --seed 15"),
     *[("grpo_math", f"--seed {seed}") for seed in (11, 12, 13, 14)],
     ("grpo_math", "--kl-coef 0.04 --seed 15"),

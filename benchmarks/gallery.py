@@ -378,9 +378,8 @@ ENTRIES = [
         script="grpo_math",
         change=(
             "render_chat",
-            "return tokenizer.apply_chat_template(\n            messages, tokenize=False, "
-            "add_generation_prompt=add_generation_prompt\n        )",
-            "return plain_text(messages)",
+            "return tokenizer.apply_chat_template(",
+            "return plain_text(messages)\n        tokenizer.apply_chat_template(",
         ),
         see="No answer is right, although the supervised model answers every third task. All groups are equal, so nothing is learned.",
         why="The model saw only rendered chats. The bare text of the task is another kind of text for it.",

@@ -18,6 +18,7 @@ correct, and with a small weight.
 
 import ast
 import re
+import unicodedata
 from fractions import Fraction
 
 OPENING, CLOSING = "<answer>", "</answer>"
@@ -61,7 +62,7 @@ def boxed_answer(text):
             starts.append(brace.end())
         elif starts:
             start = starts.pop()
-            if start > last_start and text.endswith(r"\boxed{", 0, start):
+            if start > last_start and text.endswith((r"\boxed{", r"\boxed {"), 0, start):
                 last_start, last_end = start, brace.start()
     if last_start == -1:
         return None
@@ -71,11 +72,13 @@ def boxed_answer(text):
 def final_answer(text):
     r"""The final answer of a text, or None if it has none. -> str or None
 
-    It is in the last <answer>...</answer>, or else in the last \boxed{...}, or else after the last ####.
+    It is in the last <answer>...</answer>, or else in the last \boxed{...}, or else after the last ####. If
+    the tags contain a box, it is in the last box there.
     """
     answer = tagged_answer(text)
-    if answer is None:
-        answer = boxed_answer(text)
+    box = boxed_answer(text if answer is None else answer)
+    if box is not None:
+        answer = box
     if answer is None and "####" in text:
         answer = after_hashes(text)
     return answer
@@ -97,12 +100,17 @@ def plain(text):
     return text.strip().removesuffix(".").strip()
 
 
+def without_commas(text):
+    """The text without the commas that separate thousands. -> str"""
+    return re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
+
+
 def as_number(text):
     """The exact value of "72", "-0.5", "1,234" or "3/4"; None for other texts. -> Fraction or None"""
     text = plain(text)
     if len(text) > MOST_CHARACTERS:
         return None
-    text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # thousands commas
+    text = without_commas(text)
     if not re.fullmatch(r"[+-]?([0-9]+|[0-9]*\.[0-9]+|[0-9]+/[0-9]+)", text):
         return None
     try:
@@ -111,12 +119,185 @@ def as_number(text):
         return None
 
 
+# ---- Numbers with units, LaTeX and Unicode -----------------------------------------------------------------
+
+# Units of one or two letters, and units of three letters that may follow a number without a space. Other short
+# words are variables: 2x, 3ab, 2xyz.
+SHORT_UNITS = frozenset(
+    """
+    A C F J L N V W g h l m s cm dm ft hr in kg km lb mi mg ml mL mm of oz sq yd Hz kW kJ Rs US
+    min sec hrs lbs mph kph rpm kWh USD EUR GBP
+    """.split()
+)
+
+# Words that change the number or reject it. Their plurals in -s count, too.
+OTHER_NUMBER = frozenset(
+    """
+    and or but no not never neither nor none except without wrong incorrect false unless versus
+    than least most between above below under over almost nearly before after
+    minus plus negative squared cubed factorial mod modulo choose sqrt root log exp ln sin cos tan cot sinh cosh
+    tanh arcsin arccos arctan gcd lcm floor ceil abs
+    twice double triple half halves third fourth fifth sixth seventh eighth ninth tenth hundredth thousandth
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+    seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety
+    dozen hundred thousand million billion trillion
+    """.split()
+)
+
+PLAIN_CHARACTERS = str.maketrans(
+    dict.fromkeys("\u2010\u2012\u2013\u2014\u2015\u2212", "-")  # hyphen, dashes, minus
+    | dict.fromkeys("\u00d7\u00b7\u22c5", "*")  # times, middle dot, dot operator
+    | dict.fromkeys("\u2044\u2215", "/")  # fraction slash, division slash
+    | {"\u2248": "="}  # almost equal
+    | dict.fromkeys("\u20ac\u00a3\u00a5\u20b9\u00b0")  # removed like $ and %: euro, pound, yen, rupee, degree
+    | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff")  # removed: characters of zero width
+)
+
+STYLED = re.compile(
+    r"\\(text(bf|it|rm|sf|tt|normal)?|math(bf|it|rm|sf|tt)|bm|boldsymbol|operatorname|underline|[fm]box|boxed)"
+    r"\s*\{(?P<inside>[^{}]*)\}"
+)
+NUMBER_IN_BRACES = r"(?:\{\s*([+-]?[0-9.,]+)\s*\}|([0-9]))"
+PLAIN_LATEX = [  # (pattern, replacement), in this order
+    (r"\A(\*\*|`)(.*)\1\Z", r"\2"),  # Markdown
+    (r"\\!|\\(left|right|displaystyle)(?![A-Za-z])", ""),
+    (r"\^\\circ(?![A-Za-z])|\^\{\\circ\}|\\degree(?![A-Za-z])", ""),
+    (r"\\[,;: ]|\\[()\[\]]|~", " "),
+    (r"\\(times|cdot)(?![A-Za-z])", "*"),
+    (r"\\approx(?![A-Za-z])", "="),
+    (r"\{,\}", ","),
+    (r"([_^])\{([+-]?[0-9]+|[A-Za-z])\}", r"\1\2 "),
+    (r"\\[dt]frac(?![A-Za-z])", r"\\frac"),
+    (rf"\\frac\s*{NUMBER_IN_BRACES}\s*{NUMBER_IN_BRACES}", r" \1\2/\3\4 "),
+    (r"[ \t]+", " "),
+    (r" (?![A-Za-z0-9.,])|(?<![A-Za-z0-9.,]) ", ""),  # beside signs and brackets
+]
+
+DECIMAL = r"(?:(?:[0-9]{1,3}(?:[ ][0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+QUANTITY = re.compile(
+    rf"""
+    (?: (?P<name>[A-Za-z\\() ]*(?:_[A-Za-z0-9])?) (?:=|:|:=|\b(?:is|are)\b) [ ]? )?  # x =, The answer is
+    (?: (?P<before>[A-Za-z]{{2,}}) \.?[ ]? )?  # USD, Rs., about
+    (?P<sign> [+-]? )
+    (?: (?P<whole>[0-9]+) [ ] (?=[0-9]+/) )?  # the first 1 of 1 1/2
+    (?P<top> {DECIMAL} )
+    (?: / (?P<bottom>[+-]?{DECIMAL}) )?
+    (?: [eE] (?P<exponent>[+-]?[0-9]{{1,3}}) )?
+    (?P<unit> [ ]?/?[ ]? [A-Za-z(] (?: [A-Za-z ()'./*-] | (?<=[A-Za-z)])\^-?[0-9] )* )?
+    """,
+    re.VERBOSE,
+)
+
+
+def simplified(text):
+    r"""The text as typed on a keyboard, without LaTeX that only affects its appearance. -> str
+
+    "72\,\text{ cm}^2" becomes "72 cm^2", "\left(\dfrac{3}{4}\right)" becomes "3/4". A text longer than
+    MOST_CHARACTERS keeps its LaTeX.
+    """
+    text = plain(text)
+    if len(text) > MOST_CHARACTERS:
+        return text
+    text = without_styles(plain(typed(text)))
+    for pattern, replacement in PLAIN_LATEX:
+        text = re.sub(pattern, replacement, text.strip())
+    return plain(without_outer_brackets(text))
+
+
+def typed(text):
+    """The text with Unicode digits, spaces, dashes, exponents and fractions converted to ASCII. -> str"""
+    text = re.sub("[\u00ba\u02da]", "\u00b0", text)  # look-alikes of the degree sign
+    text = re.sub("[\u00bc-\u00be\u2150-\u215e]", r" \g<0> ", text)  # so that 1 and 1/2 does not become 11/2
+    text = re.sub(
+        "\u207b?[\u00b9\u00b2\u00b3\u2070-\u2079]+", r"^\g<0>", text
+    )  # so that 5^2 does not become 52
+    return unicodedata.normalize("NFKC", text).translate(PLAIN_CHARACTERS)
+
+
+def without_styles(text):
+    r"""The text without \text{...}, \mathbf{...} and the like around its parts. -> str"""
+    changes = 1
+    while changes:
+        text, changes = STYLED.subn(r" \g<inside>", text)
+    return text
+
+
+def without_outer_brackets(text):
+    """The text without the ( ) or { } that enclose it; (3, 4) keeps them. -> str"""
+    while match := re.fullmatch(r"\(([^(),]*)\)|\{([^{}]*)\}", text.strip()):
+        text = match[1] or match[2] or ""
+    return text
+
+
+def as_quantity(text):
+    """The value, name and unit of a simplified text; None if it is not exactly one number. -> tuple or None
+
+    "x = 1,200 cm^2" has (1200, "x", "cm^2"). None: "72 or 73", "72 of 100", "72 thousand", "2x".
+    """
+    if len(text) > MOST_CHARACTERS:
+        return None
+    text = without_commas(text)
+    text = re.sub(r"(?<=[0-9]) ?[*x] ?10\^(?=[+-]?[0-9])", "e", text)  # 1.2*10^3
+    text = re.sub(r"(?<![0-9.])10\^(?=[+-]?[0-9])", "1e", text)
+    match = QUANTITY.fullmatch(text)
+    if match is None:
+        return None
+    name, before, unit = [match[group] or "" for group in ("name", "before", "unit")]
+    if not (is_name(name) and is_unit(f" {before}") and is_unit(unit)):
+        return None
+    value = value_of_quantity(match)
+    if value is None:
+        return None
+    return value, name.strip(), (unit or before).strip()
+
+
+def is_name(text):
+    """True if no word of the text changes or rejects the number. -> bool"""
+    words = re.findall("[a-z]+", text.lower())
+    return not any(word in OTHER_NUMBER or word.removesuffix("s") in OTHER_NUMBER for word in words)
+
+
+def is_unit(text):
+    """True if all words of the text can be units: "clips", " m/s^2", " square feet". -> bool
+
+    A word needs 3 letters, or 4 if the text does not begin with a space ("72clips", not "2xyz"), or it must be
+    one of SHORT_UNITS.
+    """
+    enough = 3 if text.startswith((" ", "/")) else 4
+    words = re.findall("[A-Za-z]+", text)
+    return is_name(text) and all(len(word) >= enough or word in SHORT_UNITS for word in words)
+
+
+def value_of_quantity(match):
+    """The exact value of a match of QUANTITY; None for 3/0 and 1 5/2. -> Fraction or None"""
+    top = Fraction(match["top"].replace(" ", ""))
+    bottom = Fraction((match["bottom"] or "1").replace(" ", ""))
+    if bottom == 0 or (match["whole"] and not top < bottom):
+        return None
+    value = int(match["whole"] or 0) + top / bottom
+    value *= Fraction(10) ** int(match["exponent"] or 0)
+    return -value if match["sign"] == "-" else value
+
+
+def agree(one, other):
+    """True if two names or two units are the same, or one is missing. -> bool"""
+    return one == other or not one or not other
+
+
 def same_answer(answer, reference):
-    """True if both are the same number, or else the same text. -> bool"""
-    number, reference_number = as_number(answer), as_number(reference)
-    if number is not None and reference_number is not None:
-        return number == reference_number
-    return plain(answer) == plain(reference) != ""
+    """True if both are the same number, or else the same text. -> bool
+
+    Units are compared only if both have one: "72 km" equals "72", but not "72 m".
+    """
+    if plain(answer) == plain(reference) != "":
+        return True
+    answer, reference = simplified(answer), simplified(reference)
+    quantity, reference_quantity = as_quantity(answer), as_quantity(reference)
+    if quantity is None or reference_quantity is None:
+        return answer == reference != ""
+    value, name, unit = quantity
+    reference_value, reference_name, reference_unit = reference_quantity
+    return value == reference_value and agree(name, reference_name) and agree(unit, reference_unit)
 
 
 # ---- Rewards -----------------------------------------------------------------------------------------------
@@ -126,8 +307,8 @@ def correct(completions, answer, **columns):
     """1.0 if the final answer is right, else 0.0. -> list of float
 
     answer[i] is an answer ("72") or a solution of gsm8k ("... #### 72"), of which only what follows ####
-    counts. Numbers are compared as numbers, so "72.0", "$72" and "72." equal "72". Other answers are
-    compared as texts.
+    counts. Numbers are compared as numbers, so "72.0", "$72", "72 clips" and "x = 72" equal "72". Other
+    answers are compared as texts. Both may be LaTeX.
     """
     rewards = []
     for completion, reference in zip(completions, answer, strict=True):

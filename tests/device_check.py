@@ -475,6 +475,7 @@ def patches(check):
     answers |= dict(current_device=GPU)  # really a number, but torch.device(0) works with a GPU only
     for name, answer in answers.items():
         yield torch.cuda, name, lambda *args, answer=answer, **kwargs: answer
+    yield torch.accelerator, "is_available", lambda: True
 
 
 def keep_tag(storage, copied):

@@ -138,7 +138,7 @@ SIX_UPDATES = {  # with these flags on top, a run has 6 updates, and everything 
         lr_scheduler_type="cosine",
         warmup_ratio=0.3,
     ),
-    "reward_model": dict(save_every=2, min_prefix_length=4, lr_scheduler_type="polynomial"),
+    "reward_model": dict(save_every=2, min_prefix_length=4, lr_scheduler_type="linear"),
 }
 BY_HEART = [  # dialogs that a model learns by heart: some answers are questions
     (["Hello, who are you?", "I am Leo, and you?", "I am Nina."], [2, 2, 1]),
@@ -210,7 +210,7 @@ def assert_same_run(one, other):
     for name in files:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
     assert timeless(rows_of(one)) == timeless(rows_of(other))
-    for name in ("samples.jsonl", "evaluation.json", "evaluation_samples.jsonl"):
+    for name in ("samples.jsonl", "tokens.jsonl", "evaluation.json", "evaluation_samples.jsonl"):
         assert (one / name).exists() == (other / name).exists()
         if (one / name).exists():
             assert (one / name).read_text() == (other / name).read_text(), name
@@ -241,6 +241,11 @@ def eos_prone(tiny_lm, folder):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def is_trial(optimizer):
+    """True if make_optimizer only tries the optimizer, with a parameter of its own."""
+    return optimizer.param_groups[0]["params"][0].shape == (2, 2)
 
 
 def reward_file(folder, body, name="reward"):

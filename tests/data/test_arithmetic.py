@@ -291,6 +291,271 @@ def test_a_wrong_answer(text, answer):
     assert rate("correct", text, answer=answer) == 0.0
 
 
+def in_all_places(inside):
+    r"""An answer in <answer> tags, in \boxed{}, in both, and after ####."""
+    box = rf"\boxed{{{inside}}}"
+    return [f"<answer>{inside}</answer>", f"So {box}.", f"<answer>{box}</answer>", f"#### {inside}"]
+
+
+@pytest.mark.parametrize(
+    "inside, answer",
+    [
+        # units and words
+        (r"72 \text{ clips}", "72"),
+        (r"72\text{clips}", "72"),
+        ("72 dollars", "72"),
+        ("72cm", "72"),
+        ("72mph", "72"),
+        ("72 km/h", "72"),
+        ("$72/hour", "72"),
+        ("72 miles per hour", "72"),
+        ("72 cups of tea", "72"),
+        ("72 sq. ft.", "72"),
+        ("72 kilowatt-hours", "72"),
+        (r"5\text{ cm}^2", "5"),
+        (r"5 \mathrm{~cm}^{2}", "5"),
+        (r"5\ \text{kg m}^{-3}", "5"),
+        ("5 cm\N{SUPERSCRIPT TWO}", "5"),
+        ("USD 72", "72"),
+        ("US$72", "72"),
+        ("Rs. 72", "72"),
+        ("\N{EURO SIGN}72", "72"),
+        ("72 \N{EURO SIGN}", "72"),
+        (r"\$72.50 \text{ per week}", "72.5"),
+        (r"72\%", "72"),
+        ("72 percent", "72"),
+        (r"72^\circ", "72"),
+        (r"72^{\circ}\text{C}", "72"),
+        ("72\N{DEGREE SIGN}", "72"),
+        ("72 \N{DEGREE CELSIUS}", "72"),
+        ("72\N{MASCULINE ORDINAL INDICATOR}", "72"),
+        ("72", "72 clips"),
+        ("x = 72", "72"),
+        (r"x_{1} = 72 \text{ cm}", "72"),
+        (r"\theta = 72^\circ", "72"),
+        ("f(x) = 72", "72"),
+        ("The answer is 72.", "72"),
+        ("Answer: 72 clips", "72"),
+        (r"\approx 3.14", "3.14"),
+        ("\N{ALMOST EQUAL TO} 3.14", "3.14"),
+        ("about 3.14", "3.14"),
+        ("about .5", "0.5"),
+        # LaTeX and Markdown
+        (r"\text{72}", "72"),
+        (r"\text{72 clips}", "72"),
+        (r"\mathrm{72}", "72"),
+        (r"\mathbf{72}", "72"),
+        (r"\textbf{\text{72}}", "72"),
+        (r"\boxed{\boxed{72}}", "72"),
+        (r"\boxed {72}", "72"),
+        ("{72}", "72"),
+        (r"\left(72\right)", "72"),
+        (r"\(72\)", "72"),
+        ("$72$", "72"),
+        ("**72**", "72"),
+        (r"72\!", "72"),
+        # digits in groups
+        ("1{,}234", "1234"),
+        (r"1,\!234,\!567", "1234567"),
+        (r"1\,234", "1234"),
+        (r"1\;234", "1234"),
+        ("1~234", "1234"),
+        ("1 234 567.5", "1234567.5"),
+        ("1\N{NO-BREAK SPACE}234", "1234"),
+        ("1\N{NARROW NO-BREAK SPACE}234", "1234"),
+        ("1\N{THIN SPACE}234", "1234"),
+        # fractions
+        (r"\frac{3}{4}", "3/4"),
+        (r"\dfrac{3}{4}", "0.75"),
+        (r"\tfrac{3}{4}", "3/4"),
+        (r"\frac34", "3/4"),
+        (r"\frac 3 4", "3/4"),
+        (r"-\frac{3}{4}", "-3/4"),
+        (r"\frac{-3}{4}", "-0.75"),
+        (r"\frac{1{,}234}{2} \text{ cm}", "617"),
+        (r"1\frac{1}{2}", "1.5"),
+        (r"-1\frac{1}{2}", "-1.5"),
+        ("1 1/2 cups", "3/2"),
+        ("3 / 4", "0.75"),
+        ("\N{VULGAR FRACTION ONE HALF}", "1/2"),
+        ("1\N{VULGAR FRACTION ONE HALF}", "3/2"),
+        # signs and digits of Unicode
+        ("\N{MINUS SIGN}5", "-5"),
+        ("\N{HYPHEN}5", "-5"),
+        ("\N{NON-BREAKING HYPHEN}5", "-5"),
+        ("\N{EN DASH}5", "-5"),
+        ("\N{EM DASH}5", "-5"),
+        ("\N{SMALL HYPHEN-MINUS}5", "-5"),
+        ("\N{SUPERSCRIPT MINUS}5", "-5"),
+        ("- $5", "-5"),
+        ("\N{FULLWIDTH DIGIT SEVEN}\N{FULLWIDTH DIGIT TWO}", "72"),
+        ("\N{ZERO WIDTH SPACE}72", "72"),
+        # decimals and powers of ten
+        ("72.0", "72"),
+        (".5", "1/2"),
+        ("1.2e3", "1200"),
+        ("1.2E-3", "0.0012"),
+        (r"1.2 \times 10^3", "1200"),
+        (r"1.2\cdot10^{-3} \text{ m}", "0.0012"),
+        ("1.2 \N{MULTIPLICATION SIGN} 10\N{SUPERSCRIPT THREE}", "1200"),
+        ("1.2 x 10^3", "1200"),
+        ("10^{3}", "1000"),
+        # texts
+        (r"\text{C}", "C"),
+        (r"\textbf{(C)}", "C"),
+        (r"\dfrac{x}{2}", r"\frac{x}{2}"),
+        (r"x^{2}+1", "x^2 + 1"),
+    ],
+)
+def test_a_right_answer_in_another_format(inside, answer):
+    for text in in_all_places(inside):
+        assert rate("correct", text, answer=answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    "inside, answers",
+    [
+        # more than one number
+        ("72 or 73", ["72", "73"]),
+        (r"72 \text{ or } 73", ["72", "73"]),
+        ("72; 73", ["72", "73"]),
+        ("3 or 4", ["3", "4"]),
+        ("72 of 100", ["72", "100", "0.72"]),
+        ("72 clips out of 80", ["72", "80"]),
+        ("between 3 and 5", ["3", "4", "5"]),
+        ("3-4", ["3", "4", "-4"]),
+        ("3\N{EN DASH}4", ["3", "4", "-4"]),
+        ("x=3, y=4", ["3", "4"]),
+        ("x = 3 = y", ["3"]),
+        ("x or y = 3", ["3"]),
+        ("3 = 72", ["3", "72"]),
+        ("(3, 4)", ["3", "4", "34"]),
+        ("(1,234)", ["1234"]),
+        ("3:4", ["3", "4", "3/4"]),
+        ("3 feet 4 inches", ["3", "4"]),
+        ("3ft4in", ["3", "4"]),
+        ("1/2/3", ["1/2", "1/6"]),
+        # spaces and commas in other places
+        ("7 2", ["72", "7", "2"]),
+        ("12 34", ["1234", "12", "34"]),
+        ("5 000 00", ["500000"]),
+        ("1,23", ["123", "1", "23", "1.23"]),
+        ("3, 400", ["3400", "3", "400"]),
+        (r"3 \quad 400", ["3400"]),
+        (r"\frac{1}{2}{3}", ["1/23"]),
+        # another number
+        (r"73 \text{ clips}", ["72"]),
+        (r"\text{73}", ["72"]),
+        ("7 dollars", ["72"]),
+        ("1{,}235", ["1234"]),
+        (r"\frac{4}{3}", ["3/4"]),
+        (r"1\frac{1}{2}", ["11/2", "1/2"]),
+        ("1\N{VULGAR FRACTION ONE HALF}", ["11/2"]),
+        (r"\frac{3}{0}", ["3", "0", "30"]),
+        ("\N{MINUS SIGN}5", ["5"]),
+        ("-5", ["5"]),
+        ("5", ["-5"]),
+        (r"\pm 5", ["5", "-5"]),
+        ("--5", ["5"]),
+        ("0.72", ["72"]),
+        ("72%", ["0.72"]),
+        ("5\N{SUPERSCRIPT TWO}", ["5", "52"]),
+        ("5^{2}", ["5", "52"]),
+        (r"10^{3}5", ["10^35"]),
+        ("10^{10^{10}}", ["10", "1e100"]),
+        ("10^{999999999}", ["10", "1"]),
+        ("1e999999999", ["1"]),
+        # not the number alone
+        ("72x", ["72"]),
+        ("2ab", ["2"]),
+        ("2xyz", ["2"]),
+        ("72i", ["72"]),
+        (r"72\pi", ["72"]),
+        ("72 pi", ["72"]),
+        (r"\sqrt{72}", ["72"]),
+        ("log 72", ["72"]),
+        (r"\arctan x = 72", ["72"]),
+        ("72!", ["72"]),
+        ("72 + 1", ["72", "73"]),
+        ("x + 72", ["72"]),
+        (r"72 \times 2", ["72", "144"]),
+        ("2x = 72", ["72", "36"]),
+        ("x^2 = 4", ["4", "2"]),
+        ("x > 72", ["72"]),
+        (r"\geq 72", ["72"]),
+        (r"x \neq 72", ["72"]),
+        ("72 thousand", ["72"]),
+        ("72k", ["72"]),
+        ("72 and a half", ["72"]),
+        ("2 thirds", ["2"]),
+        ("72 squared", ["72"]),
+        ("72 two", ["72"]),
+        ("72 point fifty", ["72"]),
+        ("twice 72", ["72"]),
+        ("over 72", ["72"]),
+        ("minus 72", ["72"]),
+        ("less than 72", ["72"]),
+        ("not 72", ["72"]),
+        ("The answer is not 72", ["72"]),
+        ("72 is wrong", ["72"]),
+        # contradictions
+        ("72 km", ["72 m", "73 km"]),
+        ("x = 72", ["y = 72"]),
+        # texts
+        ("clips", ["72"]),
+        (r"\text{D}", ["C"]),
+        ("f'", ["f"]),
+        (r"\sqrt{2+x}", [r"\sqrt{2}+x"]),
+        (r"\frac{x+1}{2}", ["x+1/2"]),
+    ],
+)
+def test_a_wrong_answer_in_a_similar_format(inside, answers):
+    for text in in_all_places(inside):
+        for answer in answers:
+            assert rate("correct", text, answer=answer) == 0.0
+
+
+def test_a_box_in_the_tags_is_the_answer():
+    text = r"<answer>There are 6 rows of 12, so \boxed{72}.</answer>"
+    assert rate("correct", text, answer="72") == 1.0
+    assert rate("correct", text, answer="12") == 0.0
+    assert rate("correct", r"<answer>5</answer> \boxed{72}", answer="72") == 0.0
+
+
+FORMATS = [
+    "{}",
+    r"{} \text{{ clips}}",
+    r"\text{{{}}}",
+    "{} dollars",
+    "x = {}",
+    r"\$ {}",
+    r"\dfrac{{{}}}{{1}}",
+    r"{} \times 10^{{0}}",
+]
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(-2, 2), st.sampled_from(FORMATS), st.booleans())
+def test_a_format_does_not_change_the_number(number, more, form, commas):
+    inside = form.format(f"{number:,}" if commas else number)
+    for text in in_all_places(inside):
+        assert rate("correct", text, answer=str(number + more)) == float(more == 0)
+
+
+PIECES = r"72 1/2 1,234 10^ . , - + = : ^ _ * / ( ) { } [ ] \ ~ $ % e x is or clips cm #### </answer>".split()
+PIECES += [r"\frac", r"\text{", r"\boxed{", r"\times", r"\,", r"\!", " ", "\n", "\x00", "\ud800", "<answer>"]
+PIECES += ["\N{MINUS SIGN}", "\N{SUPERSCRIPT TWO}", "\N{VULGAR FRACTION ONE HALF}", "\ufdfa", "\u0301"]
+
+
+@settings(deadline=None, max_examples=500)
+@given(*[st.lists(st.sampled_from(PIECES), max_size=20).map("".join)] * 2)
+def test_no_text_raises_and_the_comparison_is_symmetric(text, other):
+    same = REWARDS["same_answer"](text, other)
+    assert same == REWARDS["same_answer"](other, text)
+    assert REWARDS["same_answer"](text, text) == (REWARDS["plain"](text) != "")
+    for whole in in_all_places(text):
+        assert rate("correct", whole, answer=other) in (0.0, 1.0)
+
+
 @pytest.mark.parametrize(
     "text, reward",
     [
@@ -299,6 +564,8 @@ def test_a_wrong_answer(text, answer):
         ("<answer> 7 </answer>", 1.0),  # whatever was asked
         ("<answer>seven</answer>", 0.0),
         ("<answer></answer>", 0.0),
+        ("<answer>7 clips</answer>", 0.0),
+        (r"<answer>\boxed{7}</answer>", 0.0),
         ("<answer>7</answer>.", 0.0),
         ("<answer>7</answer><answer>7</answer>", 0.0),
         (r"\boxed{7}", 0.0),
@@ -375,7 +642,26 @@ HOSTILE = [
     "<answer>" * 50_000,
     "#### " * 50_000,
     " " * 100_000,
+    "10^{10^{10}}",
+    "9^{9^{9^9}}",
+    r"432 \times 10^{999999999}",
+    r"\frac{432}{10^{10^{10}}}",
+    "432e999999999",
+    "((((9!)!)!)!)!",
+    r"\sum_{n=1}^{10^{10}} n^{100}",
+    "{" * 10_000 + "432" + "}" * 10_000,
+    r"\text{" * 10_000 + "432" + "}" * 10_000,
+    r"\text{" * 30 + "5" + "}" * 30,
+    r"\frac{" * 33,
+    "(1" * 100,
+    "a is" * 50,
+    "1 000 " * 33 + "x",
+    "5 a^2" + "a^2" * 64 + "!",
+    "\N{VULGAR FRACTION ONE HALF}" * 200,
+    "\ufdfa" * 200,  # each is 18 characters after NFKC
+    "\u0301\u0323" * 100,
 ]
+LONG = r"a 9 { } \ = $ 1, ,111 \, \text{ \frac x=".split() + [" ", "1 ", "\ufdfa", "\u0301"]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text[:20]))
@@ -388,6 +674,18 @@ def test_hostile_texts_earn_nothing_and_take_no_time(text):
         assert rate("well_formed", whole) in (0.0, 1.0)
         assert 0.0 <= rate("shows_work", whole) <= 1.0
     assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("piece", LONG, ids=ascii)
+def test_a_million_characters_take_no_time(piece):
+    """A generous limit: quadratic time would take minutes."""
+    text = piece * (10**6 // len(piece)) + "432"
+    start = time.process_time()
+    expected = float(piece in (" ", "$"))  # plain() leaves them out
+    for whole in [f"<answer>{text}</answer>", rf"<answer>\boxed{{{text}}}</answer>", f"#### {text}"]:
+        assert REWARDS["correct"]([whole], answer=["432"]) == [expected]
+    assert REWARDS["correct"](["<answer>432</answer>"], answer=[text]) == [expected]
+    assert time.process_time() - start < 20
 
 
 @settings(deadline=None, max_examples=300)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import datasets
@@ -343,12 +344,14 @@ def test_an_evaluation_on_chats_by_hand(scripts, sft, chat_lm, family, tmp_path,
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_settings_of_sampling_do_not_stop_the_saving(scripts, chat_lm, tmp_path, do_sample):
-    """Some models have a temperature in generation_config.json, but no do_sample. With another EOS,
-    transformers would refuse to save it."""
+    """Some models have a temperature in generation_config.json, but no do_sample. transformers would refuse
+    to save it."""
     script = scripts["sft"]
-    model = transformers.AutoModelForCausalLM.from_pretrained(chat_lm("qwen2_5"))
+    shutil.copytree(chat_lm("qwen2_5"), tmp_path / "lm")
     settings = dict(eos_token_id=2, temperature=0.9, top_p=0.6, do_sample=do_sample)
-    model.generation_config = transformers.GenerationConfig.from_dict(settings)
+    (tmp_path / "lm/generation_config.json").write_text(json.dumps(settings))
+    model = script.load_model(transformers.AutoModelForCausalLM, str(tmp_path / "lm"))
+    assert model.generation_config.eos_token_id == 2
     args = script.Args(lora_r=None, save_dtype="float32")
     script.save_language_model(model, build_tokenizer("qwen2_5"), tmp_path / "model", args, [2, 5])
     saved = transformers.GenerationConfig.from_pretrained(tmp_path / "model")
@@ -367,6 +370,38 @@ def test_what_ends_a_response(scripts, chat_lm, family):
     cut = ([9, 20, 20, 20, 20, start], [-100, 20, 20, 20, 20, start])
     stops = scripts["sft"].find_end_tokens(model, tokenizer, [learned, cut], 6)
     assert stops == (eos if eos == end else sorted({eos, end}))
+
+
+def test_the_date_of_a_template(scripts, tmp_path):
+    """It is --date in all stages, not the clock's."""
+    tokenizer = build_tokenizer("qwen2_5")
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}"
+    tokenizer.chat_template += "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    row = {"prompt": chat(TURNS[0]), "completion": chat(TURNS[1])}
+    pair = row | {"chosen": chat(TURNS[1]), "rejected": chat((ASSISTANT, "No."))}
+    data, pairs = datasets.Dataset.from_list([row]), datasets.Dataset.from_list([pair])
+    day, folder = dict(date="2024-02-03"), write_rows(tmp_path / "data", train=[row] * 2)
+    script = scripts["reward_model"]
+    args = script.Args(max_length=200, center_dataset_name=folder, **day)
+    found = [documents_of(scripts["sft"], tokenizer, row, **day)[0][0]]
+    found += script.load_preference_rows(pairs, tokenizer, args)[0].texts
+    found += script.load_reference_rows([], tokenizer, args)[0].texts
+    found += [load_prompts(scripts[name], data, tokenizer, **day)[0]["ids"] for name in GROUPS]
+    assert [tokenizer.decode(ids)[:17] for ids in found] == ["03 Feb 2024user: "] * 6
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_message_that_the_assistant_has_begun(scripts, family, name):
+    """A prompt that ends with it is continued: no end of the turn, and no header of a new one."""
+    tokenizer = build_tokenizer(family)
+    rows = [{"prompt": chat(TURNS[0]), "completion": chat(TURNS[1])}]
+    rows.append(rows[0] | {"prompt": chat(TURNS[0], (ASSISTANT, "It is"))})
+    prompts = load_prompts(scripts[name], datasets.Dataset.from_list(rows), tokenizer)
+    plain, begun = [tokenizer.decode(prompt["ids"]) for prompt in prompts]
+    if family == "qwen3":  # its template writes an empty thought before the last answer
+        plain += "<think>\n\n</think>\n\n"
+    assert begun == plain + "It is"
 
 
 def test_messages_that_the_template_cannot_write(scripts):
@@ -398,11 +433,11 @@ def test_a_template_for_a_tokenizer_without_one(sft, tmp_path, capsys, scripts):
 # ---- Rollouts ----------------------------------------------------------------------------------------------
 
 
-def load_prompts(script, data, tokenizer):
+def load_prompts(script, data, tokenizer, **flags):
     """What rloo_tldr.py or grpo_math.py makes of the rows, without a system prompt."""
     if script.__name__ == "rloo_tldr":
-        return script.load_posts(data, tokenizer, script.Args())
-    return script.load_tasks(data, tokenizer, script.Args(system_prompt=None), "chats")
+        return script.load_posts(data, tokenizer, script.Args(**flags))
+    return script.load_tasks(data, tokenizer, script.Args(system_prompt=None, **flags), "chats")
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -501,8 +536,9 @@ return [float(len(completion[0]["content"])) for completion in completions]"""
                 ended_by.add(tokens[length - 1])
                 assert tokens[length - 1] in stops
             assert not set(tokens[: length - 1]) & set(stops)
-            text = tokens[: length - int(b["stopped"][i])]
-            assert response == tokenizer.decode(text, skip_special_tokens=True)
+            left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+            text = [token for token in tokens[: length - int(b["stopped"][i])] if token not in left_out]
+            assert response == tokenizer.decode(text)  # with other special tokens
     assert len(ended_by) > 1
     calls = [json.loads(line) for line in (tmp_path / "reward.py.calls").read_text().splitlines()]
     for prompt, completion, answer in calls:

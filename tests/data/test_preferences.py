@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import datasets
 import peft
@@ -130,7 +131,7 @@ def test_all_stages_tokenize_alike(scripts, tiny_lm, small):
     prompt, completion = "A post about a dog.\n\nTL;DR:", " My dog barks. What now?"
     rows = datasets.Dataset.from_dict(dict(prompt=[prompt], completion=[completion]))
     [(trained, _)] = scripts["sft"].load_documents(rows, tokenizer, small("sft"))
-    [scored] = scripts["reward_model"].preference_ids(tokenizer, [prompt], [completion], 100)
+    [scored] = scripts["reward_model"].preference_ids(tokenizer, [prompt], [completion], 100, "")
     [post] = scripts["rloo_tldr"].load_posts(rows, tokenizer, small("rloo_tldr"))
     completion_ids = tokenizer(completion).input_ids + [tokenizer.eos_token_id]
     assert trained == scored == post["ids"] + completion_ids
@@ -140,11 +141,11 @@ def test_long_texts_lose_their_beginning(script, tiny_lm):
     """EOS stays. The tokenizer of an encoder, which marks the ends itself, cuts on the left too."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     text = (["one two three four five six"], [" seven"])
-    [ids] = script.preference_ids(tokenizer, *text, 4)
+    [ids] = script.preference_ids(tokenizer, *text, 4, "")
     assert len(ids) == 4 and ids[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(ids).endswith(f"seven{EOS}")
     tokenizer.cls_token = PAD  # as an encoder's tokenizer has one
-    [ids] = script.preference_ids(tokenizer, *text, 4)
+    [ids] = script.preference_ids(tokenizer, *text, 4, "")
     assert len(ids) == 4 and tokenizer.decode(ids).endswith("seven")
 
 
@@ -199,11 +200,14 @@ def test_standard_deviation_of_a_new_head(script, tiny_lm, tmp_path):
         tiny_lm("gpt_neox"), hidden_size=512, num_hidden_layers=1, intermediate_size=64
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "lm")
-    model = script.load_model(AutoModelForSequenceClassification, str(tmp_path / "lm"), num_labels=1)
+    load = partial(script.load_model, AutoModelForSequenceClassification)
+    with pytest.raises(script.UserError, match="1 weights are not in the files, such as score.weight"):
+        load(str(tmp_path / "lm"), num_labels=1)
+    model = load(str(tmp_path / "lm"), head_may_be_new=True, num_labels=1)
     assert script.init_new_head(model, str(tmp_path / "lm"))
     assert model.score.weight.std().item() == pytest.approx(513**-0.5, rel=0.15)
     model.save_pretrained(tmp_path / "rm")
-    again = script.load_model(AutoModelForSequenceClassification, str(tmp_path / "rm"))
+    again = load(str(tmp_path / "rm"))
     assert not script.init_new_head(again, str(tmp_path / "rm"))
     assert torch.equal(again.score.weight, model.score.weight)
 
@@ -250,8 +254,7 @@ def test_lora_trains_adapter_and_head(pairs, script, tiny_lm):
     state = torch.load(folder / "checkpoints/000006.pt", weights_only=True)["parameters"]
     assert [name for name in state if "score" in name] == ["model.score.weight"]
     assert any("lora_" in name for name in state)
-    model = script.load_model(AutoModelForSequenceClassification, tiny_lm("gpt_neox"), num_labels=1)
-    before, after = model.state_dict(), weights(folder / "model")
+    before, after = weights(tiny_lm("gpt_neox")), weights(folder / "model")
     assert "score.weight" in after
     assert not (folder / "model/adapter_config.json").exists()
     with_adapter = "gpt_neox.layers.0.attention.dense.weight"

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import transformers.trainer_callback  # noqa: F401 (scripts import it late; here it happens before a device check)
 from conftest import ROOT, SCRIPTS
 from device_check import pretended_gpu
@@ -161,9 +162,10 @@ def test_reward_functions_in_the_docs_work(scripts, monkeypatch, page):
     prompts, completions, answers = ["2 + 3?", "2 + 3?"], ["It is 5", "It is 6"], ["5", "5"]
     if page == "grpo_math":
         completions = [[{"role": "assistant", "content": text}] for text in completions]
-    inputs = dict(prompts=prompts, completions=completions, completion_ids=[[1], [2]], answer=answers)
+    inputs = dict(prompts=prompts, completions=completions, completion_ids=[[1], [2]])
+    rows = [{"answer": answer} for answer in answers]
     functions = {name: namespace[name] for name in names}
-    rewards = scripts["rloo_tldr"].call_reward_functions(functions, inputs | {"trainer_state": None}, "cpu")
+    rewards = scripts["rloo_tldr"].call_reward_functions(functions, rows, inputs, None, torch.device("cpu"))
     assert all(len(x) == 2 and x.isfinite().all() for x in rewards.values())
     if page == "grpo_math":
         assert rewards["correct"].tolist() == [1, 0]
@@ -429,7 +431,7 @@ def test_a_table_of_ablations_by_hand(ablations):
         }
         return {("rloo_tldr", flags, seed): {"after": after, "seed": seed}}
 
-    k3 = "--kl-in-loss --kl-estimator k3"
+    k3 = "--kl-estimator k3"
     results = run("", 1, 0.5) | run("", 2, 0.75) | run(k3, 1, 0.25) | run(k3, 2, 0.25)
     results["rloo_tldr", "--rloo-k 2", 1] = {"stopped": "5 gradients in a row", "seed": 1}
     head, _, start, two, other = ablations.table("rloo_tldr", results).splitlines()

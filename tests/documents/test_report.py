@@ -334,7 +334,7 @@ def ppo_row(rng):
 
 
 def write_ppo_rows(folder, **changes):
-    """samples.jsonl with four saved updates. changes: column -> function of a row; None leaves it out"""
+    """tokens.jsonl with four saved updates. changes: column -> function of a row; None leaves it out"""
     rng = np.random.default_rng(0)
     rows = []
     for update in (1, 34, 67, 100):
@@ -343,7 +343,7 @@ def write_ppo_rows(folder, **changes):
             row = right | {name: function and function(right) for name, function in changes.items()}
             row = {name: x for name, x in row.items() if x is not None}
             rows.append({"update": update, "prompt": "p", "response": "r"} | row)
-    write_lines(folder / "samples.jsonl", rows)
+    write_lines(folder / "tokens.jsonl", rows)
     return rows
 
 
@@ -432,13 +432,12 @@ def test_what_the_tokens_show(tmp_path, case):
 
 
 def test_tokens_of_an_earlier_edition(tmp_path):
-    """tokens.jsonl, whose column is called KL, has the tokens; samples.jsonl has only texts."""
+    """Its tokens.jsonl has tokens, not ids, and the column KL."""
     folder = write_run(tmp_path / "run", objective__kl_coef=lambda x: KL_COEF)
     rows = write_ppo_rows(folder, reward=usual_penalty)
     for row in rows:
         row["KL"], row["tokens"] = row.pop("kl"), [" a"] * len(row.pop("ids"))
     write_lines(folder / "tokens.jsonl", rows)
-    write_lines(folder / "samples.jsonl", [{"update": 1, "prompt": "p", "response": "r", "score": 1.0}])
     assert titles(folder) == [REWARDS]
     data = report.token_data(report.read_run(folder))
     assert "kl" in data["columns"] and data["rows"][0]["tokens"][0] == " a"
@@ -449,7 +448,7 @@ def test_a_score_may_be_clipped_and_penalized(tmp_path, clip, penalty, paid):
     flags = {"score_clip": clip, "missing_eos_penalty": penalty}
     folder = write_run(tmp_path / "run", flags, objective__kl_coef=lambda x: KL_COEF)
     row = {"update": 1, "score": 3.0, "ids": [1, 2], "kl": [1, 0], "reward": [-0.5, paid]}
-    write_lines(folder / "samples.jsonl", [row])
+    write_lines(folder / "tokens.jsonl", [row])
     assert titles(folder) == []
 
 
@@ -488,7 +487,7 @@ def write_groups(folder, advantages, scale=1.0, **columns):
             row |= {"kl": [kl[i], 0.0], "advantage": [float(advantage)] * 2}
             rows.append(row | columns)
         rows.append(rows[-1] | {"prompt": "of an incomplete group", "advantage": [9.0, 9.0]})
-    write_lines(folder / "samples.jsonl", rows)
+    write_lines(folder / "tokens.jsonl", rows)
 
 
 @pytest.mark.parametrize("case", GROUP_CASES)
@@ -686,7 +685,7 @@ def test_tokens_are_decoded_by_the_runs_tokenizer(tmp_path):
     folder = write_run(tmp_path / "run", {"model_name_or_path": "checkpoints/reviews-lm"})
     tokenizer = report.load_tokenizer(report.read_run(folder))
     ids = tokenizer("The film is naïve, and so good.")["input_ids"]
-    write_lines(folder / "samples.jsonl", [{"update": 1, "prompt": "p", "score": 1.0, "ids": ids}])
+    write_lines(folder / "tokens.jsonl", [{"update": 1, "prompt": "p", "score": 1.0, "ids": ids}])
     [row] = report.token_data(report.read_run(folder))["rows"]
     assert "".join(row["tokens"]) == "The film is naïve, and so good."
     assert len(row["tokens"]) == len(ids) and " film" in row["tokens"]

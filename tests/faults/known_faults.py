@@ -187,10 +187,10 @@ ppo_sentiment.generate: the limit of a response is one token more
   - t + 1 < max_new_tokens[rows]
   + t < max_new_tokens[rows]
 
-ppo_sentiment.decode: the reward reads BOS
+ppo_sentiment.decode: the reward reads BOS (UserError)
   runs/test_first_steps.py::test_bos_in_prompts[ppo_sentiment-5-flags0]
-  - full_tokens, skip_special_tokens=True
-  + full_tokens
+  - tokenizer.bos_token_id, tokenizer.eos
+  + tokenizer.eos
 
 # Sampling and log-probabilities
 
@@ -241,8 +241,8 @@ ppo_sentiment.token_logprobs: no temperature in log-probabilities (trap 11)
 
 ppo_sentiment.token_logprobs: no temperature in the bias of the head (trap 11)
   math/test_output_layer.py::test_token_logprobs_agree_with_naive
-  - bias.clamp(min=-1e4) / temperature
-  + bias.clamp(min=-1e4)
+  - bias / temperature
+  + bias
 
 ppo_sentiment.reference_logprobs: no temperature in the reference (trap 11)
   runs/test_ppo_sentiment.py::test_the_sampled_distribution_is_the_scored_one[0.7]
@@ -289,15 +289,15 @@ ppo_sentiment.reference_logprobs: the reference keeps the adapter on (trap 14)
   - policy.disable_adapter()
   + nullcontext()
 
-ppo_sentiment.load_model: the reference of an adapter is its base (trap 14)
+ppo_sentiment.load_adapter: the reference of an adapter is its base (trap 14)
   math/test_log_probabilities.py::test_the_reference_of_an_adapter_is_the_adapter
-  - peft.PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
-  + base
+  - model.merge_and_unload()
+  + model.unload()
 
 ppo_sentiment.sample_tokens: a cumulative sum in fp32 (trap 12)
   math/test_sampling.py::test_sample_tokens_finds_rare_tokens_after_a_likely_one
-  - probs.double()
-  + probs
+  - else torch.float64
+  + else torch.float32
 
 ppo_sentiment.generate: rows that go on read the cache of others
   math/test_generation.py::test_generate_samples_from_transformers_softmax
@@ -325,11 +325,6 @@ ppo_sentiment.OutputLayer.backward: the bias of the head has no gradient (trap 4
   math/test_output_layer.py::test_gradients_agree_with_autograd
   - d_bias += d_logits.sum(0)
   + pass
-
-ppo_sentiment.token_logprobs: a bias of minus infinity makes nan (trap 43)
-  math/test_output_layer.py::test_token_logprobs_with_impossible_tokens
-  - bias.clamp(min=-1e4)
-  + bias
 
 ppo_sentiment.OutputLayer.backward: the gradient of the head is that of the last chunk
   math/test_output_layer.py::test_gradients_agree_with_autograd
@@ -627,15 +622,10 @@ rloo_tldr.kl_per_token: k3 with the wrong sign (trap 32)
   - torch.expm1(-log_ratio) + log_ratio
   + torch.expm1(log_ratio) - log_ratio
 
-rloo_tldr.check_rloo_args: k1 as a loss is accepted (trap 32)
-  faults/test_bad_input.py::test_bad_input[rloo_tldr: k1 in the loss]
-  - if args.kl_in_loss != (args.kl_estimator != "k1")
-  + if not args.kl_in_loss and args.kl_estimator != "k1"
-
-rloo_tldr.check_rloo_args: k3 as a reward is accepted (trap 32)
-  faults/test_bad_input.py::test_bad_input[rloo_tldr: k3 in the reward]
-  - if args.kl_in_loss != (args.kl_estimator != "k1")
-  + if args.kl_in_loss and args.kl_estimator == "k1"
+rloo_tldr.train: a KL in the loss is in the reward, too (trap 32)
+  runs/test_rloo_tldr.py::test_rewards_by_hand[KL in the loss]
+  - kl if args.kl_estimator == "k1" else scores
+  + kl
 
 ppo_sentiment.clipped_policy_loss: the policy loss takes the better of two
   math/test_math.py::test_clipped_policy_loss_agrees_with_naive
@@ -751,8 +741,8 @@ ppo_sentiment.clip_gradients: a step along a gradient that is not finite
 
 ppo_sentiment.learning_rate: the learning rate is one update ahead
   math/test_learning_rate.py::test_learning_rates
-  - (update - 1)
-  + (update)
+  - (update - 1 - warmup)
+  + (update - warmup)
 
 ppo_sentiment.learning_rate: the warm-up is one update behind
   math/test_learning_rate.py::test_learning_rates
@@ -968,18 +958,23 @@ ppo_sentiment.stream_rows: each batch begins at the first row of its epoch
 
 grpo_math.resumed_args: a resumed run may have other minibatches
   runs/test_resume.py::test_every_flag_that_would_change_the_result_is_refused[grpo_math]
-  - may_change += " judge_fn
-  + may_change += " num_mini_batches judge_fn
+  - may_change += " per_device
+  + may_change += " num_mini_batches per_device
 
 ppo_dialog.Run.start: samples after the checkpoint are kept
   runs/test_resume.py::test_what_came_after_the_checkpoint_is_forgotten[ppo_dialog]
-  - glob("*.jsonl")
-  + glob("metrics.jsonl")
+  - self.logs()
+  + self.logs()[:1]
+
+sft.Run.start: a run empties all files in its folder that look like its own
+  runs/test_resume.py::test_files_of_yours_stay_as_they_are
+  - self.logs()
+  + self.folder.glob("*.jsonl")
 
 sft.Run.start: a run without git ends in an error (CalledProcessError)
   runs/test_first_steps.py::test_the_commit_in_args_json
-  - shell=True, capture_output
-  + shell=True, check=True, capture_output
+  - shell=True, cwd
+  + shell=True, check=True, cwd
 
 # GRPO
 
@@ -1172,6 +1167,11 @@ grpo_math.train: samples.jsonl shows neighbors instead of a group
   - {name: x[::P] for
   + {name: x[:k] for
 
+ppo_sentiment.train: the texts of the first process count as those of all
+  runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]
+  - accelerate.utils.gather_object(responses)
+  + responses
+
 ppo_sentiment.distinct_bigrams: pairs of words span texts
   math/test_variety.py::test_distinct_bigrams_by_hand
   - for text in texts:
@@ -1201,7 +1201,7 @@ rloo_tldr.chat_judge: a server may take forever
 
 ppo_sentiment.save_policy: an adapter is merged into 8-bit weights (KeyError)
   runs/test_ppo_sentiment.py::test_lora_on_a_base_in_8_bit
-  -  and not getattr(policy, "is_loaded_in_8bit", False)
+  -  and not getattr(policy, "is_quantized", False)
   +
 
 rloo_tldr.chat_judge: the chat judge reads a list of messages
@@ -1239,9 +1239,9 @@ ppo_sentiment.share_layers: shared layers are copied
   - memo={id(p): p for p in shared}
   + memo={}
 
-ppo_sentiment.load_model: a merged adapter stays frozen (trap 14)
+ppo_sentiment.load_adapter: a merged adapter stays frozen (trap 14)
   math/test_log_probabilities.py::test_the_reference_of_an_adapter_is_the_adapter
-  - model.requires_grad_(True)
+  - p.requires_grad_(p.is_floating_point())
   + pass
 
 ppo_sentiment.load_model: another activation than the model's

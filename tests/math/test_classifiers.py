@@ -143,17 +143,26 @@ def test_a_label_is_scored_by_its_logit_and_its_probability(classifier_folder):
     close(probabilities, theirs.softmax(-1)[:, 1], **near)
 
 
-@pytest.mark.parametrize("labels, number", [(("negative", "positive"), 1), (("POSITIVE", "NEGATIVE"), 0)])
-def test_the_reward_is_asked_for_by_name(classifier_folder, labels, number):
+@pytest.mark.parametrize(
+    "labels, names, number",
+    [
+        (("negative", "positive"), ["positive", "Positive", "1"], 1),
+        (("POSITIVE", "NEGATIVE"), ["POSITIVE", "positive", "0"], 0),
+        (("good", "Good"), ["Good", "1"], 1),
+        (("1", "0"), ["1"], 0),  # a name, not a number
+    ],
+)
+def test_the_reward_is_asked_for_by_name(classifier_folder, labels, names, number):
     """Trick 22: by the label's name or number, not by its position in a list sorted by score."""
     folder = classifier_folder("distilbert", labels=labels)
     theirs = logits_of_texts(folder, TEXTS)[:, number]
-    for label in ("positive", str(number)):
+    for label in names:
         reward_of = ppo.load_reward(ppo.Args(reward_model_path=folder, reward_label=label), CPU, None)
-        [scores] = reward_of([""] * 3, TEXTS, None, [dict(columns={})] * 3).values()
+        [scores] = reward_of([""] * 3, TEXTS, [[]] * 3, [dict(columns={})] * 3).values()
         close(scores, theirs, **near)
-    with pytest.raises(ppo.UserError, match="joy"):
-        ppo.load_reward(ppo.Args(reward_model_path=folder, reward_label="joy"), CPU, None)
+    for label in ("joy", "2", "GOOD" if "good" in labels else ""):
+        with pytest.raises(ppo.UserError, match=f"--reward-label {label}"):
+            ppo.load_reward(ppo.Args(reward_model_path=folder, reward_label=label), CPU, None)
 
 
 def test_a_reward_model_may_have_another_tokenizer(tiny_classifier):
@@ -163,5 +172,5 @@ def test_a_reward_model_may_have_another_tokenizer(tiny_classifier):
     policys = transformers.AutoTokenizer.from_pretrained(ROOT / "checkpoints/reviews-lm")
     assert theirs(TEXTS[0]).input_ids != policys(TEXTS[0]).input_ids
     reward_of = ppo.load_reward(ppo.Args(reward_model_path=folder), CPU, None)
-    [scores] = reward_of([""] * 3, TEXTS, None, [dict(columns={})] * 3).values()
+    [scores] = reward_of([""] * 3, TEXTS, [[]] * 3, [dict(columns={})] * 3).values()
     close(scores, logits_of_texts(folder, TEXTS)[:, 1], **near)

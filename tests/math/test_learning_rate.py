@@ -1,4 +1,4 @@
-"""The learning rate of every update: our warm-up, then a schedule of transformers."""
+"""The learning rate of every update: a warm-up, then a schedule."""
 
 import math
 
@@ -11,7 +11,6 @@ SHAPES = {  # the share of the peak when a share x of the updates after the warm
     "constant": lambda x: 1.0,
     "linear": lambda x: 1 - x,
     "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
-    "polynomial": lambda x: 1e-7 + (1 - 1e-7) * (1 - x),
 }
 
 

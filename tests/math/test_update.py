@@ -84,29 +84,42 @@ def logprobs(tiny_lm):
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 def test_a_temperature_that_is_off_by_5_percent_is_refused(logprobs, arch, is_bf16):
     """Rounding in batches of other shapes is not."""
+    args = ppo.Args(dtype="bfloat16" if is_bf16 else "float32")
     old = logprobs(arch, is_bf16)
-    ppo.check_first_ratio(logprobs(arch, is_bf16, size=1, extra=3) - old, is_bf16)
+    ppo.check_first_ratio(logprobs(arch, is_bf16, size=1, extra=3) - old, args)
     for temperature in (0.95, 1.05):
         with pytest.raises(ppo.UserError, match="do not compute the same probabilities"):
-            ppo.check_first_ratio(logprobs(arch, is_bf16, temperature) - old, is_bf16)
+            ppo.check_first_ratio(logprobs(arch, is_bf16, temperature) - old, args)
 
 
 def test_rounding_of_bf16_is_not_that_of_fp32(logprobs):
     """In fp32 a gap of the size of bf16's roundings is refused."""
     gap = logprobs("gpt2", True) - logprobs("gpt2", False)
-    ppo.check_first_ratio(gap, is_rounded=True)
+    ppo.check_first_ratio(gap, ppo.Args(dtype="bfloat16"))
     with pytest.raises(ppo.UserError):
-        ppo.check_first_ratio(gap, is_rounded=False)
+        ppo.check_first_ratio(gap, ppo.Args(dtype="float32"))
 
 
-@pytest.mark.parametrize("is_rounded, mean, largest", [(False, 1e-4, 1e-3), (True, 0.02, 0.2)])
-def test_limits_of_the_first_ratio(is_rounded, mean, largest):
+EXACT, ROUNDED = (1e-4, 1e-3), (0.02, 0.2)
+
+
+@pytest.mark.parametrize(
+    "flags, limits",
+    [
+        (dict(dtype="float32"), EXACT),
+        (dict(dtype="auto"), EXACT),  # on a CPU
+        (dict(dtype="bfloat16"), ROUNDED),
+        (dict(load_in_8bit=True), ROUNDED),
+    ],
+)
+def test_limits_of_the_first_ratio(flags, limits):
     """Of the mean, and of all but one in a thousand; either sign; nan is not 1 either."""
-    check = ppo.check_first_ratio
+    mean, largest = limits
+    args, check = ppo.Args(**flags), ppo.check_first_ratio
     one_of_5000 = torch.zeros(5000)
     one_of_5000[7] = 5 * largest  # a single token may be off
     for gap in (torch.zeros(1), torch.full((9,), 0.9 * mean), torch.full((9,), -0.9 * mean), one_of_5000):
-        check(gap, is_rounded)
+        check(gap, args)
     ten_of_5000 = torch.zeros(5000)
     ten_of_5000[:10] = 1.1 * largest
     for gap in (
@@ -116,7 +129,7 @@ def test_limits_of_the_first_ratio(is_rounded, mean, largest):
         torch.full((3,), torch.nan),
     ):
         with pytest.raises(ppo.UserError):
-            check(gap, is_rounded)
+            check(gap, args)
 
 
 # ---- The clipped gradient ----------------------------------------------------------------------------------

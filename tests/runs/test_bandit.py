@@ -166,7 +166,7 @@ TWO_TOKENS = dict(length=2, updates=80, minibatches=2)  # EOS may come first
         ("ppo_sentiment", 0.06, TWO_TOKENS),
         ("ppo_dialog", 0.02, dict(length=1)),
         ("rloo_tldr", 0.06, TWO_TOKENS),
-        ("rloo_tldr", 0.035, dict(length=1, kl_in_loss=True, kl_estimator="k2")),
+        ("rloo_tldr", 0.035, dict(length=1, kl_estimator="k2")),
     ],
 )
 def test_reward_and_kl_lead_to_the_best_policy(learn, script, tolerance, flags):
@@ -188,7 +188,7 @@ def test_k3_in_the_loss_leads_elsewhere(learn):
     The best policy for sum pi r - beta KL(reference || pi) is pi = beta reference / (c - r), where c is above
     all rewards and makes it sum to 1.
     """
-    policy, reference = learn("rloo_tldr", 1, kl_coef=BETA, kl_in_loss=True, kl_estimator="k3")
+    policy, reference = learn("rloo_tldr", 1, kl_coef=BETA, kl_estimator="k3")
     rewards = reward_table(1)
     goal = best_policy_of_k3(reference, rewards, BETA)
     assert distance(policy, goal) < 0.04

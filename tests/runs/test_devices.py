@@ -315,7 +315,6 @@ RUNS = {  # name -> script, flags from `world` and a folder
             lora_r=4,
             gradient_checkpointing=True,
             dtype="auto",
-            kl_in_loss=True,
             kl_estimator="k3",
             whiten_rewards=True,
             judge_model=w.preference_model("gpt2"),

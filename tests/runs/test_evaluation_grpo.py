@@ -589,7 +589,7 @@ def test_evaluation_samples(trained):
 def test_samples_during_the_run(trained):
     """After updates 1 and 2: all responses to the first task of the batch, token by token."""
     run = trained()
-    samples = rows_of(run.folder, "samples.jsonl")
+    samples = rows_of(run.folder, "tokens.jsonl")
     assert [row["update"] for row in samples] == [1] * K + [2] * K
     for number in (1, 2):
         rows = run.parts[f"update {number}"]

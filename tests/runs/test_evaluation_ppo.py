@@ -776,8 +776,8 @@ def test_the_progress_on_the_screen(run):
 
 
 def test_samples_of_a_run(run):
-    """samples.jsonl: the first four responses of updates 2 and 4, with what they were paid."""
-    samples = rows_of(run.folder, "samples.jsonl")
+    """tokens.jsonl: the first four responses of updates 2 and 4, with what they were paid."""
+    samples = rows_of(run.folder, "tokens.jsonl")
     assert [row["update"] for row in samples] == [2] * 4 + [4] * 4
     text = "answer" if hasattr(run, "parts") else "response"
     for rows, update in ((samples[:4], 1), (samples[4:], 3)):

@@ -769,8 +769,8 @@ def test_texts_for_an_encoder(scripts):
     processor = tokenizers.processors.TemplateProcessing(template, special_tokens=marks)
     tokenizer.backend_tokenizer.post_processor = processor
     ids_for = scripts["reward_model"].preference_ids
-    assert ids_for(tokenizer, ["A film,"], [" a good one"], 64) == [[cls, *text, sep]]
-    assert ids_for(tokenizer, ["A film,"], [" a good one"], 5) == [[cls, *text[-3:], sep]]
+    assert ids_for(tokenizer, ["A film,"], [" a good one"], 64, "") == [[cls, *text, sep]]
+    assert ids_for(tokenizer, ["A film,"], [" a good one"], 5, "") == [[cls, *text[-3:], sep]]
 
 
 def layers_with_adapter(model):

@@ -157,7 +157,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             metrics=rows_of(run_folder),
             table=json.loads((run_folder / "evaluation.json").read_text()),
             samples=rows_of(run_folder, "evaluation_samples.jsonl"),
-            lines=rows_of(run_folder, "samples.jsonl"),
+            lines=rows_of(run_folder, "tokens.jsonl"),
             parts=parts,
             reward_calls=calls_of(folder / "reward.py.calls"),
             judge_calls=calls_of(folder / "judge.py.calls"),
@@ -233,7 +233,7 @@ def rewards_by_hand(args, rows, raw_scores, kl):
     scores = [min(max(score, -args.score_clip), args.score_clip) for score in raw_scores]
     scores = [score if row.ended else score - args.missing_eos_penalty for row, score in zip(rows, scores)]
     rewards = scores
-    if not args.kl_in_loss:
+    if args.kl_estimator == "k1":
         rewards = [score - args.kl_coef * x for score, x in zip(scores, kl)]
     if args.whiten_rewards:
         spread = statistics.pstdev(rewards)
@@ -278,7 +278,7 @@ def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
                 losses.append(loss.item())
                 log_ratios.append(log_ratio.item())
                 entropies += row_entropies.tolist()
-                if args.kl_in_loss:
+                if args.kl_estimator != "k1":
                     x = logprobs - ref[i]
                     kl_loss = 0.5 * x**2 if args.kl_estimator == "k2" else torch.exp(-x) - 1 + x
                     loss = loss + args.kl_coef * kl_loss.sum()
@@ -345,8 +345,8 @@ def judged_rollouts(run):
     [
         dict(),
         dict(gradient_accumulation_steps=2, num_mini_batches=2),
-        dict(kl_in_loss=True, kl_estimator="k2"),
-        dict(kl_in_loss=True, kl_estimator="k3", max_grad_norm=0.5),
+        dict(kl_estimator="k2"),
+        dict(kl_estimator="k3", max_grad_norm=0.5),
         dict(whiten_rewards=True, optimizer="torch.optim.AdamW", adam_eps=1e-2),
     ],
     ids=["plain", "minibatches", "k2 in the loss", "k3 in the loss, clipped gradient", "whitened, AdamW"],
@@ -770,7 +770,7 @@ def test_a_chat_judge_in_a_run(trained, chat_with):
         for row in run.samples:
             [question] = [text for text, _ in part if row["prompt"] in text]
             pairs = [(row[name], row["reference"]), (row["reference"], row[name])]
-            assert any(f"Summary A:{a}\n\nSummary B:{b}\n" in question for a, b in pairs)
+            assert any(f"Summary A: {a.strip()}\n\nSummary B: {b.strip()}\n" in question for a, b in pairs)
     assert len(run.judge_calls) == 2  # one per rollout
     for number in (1, 2):
         scores = [score for _, _, score in run.judge_calls[number - 1]]

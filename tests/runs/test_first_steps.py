@@ -40,13 +40,13 @@ def test_a_script_alone(tmp_path):
     end = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert end.returncode == 2
     [line] = end.stderr.splitlines()
-    assert line.startswith("ppo_sentiment.py: cannot load 'checkpoints/reviews-lm' (a folder, or a Hub name)")
+    assert line.startswith("ppo_sentiment.py: cannot load 'checkpoints/reviews-lm' from a folder or the Hub")
 
 
 def test_a_wrong_folder(scripts, capsys):
     """A wrong name of a data set is repeated in the line."""
     line = one_line(scripts["sft"], ["--dataset-name", "data/my_revews"], capsys)
-    assert "cannot load 'data/my_revews' (a folder, or a Hub name)" in line
+    assert "cannot load 'data/my_revews' from a folder or the Hub" in line
 
 
 # ---- Flags -------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_bos_in_a_rollout_that_a_reward_model_scores(scripts, rloo, bos_lm):
     """The reward model's own tokenizer puts its own BOS there."""
     rloo(model_name_or_path=bos_lm)
     tokenizer = AutoTokenizer.from_pretrained(bos_lm)
-    [ids] = scripts["rloo_tldr"].preference_ids(tokenizer, ["The film"], [" was good"], 99)
+    [ids] = scripts["rloo_tldr"].preference_ids(tokenizer, ["The film"], [" was good"], 99, "")
     assert tokenizer.decode(ids) == "<s>The film was good<|endoftext|>"
 
 

@@ -408,7 +408,7 @@ def test_only_the_first_rows_are_trained_on(grpo, rollouts, tmp_path):
 def test_metrics_and_samples(grpo, tiny_tasks):
     """The names in the table of samples, in evaluation.json and in its texts."""
     _, folder, rows = grpo(num_sample_generations=2, hard_dataset_name=tiny_tasks)
-    samples = rows_of(folder, "samples.jsonl")
+    samples = rows_of(folder, "tokens.jsonl")
     assert [row["update"] for row in samples] == [1, 1, 2, 2]  # the 2 responses to one task
     columns = ["update", "prompt", "response", "score", "logprob", "entropy", "advantage", "kl", "ids"]
     assert list(samples[0]) == columns

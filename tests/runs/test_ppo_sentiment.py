@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from conftest import EOS, RL
-from run_tools import distance, eos_prone, reward_file, rows_of, same, spy, timeless, weights
+from run_tools import distance, eos_prone, is_trial, reward_file, rows_of, same, spy, timeless, weights
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -268,8 +268,9 @@ def test_lora_on_a_trained_adapter_starts_at_kl_0(ppo, script, small, tiny_lm, t
     assert distance(merged.state_dict(), stacked.state_dict()) < 1e-5
 
 
-def test_number_of_parameters_that_lora_trains(script):
+def test_number_of_parameters_that_lora_trains(script, monkeypatch):
     """GPT-2 with rank 16 on c_attn and a value head: 590,593 of 125,030,401 parameters."""
+    monkeypatch.setattr(script, "check_gradients", lambda model: None)  # it needs numbers
     with torch.device("meta"):
         policy = transformers.GPT2LMHeadModel(transformers.GPT2Config())
         policy = script.add_lora(policy, script.Args(lora_r=16))
@@ -291,7 +292,8 @@ def test_optimizers(ppo, tiny_lm, monkeypatch, name):
     steps = []
 
     def counted(self, *args, **kwargs):
-        steps.append(type(self))
+        if not is_trial(self):
+            steps.append(type(self))
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(optimizer_class, "step", counted)
@@ -747,7 +749,8 @@ def count_sgd_steps(monkeypatch):
     step = torch.optim.SGD.step
 
     def counted(self, *args, **kwargs):
-        steps.append(1)
+        if not is_trial(self):
+            steps.append(1)
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.SGD, "step", counted)
@@ -854,6 +857,7 @@ def test_run_folder(ppo, script):
         "args.json",
         "metrics.jsonl",
         "samples.jsonl",
+        "tokens.jsonl",
         "evaluation.json",
         "evaluation_samples.jsonl",
         "model",
@@ -872,11 +876,13 @@ def test_run_folder(ppo, script):
         mean = sum(row[column] for row in samples) / len(samples)
         assert table[name]["score mean"] == pytest.approx(mean, abs=1e-6)
     assert [row["episode"] for row in metrics] == [8, 16]
-    [*sample, _] = rows_of(folder, "samples.jsonl")
-    for row in sample:
+    tokens = rows_of(folder, "tokens.jsonl")
+    for row in tokens:
         numbers = [row[name] for name in "logprob entropy kl reward value return advantage ids".split()]
         assert len({len(x) for x in numbers}) == 1
         assert AutoTokenizer.from_pretrained(folder / "model").decode(row["ids"]) in row["response"] + EOS
+    texts = [{name: row[name] for name in ("update", "prompt", "response", "score")} for row in tokens]
+    assert rows_of(folder, "samples.jsonl") == texts
 
 
 def test_old_checkpoints_are_deleted(ppo):

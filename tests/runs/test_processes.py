@@ -33,6 +33,9 @@ JOBS = {  # name -> script, flags, flags of one process, flags of two; at least 
         "ppo_sentiment",
         dict(
             total_episodes=16,
+            response_min_length=12,
+            response_length=24,
+            temperature=0.4,  # so that pairs of words repeat
             whiten_rewards=True,
             missing_eos_penalty=1.0,
             kl_target=0.5,
@@ -168,9 +171,15 @@ def late_broadcast(*args, **kwargs):
 
 if rank == "1":  # one process is late after the run folder was chosen
     accelerate.utils.broadcast_object_list = late_broadcast
+is_sharded = "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED"))
+Accelerator = accelerate.Accelerator
+if is_sharded:  # accelerate shards only on GPUs, so it has to take these processes for some
+    accelerate.Accelerator = lambda cpu, **options: Accelerator(**options)
 for name, script, words in json.load(open("jobs.json")):
     module = importlib.import_module(script)
     accelerate.state.AcceleratorState._reset_state()  # each run configures accelerate anew
+    if is_sharded:
+        accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
     code = 0
     if name == "failing":
         module.main(words)
@@ -187,7 +196,7 @@ ZERO_STAGE = {"ddp": 0, "fsdp2": 0, "zero2": 2, "zero3": 3}
 CASES = []
 for kind_name in ZERO_STAGE:
     for job_name in JOBS:
-        # FSDP2 refuses 8-bit weights (test_bad_input.py), and to DDP a critic is like any other weights.
+        # FSDP2 does not shard 8-bit weights, and to DDP a critic is like any other weights.
         # Reward functions read texts, however the weights are distributed.
         if job_name == "reward functions" and kind_name != "ddp":
             continue
@@ -326,7 +335,7 @@ def assert_same_numbers(one, two):
         before, after = load_file(path), load_file(two / path.relative_to(one))
         assert distance(before, after) < 1e-5, path
     assert_near(*[json.loads((folder / "evaluation.json").read_text()) for folder in (one, two)])
-    for name in ("evaluation_samples.jsonl", "samples.jsonl"):
+    for name in ("evaluation_samples.jsonl", "samples.jsonl", "tokens.jsonl"):
         assert (one / name).exists() == (two / name).exists()
         if (one / name).exists():
             assert_near(rows_of(one, name), rows_of(two, name))
@@ -351,6 +360,8 @@ def test_the_comparison_is_worth_something(one):
     assert all(row["env/reward_std"] > 0.1 for row in rows)
     assert rows[0]["objective/kl_coef"] != rows[1]["objective/kl_coef"]
     assert rows[1]["objective/kl"] != 0
+
+    assert all(row["completions/distinct_2"] < 1 for row in rows_of(one("ppo_sentiment")))
 
     rows = rows_of(one("grpo_math"))
     assert any(0 < row["frac_reward_zero_std"] < 1 for row in rows)

@@ -89,7 +89,7 @@ def test_what_came_after_the_checkpoint_is_forgotten(scripts, small, monkeypatch
     folder = Path(args.output_dir)
     files = ["metrics.jsonl"]
     if name in RL:
-        files += ["samples.jsonl"]
+        files += ["samples.jsonl", "tokens.jsonl"]
     for file in files:
         assert 3 in {row["update"] for row in rows_of(folder, file)}
     resume(module, folder)
@@ -191,14 +191,14 @@ def test_resume_latest(script, small, monkeypatch, tmp_path):
     script.train(small("ppo_sentiment", output_dir="runs/ppo_sentiment/b", seed=1))
     _, newer = script.train(small("ppo_sentiment", output_dir="runs/ppo_sentiment/a", seed=2))
     args = script.parse_args(["--resume", "latest"])
-    assert Path(args.output_dir) == newer and args.seed == 2
+    assert Path(args.output_dir).absolute() == newer and args.seed == 2
 
 
 def test_default_folder(scripts, small, monkeypatch, tmp_path):
     """Without --output-dir the run folder is runs/<script>/<recipe>-s<seed>-<time>."""
     monkeypatch.chdir(tmp_path)
     _, folder = scripts["sft"].train(small("sft", output_dir=None, seed=3))
-    assert folder.parent == Path("runs/sft") and folder.name.startswith("custom-s3-")
+    assert folder.parent == tmp_path / "runs/sft" and folder.name.startswith("custom-s3-")
 
 
 def test_flags_that_would_change_the_result_are_refused(script, small):
@@ -285,6 +285,17 @@ def test_resume_with_more_updates(scripts, small, name, flag):
     assert [row["update"] for row in rows_of(folder)] == [1, 2, 3, 4, 5, 6]
     models = [path / "model/model.safetensors" for path in (whole, folder)]
     assert models[0].read_bytes() == models[1].read_bytes()
+
+
+def test_files_of_yours_stay_as_they_are(scripts, small, tmp_path):
+    """--output-dir may be a folder with other files, also when the run continues."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/train.jsonl").write_text("{}\n")
+    module = scripts["sft"]
+    _, folder = module.train(small("sft", num_samples=0))
+    (folder / "train.jsonl").write_text("{}\n{}\n")
+    resume(module, folder)
+    assert (folder / "train.jsonl").read_text() == "{}\n{}\n"
 
 
 def test_resume_of_a_finished_run(scripts, small):

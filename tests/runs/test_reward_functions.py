@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,9 +182,27 @@ def test_a_function_is_called_by_name(scripts, name):
     def mine(number, completions, missing=7, **kwargs):
         return [n + missing + len(text) for n, text in zip(number, completions)]
 
-    inputs = dict(prompts=["p", "q"], completions=["a", "bb"], number=[10, 20])
-    rewards = scripts[name].call_reward_functions({"mine": mine}, inputs, torch.device("cpu"))
+    rows, inputs = [dict(number=10), dict(number=20)], dict(prompts=["p", "q"], completions=["a", "bb"])
+    rewards = scripts[name].call_reward_functions({"mine": mine}, rows, inputs, None, torch.device("cpu"))
     assert rewards["mine"].tolist() == [18, 29]
+
+
+@pytest.mark.parametrize("stem", ["json", "tyro"])
+def test_a_file_named_like_a_module_is_refused(scripts, tmp_path, stem):
+    """Of Python or of a library: the others in this process would import the wrong one. A name may return in
+    another folder."""
+    text = "def one(completions, **kwargs):\n    return [1.0] * len(completions)\n"
+    (tmp_path / f"{stem}.py").write_text(text)
+    files = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        files.append(str(tmp_path / folder / "mine.py"))
+        Path(files[-1]).write_text(text)
+    for script in (scripts[name] for name in RL):
+        with pytest.raises(script.UserError, match="rename the file"):
+            script.load_functions("--reward-fn", [f"{tmp_path / stem}.py:one"])
+        functions = [script.load_functions("--reward-fn", [f"{file}:one"])["one"] for file in files]
+        assert [function.__code__.co_filename for function in functions] == files
 
 
 # ---- Functions of others -----------------------------------------------------------------------------------

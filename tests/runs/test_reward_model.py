@@ -102,7 +102,7 @@ def test_a_reward_model_for_ppo(reward, scripts, small):
     with torch.no_grad():
         logits = [model(**tokenizer(text, return_tensors="pt")).logits[0, 1] for text in SHORT]
     texts = [text[:30] for text in SHORT], [text[30:] for text in SHORT]
-    [scores] = score(*texts, None, [dict(columns={})] * len(SHORT)).values()
+    [scores] = score(*texts, [[]] * len(SHORT), [dict(columns={})] * len(SHORT)).values()
     torch.testing.assert_close(scores, torch.stack(logits), atol=1e-5, rtol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""samples.jsonl: the numbers of each token, which report.py shows."""
+"""tokens.jsonl: the numbers of each token, which report.py shows."""
 
 from collections import defaultdict
 
@@ -12,10 +12,10 @@ pytest_plugins = ["run_fixtures"]
 
 
 def all_samples(scripts, small, name, **changes):
-    """Train with samples in every update. -> Args, rows of samples.jsonl, rows of metrics.jsonl"""
+    """Train with samples in every update. -> Args, rows of tokens.jsonl, rows of metrics.jsonl"""
     args = small(name, **(dict(num_sample_generations=100) | changes))
     _, folder = scripts[name].train(args)
-    return args, rows_of(folder, "samples.jsonl"), rows_of(folder)
+    return args, rows_of(folder, "tokens.jsonl"), rows_of(folder)
 
 
 @pytest.mark.parametrize("name", RL)
@@ -93,4 +93,4 @@ def test_samples_of_a_group(scripts, small, name):
 @pytest.mark.parametrize("name", RL)
 def test_no_samples_no_file(scripts, small, name):
     _, folder = scripts[name].train(small(name, num_sample_generations=0))
-    assert not (folder / "samples.jsonl").exists()
+    assert not (folder / "samples.jsonl").exists() and not (folder / "tokens.jsonl").exists()

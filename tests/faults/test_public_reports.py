@@ -1,0 +1,286 @@
+"""Bug reports that were filed against other projects, tried here.
+
+A run is right, or it is refused in one line before training. It never goes on with other weights, prompts or
+rewards than those that the user gave.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy
+import peft
+import pytest
+import torch
+import transformers
+from conftest import GROUPS, RL
+from run_tools import reward_file, rows_of, weights
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+pytest_plugins = ["run_fixtures"]
+CPU = torch.device("cpu")
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+def script(scripts):
+    """ppo_sentiment.py as a module."""
+    return scripts["ppo_sentiment"]
+
+
+@pytest.fixture
+def copy_of(tmp_path):
+    """copy_of(folder) -> a copy that a test may damage."""
+
+    def copy(folder):
+        return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+    return copy
+
+
+# ---- What is certain to fail at the end is found at the start ----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "setting", [dict(min_p=0.1), dict(typical_p=0.5), dict(epsilon_cutoff=0.1), dict(temperature=2.0)]
+)
+def test_a_generation_config_that_cannot_be_saved(sft, tiny_lm, copy_of, setting):
+    """transformers#29988: settings of sampling without do_sample. Stop tokens stay, the model is saved."""
+    folder = copy_of(tiny_lm())
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(config | setting))
+    _, run_folder, _ = sft(model_name_or_path=str(folder))
+    saved = transformers.GenerationConfig.from_pretrained(run_folder / "model")
+    assert saved.eos_token_id == config["eos_token_id"]
+
+
+@pytest.mark.parametrize("optimizer", ["torch.optim.LBFGS", "torch.optim.SparseAdam", "torch.optim.Muon"])
+def test_optimizers_that_cannot_train(script, optimizer):
+    """oumi#308: LBFGS's step wants a function, SparseAdam sparse gradients, Muon nothing but matrices."""
+    parameters = [torch.nn.Parameter(torch.zeros(3, 4)), torch.nn.Parameter(torch.zeros(4))]
+    with pytest.raises(script.UserError, match=f"--optimizer {optimizer} does not work here"):
+        script.make_optimizer(script.Args(optimizer=optimizer), parameters)
+    assert script.make_optimizer(script.Args(optimizer="torch.optim.Adafactor"), parameters)
+
+
+@pytest.mark.parametrize("name", RL)
+def test_quantized_weights_are_not_trained(scripts, small, name):
+    """peft#2501: without LoRA, only the weights that are not quantized would be trained."""
+    model = torch.nn.Linear(2, 2)
+    model.codes = torch.nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
+    args = small(name)
+    with pytest.raises(scripts[name].UserError, match="--lora-r"):
+        scripts[name].make_learner(model, args, scripts[name].start_accelerator(args))
+
+
+def test_a_layer_without_a_gradient(script, tiny_lm, monkeypatch):
+    """bitsandbytes may pass no gradient through 4-bit weights."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm())
+    block = model.transformer.h[0]
+    forward = block.forward
+    args = script.Args(lora_r=2, lora_target_modules="c_attn, c_fc")
+    script.add_lora(AutoModelForCausalLM.from_pretrained(tiny_lm()), args)
+    monkeypatch.setattr(block, "forward", lambda *inputs, **options: forward(*inputs, **options).detach())
+    with pytest.raises(script.UserError, match="no gradient"):
+        script.add_lora(model, args)
+
+
+# ---- Nothing that a file lacks is made up ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
+def test_keys_with_a_prefix(script, tiny_lm, copy_of, prefix):
+    """transformers#46620: a compiled or wrapped model was saved; none of its weights is found."""
+    folder = copy_of(tiny_lm())
+    tensors = {prefix + name: x for name, x in weights(folder).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(script.UserError, match="weights are not in the files"):
+        script.load_model(AutoModelForCausalLM, str(folder))
+
+
+def test_a_reward_model_without_its_score(scripts, tiny_preference_model, tiny_lm, copy_of, capsys):
+    """OpenRLHF#209: the reward would be random. A base model gets a new head, and says so."""
+    rloo = scripts["rloo_tldr"]
+    folder = copy_of(tiny_preference_model())
+    tensors = weights(folder)
+    del tensors["score.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(rloo.UserError, match="score.weight"):
+        rloo.load_reward_model(rloo.Args(), str(folder), CPU)
+    rloo.load_reward_model(rloo.Args(), tiny_lm(), CPU)
+    assert "random reward head" in capsys.readouterr().out
+
+
+def test_adapters(script, tiny_lm, tmp_path):
+    """peft#2415: no name of the base, missing weights, another size. A whole adapter is merged."""
+    base = AutoModelForCausalLM.from_pretrained(tiny_lm())
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False)
+    folder = tmp_path / "adapter"
+    peft.get_peft_model(base, config).save_pretrained(folder)
+    merged = script.load_model(AutoModelForCausalLM, str(folder))
+    difference = (
+        merged.transformer.h[0].attn.c_attn.weight - weights(tiny_lm())["transformer.h.0.attn.c_attn.weight"]
+    )
+    assert difference.abs().max() > 0.01 and all(p.requires_grad for p in merged.parameters())
+
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = max(tensors)
+    save_file({key: x for key, x in tensors.items() if key != name}, folder / "adapter_model.safetensors")
+    with pytest.raises(script.UserError, match="missing adapter keys"):
+        script.load_model(AutoModelForCausalLM, str(folder))
+    save_file(tensors | {name: torch.zeros(7, 2)}, folder / "adapter_model.safetensors")
+    with pytest.raises(script.UserError, match="size mismatch"):
+        script.load_model(AutoModelForCausalLM, str(folder))
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": None}))
+    with pytest.raises(script.UserError, match="does not name the base model"):
+        script.load_model(AutoModelForCausalLM, str(folder))
+
+
+@pytest.mark.parametrize("names", ["c_attn,c_porj", "c_attn,", "c_attn,_fc"])
+def test_names_of_lora_layers(script, tiny_lm, names):
+    """peft#1959: each name must be that of a layer; spaces do not matter."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm())
+    with pytest.raises(script.UserError, match="no layer is called"):
+        script.add_lora(model, script.Args(lora_r=2, lora_target_modules=names))
+    model = script.add_lora(
+        AutoModelForCausalLM.from_pretrained(tiny_lm()),
+        script.Args(lora_r=2, lora_target_modules="c_attn, c_fc"),
+    )
+    assert {name.split(".")[-1] for name in model.targeted_module_names} == {"c_attn", "c_fc"}
+
+
+# ---- Architectures are measured ----------------------------------------------------------------------------
+
+
+def test_a_cache_that_cannot_drop_rows(script):
+    """transformers#48305: Mamba's state is not a list of tokens."""
+    config = transformers.MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, state_size=2)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(script.UserError, match="no row can leave its cache"):
+        script.check_model(model, "mamba", 10)
+
+
+def test_the_context_of_a_nested_config(script):
+    """trl#5032: Gemma 3 keeps the size of its text model in a config of its own."""
+    config = transformers.Gemma3Config(text_config=dict(max_position_embeddings=123))
+    assert script.context_length(config) == 123
+    assert script.context_length(transformers.BloomConfig()) == 1_000_000
+
+
+# ---- Functions and modules of users ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RL)
+def test_a_function_may_change_its_inputs(scripts, name):
+    """trl#6364: neither another function, nor another response, nor the data set sees it."""
+    script = scripts[name]
+    nums = [1, 2]  # the same list in both rows, as for two responses to one prompt
+    rows = [{"nums": nums}, {"nums": nums}]
+
+    def cross_off(completions, nums, **kwargs):
+        for text, left in zip(completions, nums):
+            text.append("seen")
+            left.remove(1)
+        return [len(left) for left in nums]
+
+    inputs = dict(prompts=["a", "b"], completions=[["x"], ["y"]], completion_ids=[[3], [4]])
+    functions = {"first": cross_off, "second": cross_off}
+    rewards = script.call_reward_functions(functions, rows, inputs, None, CPU)
+    assert rewards["first"].tolist() == rewards["second"].tolist() == [1, 1]
+    assert nums == [1, 2] and inputs["completions"] == [["x"], ["y"]]
+
+
+def test_a_function_that_exits(scripts, small, tmp_path, capsys):
+    """CodeRL#26: the run does not end as if it were complete."""
+    args = small("grpo_math", reward_fn=reward_file(tmp_path, "import sys\nsys.exit(0)", "leaving"))
+    with pytest.raises(SystemExit) as end:
+        scripts["grpo_math"].run_command_line(scripts["grpo_math"].train, args)
+    assert end.value.code == 2 and "called sys.exit(0)" in capsys.readouterr().err
+
+
+def test_a_column_with_the_name_of_an_input(script):
+    """Neither of the two may silently replace the other."""
+    inputs = dict(prompts=["a"], completions=["b"], completion_ids=[[1]])
+    with pytest.raises(script.UserError, match="rename the column completions"):
+        script.call_reward_functions({}, [{"completions": "c"}], inputs, None, CPU)
+
+
+def test_the_generator_of_numpy(script):
+    """ms-swift#9935: the draws of an update do not depend on what came before it."""
+    draws = []
+    for before in (3, 5):
+        numpy.random.rand(before)
+        script.set_global_seed(1, 7)
+        draws.append(numpy.random.rand())
+    assert draws[0] == draws[1]
+
+
+def test_a_function_that_changes_the_directory(ppo, tmp_path, monkeypatch):
+    """The run stays in its folder."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    body = "os.chdir('elsewhere') if os.path.exists('elsewhere') else None\nreturn [1.0] * len(prompts)"
+    ppo(output_dir="run", reward_fn=reward_file(tmp_path, body, "moving"))
+    assert rows_of(tmp_path / "run") and (tmp_path / "run/model/model.safetensors").exists()
+
+
+# ---- What the model is trained on is what the user gave ----------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_beginning_of_an_answer_is_continued(scripts, tiny_lm, name):
+    """transformers#33198: no closed turn, and no second header."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    tokenizer.chat_template = CHATML
+    messages = [dict(role="user", content="2 + 3?"), dict(role="assistant", content="It is")]
+    text = scripts[name].render_chat(tokenizer, messages, "2026-01-02", is_prompt=True)
+    assert text == "<|user|>2 + 3?<|end|><|assistant|>It is"
+    text = scripts[name].render_chat(tokenizer, messages[:1], "2026-01-02", is_prompt=True)
+    assert text == "<|user|>2 + 3?<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+@pytest.mark.parametrize("name", ["sft", "reward_model", *GROUPS])
+def test_a_template_that_writes_the_date(scripts, tiny_lm, name, quote):
+    """sglang#3296: another day would be another prompt, also when a run is resumed."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    tokenizer.chat_template = f"{{{{ strftime_now({quote}%d %B %Y{quote}) }}}}" + CHATML
+    messages = [dict(role="user", content="Hi")]
+    assert scripts[name].render_chat(tokenizer, messages, "2020-02-03").startswith("03 February 2020<|user|>")
+
+
+@pytest.mark.parametrize("name", ["ppo_sentiment", *GROUPS])
+def test_special_tokens_of_the_text(scripts, tiny_lm, name):
+    """trl#2897: a reward that looks for <answer> must see it. BOS, EOS and pad are no text."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>"]})
+    response = tokenizer("<answer>5").input_ids + [tokenizer.eos_token_id]
+    prompts, responses = scripts[name].decode(tokenizer, [tokenizer("2 + 3").input_ids], [response])
+    assert prompts == ["2 + 3"] and responses == ["<answer>5"]
+
+
+def test_a_label_that_is_called_by_a_number(script, tiny_classifier, tmp_path):
+    """The label "1" of ratings from 1 to 2 is not label number 1."""
+    args = script.Args(reward_label="1")
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_classifier())
+    model.config.id2label = {0: "1", 1: "2"}
+    model.config.label2id = {"1": 0, "2": 1}
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_classifier()).save_pretrained(tmp_path)
+    logits, _ = script.load_label_scorer(args, str(tmp_path), CPU)(["a"], [" good film"])
+    classify, _ = script.load_classifier(args, str(tmp_path), CPU)
+    assert logits.item() == classify(["a good film"])[0, 0].item()
+
+
+def test_a_terminal_that_knows_ascii_only(script, monkeypatch, tmp_path):
+    """A response may hold any character."""
+    with open(tmp_path / "out", "w", encoding="ascii") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        script.run_command_line(print, "caf\N{LATIN SMALL LETTER E WITH ACUTE}")
+    assert (tmp_path / "out").read_text() == "caf?\n"
