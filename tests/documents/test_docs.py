@@ -92,6 +92,7 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     known = {"a_b", "help", "nproc_per_node", "num_processes", "multi_gpu", "cpu", "config_file"}  # launchers
     known |= {"no_deps", "target", "index_url", "with"}  # pip, uv
     known |= {"output", "diagnose", "png"}  # report.py
+    known |= {"local_dir", "repo_type"}  # hf
     # Flags of the programs in benchmarks/.
     known |= {"peers", "other", "only", "rounds", "batches", "results", "show", "save", "signals", "trl"}
     known |= {"trl112", "jobs", "seeds", "side", "responses", "algorithm", "gpus", "gpu_memory"}
