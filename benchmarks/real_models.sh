@@ -52,7 +52,7 @@ smollm2-imdb)
         --tokenizer-name-or-path models/minilm-l6 --num-train-epochs 3 --learning-rate 1e-3 --keep-checkpoints 1
     stage "ppo-seed$SEED" ppo_sentiment.py smollm2-imdb --seed "$SEED" --model-name-or-path sft/model \
         --reward-model-path reward/model --judge-model-path judge/model --dataset-name imdb \
-        --save-every 4 "$@"
+        --dtype bfloat16 --save-every 4 "$@"
     ;;
 *)
     echo "no job $JOB" >&2
