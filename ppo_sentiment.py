@@ -18,7 +18,7 @@ If you know PPO from CleanRL's ppo.py, this is what language changes:
     python ppo_sentiment.py --learning-rate 1.41e-5    # tiny with one change; every field of Args is a flag
     python ppo_sentiment.py gpt2-imdb                  # the published experiment, from the Hub
     python ppo_sentiment.py gpt2-imdb-lora --load-in-8bit
-    python ppo_sentiment.py smollm2-imdb               # what these recipes of sft.py, reward_model.py made
+    python ppo_sentiment.py smollm2-imdb               # after the same recipe of sft.py and reward_model.py
     torchrun --nproc_per_node 2 ppo_sentiment.py       # two processes, twice the batch
     python ppo_sentiment.py --resume latest            # continue a run that was stopped, bit for bit
 

@@ -13,7 +13,8 @@ smollm2-imdb writes
 Both have the same split test: the other 5,000 reviews of the test half. Nothing is trained on them.
 
 smollm2-word-problems reads RAW/word_problems with the columns question, equation (56 * 9) and answer (504):
-train from MAWPS and ASDiv-A, test from SVAMP. It writes
+train from MAWPS and ASDiv-A, test from SVAMP. They are data/mawps-asdiv-a_svamp of arkilpatel/SVAMP on GitHub,
+after the numbers have been put back into the texts. It writes
     OUT/word-problems-sft    train: half of the training problems with their solutions, for fine-tuning
     OUT/word-problems        train: the other half with their answers, for GRPO
 Both have SVAMP as their split test. Nothing is trained on it.

@@ -4,6 +4,7 @@
 #   bash benchmarks/real_models.sh JOB SEED MODELS DATA OUT        (PYTHON=... chooses another Python)
 #
 #   JOB      smollm2-imdb: positive film reviews, ppo_sentiment.py
+#            smollm2-word-problems: word problems with answers that are checked, grpo_math.py
 #   SEED     of the RL run; the stages before it are made once, with seed 1, and serve all seeds
 #   MODELS   a folder with smollm2-135m-instruct and minilm-l6:
 #              hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir MODELS/smollm2-135m-instruct
@@ -14,7 +15,7 @@
 # Run the same command again after an interruption: finished stages are skipped, an unfinished one is resumed.
 # More flags for the RL run can follow OUT. One core: OMP_NUM_THREADS=1. Results: docs/real_models.md.
 set -eu
-[ $# -ge 5 ] || { sed -n '2,17s/^# \?//p' "$0"; exit 2; }
+[ $# -ge 5 ] || { sed -n '2,18s/^# \?//p' "$0"; exit 2; }
 JOB=$1 SEED=$2 MODELS=$(realpath "$3") DATA=$(realpath "$4") OUT=$5
 shift 5
 HERE=$(cd "$(dirname "$0")/.." && pwd)
@@ -53,6 +54,15 @@ smollm2-imdb)
     stage "ppo-seed$SEED" ppo_sentiment.py smollm2-imdb --seed "$SEED" --model-name-or-path sft/model \
         --reward-model-path reward/model --judge-model-path judge/model --dataset-name imdb \
         --dtype bfloat16 --save-every 4 "$@"
+    ;;
+smollm2-word-problems)
+    [ -e word-problems/test.jsonl ] || "$PYTHON" "$HERE/benchmarks/real_data.py" "$JOB" "$DATA" .
+    # The start: SmolLM2 on one half of the training problems, with their solutions.
+    stage sft sft.py "$JOB" --model-name-or-path models/smollm2-135m-instruct --dataset-name word-problems-sft \
+        --dtype bfloat16 --save-every 20 --keep-checkpoints 1
+    # GRPO on the other half, with their answers only.
+    stage "grpo-seed$SEED" grpo_math.py "$JOB" --seed "$SEED" --model-name-or-path sft/model \
+        --dataset-name word-problems --dtype bfloat16 --save-every 4 --keep-checkpoints 1 "$@"
     ;;
 *)
     echo "no job $JOB" >&2

@@ -102,6 +102,21 @@ def first_samples(folder, count=4):
     return "\n".join(lines)
 
 
+def scores_and_words(folder, count=6):
+    """How the scores of the samples spread, and the words that spread most, in markdown."""
+    samples = [json.loads(line) for line in health.read(folder, "evaluation_samples.jsonl").splitlines()]
+    before = [row["score"] for row in samples]
+    after = [row["score after"] for row in samples]
+    lines = ["| of the same responses | before | after |", "|---|---|---|"]
+    positive = [sum(score > 0 for score in scores) / len(scores) for scores in (before, after)]
+    lines.append(f"| score above 0 | {positive[0]:.0%} | {positive[1]:.0%} |")
+    lines.append(f"| largest score | {max(before):.2f} | {max(after):.2f} |")
+    words = health.report.new_words(health.report.to_pairs(samples))
+    for word, share_before, share in words[:count]:
+        lines.append(f'| contain "{word}" | {share_before:.1%} | {share:.1%} |')
+    return "\n".join(lines)
+
+
 def stages(results, seeds):
     """What each stage of the job learned, and how long it took, in markdown."""
     lines = ["| stage | held-out result | minutes of updates |", "|---|---|---|"]
@@ -119,14 +134,20 @@ def stages(results, seeds):
     return "\n".join(lines)
 
 
+def tables(job):
+    """All tables of the page about a job. -> list of str"""
+    results = ROOT / "results" / job
+    seeds = sorted(results.glob("seed*"))
+    blocks = [stages(results, seeds), health.table(seeds)]
+    for folder in seeds:
+        blocks += [before_and_after(folder), scores_and_words(folder), first_samples(folder)]
+    return blocks
+
+
 if __name__ == "__main__":
     job, *out = sys.argv[1:]
-    results = ROOT / "results" / job
     if out:
-        copy_results(Path(out[0]), results)
-    seeds = sorted(results.glob("seed*"))
+        copy_results(Path(out[0]), ROOT / "results" / job)
+    seeds = sorted((ROOT / "results" / job).glob("seed*"))
     draw(seeds, f"{job}: thin line per update, thick line mean of 8 updates", ROOT / f"docs/real-{job}.png")
-    tables = [stages(results, seeds)]
-    for folder in seeds:
-        tables += [before_and_after(folder), first_samples(folder)]
-    print("\n\n".join([*tables, health.table(seeds)]))
+    print("\n\n".join(tables(job)))

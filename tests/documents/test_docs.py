@@ -391,6 +391,14 @@ def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
     assert f"{', '.join(map(str, noticed[:-1]))} and {noticed[-1]} on the first try" in README
 
 
+def test_the_tables_of_real_models_are_those_of_the_program():
+    """benchmarks/real_results.py prints these tables from the committed results."""
+    program = load_program("benchmarks/real_results.py")
+    page = "\n".join(line.strip() for line in DOCS["real_models"].splitlines())
+    for table in program.tables("smollm2-imdb"):
+        assert table in page
+
+
 # ---- Ablations ---------------------------------------------------------------------------------------------
 
 
