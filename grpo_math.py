@@ -26,6 +26,7 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
     python grpo_math.py                              # recipe tiny: no download, no GPU, minutes on 2 cores
     python grpo_math.py --learning-rate 1e-4         # tiny with one change; every field of Args is a flag
     python grpo_math.py gsm8k-qwen-0.5b              # Qwen2.5-0.5B-Instruct on GSM8K, from the Hub
+    python grpo_math.py smollm2-word-problems        # after the same recipe of sft.py
     python grpo_math.py --reward-fn mine.py:correct mine.py:format --reward-weights 1 0.2
     accelerate launch grpo_math.py gsm8k-qwen-1.5b   # on N GPUs, with N times the batch
     python grpo_math.py --resume latest              # continue a run that was stopped, bit for bit
@@ -196,8 +197,23 @@ RECIPES = {
         gradient_checkpointing=True,
         save_every=50,  # a checkpoint takes 18 GB
     ),
-    # TinyZero's task, with two differences: the format is not rewarded, and the response
-    # does not begin with words that TinyZero wrote.
+    # First the recipe of this name in sft.py: docs/real_models.md.
+    "smollm2-word-problems": Args(
+        model_name_or_path="runs/smollm2-word-problems/sft/model",
+        dataset_name="runs/smollm2-word-problems/word-problems",
+        prompt_template=None,
+        system_prompt=None,
+        max_prompt_length=192,
+        response_length=48,
+        total_episodes=8_192,
+        per_device_train_batch_size=16,
+        gradient_accumulation_steps=8,
+        learning_rate=5e-6,
+        num_examples=500,
+        num_sample_generations=3,
+    ),
+    # TinyZero's task, with two differences: the format is not rewarded, and the response does not begin with
+    # words that TinyZero wrote.
     "countdown-qwen-1.5b": Args(
         model_name_or_path="Qwen/Qwen2.5-1.5B-Instruct",
         dataset_name="Jiayi-Pan/Countdown-Tasks-3to4",

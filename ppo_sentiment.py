@@ -18,6 +18,7 @@ If you know PPO from CleanRL's ppo.py, this is what language changes:
     python ppo_sentiment.py --learning-rate 1.41e-5    # tiny with one change; every field of Args is a flag
     python ppo_sentiment.py gpt2-imdb                  # the published experiment, from the Hub
     python ppo_sentiment.py gpt2-imdb-lora --load-in-8bit
+    python ppo_sentiment.py smollm2-imdb               # after the same recipe of sft.py and reward_model.py
     torchrun --nproc_per_node 2 ppo_sentiment.py       # two processes, twice the batch
     python ppo_sentiment.py --resume latest            # continue a run that was stopped, bit for bit
 
@@ -186,6 +187,23 @@ RECIPES = {
     ),
     "gpt2-imdb": Args(min_text_length=200),
     "gpt2-imdb-lora": Args(min_text_length=200, lora_r=16),
+    # First `python sft.py smollm2-imdb && python reward_model.py smollm2-imdb`: docs/real_models.md.
+    "smollm2-imdb": Args(
+        model_name_or_path="runs/smollm2-imdb/sft/model",
+        reward_model_path="runs/smollm2-imdb/reward/model",
+        min_text_length=200,
+        lora_r=16,
+        lora_target_modules="all-linear",
+        response_min_length=8,
+        response_length=24,
+        total_episodes=8_192,
+        num_mini_batches=4,
+        num_ppo_epochs=2,
+        learning_rate=2e-4,
+        kl_coef=0.1,
+        kl_horizon=1_000,
+        num_eval_prompts=256,
+    ),
 }
 
 

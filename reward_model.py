@@ -32,6 +32,7 @@ If you know how to train a text classifier, this is what its use as a reward add
     python reward_model.py tiny-tldr             # how checkpoints/tldr-reward was made, from preferences
     python reward_model.py tiny-dialog           # how checkpoints/dialogs-intent was made
     python reward_model.py distilbert-imdb       # what lvwerra/distilbert-imdb is, from the Hub
+    python reward_model.py smollm2-imdb          # MiniLM as a classifier of reviews, minutes on a laptop
     python reward_model.py tldr-pythia-1b        # the reward model of the N+ paper, from the Hub
     python reward_model.py --model-name-or-path my_lm --dataset-name my_folder
     torchrun --nproc_per_node 2 reward_model.py  # two processes, twice the batch
@@ -195,6 +196,19 @@ RECIPES = {
         warmup_ratio=0.1,
     ),
     "distilbert-imdb": Args(),  # like lvwerra/distilbert-imdb
+    "smollm2-imdb": Args(  # the reward of ppo_sentiment.py's recipe of this name: docs/real_models.md
+        model_name_or_path="sentence-transformers/all-MiniLM-L6-v2",
+        output_dir="runs/smollm2-imdb/reward",
+        label_names="negative,positive",
+        max_length=96,
+        min_prefix_length=3,  # PPO's texts are short
+        num_eval_rows=1_500,
+        num_train_epochs=0.5,  # 12,500 reviews
+        per_device_train_batch_size=32,
+        learning_rate=1e-4,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.1,
+    ),
     "tldr-pythia-1b": Args(  # N+ paper, table 3
         model_name_or_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
         dataset_name="trl-lib/tldr-preference",

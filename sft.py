@@ -26,6 +26,8 @@ If you know nanoGPT's train.py, this is what differs:
     python sft.py tiny-dialog                          # how checkpoints/dialogs-lm was made
     python sft.py tiny-arithmetic                      # how checkpoints/arithmetic-sft was made
     python sft.py gpt2-imdb                            # GPT-2 on IMDB, as in lvwerra/gpt2-imdb, from the Hub
+    python sft.py smollm2-imdb                         # SmolLM2-135M-Instruct on IMDB, minutes on a laptop
+    python sft.py smollm2-word-problems                # the same model on word problems: docs/real_models.md
     python sft.py qwen-0.5b-chat                       # a chat model: Qwen2.5-0.5B on trl-lib/Capybara
     python sft.py --learning-rate 1e-3                 # tiny with one change; every field of Args is a flag
     python sft.py --model-name-or-path gpt2 --dataset-name my_folder --lora-r 16
@@ -212,6 +214,27 @@ RECIPES = {
         warmup_ratio=0.05,
     ),
     "gpt2-imdb": Args(),
+    "smollm2-imdb": Args(  # the start of ppo_sentiment.py's recipe of this name: docs/real_models.md
+        model_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct",
+        output_dir="runs/smollm2-imdb/sft",
+        num_eval_rows=200,
+        max_length=64,  # beginnings of reviews: PPO's texts are at most 32 tokens long
+        num_train_epochs=0.12,  # 3,000 reviews
+        per_device_train_batch_size=16,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.05,
+    ),
+    # First `python benchmarks/real_data.py smollm2-word-problems RAW runs/smollm2-word-problems`.
+    "smollm2-word-problems": Args(  # the start of grpo_math.py's recipe of this name
+        model_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct",
+        output_dir="runs/smollm2-word-problems/sft",
+        num_eval_rows=200,
+        dataset_name="runs/smollm2-word-problems/word-problems-sft",
+        max_length=256,
+        num_train_epochs=2.0,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.05,
+    ),
     "tldr-pythia-1b": Args(  # N+ paper, table 2: batch 128, 1 epoch
         model_name_or_path="EleutherAI/pythia-1b-deduped",
         dataset_name="trl-lib/tldr",

@@ -93,6 +93,7 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     known = {"a_b", "help", "nproc_per_node", "num_processes", "multi_gpu", "cpu", "config_file"}  # launchers
     known |= {"no_deps", "target", "index_url", "with"}  # pip, uv
     known |= {"output", "diagnose", "png"}  # report.py
+    known |= {"local_dir", "repo_type"}  # hf
     # Flags of the programs in benchmarks/.
     known |= {"peers", "other", "only", "rounds", "batches", "results", "show", "save", "signals", "trl"}
     known |= {"trl112", "jobs", "seeds", "side", "responses", "algorithm", "gpus", "gpu_memory"}
@@ -390,6 +391,14 @@ def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
         outcomes = [json.loads(line) for line in path.read_text().splitlines()]
         noticed.append(sum(outcome["killed_by"] is not None for outcome in outcomes))
     assert f"{', '.join(map(str, noticed[:-1]))} and {noticed[-1]} on the first try" in README
+
+
+def test_the_tables_of_real_models_are_those_of_the_program():
+    """benchmarks/real_results.py prints these tables from the committed results."""
+    program = load_program("benchmarks/real_results.py")
+    page = "\n".join(line.strip() for line in DOCS["real_models"].splitlines())
+    for table in program.tables("smollm2-imdb"):
+        assert table in page
 
 
 # ---- Ablations ---------------------------------------------------------------------------------------------

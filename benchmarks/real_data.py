@@ -1,0 +1,90 @@
+"""Write the data folders of a job of real_models.sh, in the columns that the scripts read.
+
+    python benchmarks/real_data.py smollm2-imdb RAW OUT
+
+RAW is a folder of data sets that datasets.load_dataset can read: RAW/imdb with the splits train and test and
+the columns text and label, for example from
+
+    hf download stanfordnlp/imdb --repo-type dataset --local-dir RAW/imdb
+
+smollm2-imdb writes
+    OUT/imdb          train: IMDB's training half, for the language model, the reward and the prompts of PPO
+    OUT/imdb-judge    train: most of IMDB's test half, for the judge
+Both have the same split test: the other 5,000 reviews of the test half. Nothing is trained on them.
+
+smollm2-word-problems reads RAW/word_problems with the columns question, equation (56 * 9) and answer (504):
+train from MAWPS and ASDiv-A, test from SVAMP. They are data/mawps-asdiv-a_svamp of arkilpatel/SVAMP on GitHub,
+after the numbers have been put back into the texts. It writes
+    OUT/word-problems-sft    train: half of the training problems with their solutions, for fine-tuning
+    OUT/word-problems        train: the other half with their answers, for GRPO
+Both have SVAMP as their split test. Nothing is trained on it.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import datasets
+
+
+def write(rows, path):
+    """Write a list of dict as jsonl. The file appears only when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    with open(unfinished, "w") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+    unfinished.rename(path)
+
+
+def shuffled(rows):
+    """The same order every time."""
+    rows = list(rows)
+    random.Random(0).shuffle(rows)
+    return rows
+
+
+def write_imdb(raw, out):
+    splits = datasets.load_dataset(str(raw / "imdb"))
+    columns = ["text", "label"]
+    train = shuffled(splits["train"].select_columns(columns))
+    train_texts = {row["text"] for row in train}
+    test = shuffled(splits["test"].select_columns(columns))
+    test = [row for row in test if row["text"] not in train_texts]  # IMDB has 123 reviews in both halves
+    held_out, judge = test[:5_000], test[5_000:25_000]
+    write(train, out / "imdb/train.jsonl")
+    write(held_out, out / "imdb/test.jsonl")
+    write(judge, out / "imdb-judge/train.jsonl")
+    write(held_out, out / "imdb-judge/test.jsonl")
+
+
+def chat(row):
+    """A word problem as a chat, with its solution and its answer."""
+    solution = f"{row['equation']} = {row['answer']}\n<answer>{row['answer']}</answer>"
+    return {
+        "prompt": [{"role": "user", "content": row["question"]}],
+        "completion": [{"role": "assistant", "content": solution}],
+        "answer": row["answer"],
+    }
+
+
+def write_word_problems(raw, out):
+    splits = datasets.load_dataset(str(raw / "word_problems"))
+    by_question = {row["question"]: chat(row) for row in splits["train"]}  # each problem once
+    train = shuffled(by_question.values())
+    half = len(train) // 2
+    for folder, rows, column in (
+        ("word-problems-sft", train[:half], "completion"),
+        ("word-problems", train[half:], "answer"),
+    ):
+        write([{"prompt": row["prompt"], column: row[column]} for row in rows], out / folder / "train.jsonl")
+        test = [chat(row) for row in splits["test"]]
+        write([{"prompt": row["prompt"], column: row[column]} for row in test], out / folder / "test.jsonl")
+
+
+WRITERS = {"smollm2-imdb": write_imdb, "smollm2-word-problems": write_word_problems}
+
+if __name__ == "__main__":
+    job, raw, out = sys.argv[1:]
+    WRITERS[job](Path(raw), Path(out))

@@ -1,0 +1,71 @@
+#!/bin/bash
+# RL on real pretrained models and real data: one job from nothing to its evaluation.
+#
+#   bash benchmarks/real_models.sh JOB SEED MODELS DATA OUT        (PYTHON=... chooses another Python)
+#
+#   JOB      smollm2-imdb: positive film reviews, ppo_sentiment.py
+#            smollm2-word-problems: word problems with answers that are checked, grpo_math.py
+#   SEED     of the RL run; the stages before it are made once, with seed 1, and serve all seeds
+#   MODELS   a folder with smollm2-135m-instruct and minilm-l6:
+#              hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir MODELS/smollm2-135m-instruct
+#              hf download sentence-transformers/all-MiniLM-L6-v2 --local-dir MODELS/minilm-l6
+#   DATA     a folder of raw data sets: see real_data.py
+#   OUT      output directory: 5 GB
+#
+# Run the same command again after an interruption: finished stages are skipped, an unfinished one is resumed.
+# More flags for the RL run can follow OUT. One core: OMP_NUM_THREADS=1. Results: docs/real_models.md.
+set -eu
+[ $# -ge 5 ] || { sed -n '2,18s/^# \?//p' "$0"; exit 2; }
+JOB=$1 SEED=$2 MODELS=$(realpath "$3") DATA=$(realpath "$4") OUT=$5
+shift 5
+HERE=$(cd "$(dirname "$0")/.." && pwd)
+PYTHON=${PYTHON:-python}
+mkdir -p "$OUT"
+cd "$OUT"
+ln -sfn "$MODELS" models
+
+# stage FOLDER SCRIPT FLAGS...: run a script of the project, unless it is finished
+stage() {
+    local folder=$1 script=$2
+    shift 2
+    if [ -e "$folder/finished" ]; then
+        echo "$folder: finished"
+    elif [ -e "$folder/args.json" ]; then
+        "$PYTHON" "$HERE/$script" --resume "$folder"
+    else
+        "$PYTHON" "$HERE/$script" "$@" --output-dir "$folder"
+    fi
+    touch "$folder/finished"
+}
+
+case $JOB in
+smollm2-imdb)
+    [ -e imdb-judge/test.jsonl ] || "$PYTHON" "$HERE/benchmarks/real_data.py" "$JOB" "$DATA" .
+    # The start: SmolLM2 on 3,000 beginnings of reviews.
+    stage sft sft.py smollm2-imdb --model-name-or-path models/smollm2-135m-instruct --dataset-name imdb \
+        --dtype bfloat16 --save-every 20 --keep-checkpoints 1
+    # The reward: MiniLM as a classifier, on 12,500 reviews of IMDB's training half.
+    stage reward reward_model.py smollm2-imdb --model-name-or-path models/minilm-l6 --dataset-name imdb \
+        --save-every 100 --keep-checkpoints 1
+    # The judge: another architecture with random weights, on the other half of IMDB.
+    stage judge reward_model.py smollm2-imdb --dataset-name imdb-judge --num-eval-rows 5000 \
+        --from-config "distilbert dim=96 n_layers=1 n_heads=4 hidden_dim=192 max_position_embeddings=512 dropout=0.4 attention_dropout=0.1" \
+        --tokenizer-name-or-path models/minilm-l6 --num-train-epochs 3 --learning-rate 1e-3 --keep-checkpoints 1
+    stage "ppo-seed$SEED" ppo_sentiment.py smollm2-imdb --seed "$SEED" --model-name-or-path sft/model \
+        --reward-model-path reward/model --judge-model-path judge/model --dataset-name imdb \
+        --dtype bfloat16 --save-every 4 "$@"
+    ;;
+smollm2-word-problems)
+    [ -e word-problems/test.jsonl ] || "$PYTHON" "$HERE/benchmarks/real_data.py" "$JOB" "$DATA" .
+    # The start: SmolLM2 on one half of the training problems, with their solutions.
+    stage sft sft.py "$JOB" --model-name-or-path models/smollm2-135m-instruct --dataset-name word-problems-sft \
+        --dtype bfloat16 --save-every 20 --keep-checkpoints 1
+    # GRPO on the other half, with their answers only.
+    stage "grpo-seed$SEED" grpo_math.py "$JOB" --seed "$SEED" --model-name-or-path sft/model \
+        --dataset-name word-problems --dtype bfloat16 --save-every 4 --keep-checkpoints 1 "$@"
+    ;;
+*)
+    echo "no job $JOB" >&2
+    exit 2
+    ;;
+esac
