@@ -1301,8 +1301,10 @@ class Run:
 
     def on_signal(self, number, frame):
         """Finish the update, save, and stop. A second signal stops at once."""
-        self.signal_number = number
         signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != self.pid:  # a worker that your code has forked
+            signal.raise_signal(number)
+        self.signal_number = number
 
     def print(self, text):
         self.console.print(text)
@@ -1370,6 +1372,7 @@ class Run:
 
         Remembers learner, optimizer and parameters (name -> parameter) for the checkpoints to come.
         """
+        self.pid = os.getpid()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
         self.learner, self.optimizer, self.parameters = learner, optimizer, parameters
