@@ -319,8 +319,8 @@ def train(args):
         if args.missing_eos_penalty is not None:
             scores = torch.where(b["stopped"], scores, scores - args.missing_eos_penalty)
 
-        # 3. Rewards: one per response, with the KL of the whole response. Here it is always k1. With
-        #    kl_in_loss it is only logged, and kl_estimator is for the loss.
+        # 3. Rewards: one per response, with the KL of the whole response. Here it is always k1. If
+        #    kl_estimator is k2 or k3, it is only logged, and the estimator is for the loss.
         token_kl = kl_per_token(b["logprobs"], b["ref_logprobs"], "k1")  # [B, T], 0 after the end
         kl = token_kl.sum(1)  # [B]
         rewards = scores - args.kl_coef * kl if args.kl_estimator == "k1" else scores

@@ -478,7 +478,7 @@ ppo_sentiment.load_label_scorer: a label by its place, not by its name (trap 22)
   - return logits[:, label]
   + return logits.sort(-1).values[:, label]
 
-ppo_sentiment.load_classifier: the reward model gets the policy's tokenizer (trap 23, IndexError)
+ppo_sentiment.load_classifier: the reward model gets the policy's tokenizer (trap 23, UserError)
   math/test_classifiers.py::test_a_reward_model_may_have_another_tokenizer
   - load_tokenizer(name)
   + load_tokenizer("checkpoints/reviews-lm")
