@@ -67,6 +67,7 @@ import math
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -1024,18 +1025,18 @@ def add_lora(model, args):
 
 
 def check_gradients(model):
-    """Raise UserError if a layer of a LoRA adapter would not be trained.
+    """Raise UserError if a layer of a LoRA adapter is used, but would not be trained.
 
     Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights, once they have
-    been used in eval mode.
+    been used in eval mode. A layer that is not used, such as BERT's pooler, has no gradient at all.
     """
     ids = torch.arange(6, device=model.device)[None]  # [1, 6]
     with torch.no_grad():
         model.eval()(input_ids=ids)
     model.train()(input_ids=ids)[0][..., 0].sum().backward()
     grads = [p.grad for name, p in model.named_parameters() if "lora_B" in name]
-    if not all(grad is not None and grad.any() for grad in grads):
-        raise UserError("LoRA: some layers get no gradient through the quantized weights of this model")
+    if not all(grad.any() for grad in grads if grad is not None):
+        raise UserError("LoRA: some layers get no gradient; are weights behind them quantized, on a CPU?")
     model.zero_grad()
 
 
@@ -1226,6 +1227,7 @@ def start_accelerator(args):
     # makes a new plan for each shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
     uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     if uses_fsdp and os.environ.get("FSDP_VERSION") != "2":
         raise UserError("FSDP 1 does not work here: set fsdp_version: 2 in accelerate's config")
     accelerator = accelerate.Accelerator(
@@ -1238,6 +1240,14 @@ def start_accelerator(args):
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
+    # Where accelerate cannot connect processes, or shard, it goes on without a word.
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    is_sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
+    if accelerator.num_processes != started or is_sharded != (uses_fsdp or uses_deepspeed):
+        raise UserError(
+            f"accelerate runs {accelerator.num_processes} of {started} processes here, and sharding is "
+            f"{is_sharded}: FSDP2 and DeepSpeed need GPUs, and Apple's GPUs work alone"
+        )
     if accelerator.state.deepspeed_plugin is not None:
         # Batch, clipping and precision follow the flags, not what the config of DeepSpeed says.
         accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
@@ -1349,13 +1359,9 @@ def copy_weights(parameters, model):
 
 
 def peak_memory_mb(device):
-    """The most memory that was in use: of the GPU, or of the process. 0 on Windows, which does not say."""
+    """The most memory that was in use: of the GPU, or of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
-    if sys.platform == "win32":
-        return 0.0
-    import resource
-
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
@@ -1657,7 +1663,8 @@ def run_command_line(function, *inputs):
         library.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal may not know all characters of a response
+        if hasattr(stream, "reconfigure"):  # not in a notebook
+            stream.reconfigure(errors="replace")  # a terminal may not know all characters of a response
     try:
         function(*inputs)
     except (UserError, UnicodeDecodeError, OSError, SafetensorError) as error:

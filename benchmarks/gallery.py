@@ -5,7 +5,7 @@
 
 A fault is one of tests/faults/known_faults.py, by its name, a change of the source, or a bad setting. Each run stops as
 soon as it has shown its fault; until then it has the learning rates of a whole run, so that its curves can be compared
-with the healthy band. results/gallery/NAME: metrics and samples of the run (older ones: tokens.jsonl too).
+with the healthy band. results/gallery/NAME: metrics, samples and tokens of the run.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 GALLERY = ROOT / "results/gallery"
 PICTURES = ROOT / "docs/gallery"
-KEPT = ("metrics.jsonl", "samples.jsonl")
+KEPT = ("metrics.jsonl", "samples.jsonl", "tokens.jsonl")
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/faults")]
 
 

@@ -55,6 +55,7 @@ COMPARED = (
     "model/value_head.safetensors",
     "metrics.jsonl",
     "samples.jsonl",
+    "tokens.jsonl",
     "evaluation.json",
     "evaluation_samples.jsonl",
 )

@@ -164,8 +164,8 @@ ppo_dialog.load_classifier: truncation cuts the answer (trap 9)
 
 ppo_sentiment.rollout: only EOS counts as a stop (trap 16)
   runs/test_ppo_sentiment.py::test_another_stop_token
-  - (torch.isin(tokens, stop_ids) & valid)
-  + ((tokens == tokenizer.eos_token_id) & valid)
+  - is_stop = torch.isin(tokens, stop_ids) & valid
+  + is_stop = (tokens == tokenizer.eos_token_id) & valid
 
 ppo_sentiment.rollout: limits of responses are ignored
   runs/test_ppo_sentiment.py::test_length_limits_are_drawn_at_random

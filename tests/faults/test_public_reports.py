@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import accelerate
 import numpy
 import peft
 import pytest
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 pytest_plugins = ["run_fixtures"]
 CPU = torch.device("cpu")
+Accelerator = accelerate.Accelerator
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -85,9 +87,24 @@ def test_a_layer_without_a_gradient(script, tiny_lm, monkeypatch):
     forward = block.forward
     args = script.Args(lora_r=2, lora_target_modules="c_attn, c_fc")
     script.add_lora(AutoModelForCausalLM.from_pretrained(tiny_lm()), args)
-    monkeypatch.setattr(block, "forward", lambda *inputs, **options: forward(*inputs, **options).detach())
+
+    def blocked(*inputs, **options):
+        output = forward(*inputs, **options)
+        return output.detach() + 0 * output
+
+    monkeypatch.setattr(block, "forward", blocked)
     with pytest.raises(script.UserError, match="no gradient"):
         script.add_lora(model, args)
+
+
+def test_a_layer_that_is_not_used(scripts):
+    """BERT's pooler gets an adapter with all-linear, but the last hidden states do not depend on it."""
+    config = transformers.BertConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    script = scripts["reward_model"]
+    model = script.add_lora(transformers.BertModel(config), script.Args(lora_r=2))
+    assert any("pooler" in name for name in model.targeted_module_names)
 
 
 # ---- Nothing that a file lacks is made up ------------------------------------------------------------------
@@ -202,6 +219,52 @@ def test_a_function_that_exits(scripts, small, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         scripts["grpo_math"].run_command_line(scripts["grpo_math"].train, args)
     assert end.value.code == 2 and "called sys.exit(0)" in capsys.readouterr().err
+
+
+def test_a_worker_stops_at_a_signal(ppo, tmp_path):
+    """The handler that finishes an update is that of the run, not of the processes that a function forks.
+
+    The end of a multiprocessing.Pool sends SIGTERM, and waits.
+    """
+    body = """import signal, time
+ready, started = os.pipe()
+worker = os.fork()
+if worker == 0:
+    os.write(started, b"1")
+    time.sleep(5)
+    os._exit(0)
+os.read(ready, 1)
+os.kill(worker, signal.SIGTERM)
+_, status = os.waitpid(worker, 0)
+return [float(os.WIFSIGNALED(status))] * len(prompts)"""
+    _, _, rows = ppo(reward_fn=reward_file(tmp_path, body, "forking"))
+    assert [row["env/reward_mean"] for row in rows] == [1.0] * len(rows)
+
+
+def test_stop_tokens_are_no_text(ppo, tiny_lm, copy_of):
+    """A chat model has several, and the reward reads none of them. Here they are ordinary letters."""
+    folder = copy_of(tiny_lm())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    letters = tokenizer(list("bcdefghklmpqrsuvwxyz"), add_special_tokens=False).input_ids
+    stop_ids = [ids[0] for ids in letters] + [tokenizer.eos_token_id]
+    config = json.loads((folder / "generation_config.json").read_text())
+    config["eos_token_id"] = stop_ids
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    _, run_folder, _ = ppo(model_name_or_path=str(folder), num_sample_generations=9, response_length=16)
+    rows = [row for row in rows_of(run_folder, "tokens.jsonl") if row["ids"][-1] in stop_ids[:-1]]
+    assert rows
+    for row in rows:
+        assert not row["response"].endswith(tokenizer.decode(row["ids"][-1:]))
+
+
+def test_processes_that_accelerate_does_not_connect(script, monkeypatch):
+    """torchrun on a machine on which accelerate knows no way to connect them: runs of their own."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(accelerate, "Accelerator", lambda **options: Accelerator(**options | {"cpu": False}))
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(script.UserError, match="1 of 2 processes"):
+        script.start_accelerator(script.Args())
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_a_column_with_the_name_of_an_input(script):
