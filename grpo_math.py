@@ -3,25 +3,27 @@
 GRPO is PPO without a value function: each task gets several responses, and a response is good if its reward
 is above the average of its group. If you know RLOO from rloo_tldr.py, this is what changes:
 
-1. Rewards are verifiable: a function compares the final answer with the known one (`data/math_rewards.py`).
-   No reward model is trained, and nobody has to compare responses. There is no penalty for a missing EOS: a
-   response that is cut off before its answer is simply wrong.
+1. Rewards are verifiable: a function compares the final answer of a response with the column `answer`, and
+   returns 1 or 0 (`correct` in data/math_rewards.py; it reads the last \\boxed{...}, <answer>...</answer> or
+   number). No reward model is trained, and nobody has to compare responses. There is no penalty for a missing
+   EOS: a response that is cut off before its answer is simply wrong.
 2. The advantage of a response is its reward minus the mean reward of its group, divided by the group's
    standard deviation (`grpo_advantages`). If all rewards of a group are equal, for example because all
    responses are right, the advantages are 0, and only a KL penalty is left to learn from.
 3. Every token is an action. All tokens of a response have its advantage, but each one has a ratio and a clip
    of its own, as in PPO. In RLOO the whole response has one.
 4. The loss is the sum over all tokens of the minibatch, divided by the number of tokens, as in DAPO (Yu et
-   al. 2025). At ratios of 1, RLOO's gradient is such a sum over tokens too, divided by the number of
-   responses. So in both, each token has the same weight. The original GRPO (Shao et al. 2024) averages within
-   each response first, so a token of a long response has less weight.
-5. A KL penalty, if there is one, is a term of the loss (k3), not of the reward. By default there is none, as
-   in DAPO, and then no reference model is needed.
+   al. 2025): every token has the same weight. The original GRPO (Shao et al. 2024) averages within each
+   response first, so a token of a long response has less weight.
+5. A KL penalty, if there is one, is a term of the loss (k3, see `kl_per_token`), not of the reward. By
+   default there is none, as in DAPO, and then no reference model is needed.
 6. By default there is one optimizer step per batch of rollouts. The policy that is trained is then still the
    one that sampled: every ratio is 1, and nothing is clipped. What is left is REINFORCE with the advantages
    of point 2. Ratios matter with --num-mini-batches or --num-ppo-epochs above 1.
 7. Before and after training, held-out tasks are solved several times each. pass@1 is the share of responses
    that are right; pass@k, the share of tasks with at least one right response among k.
+8. As in rloo_tldr.py, the k responses to a prompt have the same beginning, so the prompt is read only once,
+   in generation as in training (`generate_groups`, `group_logprobs`).
 
     python grpo_math.py                              # recipe tiny: no download, no GPU, minutes on 2 cores
     python grpo_math.py --learning-rate 1e-4         # tiny with one change; every field of Args is a flag
@@ -107,7 +109,7 @@ class Args:
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
-    date: str = time.strftime("%Y-%m-%d")  # the day that chat templates write as today's; kept by --resume
+    date: str = time.strftime("%Y-%m-%d")  # today's date, for chat templates; kept by --resume
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
     resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
@@ -138,7 +140,7 @@ class Args:
         default_factory=lambda: ["data/math_rewards.py:correct"]
     )
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
-    judge_fn: str | None = None  # in evaluation, 1 or more means right; None: the first reward_fn decides
+    judge_fn: str | None = None  # right, in evaluation: where this gives 1 or more; None: the first reward_fn
     max_prompt_length: int = 512  # tasks whose prompt has more tokens are skipped
     response_length: int = 512  # longest response, in tokens
     stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
@@ -176,7 +178,7 @@ class Args:
 
 RECIPES = {
     "tiny": Args(  # a small model and tasks that come with this repository
-        optimizer="torch.optim.AdamW",  # with PyTorch's weight decay of 0.01; TRL's AdamW has 0, as Adam here
+        optimizer="torch.optim.AdamW",  # with weight decay 0.01; in the other recipes and in TRL, it is 0
         model_name_or_path="checkpoints/arithmetic-sft",
         dataset_name="data/arithmetic",
         hard_dataset_name="data/arithmetic-hard",
@@ -275,12 +277,12 @@ def train(args):
         hard_tasks = load_tasks(hard_rows, tokenizer, args, args.hard_dataset_name)
         held_out["harder"] = choose_tasks(hard_tasks, args)
     max_tokens = max(longest_prompt(tasks) for tasks in [train_tasks, *held_out.values()]) + T
-    policy, reference = load_policy_and_reference(
+    policy, ref_model = load_policy_and_reference(
         args, args.model_name_or_path, max_tokens, needs_reference=args.kl_coef > 0
     )
     model = Policy(policy).to(device)
-    if reference is not None:
-        reference.to(device)
+    if ref_model is not None:
+        ref_model.to(device)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     # get_rewards and get_verdicts: tasks (list of dict, from load_tasks), responses (list of str),
@@ -301,7 +303,8 @@ def train(args):
     )
 
     # The random numbers of an evaluation depend only on the seed, so those before and after training use the
-    # same ones, and so does a resumed run.
+    # same ones, and so does a resumed run: `before` is always measured with the initial policy, since
+    # run.start loads a checkpoint only below.
     sampling_inputs = model, tokenizer, stop_ids, get_rewards
     with autocast:
         before = evaluate_all(*sampling_inputs, get_verdicts, held_out, args, accelerator)
@@ -309,14 +312,15 @@ def train(args):
     # `model` generates, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3 shards them:
     # then the learner is a sharded copy, and copy_weights copies its weights back after each update.
     learner, optimizer, parameters = make_learner(model, args, accelerator)  # parameters: name -> parameter
-    state = run.start(learner, optimizer, parameters, B)  # {"update": 0} in a new run
-    copy_weights(parameters, model)
+    state = run.start(learner, optimizer, parameters, B)  # update 0 in a new run
+    copy_weights(parameters, model)  # run.start may have loaded a checkpoint into the learner
     is_first_step = True
 
     for update in range(state["update"] + 1, updates + 1):
         # 1. Rollout. All random numbers are drawn for the global batch. Each process generates all k
-        #    responses to its share of the tasks; then every process gets all responses. For a given B, the
-        #    result does not depend on the number of processes, up to rounding.
+        #    responses to its share of the tasks; then every process gets the tensors of all responses. (The
+        #    texts stay where they were made.) For a given B, the result does not depend on the number of
+        #    processes, up to rounding.
         start_time = time.time()
         trainer_state.global_step = update - 1
         set_global_seed(args.seed, update)  # for random numbers in your own reward function
@@ -325,7 +329,7 @@ def train(args):
         prompt_batch = draw_groups([train_tasks[i] for i in task_numbers], k, args, update)
         prompt_batch = local_share(prompt_batch, accelerator)
         with autocast:
-            b, responses = rollout_tasks(*sampling_inputs, reference, prompt_batch, args)
+            b, responses = rollout_tasks(*sampling_inputs, ref_model, prompt_batch, args)
         # Rollouts of all processes: a dict of tensors, [B, ...] each
         b = {name: gather_groups(x, k, accelerator) for name, x in b.items()}
         C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
@@ -344,15 +348,15 @@ def train(args):
         learner.train()  # dropout is 0; this switches on gradient checkpointing
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, update, updates)
+        keys = group_keys(b["lengths"], k)  # [B], to keep groups together in micro-batches
         metric_sums = defaultdict(float)  # sums over the tokens of all minibatches and epochs
         max_sampling_gap = torch.zeros((), device=device)
         for epoch in range(args.num_ppo_epochs):
             order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch)).to(device)
             for minibatch in order.split(B // args.num_mini_batches):
                 num_tokens = valid[minibatch].sum()
-                # accelerator.no_sync is on in the body of this loop, except for the last micro-batch: only
-                # then do processes exchange gradients.
-                for rows in micro_batches(minibatch, b["lengths"], n, learner, accelerator):
+                # Processes exchange gradients only in the last micro-batch: micro_batches sees to that.
+                for rows in micro_batches(minibatch, keys, n, learner, accelerator):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     with autocast:
                         new_logprobs, entropies = learner(
@@ -364,14 +368,14 @@ def train(args):
                         old_logprobs = b["logprobs"][rows, :t][m]
                     else:
                         old_logprobs = new_logprobs.detach()  # the ratio is 1, but has a gradient
-                    mb_advantages = advantages[rows, None].expand(-1, t)[m]
+                    token_advantages = advantages[rows, None].expand(-1, t)[m]
                     policy_loss = clipped_policy_loss(
-                        new_logprobs, old_logprobs, mb_advantages, args.cliprange
+                        new_logprobs, old_logprobs, token_advantages, args.cliprange
                     )
                     token_loss = policy_loss
                     if args.kl_coef > 0:
-                        mb_kl = kl_per_token(new_logprobs, b["ref_logprobs"][rows, :t][m], "k3")
-                        token_loss = policy_loss + args.kl_coef * mb_kl
+                        token_kl = kl_per_token(new_logprobs, b["ref_logprobs"][rows, :t][m], "k3")
+                        token_loss = policy_loss + args.kl_coef * token_kl
                     loss = token_loss.sum() / num_tokens
                     accelerator.backward(loss * world)  # DDP averages over processes; we want the sum
 
@@ -385,7 +389,7 @@ def train(args):
                         token_metrics = {
                             "loss/policy_avg": policy_loss,
                             "policy/approxkl_avg": 0.5 * log_ratio**2,
-                            "policy/clipfrac_avg": policy_loss > -mb_advantages * ratio,
+                            "policy/clipfrac_avg": policy_loss > -token_advantages * ratio,
                             "policy/entropy_avg": entropies,
                             "val/ratio": ratio,
                             "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
@@ -394,8 +398,8 @@ def train(args):
                         for name, x in token_metrics.items():
                             metric_sums[name] += x.float().sum()
                         # No optimizer step since the rollout, so the ratios must be 1. (With one step per
-                        # batch they are 1 by definition: see sampling/logprob_gap instead.)
-                        if is_first_step:
+                        # batch they are 1 by definition: see sampling/logprob_gap_mean instead.)
+                        if is_first_step and takes_several_steps(args):
                             check_first_ratio(log_ratio, args)
 
                 is_first_step = False
@@ -423,7 +427,7 @@ def train(args):
             **update_metrics,
             "grad_norm": grad_norm,  # of the last optimizer step, before clipping
             "val/num_eos_tokens": b["stopped"].sum(),
-            "env/reward_mean": b["scores"].mean(),
+            "env/reward_mean": b["scores"].mean(),  # the same: there are no penalties
             "env/reward_std": b["scores"].std(correction=0),
             # The fraction of groups with equal rewards. Their advantages are 0.
             "frac_reward_zero_std": (scores_of_groups == scores_of_groups[0]).all(0).float().mean(),
@@ -437,7 +441,7 @@ def train(args):
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
         }
         if args.kl_coef > 0:
-            # As a number, k1, summed over each response. (As a loss, k3 per token: see kl_per_token.)
+            # The metric is k1, summed over each response. (The loss has k3 per token: see kl_per_token.)
             kl = kl_per_token(b["sampling_logprobs"], b["ref_logprobs"], "k1")  # [B, T], 0 after the end
             metrics["objective/kl"] = kl.sum(1).mean()
             metrics["objective/kl_coef"] = args.kl_coef
@@ -478,7 +482,8 @@ def train(args):
 def evaluate_all(model, tokenizer, stop_ids, get_rewards, get_verdicts, held_out, args, accelerator):
     """Solve all held-out tasks, with the same random numbers before and after training.
 
-    held_out: dict of name -> tasks -> dict of name -> records of evaluate_tasks, and those of "greedy"
+    held_out: dict: name -> tasks. Returns a dict: name -> records (see evaluate_tasks), one for each set of
+    tasks, and "greedy".
     """
     inputs = model, tokenizer, stop_ids, get_rewards, get_verdicts
     records = {}
@@ -495,7 +500,7 @@ def evaluate_tasks(model, tokenizer, stop_ids, get_rewards, get_verdicts, tasks,
 
     tasks: list of dict, from load_tasks. A response is right if the first function of get_verdicts gives it 1
     or more.
-    -> one dict per task, on every process those of all:
+    -> one dict per task, for the tasks of all processes:
         task          str, the prompt
         responses     k str
         right, ended  k bool
@@ -588,6 +593,7 @@ def draw_groups(rows, k, args, *purpose):
         start = C - len(row["ids"])
         ids[i, start:] = torch.tensor(row["ids"])
         mask[i, start:] = True
+    # Drawn for the first responses, then for the second ones, ...: their numbers do not depend on k.
     uniforms = torch.rand(k, P, args.response_length, generator=generator_for(args.seed, "tokens", *purpose))
     return dict(rows=rows, ids=ids, mask=mask, uniforms=uniforms.transpose(0, 1))
 
@@ -615,7 +621,7 @@ def stream_rows(num_rows, start, count, seed):
 
 
 @torch.no_grad()
-def rollout_tasks(model, tokenizer, stop_ids, get_rewards, reference, batch, args):
+def rollout_tasks(model, tokenizer, stop_ids, get_rewards, ref_model, batch, args):
     """Sample k responses to each task, reward them, and compute old and reference log-probabilities.
 
     batch: from draw_groups; get_rewards: from load_task_reward. Returns
@@ -642,7 +648,8 @@ def rollout_tasks(model, tokenizer, stop_ids, get_rewards, reference, batch, arg
         b["logprobs"] = torch.zeros_like(b["sampling_logprobs"])  # [k * P, T]
     if args.kl_coef > 0:
         b["ref_logprobs"] = torch.zeros_like(b["sampling_logprobs"])
-    for rows in b["lengths"].argsort(stable=True).split(args.per_device_train_batch_size):
+    order = group_keys(b["lengths"], k).argsort(stable=True)
+    for rows in order.split(args.per_device_train_batch_size):
         t = b["lengths"][rows].max().item()
         inputs = b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
         valid = b["mask"][rows, C : C + t]
@@ -650,7 +657,7 @@ def rollout_tasks(model, tokenizer, stop_ids, get_rewards, reference, batch, arg
             logprobs, _ = model(*inputs)  # [number of valid tokens]
             b["logprobs"][rows, :t] = unflatten(logprobs, valid)
         if args.kl_coef > 0:
-            logprobs = reference_logprobs(reference, model.policy, *inputs)
+            logprobs = reference_group_logprobs(ref_model, model.policy, *inputs)
             b["ref_logprobs"][rows, :t] = unflatten(logprobs, valid)
     return b, responses
 
@@ -689,7 +696,7 @@ def sample_responses(policy, tokenizer, batch, stop_ids, args):
     valid = length_mask(lengths, T)  # [k * P, T]
     is_stop = torch.isin(tokens, stop_ids) & valid  # [k * P, T]
 
-    # 2. Decode, without the stop token: it is not part of the text. (A reward model adds its own EOS.)
+    # 2. Decode, without the stop token: it is not part of the text.
     prompt_tokens = list_tokens(prompt_ids, prompt_mask)
     _, responses = decode(tokenizer, prompt_tokens, list_tokens(tokens, valid & ~is_stop))  # k * P str
 
@@ -726,7 +733,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     rows = torch.arange(P * k, device=ids.device)  # the rows that are still being written
 
     for t in range(T):
-        probs = token_logits(hidden, head.weight, head.bias, temperature).softmax(-1)  # [rows, V]
+        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
         token = sample_tokens(probs, uniforms[rows, t])  # [rows]
         tokens[rows, t] = token
         logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
@@ -754,11 +761,21 @@ def gather_groups(x, k, accelerator):
     return x.transpose(0, 1).flatten(0, 2)
 
 
+def group_keys(lengths, k):
+    """Keys by which to sort responses, so that groups stay together, and groups of similar length too.
+
+    lengths of the responses, first responses to all prompts first [k * P] -> one number per group [k * P]
+    """
+    longest = lengths.view(k, -1).amax(0)  # [P]
+    rank = longest.argsort(stable=True).argsort()  # [P]; 0: the group whose longest response is the shortest
+    return rank.repeat(k)
+
+
 # ---- Policy and reference ----------------------------------------------------------------------------------
 
 
 class Policy(nn.Module):
-    """The policy as a module whose forward pass is the one that is trained, for DDP to wrap."""
+    """The policy with the forward pass of the update, so that DDP, FSDP2 or DeepSpeed can wrap it."""
 
     def __init__(self, policy):
         super().__init__()
@@ -769,35 +786,45 @@ class Policy(nn.Module):
 
         ids [B, C + T], bool mask [B, C + T] -> both fp32 [number of valid tokens among the last T]
         """
-        logprobs, entropies, _ = response_logprobs(self.policy, ids, mask, T, temperature)
-        return logprobs, entropies
+        return group_logprobs(self.policy, ids, mask, T, temperature)
 
 
-def reference_logprobs(reference, policy, *inputs):
+def reference_group_logprobs(ref_model, policy, *inputs):
     """Log-probabilities under the reference, or under the policy without its LoRA adapter if that is None.
 
-    inputs: those of response_logprobs -> fp32 [number of valid tokens]
+    inputs: those of group_logprobs -> fp32 [number of valid tokens]
     """
-    if reference is not None:
-        return response_logprobs(reference, *inputs)[0]
+    if ref_model is not None:
+        return group_logprobs(ref_model, *inputs)[0]
     with policy.disable_adapter():
-        return response_logprobs(policy, *inputs)[0]
+        return group_logprobs(policy, *inputs)[0]
 
 
-def response_logprobs(lm, ids, mask, T, temperature):
+def group_logprobs(lm, ids, mask, T, temperature):
     """Log-probabilities of the valid tokens among the last T of each row, one row after the other.
 
-    ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [number of valid tokens]; and the
-    hidden states that predict these tokens [number of valid tokens, H]
+    The responses of a group share their prompt, so each prompt is read only once. Its keys and values serve
+    all responses to it, and gradients flow back through them: nothing is approximated.
+    ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [number of valid tokens]
     """
     body, head = body_and_head(lm)
+    if body.training and body.is_activation_checkpointing:  # excludes a cache, so read prompts B times
+        hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
+    else:
+        prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
+        prompts, prompt_of_row = prompts.unique(dim=0, return_inverse=True)  # [P, C], [B]
+        cache = transformers.DynamicCache(config=body.config)
+        prompt_hidden = hidden_states(body, prompts.clamp(min=0), prompts >= 0, cache)  # [P, C, H]
+        for layer in cache.layers:
+            layer.keys = layer.keys.index_select(0, prompt_of_row)  # [P, ...] -> [B, ...]
+            layer.values = layer.values.index_select(0, prompt_of_row)
+        response_hidden = hidden_states(body, ids[:, -T:], mask, cache)  # [B, T, H]
+        # The state at position t - 1 predicts token t, and the prompt's last state predicts the first one.
+        first_hidden = prompt_hidden[:, -1:].index_select(0, prompt_of_row)  # [B, 1, H]
+        hidden = torch.cat([first_hidden, response_hidden[:, :-1]], 1)  # [B, T, H]
     valid = mask[:, -T:]  # [B, T]
-    # The state at position t - 1 predicts token t. The output layer is large, so only valid tokens go
-    # through it.
-    hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1][valid]  # [number of valid tokens, H]
-    tokens = ids[:, -T:][valid]
-    logprobs, entropies = token_logprobs(hidden, head.weight, tokens, temperature, head.bias)
-    return logprobs, entropies, hidden
+    # The output layer is large, so only valid tokens go through it.
+    return token_logprobs(hidden[valid], head.weight, ids[:, -T:][valid], temperature, head.bias)
 
 
 def unflatten(values, mask):
@@ -829,13 +856,13 @@ def hidden_states(body, ids, mask, cache=None):
     return outputs.last_hidden_state
 
 
-def token_logits(hidden, weight, bias=None, temperature=1.0):
+def token_logits(hidden, weight, temperature=1.0, bias=None):
     """The output layer, in fp32 under autocast too. [N, H], [V, H], [V] or None -> [N, V]
 
     Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        hidden = hidden.float() / temperature  # [N, H] is smaller than [N, V]
+        hidden = hidden.float() / temperature  # [N, H]; dividing the logits [N, V] would take longer
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
 
 
@@ -865,15 +892,16 @@ def sample_tokens(probs, uniforms):
     """
     dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
     cumulative = probs.cumsum(1, dtype=dtype)  # [B, V]
-    target = uniforms.to(dtype)[:, None] * cumulative[:, -1:]  # [B, 1], less than the last cumulative sum
+    target = uniforms.to(dtype)[:, None] * cumulative[:, -1:]  # [B, 1]
     # right=True never selects a token of probability 0.
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    token = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return token.clamp(max=probs.shape[1] - 1)  # in fp32, the target may be rounded up to the last sum
 
 
 def response_lengths(tokens, stop_token_id):
     """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
 
-    stop_token_id: a tensor of ids; empty if there is no stop token.
+    stop_token_id: the ids of all stop tokens [any number]
     """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
@@ -923,12 +951,12 @@ def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
 def kl_per_token(logprobs, ref_logprobs, estimator):
     """Estimates of KL(policy || reference) from samples of the policy, in nats, any shape (Schulman 2020).
 
-    As numbers: k1 is unbiased, k2 is biased but never negative, k3 is unbiased and never negative.
-    In a reward, which is a constant: only k1 gives the policy gradient of KL(policy || reference).
-    In a loss, which is differentiated, the average gradient over samples of the current policy is
+    As a metric: k1 and k3 are unbiased, k2 is not. k2 and k3 are never negative.
+    In a reward, through which no gradient flows: only k1 leads to the gradient of KL(policy || reference).
+    In a loss: the expected gradient per token, given the tokens before it, for samples of the policy, is
         k1  0
-        k2  that of KL(policy || reference), per token
-        k3  that of KL(reference || policy), per token
+        k2  the gradient of KL(policy || reference)
+        k3  the gradient of KL(reference || policy)
     """
     log_ratio = logprobs - ref_logprobs
     if estimator == "k1":
@@ -941,8 +969,8 @@ def kl_per_token(logprobs, ref_logprobs, estimator):
 def learning_rate(args, update, updates):
     """The learning rate in update 1, 2, ..., updates. -> float
 
-    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls to 0: along a
-    line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
+    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
     """
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
@@ -957,8 +985,9 @@ def learning_rate(args, update, updates):
 
 
 # ============================================================================================================
-# Part II: infrastructure. Nothing below is about GRPO. The scripts share these functions, copied verbatim, so
-# a few options are those of another script.
+# Part II: infrastructure. You need nothing below to understand GRPO. To write a reward function, read
+# call_reward_functions; to bring your own data, load_tasks. The scripts share these functions, copied
+# verbatim, so a few arguments, return values and names of flags are used only in another script.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -975,9 +1004,9 @@ class UserError(Exception):
 class OutputLayer(torch.autograd.Function):
     """Log-probabilities and entropies under softmax(hidden @ weight.T + bias), 128 rows at a time.
 
-    F.linear, log_softmax and gather give the same, but keep the logits of all rows. The backward pass needs
-    the log-softmax again. That of the first chunks is kept, up to 2**25 numbers (128 MiB); that of the others
-    is computed a second time. The backward pass overwrites what was kept, so it can run only once.
+    F.linear, log_softmax and gather give the same, but keep [N, V] numbers for the backward pass. Here the
+    backward pass computes the log-softmax of each chunk again. To save time, the first chunks are kept, up to
+    2**25 numbers (128 MiB). The backward pass overwrites them, so it can run only once.
     """
 
     @staticmethod
@@ -1067,7 +1096,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     for module in model.modules():
         for key, value in vars(module).items():
             if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
-                setattr(module, key, 0.0)  # noise would give rollout and update other probabilities
+                setattr(module, key, 0.0)  # in RL, noise would give rollout and update other probabilities
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
@@ -1157,8 +1186,9 @@ def add_lora(model, args):
 def check_gradients(model):
     """Raise UserError if a layer of a LoRA adapter is used, but would not be trained.
 
-    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights, once they have
-    been used in eval mode. A layer that is not used, such as BERT's pooler, has no gradient at all.
+    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights (of a model
+    that was saved with them), once they have been used in eval mode. A layer that is not used, such as BERT's
+    pooler, has no gradient at all.
     """
     ids = torch.arange(6, device=model.device)[None]  # [1, 6]
     with torch.no_grad():
@@ -1202,13 +1232,14 @@ def check_model(lm, name, max_tokens):
         first = hidden_states(body, padded_ids[:, :7], mask[:, :7], cache)[1, 2:]  # [5, H]
         cache.batch_select_indices(torch.tensor([1], device=lm.device))
         last = hidden_states(body, padded_ids[1:, 7:], mask[1:], cache)[0]  # [1, H]
-        ours = [token_logits(x, head.weight, head.bias) for x in (at_once, torch.cat([first, last]))]
+        ours = [token_logits(x, head.weight, bias=head.bias) for x in (at_once, torch.cat([first, last]))]
     except Exception as error:  # models fail in many ways, recurrent ones because a row leaves the cache
         raise UserError(
             f"{name}: this kind of model does not work here; it cannot read left-padded rows, or no row can "
             f"leave its cache ({type(error).__name__})"
         ) from error
-    tolerance = 0.5 if getattr(lm, "is_quantized", False) else 1e-3  # quantization rounds other shapes apart
+    # With quantized weights, rounding depends on the shape of the batch.
+    tolerance = 0.5 if getattr(lm, "is_quantized", False) else 1e-3
     is_equal = [torch.allclose(x.log_softmax(-1), expected, 1e-3, tolerance) for x in ours]
     if not all(is_equal):
         raise UserError(
@@ -1221,8 +1252,9 @@ def check_model(lm, name, max_tokens):
 
 
 def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
-    """The policy to train, and the frozen reference (None: the policy without its LoRA adapter, or none).
+    """The policy to train, and the frozen reference model.
 
+    The reference is None with LoRA, where it is the policy without its adapter; and if none is needed.
     max_tokens: of prompt and response together
     """
     eight_bit = {}
@@ -1230,18 +1262,20 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
         eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
     check_model(policy, name, max_tokens)
-    reference = None
+    ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
     elif args.num_shared_layers:
-        reference = share_layers(policy, args.num_shared_layers)
+        ref_model = share_layers(policy, args.num_shared_layers)
     elif needs_reference:
-        reference = load_model(AutoModelForCausalLM, name, **eight_bit)
-    if reference is not None:
-        reference.requires_grad_(False).eval()
+        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit)
+    if not needs_reference:
+        ref_model = None
+    if ref_model is not None:
+        ref_model.requires_grad_(False).eval()
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))
-    return policy, reference
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # the new name in transformers 5
+    return policy, ref_model
 
 
 def save_policy(policy, tokenizer, folder):
@@ -1323,12 +1357,15 @@ def call_reward_functions(functions, rows, inputs, trainer_state, device):
         def correct(prompts, completions, answer, **kwargs):
             return [float(text.endswith(right)) for text, right in zip(completions, answer)]
 
-    inputs: prompts, completions, completion_ids (lists of token ids); rows: for each response, the columns of
-    the data, of which functions get all but prompt. All are lists with one entry per response.
-    trainer_state.global_step is the number of updates so far, max_steps that of all. A function returns one
-    number per response, or None where it does not apply.
+    Where prompts are lists of messages, a completion is one too: its text is completion[0]["content"].
+    inputs: prompts, completions, completion_ids (lists of token ids), each with one entry per response; rows:
+    for each response, a dict with the columns of the data. A function gets each column except prompt as a
+    list with one entry per response. trainer_state.global_step is the number of updates so far, max_steps
+    that of all. A function returns one number per response, or None where it does not apply.
     -> dict: name of the function -> fp32 [B], nan where it does not apply
     """
+    if not functions:
+        return {}
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
     taken = {"trainer_state", *inputs} & set(columns)
     if taken:
@@ -1396,12 +1433,12 @@ def decode(tokenizer, prompt_tokens, response_tokens):
     left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     prompt_tokens = [[token for token in row if token not in left_out] for row in prompt_tokens]
     response_tokens = [[token for token in row if token not in left_out] for row in response_tokens]
-    prompts = tokenizer.batch_decode(prompt_tokens)
     full_texts = tokenizer.batch_decode([x + y for x, y in zip(prompt_tokens, response_tokens)])
-    responses = []
-    for prompt, text in zip(prompts, full_texts):
+    prompts, responses = [], []
+    for prompt, text in zip(tokenizer.batch_decode(prompt_tokens), full_texts):
         # Not len(prompt): a response may complete the last character of the prompt.
         start = len(os.path.commonprefix([prompt, text]))
+        prompts.append(text[:start])
         responses.append(text[start:])
     return prompts, responses
 
@@ -1473,7 +1510,7 @@ def choose_tasks(tasks, args):
 
 
 def is_chat(value):
-    """True for a list of messages: dicts with role and content."""
+    """True for a list of messages (dicts with role and content), False for a text."""
     return isinstance(value, list) and len(value) > 0
 
 
@@ -1481,8 +1518,8 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    date: of today, for templates that write it, year-month-day; is_prompt: end where the assistant goes on,
-    after the header of its turn or after the beginning of its message, if that is the last one. -> str
+    date: today's, for templates that write it, year-month-day; is_prompt: add the header of the assistant's
+    turn. If the last message is the assistant's, it is left open instead, so that it can be continued. -> str
     """
     try:
         # datasets gives all messages the same keys, with None for those that a message did not have.
@@ -1632,14 +1669,15 @@ def make_learner(model, args, accelerator):
     return learner, optimizer, parameters
 
 
-def micro_batches(minibatch, lengths, size, learner, accelerator):
-    """The rows of a minibatch that this process trains on, `size` at a time; responses of similar length
-    together. Processes exchange gradients only in the last micro-batch.
+def micro_batches(minibatch, keys, size, learner, accelerator):
+    """The rows of a minibatch that this process trains on, `size` at a time, sorted so that rows with equal
+    or similar keys are together. Processes exchange gradients only in the last micro-batch: until then, this
+    generator keeps accelerator.no_sync open while the body of the loop runs.
 
-    minibatch: row numbers [any number]; lengths [B] -> yields row numbers [size]
+    minibatch: row numbers [any number]; keys [B], such as lengths -> yields row numbers [size]
     """
     rows = local_share(minibatch, accelerator)
-    rows = rows[lengths[rows].argsort(stable=True)]
+    rows = rows[keys[rows].argsort(stable=True)]
     parts = rows.split(size)
     for i, part in enumerate(parts):
         accelerator.sync_gradients = i + 1 == len(parts)  # DeepSpeed takes its step in this backward pass
@@ -1662,7 +1700,11 @@ def shard_like(value, p):
 
 
 def clip_gradients(parameters, max_norm, accelerator):
-    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float"""
+    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float
+
+    (With DeepSpeed, the last backward pass has clipped and taken the step. Then this only reads the norm, and
+    optimizer.step does nothing.)
+    """
     norm = float(unshard(accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)))
     if not math.isfinite(norm):
         raise UserError("the gradient is not finite: lower --learning-rate, or use --dtype float32")
@@ -1687,8 +1729,8 @@ def check_first_ratio(log_ratio, args):
     """Raise if the ratio is not 1 before the first optimizer step: then rollout and update compute different
     probabilities. log_ratio [N]
 
-    Products are rounded to other numbers if rows have other shapes: most in bf16 and 8 bit, and on a GPU in
-    TF32.
+    It is not exactly 1, because a matrix product is rounded differently in a batch of another shape. That
+    makes the largest difference in bf16, in 8 bit, and on a GPU in TF32.
     """
     gap = log_ratio.abs()
     mean, largest = gap.mean().item(), gap.quantile(0.999).item()
@@ -1746,7 +1788,7 @@ class Run:
         self.last_line_time = 0.0
         self.signal_number = 0  # of a signal that asked us to stop
         if args.recipe == "custom":
-            self.print("a model but no recipe: flags that are not given have the published defaults of Args")
+            self.print("no recipe: flags that are not given have the defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
@@ -1823,7 +1865,7 @@ class Run:
     # -- Checkpoints --
 
     def start(self, learner, optimizer, parameters, batch_size):
-        """Write args.json and, to resume, load the newest checkpoint. -> its state; {"update": 0} if new
+        """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new
 
         Remembers learner, optimizer and parameters (name -> parameter) for the checkpoints to come.
         """
@@ -1845,7 +1887,7 @@ class Run:
                 raise UserError(f"--resume: that run had {state['fixed']}, this one has {self.fixed}")
             self.load_checkpoint(state)
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
-        # By a shell, because without git a shell only says so.
+        # By a shell: without git it returns an error, while Python alone would raise one.
         git = subprocess.run("git rev-parse HEAD", shell=True, cwd=HERE, capture_output=True, text=True)
         about = {
             "args": asdict(self.args),
@@ -1973,7 +2015,7 @@ def report_tasks(run, before, after):
     decoding = f"sampling, temperature {args.temperature}, at most {args.response_length} tokens"
     run.table("held-out tasks, the first of the sampled responses", samples)
     run.table(f"{count} held-out tasks, {args.num_eval_samples} responses each", comparison)
-    run.print(f"right: {judge} gives 1 or more; {decoding}")
+    run.print(f"right: {judge} gives 1 or more; {decoding}; greedy: temperature 0.01, one response")
     about = {"before": metrics_before, "after": metrics_after, "n": count}
     about |= {"judge": judge, "decoding": decoding}
     run.write("evaluation.json", json.dumps(about, indent=2))
@@ -2069,7 +2111,8 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # A run may be made longer, and judged by another judge.
+    # A run may be made longer, and judged by another judge. With a falling learning rate, the first updates
+    # would have had other ones in a run that was longer from the start.
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"

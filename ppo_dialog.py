@@ -4,7 +4,7 @@ This is ppo_sentiment.py with another task; PPO itself is the same code. If you 
 a dialog changes:
 
 1. The prompt is the end of a conversation. It comes with a reference answer: what the person said next
-   (`Turn`). In this file "reference" alone means this answer. The frozen policy is the reference model.
+   (`Turn`). In this file a "reference" is such an answer. The frozen policy is called `ref_model`.
 2. The reward is a weighted sum, and each part of it is logged (`load_reward_parts`). Intent: does the answer
    have the same dialog act (inform, question, directive, commissive) as the reference answer? It is a
    classifier's probability of that act, or 1 if that act is the likeliest and 0 otherwise. METEOR: how many
@@ -134,7 +134,7 @@ class Args:
 
     # Reward
     intent_weight: float = 1.0  # weight of the intent; 0: it is only logged
-    intent_reward: Literal["probability", "match"] = "match"  # of the reference's act; match: 1 or 0
+    intent_reward: Literal["probability", "match"] = "match"  # match: 1 if that act is the likeliest, else 0
     meteor_weight: float = 1.0  # weight of METEOR against the reference
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
 
@@ -204,7 +204,7 @@ RECIPES = {
 #
 #     pad    pad    Hello  EOS   | Hi     there  EOS    pad    pad       length of the response: 3
 #
-# The hidden state of each token predicts the next one: "Hi" predicts "there".
+# The hidden state of each token predicts the next one: the first EOS predicts "Hi".
 
 
 def train(args):
@@ -217,14 +217,15 @@ def train(args):
     n, T = args.per_device_train_batch_size, args.response_length
     B = n * args.gradient_accumulation_steps * args.num_mini_batches * world  # episodes per update
     updates = math.ceil(args.total_episodes / B)
-    if args.kl_target is not None and B >= 5 * args.kl_horizon:  # the coefficient could become 0 or negative
+    if args.kl_target is not None and B >= 5 * args.kl_horizon:
+        # adaptive_kl_coef multiplies by 1 - 0.2 * B / kl_horizon at least, which must stay above 0.
         raise UserError(f"--kl-horizon {args.kl_horizon:g} must be more than 1/5 of the batch, {B}")
     status = {"score": "objective/scores", "METEOR": "meteor", "KL": "objective/kl"}
     run = Run(args, accelerator, updates, status)
 
     tokenizer = load_tokenizer(args.model_name_or_path)
-    is_end = load_end_criteria(args, tokenizer)  # tokens so far [rows, t] -> bool [rows]
-    model, reference = load_policy_and_value(args, args.max_prompt_length + T, device)
+    is_end = load_end_criteria(args, tokenizer)  # tokens so far [rows, t], None -> bool [rows]
+    model, ref_model = load_policy_and_value(args, args.max_prompt_length + T, device)
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     get_reward_parts, num_acts = load_reward_parts(args, device, trainer_state)
     train_rows, held_out_rows = load_splits(args.dataset_name)
@@ -244,18 +245,19 @@ def train(args):
     )
 
     # The held-out prompts and their random numbers depend only on the seed, so the evaluations before and
-    # after training use the same ones, and so does a resumed run. Every process evaluates all of them.
+    # after training use the same ones, and so does a resumed run: `before` is always measured with the policy
+    # before PPO, since run.start loads a checkpoint only below. Every process evaluates all of them.
     num_eval_prompts = min(args.num_eval_prompts, len(held_out_turns))
     held_out = draw_prompts(held_out_turns, 0, num_eval_prompts, args, "held-out")
-    rollout_inputs = model, reference, tokenizer, is_end, get_reward_parts
+    rollout_inputs = model, ref_model, tokenizer, is_end, get_reward_parts
     with autocast:
         before = evaluate_dialogs(*rollout_inputs, held_out, args)
 
     # `model` generates, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3 shards them:
     # then the learner is a sharded copy, and copy_weights copies its weights back after each update.
     learner, optimizer, parameters = make_learner(model, args, accelerator)  # parameters: name -> parameter
-    state = run.start(learner, optimizer, parameters, B)  # {"update": 0} in a new run
-    copy_weights(parameters, model)
+    state = run.start(learner, optimizer, parameters, B)  # update 0 in a new run
+    copy_weights(parameters, model)  # run.start may have loaded a checkpoint into the learner
     kl_coef = state.get("kl_coef", args.kl_coef)
     is_first_step = True
 
@@ -277,7 +279,7 @@ def train(args):
         valid = length_mask(b["lengths"], T)  # [B, T]
         rollout_end = time.time()
 
-        # 2. Scores: clip, then subtract the penalty from responses that did not end on their own.
+        # 2. Scores: clip, then subtract missing_eos_penalty from responses that did not end on their own.
         scores = b["raw_scores"]  # [B]
         if args.score_clip is not None:
             scores = scores.clamp(-args.score_clip, args.score_clip)
@@ -307,8 +309,7 @@ def train(args):
             order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch)).to(device)
             for minibatch in order.split(B // args.num_mini_batches):
                 num_tokens = b["lengths"][minibatch].sum()
-                # accelerator.no_sync is on in the body of this loop, except for the last micro-batch: only
-                # then do processes exchange gradients.
+                # Processes exchange gradients only in the last micro-batch: micro_batches sees to that.
                 for rows in micro_batches(minibatch, b["lengths"], n, learner, accelerator):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     with autocast:
@@ -384,8 +385,8 @@ def train(args):
             "env/reward_mean": b["raw_scores"].mean(),
             "env/reward_std": b["raw_scores"].std(correction=0),
             **reward_means(b),
-            **{name: b[name].mean() for name in ("intent", "meteor") if name in b},
-            **custom_metrics(turns, answers),
+            **{name: b[name].mean() for name in ("intent", "intent_match", "meteor") if name in b},
+            **{name: float(x) for name, x in custom_metrics(turns, answers).items()},
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
@@ -429,20 +430,21 @@ def train(args):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 
 
-def evaluate_dialogs(model, reference, tokenizer, is_end, get_reward_parts, batch, args):
+def evaluate_dialogs(model, ref_model, tokenizer, is_end, get_reward_parts, batch, args):
     """Answer the held-out prompts, with the same random numbers before and after training.
 
     -> metrics (dict of floats), one dict(last, reference, answer, score) per prompt; scores without clip and
     penalty
     """
     set_global_seed(args.seed, "held-out")  # for random numbers in your own reward function
-    b, answers = rollout_answers(model, reference, tokenizer, is_end, get_reward_parts, batch, args)
+    b, answers = rollout_answers(model, ref_model, tokenizer, is_end, get_reward_parts, batch, args)
     turns = batch["turns"]
     kl = b["logprobs"] - b["ref_logprobs"]  # [B, T]
     metrics = text_metrics(answers, [turn.reference for turn in turns])
     metrics["meteor"] = b["meteor"].mean()
     if "intent_match" in b:
-        # Always the match rate. In the log, "intent" is what --intent-reward selects.
+        # As in OpenRL's table. In the log this is "intent_match", and "intent" is what --intent-reward
+        # selects.
         metrics["intent"] = b["intent_match"].mean()
     metrics |= {
         "tokens per answer": b["lengths"].float().mean(),
@@ -461,7 +463,8 @@ def evaluate_dialogs(model, reference, tokenizer, is_end, get_reward_parts, batc
 def custom_metrics(turns, answers):
     """YOUR METRICS: what this returns is logged in every update, and is in the final table. -> dict of floats
 
-    It gets the batch of all processes. turns[i].context, .reference and .act belong to answers[i].
+    It gets the batch of all processes. turns[i].context, .reference and .act belong to answers[i]. For the
+    last column of the table, it gets the references as answers.
     """
     questions = [answer for answer in answers if answer.endswith("?")]
     return {"custom/questions": len(questions) / len(answers)}
@@ -547,7 +550,7 @@ class Turn:
 def draw_prompts(turns, start, B, args, purpose):
     """Prompts, left-padded to the longest of the batch, and random numbers to sample answers with.
 
-    They are those of turns start to start + B - 1 of an endless stream of shuffled epochs. The random numbers
+    The turns are numbers start to start + B - 1 of an endless stream of shuffled epochs. The random numbers
     depend only on the seed and the purpose: the number of the update, or "held-out".
     -> dict: turns (list of B), ids [B, C], bool mask [B, C], uniforms [B, T]
     """
@@ -578,7 +581,7 @@ def stream_rows(num_rows, start, count, seed):
 
 
 @torch.no_grad()
-def rollout_answers(model, reference, tokenizer, is_end, get_reward_parts, batch, args):
+def rollout_answers(model, ref_model, tokenizer, is_end, get_reward_parts, batch, args):
     """Sample an answer for each turn, score it, and compute the log-probabilities that PPO calls old.
 
     batch: from draw_prompts; is_end, get_reward_parts: from load_end_criteria, load_reward_parts. Returns
@@ -609,16 +612,16 @@ def rollout_answers(model, reference, tokenizer, is_end, get_reward_parts, batch
     answers = [answer_text(tokenizer, row, args.utterance_end) for row in answer_tokens]
     parts = get_reward_parts(batch["turns"], answers, answer_tokens)  # name -> [B]
 
-    # 3. Compute log-probabilities and values of the tokens with the forward pass of the update. Dropout is
-    #    0, so the ratio is 1 until the first optimizer step, up to rounding. The log-probabilities from
-    #    generation differ more, so they are only logged.
+    # 3. Compute log-probabilities and values of the tokens with the same forward pass, and as many rows at a
+    #    time, as in the update. Dropout is 0, so the ratio is 1 until the first optimizer step, up to
+    #    rounding. The log-probabilities from generation differ more, so they are only logged.
     ids = torch.cat([prompt_ids, tokens], 1)  # [B, C + T]
     mask = torch.cat([prompt_mask, valid], 1)  # [B, C + T]
     logprobs, entropies, values, ref_logprobs = torch.zeros(4, B, T, device=ids.device)
     for rows in lengths.argsort(stable=True).split(args.per_device_train_batch_size):
         t = lengths[rows].max().item()
         inputs = ids[rows, : C + t], mask[rows, : C + t], t, args.temperature
-        outputs = [*model(*inputs), reference_logprobs(reference, model.policy, *inputs)]
+        outputs = [*model(*inputs), reference_logprobs(ref_model, model.policy, *inputs)]
         for result, x in zip([logprobs, entropies, values, ref_logprobs], outputs):
             result[rows, :t] = unflatten(x, valid[rows, :t])
 
@@ -652,17 +655,17 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
     tokens = torch.zeros(B, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(B, T, device=ids.device)
-    ended = torch.zeros_like(tokens)  # 1 at the token that completes the end mark
+    ended = torch.zeros_like(tokens)  # 1 at the token that completes the end mark, 0 elsewhere
     rows = torch.arange(B, device=ids.device)  # the rows that are still being written
 
     for t in range(T):
-        probs = token_logits(hidden, head.weight, head.bias, temperature).softmax(-1)  # [rows, V]
+        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
         token = sample_tokens(probs, uniforms[rows, t])  # [rows]
         tokens[rows, t] = token
         logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
 
         # Only the response is searched: its beginning must not complete a mark that the prompt began.
-        has_ended = is_end(tokens[rows, : t + 1], None)  # [rows]
+        has_ended = is_end(tokens[rows, : t + 1], None)  # [rows]; None: it needs no scores
         ended[rows, t] = has_ended.long()
         if t + 1 == T or has_ended.all():
             break
@@ -672,7 +675,8 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
             rows, mask, token = rows[keep], mask[keep], token[keep]
         mask = F.pad(mask, (0, 1), value=True)
         hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
-    return tokens, logprobs, response_lengths(ended, 1), ended.any(1)
+    # In `ended`, the number 1 is what a stop token is among tokens.
+    return tokens, logprobs, response_lengths(ended, stop_token_id=1), ended.any(1)
 
 
 def answer_text(tokenizer, tokens, end):
@@ -712,14 +716,16 @@ def load_reward_parts(args, device, trainer_state):
         if classify is not None:
             previous = [turn.context[-1] for turn in turns]
             probs = classify(intent_texts(previous, answers)).softmax(-1)  # [B, acts]
-            acts = torch.tensor([turn.act - 1 for turn in turns], device=device)  # [B], from 0
+            # Label i of the classifier is act i + 1.
+            acts = torch.tensor([turn.act - 1 for turn in turns], device=device)  # [B]
             probability = probs.gather(1, acts[:, None]).squeeze(1)  # [B]
             match = (probs.argmax(-1) == acts).float()  # [B]
             parts["intent"] = match if args.intent_reward == "match" else probability
             parts["intent_match"] = match
         meteors = [meteor(turn.reference, answer) for turn, answer in zip(turns, answers)]
         parts["meteor"] = torch.tensor(meteors, dtype=torch.float32, device=device)
-        # Your functions get the whole context as the prompt, one utterance per line.
+        # Your functions get the whole context as the prompt, one utterance per line; the columns of the data;
+        # and turn: dialog[turn] is the reference.
         inputs = dict(prompts=["\n".join(turn.context) for turn in turns], completions=answers)
         inputs |= dict(completion_ids=answer_tokens, turn=[turn.number for turn in turns])
         rows = [turn.columns for turn in turns]
@@ -730,7 +736,7 @@ def load_reward_parts(args, device, trainer_state):
 
 
 def intent_texts(previous, answers):
-    """What the intent classifier reads: the last utterance and the answer, nothing earlier. -> list of str"""
+    """What the intent classifier reads: the utterance before the answer, and the answer. -> list of str"""
     pairs = zip(previous, answers)
     return [f"{' '.join(last.split())} {' '.join(answer.split())}" for last, answer in pairs]
 
@@ -794,13 +800,13 @@ class PolicyAndValue(nn.Module):
         return logprobs, entropies, values
 
 
-def reference_logprobs(reference, policy, *inputs):
+def reference_logprobs(ref_model, policy, *inputs):
     """Log-probabilities under the reference, or under the policy without its LoRA adapter if that is None.
 
     inputs: those of response_logprobs -> fp32 [number of valid tokens]
     """
-    if reference is not None:
-        return response_logprobs(reference, *inputs)[0]
+    if ref_model is not None:
+        return response_logprobs(ref_model, *inputs)[0]
     with policy.disable_adapter():
         return response_logprobs(policy, *inputs)[0]
 
@@ -850,13 +856,13 @@ def hidden_states(body, ids, mask, cache=None):
     return outputs.last_hidden_state
 
 
-def token_logits(hidden, weight, bias=None, temperature=1.0):
+def token_logits(hidden, weight, temperature=1.0, bias=None):
     """The output layer, in fp32 under autocast too. [N, H], [V, H], [V] or None -> [N, V]
 
     Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        hidden = hidden.float() / temperature  # [N, H] is smaller than [N, V]
+        hidden = hidden.float() / temperature  # [N, H]; dividing the logits [N, V] would take longer
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
 
 
@@ -886,15 +892,16 @@ def sample_tokens(probs, uniforms):
     """
     dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
     cumulative = probs.cumsum(1, dtype=dtype)  # [B, V]
-    target = uniforms.to(dtype)[:, None] * cumulative[:, -1:]  # [B, 1], less than the last cumulative sum
+    target = uniforms.to(dtype)[:, None] * cumulative[:, -1:]  # [B, 1]
     # right=True never selects a token of probability 0.
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    token = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return token.clamp(max=probs.shape[1] - 1)  # in fp32, the target may be rounded up to the last sum
 
 
 def response_lengths(tokens, stop_token_id):
     """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
 
-    stop_token_id: a tensor of ids; empty if there is no stop token.
+    stop_token_id: the ids of all stop tokens [any number]
     """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
@@ -999,8 +1006,8 @@ def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
 def learning_rate(args, update, updates):
     """The learning rate in update 1, 2, ..., updates. -> float
 
-    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls to 0: along a
-    line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
+    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
     """
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
@@ -1015,8 +1022,9 @@ def learning_rate(args, update, updates):
 
 
 # ============================================================================================================
-# Part II: infrastructure. Nothing below is about PPO. The scripts share these functions, copied verbatim, so
-# a few options are those of another script.
+# Part II: infrastructure. You need nothing below to understand PPO: here are models, rewards, data, files and
+# flags. The scripts share these functions, copied verbatim, so a few arguments, return values and names of
+# flags are used only in another script.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -1033,9 +1041,9 @@ class UserError(Exception):
 class OutputLayer(torch.autograd.Function):
     """Log-probabilities and entropies under softmax(hidden @ weight.T + bias), 128 rows at a time.
 
-    F.linear, log_softmax and gather give the same, but keep the logits of all rows. The backward pass needs
-    the log-softmax again. That of the first chunks is kept, up to 2**25 numbers (128 MiB); that of the others
-    is computed a second time. The backward pass overwrites what was kept, so it can run only once.
+    F.linear, log_softmax and gather give the same, but keep [N, V] numbers for the backward pass. Here the
+    backward pass computes the log-softmax of each chunk again. To save time, the first chunks are kept, up to
+    2**25 numbers (128 MiB). The backward pass overwrites them, so it can run only once.
     """
 
     @staticmethod
@@ -1125,7 +1133,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     for module in model.modules():
         for key, value in vars(module).items():
             if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
-                setattr(module, key, 0.0)  # noise would give rollout and update other probabilities
+                setattr(module, key, 0.0)  # in RL, noise would give rollout and update other probabilities
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
@@ -1215,8 +1223,9 @@ def add_lora(model, args):
 def check_gradients(model):
     """Raise UserError if a layer of a LoRA adapter is used, but would not be trained.
 
-    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights, once they have
-    been used in eval mode. A layer that is not used, such as BERT's pooler, has no gradient at all.
+    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights (of a model
+    that was saved with them), once they have been used in eval mode. A layer that is not used, such as BERT's
+    pooler, has no gradient at all.
     """
     ids = torch.arange(6, device=model.device)[None]  # [1, 6]
     with torch.no_grad():
@@ -1260,13 +1269,14 @@ def check_model(lm, name, max_tokens):
         first = hidden_states(body, padded_ids[:, :7], mask[:, :7], cache)[1, 2:]  # [5, H]
         cache.batch_select_indices(torch.tensor([1], device=lm.device))
         last = hidden_states(body, padded_ids[1:, 7:], mask[1:], cache)[0]  # [1, H]
-        ours = [token_logits(x, head.weight, head.bias) for x in (at_once, torch.cat([first, last]))]
+        ours = [token_logits(x, head.weight, bias=head.bias) for x in (at_once, torch.cat([first, last]))]
     except Exception as error:  # models fail in many ways, recurrent ones because a row leaves the cache
         raise UserError(
             f"{name}: this kind of model does not work here; it cannot read left-padded rows, or no row can "
             f"leave its cache ({type(error).__name__})"
         ) from error
-    tolerance = 0.5 if getattr(lm, "is_quantized", False) else 1e-3  # quantization rounds other shapes apart
+    # With quantized weights, rounding depends on the shape of the batch.
+    tolerance = 0.5 if getattr(lm, "is_quantized", False) else 1e-3
     is_equal = [torch.allclose(x.log_softmax(-1), expected, 1e-3, tolerance) for x in ours]
     if not all(is_equal):
         raise UserError(
@@ -1279,8 +1289,9 @@ def check_model(lm, name, max_tokens):
 
 
 def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
-    """The policy to train, and the frozen reference (None: the policy without its LoRA adapter, or none).
+    """The policy to train, and the frozen reference model.
 
+    The reference is None with LoRA, where it is the policy without its adapter; and if none is needed.
     max_tokens: of prompt and response together
     """
     eight_bit = {}
@@ -1288,18 +1299,20 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
         eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
     check_model(policy, name, max_tokens)
-    reference = None
+    ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
     elif args.num_shared_layers:
-        reference = share_layers(policy, args.num_shared_layers)
+        ref_model = share_layers(policy, args.num_shared_layers)
     elif needs_reference:
-        reference = load_model(AutoModelForCausalLM, name, **eight_bit)
-    if reference is not None:
-        reference.requires_grad_(False).eval()
+        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit)
+    if not needs_reference:
+        ref_model = None
+    if ref_model is not None:
+        ref_model.requires_grad_(False).eval()
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))
-    return policy, reference
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # the new name in transformers 5
+    return policy, ref_model
 
 
 def load_policy_and_value(args, max_tokens, device):
@@ -1307,7 +1320,7 @@ def load_policy_and_value(args, max_tokens, device):
 
     max_tokens: of prompt and response together
     """
-    policy, reference = load_policy_and_reference(args, args.model_name_or_path, max_tokens)
+    policy, ref_model = load_policy_and_reference(args, args.model_name_or_path, max_tokens)
     critic = None
     if args.value_model_path is not None:
         critic = load_model(AutoModel, args.value_model_path)
@@ -1320,9 +1333,9 @@ def load_policy_and_value(args, max_tokens, device):
     saved_head = Path(folder, "value_head.safetensors")
     if saved_head.exists():  # of an earlier run
         model.value_head.load_state_dict(load_file(saved_head))
-    if reference is not None:
-        reference.to(device)
-    return model.to(device), reference
+    if ref_model is not None:
+        ref_model.to(device)
+    return model.to(device), ref_model
 
 
 @torch.no_grad()
@@ -1446,12 +1459,15 @@ def call_reward_functions(functions, rows, inputs, trainer_state, device):
         def correct(prompts, completions, answer, **kwargs):
             return [float(text.endswith(right)) for text, right in zip(completions, answer)]
 
-    inputs: prompts, completions, completion_ids (lists of token ids); rows: for each response, the columns of
-    the data, of which functions get all but prompt. All are lists with one entry per response.
-    trainer_state.global_step is the number of updates so far, max_steps that of all. A function returns one
-    number per response, or None where it does not apply.
+    Where prompts are lists of messages, a completion is one too: its text is completion[0]["content"].
+    inputs: prompts, completions, completion_ids (lists of token ids), each with one entry per response; rows:
+    for each response, a dict with the columns of the data. A function gets each column except prompt as a
+    list with one entry per response. trainer_state.global_step is the number of updates so far, max_steps
+    that of all. A function returns one number per response, or None where it does not apply.
     -> dict: name of the function -> fp32 [B], nan where it does not apply
     """
+    if not functions:
+        return {}
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
     taken = {"trainer_state", *inputs} & set(columns)
     if taken:
@@ -1561,8 +1577,8 @@ def load_dialogs(rows):
 def utterance_ids(tokenizer, utterances, end):
     """Token ids of each utterance: a space, its text, the end mark. -> list of lists
 
-    The same rule in training, rollouts and chat. Utterances are tokenized one by one, so that no token
-    spans two of them and a prompt is always the beginning of its dialog, token by token.
+    sft.py and ppo_dialog.py share this rule. Utterances are tokenized one by one, so no token spans two of
+    them, and an utterance has the same tokens in fine-tuning, in a prompt and as a reference.
     """
     mark, last = (end, []) if end != "eos" else ("", [tokenizer.eos_token_id])
     texts = [f" {' '.join(text.split())}{mark}" for text in utterances]
@@ -1734,14 +1750,15 @@ def make_learner(model, args, accelerator):
     return learner, optimizer, parameters
 
 
-def micro_batches(minibatch, lengths, size, learner, accelerator):
-    """The rows of a minibatch that this process trains on, `size` at a time; responses of similar length
-    together. Processes exchange gradients only in the last micro-batch.
+def micro_batches(minibatch, keys, size, learner, accelerator):
+    """The rows of a minibatch that this process trains on, `size` at a time, sorted so that rows with equal
+    or similar keys are together. Processes exchange gradients only in the last micro-batch: until then, this
+    generator keeps accelerator.no_sync open while the body of the loop runs.
 
-    minibatch: row numbers [any number]; lengths [B] -> yields row numbers [size]
+    minibatch: row numbers [any number]; keys [B], such as lengths -> yields row numbers [size]
     """
     rows = local_share(minibatch, accelerator)
-    rows = rows[lengths[rows].argsort(stable=True)]
+    rows = rows[keys[rows].argsort(stable=True)]
     parts = rows.split(size)
     for i, part in enumerate(parts):
         accelerator.sync_gradients = i + 1 == len(parts)  # DeepSpeed takes its step in this backward pass
@@ -1764,7 +1781,11 @@ def shard_like(value, p):
 
 
 def clip_gradients(parameters, max_norm, accelerator):
-    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float"""
+    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float
+
+    (With DeepSpeed, the last backward pass has clipped and taken the step. Then this only reads the norm, and
+    optimizer.step does nothing.)
+    """
     norm = float(unshard(accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)))
     if not math.isfinite(norm):
         raise UserError("the gradient is not finite: lower --learning-rate, or use --dtype float32")
@@ -1789,8 +1810,8 @@ def check_first_ratio(log_ratio, args):
     """Raise if the ratio is not 1 before the first optimizer step: then rollout and update compute different
     probabilities. log_ratio [N]
 
-    Products are rounded to other numbers if rows have other shapes: most in bf16 and 8 bit, and on a GPU in
-    TF32.
+    It is not exactly 1, because a matrix product is rounded differently in a batch of another shape. That
+    makes the largest difference in bf16, in 8 bit, and on a GPU in TF32.
     """
     gap = log_ratio.abs()
     mean, largest = gap.mean().item(), gap.quantile(0.999).item()
@@ -1848,7 +1869,7 @@ class Run:
         self.last_line_time = 0.0
         self.signal_number = 0  # of a signal that asked us to stop
         if args.recipe == "custom":
-            self.print("a model but no recipe: flags that are not given have the published defaults of Args")
+            self.print("no recipe: flags that are not given have the defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
@@ -1925,7 +1946,7 @@ class Run:
     # -- Checkpoints --
 
     def start(self, learner, optimizer, parameters, batch_size):
-        """Write args.json and, to resume, load the newest checkpoint. -> its state; {"update": 0} if new
+        """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new
 
         Remembers learner, optimizer and parameters (name -> parameter) for the checkpoints to come.
         """
@@ -1947,7 +1968,7 @@ class Run:
                 raise UserError(f"--resume: that run had {state['fixed']}, this one has {self.fixed}")
             self.load_checkpoint(state)
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
-        # By a shell, because without git a shell only says so.
+        # By a shell: without git it returns an error, while Python alone would raise one.
         git = subprocess.run("git rev-parse HEAD", shell=True, cwd=HERE, capture_output=True, text=True)
         about = {
             "args": asdict(self.args),
@@ -2061,7 +2082,7 @@ def report_dialog_evaluation(run, turns, before, after):
         row = {"last": old["last"], "reference": old["reference"]}
         row |= {"before": old["answer"], "score": old["score"]}
         rows.append(row | {"after": new["answer"], "score after": new["score"]})
-    # What people's own answers measure.
+    # The same metrics of the references, as far as they can be measured.
     references = [turn.reference for turn in turns]
     metrics_of_references = {
         "tokens per answer": sum(len(turn.reference_tokens) for turn in turns) / len(turns),
@@ -2206,7 +2227,8 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # A run may be made longer, and judged by another judge.
+    # A run may be made longer, and judged by another judge. With a falling learning rate, the first updates
+    # would have had other ones in a run that was longer from the start.
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"

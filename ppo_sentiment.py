@@ -5,20 +5,21 @@ If you know PPO from CleanRL's ppo.py, this is what language changes:
 1. The state is a text and the action is the next token. The first words of a review are the prompt, and
    the policy samples the rest from softmax(logits / temperature), without top-k or top-p: exactly the
    distribution whose log-probabilities are trained.
-2. The reward comes once, on the last token: the classifier's logit for "positive" on the whole text.
+2. The score comes once, on the last token: the classifier's logit for "positive" on the whole text.
 3. Every token is also penalized for moving away from the reference model (the policy before PPO):
    -kl_coef * (logprob - ref_logprob). The coefficient adapts to keep the KL near kl_target.
 4. Responses have different lengths, so every tensor needs a mask. Masks are made from lengths, never from
    `token != pad`, because many tokenizers use EOS as the padding token.
 5. The value function is a linear head on the policy's own transformer, or a critic with its own weights.
-6. There is no entropy bonus. Advantages are whitened over the whole batch instead of per minibatch, and the
-   loss is a mean over tokens, so a long response weighs more than a short one.
+6. Not because of language, but as in OpenAI's and TRL's code: there is no entropy bonus, and advantages are
+   whitened over the whole batch instead of per minibatch. The loss is a mean over tokens, so a long response
+   weighs more than a short one.
 
     python ppo_sentiment.py                            # recipe tiny: no download, no GPU, minutes on 2 cores
     python ppo_sentiment.py --learning-rate 1.41e-5    # tiny with one change; every field of Args is a flag
     python ppo_sentiment.py gpt2-imdb                  # the published experiment, from the Hub
     python ppo_sentiment.py gpt2-imdb-lora --load-in-8bit
-    python ppo_sentiment.py smollm2-imdb               # after the same recipe of sft.py and reward_model.py
+    python ppo_sentiment.py smollm2-imdb               # after sft.py and reward_model.py with this recipe
     torchrun --nproc_per_node 2 ppo_sentiment.py       # two processes, twice the batch
     python ppo_sentiment.py --resume latest            # continue a run that was stopped, bit for bit
 
@@ -90,7 +91,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 @dataclass
 class Args:
-    """The defaults follow TRL's GPT-2 IMDB sentiment example (recipe gpt2-imdb).
+    """The defaults follow TRL's GPT-2 IMDB sentiment example. (Its recipe gpt2-imdb adds min_text_length.)
 
     A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
     """
@@ -127,8 +128,8 @@ class Args:
     min_text_length: int = 0  # use only reviews that are longer than this, in characters
     query_min_length: int = 2  # shortest prompt, in tokens
     query_max_length: int = 8  # longest prompt, in tokens; lengths are drawn uniformly, both ends included
-    response_min_length: int = 4  # smallest length limit: each response draws its own, uniformly, as in TRL
-    response_length: int = 16  # largest length limit, in tokens; EOS may end a response before its limit
+    response_min_length: int = 4  # lowest length limit: each response draws its own, uniformly, as in TRL
+    response_length: int = 16  # highest length limit, in tokens; EOS may end a response before its limit
     stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
     stop_token_id: int | None = None  # end responses at this token id only, instead of --stop-token
     temperature: float = 1.0  # sampling temperature; all log-probabilities use it too
@@ -178,13 +179,13 @@ RECIPES = {
         total_episodes=25_600,
         per_device_train_batch_size=32,
         num_mini_batches=4,
-        score_clip=4.0,  # at a logit of 4 the classifier is certain: more is not paid for
+        score_clip=4.0,  # at a logit of 4 the classifier is certain: a higher one earns no more
         learning_rate=5e-5,
         lr_scheduler_type="linear",
         kl_target=4.0,
         kl_horizon=5_000,
         num_sample_generations=3,
-        num_eval_prompts=512,  # enough to measure how often a single word occurs
+        num_eval_prompts=512,  # the standard error of a mean score is then 4 % of its standard deviation
     ),
     "gpt2-imdb": Args(min_text_length=200),
     "gpt2-imdb-lora": Args(min_text_length=200, lora_r=16),
@@ -217,6 +218,11 @@ RECIPES = {
 #     pad    pad    The    film  | was    good   EOS    pad    pad       length of the response: 3
 #
 # The hidden state of each token predicts the next one: "film" predicts "was".
+#
+# Outside of train, B is the number of rows that a function gets: a process's share, or a micro-batch.
+#
+# score: one number per response, from the classifier or --reward-fn. reward: one number per token, the KL
+# penalty, plus the score on the last one.
 
 
 def train(args):
@@ -237,7 +243,7 @@ def train(args):
     run = Run(args, accelerator, updates, status={"score": "objective/scores", "KL": "objective/kl"})
 
     tokenizer = load_tokenizer(args.model_name_or_path)
-    model, reference = load_policy_and_value(args, C + T, device)
+    model, ref_model = load_policy_and_value(args, C + T, device)
     stop_ids = find_stop_tokens(args, tokenizer, model.policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     get_rewards = load_reward(args, device, trainer_state)
@@ -259,18 +265,19 @@ def train(args):
     )
 
     # The held-out prompts and their random numbers depend only on the seed, so the evaluations before and
-    # after training use the same ones, and so does a resumed run. Every process evaluates all of them.
+    # after training use the same ones, and so does a resumed run: `before` is always measured with the policy
+    # before PPO, since run.start loads a checkpoint only below. Every process evaluates all of them.
     num_eval_prompts = min(args.num_eval_prompts, len(held_out_reviews))
     held_out = draw_batch(held_out_reviews, 0, num_eval_prompts, args, "held-out")
-    rollout_inputs = model, reference, tokenizer, stop_ids, get_rewards
+    rollout_inputs = model, ref_model, tokenizer, stop_ids, get_rewards
     with autocast:
         before = evaluate(*rollout_inputs, held_out, judge, args)
 
     # `model` generates, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3 shards them:
     # then the learner is a sharded copy, and copy_weights copies its weights back after each update.
     learner, optimizer, parameters = make_learner(model, args, accelerator)  # parameters: name -> parameter
-    state = run.start(learner, optimizer, parameters, B)  # {"update": 0} in a new run
-    copy_weights(parameters, model)
+    state = run.start(learner, optimizer, parameters, B)  # update 0 in a new run
+    copy_weights(parameters, model)  # run.start may have loaded a checkpoint into the learner
     kl_coef = state.get("kl_coef", args.kl_coef)
     is_first_step = True
 
@@ -287,11 +294,12 @@ def train(args):
         with autocast:
             prompt_share = local_share(prompt_batch, accelerator)
             b, prompts, responses = rollout(*rollout_inputs, prompt_share, args)
-        b = accelerator.gather(b)  # rollouts of all processes: a dict of tensors, [B, ...] each
+        # Rollouts of all processes: a dict of tensors, [B, ...] each. The texts stay those of this process.
+        b = accelerator.gather(b)
         valid = length_mask(b["lengths"], T)  # [B, T]
         rollout_end = time.time()
 
-        # 2. Scores: clip, then subtract the penalty from responses that did not end on their own.
+        # 2. Scores: clip, then subtract missing_eos_penalty from responses that did not end on their own.
         scores = b["raw_scores"]  # [B]
         if args.score_clip is not None:
             scores = scores.clamp(-args.score_clip, args.score_clip)
@@ -321,8 +329,7 @@ def train(args):
             order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch)).to(device)
             for minibatch in order.split(B // args.num_mini_batches):
                 num_tokens = b["lengths"][minibatch].sum()
-                # accelerator.no_sync is on in the body of this loop, except for the last micro-batch: only
-                # then do processes exchange gradients.
+                # Processes exchange gradients only in the last micro-batch: micro_batches sees to that.
                 for rows in micro_batches(minibatch, b["lengths"], n, learner, accelerator):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     with autocast:
@@ -440,13 +447,13 @@ def train(args):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 
 
-def evaluate(model, reference, tokenizer, stop_ids, get_rewards, batch, judge, args):
+def evaluate(model, ref_model, tokenizer, stop_ids, get_rewards, batch, judge, args):
     """Respond to the held-out prompts, with the same random numbers before and after training.
 
     -> metrics (dict of floats), one dict(prompt, response, score) per prompt; scores without clip and penalty
     """
     set_global_seed(args.seed, "held-out")  # for random numbers in your own reward function
-    b, prompts, responses = rollout(model, reference, tokenizer, stop_ids, get_rewards, batch, args)
+    b, prompts, responses = rollout(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args)
     kl = b["logprobs"] - b["ref_logprobs"]  # [B, T]
     metrics = {
         "score mean": b["raw_scores"].mean(),
@@ -488,8 +495,10 @@ def distinct_bigrams(texts):
 def draw_batch(reviews, start, B, args, purpose):
     """Prompts cut to random lengths, a length limit per response, and random numbers to sample with.
 
-    The prompts are the beginnings of reviews start to start + B - 1 of an endless stream of shuffled epochs.
-    All other draws depend only on the seed and the purpose: the number of the update, or "held-out".
+    The policy does not know the limits: for it, texts are cut at random places, so that it learns texts that
+    may go on. (With missing_eos_penalty, set both limits to the same number: a low one would be penalized
+    too.) The prompts are the beginnings of reviews start to start + B - 1 of an endless stream of shuffled
+    epochs. All other draws depend only on the seed and the purpose: the number of the update, or "held-out".
     -> dict: reviews (list of B), ids [B, C], bool mask [B, C], max_new_tokens [B], uniforms [B, T]
     """
     C, T = args.query_max_length, args.response_length
@@ -528,7 +537,7 @@ def stream_rows(num_rows, start, count, seed):
 
 
 @torch.no_grad()
-def rollout(model, reference, tokenizer, stop_ids, get_rewards, batch, args):
+def rollout(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args):
     """Sample a response to each prompt, score it, and compute the log-probabilities that PPO calls old.
 
     batch: from draw_batch; get_rewards: from load_reward. Returns
@@ -556,21 +565,21 @@ def rollout(model, reference, tokenizer, stop_ids, get_rewards, batch, args):
     prompt_tokens = list_tokens(prompt_ids, prompt_mask)
     response_tokens = list_tokens(tokens, valid)
     text_tokens = response_tokens
-    if args.stop_token_id is None:  # EOS and its like are no text; a stop token of your choice is
+    if args.stop_token_id is None:  # EOS is not part of the text, a stop token that you choose is
         text_tokens = list_tokens(tokens, valid & ~is_stop)
     prompts, responses = decode(tokenizer, prompt_tokens, text_tokens)  # lists of B str
-    rewards = get_rewards(prompts, responses, response_tokens, batch["reviews"])  # name -> [B]
+    scores_by_name = get_rewards(prompts, responses, response_tokens, batch["reviews"])  # name -> [B]
 
-    # 3. Compute log-probabilities and values of the tokens with the forward pass of the update. Dropout is
-    #    0, so the ratio is 1 until the first optimizer step, up to rounding. The log-probabilities from
-    #    generation differ more, so they are only logged.
+    # 3. Compute log-probabilities and values of the tokens with the same forward pass, and as many rows at a
+    #    time, as in the update. Dropout is 0, so the ratio is 1 until the first optimizer step, up to
+    #    rounding. The log-probabilities from generation differ more, so they are only logged.
     ids = torch.cat([prompt_ids, tokens], 1)  # [B, C + T]
     mask = torch.cat([prompt_mask, valid], 1)  # [B, C + T]
     logprobs, entropies, values, ref_logprobs = torch.zeros(4, B, T, device=ids.device)
     for rows in lengths.argsort(stable=True).split(args.per_device_train_batch_size):
         t = lengths[rows].max().item()
         inputs = ids[rows, : C + t], mask[rows, : C + t], t, args.temperature
-        outputs = [*model(*inputs), reference_logprobs(reference, model.policy, *inputs)]
+        outputs = [*model(*inputs), reference_logprobs(ref_model, model.policy, *inputs)]
         for result, x in zip([logprobs, entropies, values, ref_logprobs], outputs):
             result[rows, :t] = unflatten(x, valid[rows, :t])
 
@@ -579,13 +588,13 @@ def rollout(model, reference, tokenizer, stop_ids, get_rewards, batch, args):
         "mask": mask,
         "lengths": lengths,
         "stopped": is_stop.any(1),
-        "raw_scores": weighted_sum(rewards, args.reward_weights),
+        "raw_scores": weighted_sum(scores_by_name, args.reward_weights),
         "logprobs": logprobs,
         "ref_logprobs": ref_logprobs,
         "sampling_logprobs": sampling_logprobs,
         "entropies": entropies,
         "values": values,
-        **{f"rewards/{name}": x for name, x in rewards.items()},
+        **{f"rewards/{name}": x for name, x in scores_by_name.items()},
     }
     return b, prompts, responses
 
@@ -607,7 +616,7 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_ids, temperature)
     rows = torch.arange(B, device=ids.device)  # the rows that are still being written
 
     for t in range(T):
-        probs = token_logits(hidden, head.weight, head.bias, temperature).softmax(-1)  # [rows, V]
+        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
         token = sample_tokens(probs, uniforms[rows, t])  # [rows]
         tokens[rows, t] = token
         logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
@@ -657,13 +666,13 @@ class PolicyAndValue(nn.Module):
         return logprobs, entropies, values
 
 
-def reference_logprobs(reference, policy, *inputs):
+def reference_logprobs(ref_model, policy, *inputs):
     """Log-probabilities under the reference, or under the policy without its LoRA adapter if that is None.
 
     inputs: those of response_logprobs -> fp32 [number of valid tokens]
     """
-    if reference is not None:
-        return response_logprobs(reference, *inputs)[0]
+    if ref_model is not None:
+        return response_logprobs(ref_model, *inputs)[0]
     with policy.disable_adapter():
         return response_logprobs(policy, *inputs)[0]
 
@@ -713,13 +722,13 @@ def hidden_states(body, ids, mask, cache=None):
     return outputs.last_hidden_state
 
 
-def token_logits(hidden, weight, bias=None, temperature=1.0):
+def token_logits(hidden, weight, temperature=1.0, bias=None):
     """The output layer, in fp32 under autocast too. [N, H], [V, H], [V] or None -> [N, V]
 
     Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        hidden = hidden.float() / temperature  # [N, H] is smaller than [N, V]
+        hidden = hidden.float() / temperature  # [N, H]; dividing the logits [N, V] would take longer
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
 
 
@@ -749,15 +758,16 @@ def sample_tokens(probs, uniforms):
     """
     dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
     cumulative = probs.cumsum(1, dtype=dtype)  # [B, V]
-    target = uniforms.to(dtype)[:, None] * cumulative[:, -1:]  # [B, 1], less than the last cumulative sum
+    target = uniforms.to(dtype)[:, None] * cumulative[:, -1:]  # [B, 1]
     # right=True never selects a token of probability 0.
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    token = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return token.clamp(max=probs.shape[1] - 1)  # in fp32, the target may be rounded up to the last sum
 
 
 def response_lengths(tokens, stop_token_id):
     """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
 
-    stop_token_id: a tensor of ids; empty if there is no stop token.
+    stop_token_id: the ids of all stop tokens [any number]
     """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
@@ -862,8 +872,8 @@ def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
 def learning_rate(args, update, updates):
     """The learning rate in update 1, 2, ..., updates. -> float
 
-    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls to 0: along a
-    line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
+    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
     """
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
@@ -878,8 +888,9 @@ def learning_rate(args, update, updates):
 
 
 # ============================================================================================================
-# Part II: infrastructure. Nothing below is about PPO. The scripts share these functions, copied verbatim, so
-# a few options are those of another script.
+# Part II: infrastructure. You need nothing below to understand PPO: here are models, rewards, data, files and
+# flags. The scripts share these functions, copied verbatim, so a few arguments, return values and names of
+# flags are used only in another script.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -896,9 +907,9 @@ class UserError(Exception):
 class OutputLayer(torch.autograd.Function):
     """Log-probabilities and entropies under softmax(hidden @ weight.T + bias), 128 rows at a time.
 
-    F.linear, log_softmax and gather give the same, but keep the logits of all rows. The backward pass needs
-    the log-softmax again. That of the first chunks is kept, up to 2**25 numbers (128 MiB); that of the others
-    is computed a second time. The backward pass overwrites what was kept, so it can run only once.
+    F.linear, log_softmax and gather give the same, but keep [N, V] numbers for the backward pass. Here the
+    backward pass computes the log-softmax of each chunk again. To save time, the first chunks are kept, up to
+    2**25 numbers (128 MiB). The backward pass overwrites them, so it can run only once.
     """
 
     @staticmethod
@@ -988,7 +999,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     for module in model.modules():
         for key, value in vars(module).items():
             if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
-                setattr(module, key, 0.0)  # noise would give rollout and update other probabilities
+                setattr(module, key, 0.0)  # in RL, noise would give rollout and update other probabilities
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
@@ -1078,8 +1089,9 @@ def add_lora(model, args):
 def check_gradients(model):
     """Raise UserError if a layer of a LoRA adapter is used, but would not be trained.
 
-    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights, once they have
-    been used in eval mode. A layer that is not used, such as BERT's pooler, has no gradient at all.
+    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights (of a model
+    that was saved with them), once they have been used in eval mode. A layer that is not used, such as BERT's
+    pooler, has no gradient at all.
     """
     ids = torch.arange(6, device=model.device)[None]  # [1, 6]
     with torch.no_grad():
@@ -1123,13 +1135,14 @@ def check_model(lm, name, max_tokens):
         first = hidden_states(body, padded_ids[:, :7], mask[:, :7], cache)[1, 2:]  # [5, H]
         cache.batch_select_indices(torch.tensor([1], device=lm.device))
         last = hidden_states(body, padded_ids[1:, 7:], mask[1:], cache)[0]  # [1, H]
-        ours = [token_logits(x, head.weight, head.bias) for x in (at_once, torch.cat([first, last]))]
+        ours = [token_logits(x, head.weight, bias=head.bias) for x in (at_once, torch.cat([first, last]))]
     except Exception as error:  # models fail in many ways, recurrent ones because a row leaves the cache
         raise UserError(
             f"{name}: this kind of model does not work here; it cannot read left-padded rows, or no row can "
             f"leave its cache ({type(error).__name__})"
         ) from error
-    tolerance = 0.5 if getattr(lm, "is_quantized", False) else 1e-3  # quantization rounds other shapes apart
+    # With quantized weights, rounding depends on the shape of the batch.
+    tolerance = 0.5 if getattr(lm, "is_quantized", False) else 1e-3
     is_equal = [torch.allclose(x.log_softmax(-1), expected, 1e-3, tolerance) for x in ours]
     if not all(is_equal):
         raise UserError(
@@ -1142,8 +1155,9 @@ def check_model(lm, name, max_tokens):
 
 
 def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
-    """The policy to train, and the frozen reference (None: the policy without its LoRA adapter, or none).
+    """The policy to train, and the frozen reference model.
 
+    The reference is None with LoRA, where it is the policy without its adapter; and if none is needed.
     max_tokens: of prompt and response together
     """
     eight_bit = {}
@@ -1151,18 +1165,20 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
         eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
     check_model(policy, name, max_tokens)
-    reference = None
+    ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
     elif args.num_shared_layers:
-        reference = share_layers(policy, args.num_shared_layers)
+        ref_model = share_layers(policy, args.num_shared_layers)
     elif needs_reference:
-        reference = load_model(AutoModelForCausalLM, name, **eight_bit)
-    if reference is not None:
-        reference.requires_grad_(False).eval()
+        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit)
+    if not needs_reference:
+        ref_model = None
+    if ref_model is not None:
+        ref_model.requires_grad_(False).eval()
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))
-    return policy, reference
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # the new name in transformers 5
+    return policy, ref_model
 
 
 def load_policy_and_value(args, max_tokens, device):
@@ -1170,7 +1186,7 @@ def load_policy_and_value(args, max_tokens, device):
 
     max_tokens: of prompt and response together
     """
-    policy, reference = load_policy_and_reference(args, args.model_name_or_path, max_tokens)
+    policy, ref_model = load_policy_and_reference(args, args.model_name_or_path, max_tokens)
     critic = None
     if args.value_model_path is not None:
         critic = load_model(AutoModel, args.value_model_path)
@@ -1183,9 +1199,9 @@ def load_policy_and_value(args, max_tokens, device):
     saved_head = Path(folder, "value_head.safetensors")
     if saved_head.exists():  # of an earlier run
         model.value_head.load_state_dict(load_file(saved_head))
-    if reference is not None:
-        reference.to(device)
-    return model.to(device), reference
+    if ref_model is not None:
+        ref_model.to(device)
+    return model.to(device), ref_model
 
 
 @torch.no_grad()
@@ -1272,7 +1288,7 @@ def load_label_scorer(args, name, device):
     --reward-label, [B] each.
     """
     classify, labels = load_classifier(args, name, device)
-    # A name may be written in other cases, and a label may be called "1" without being number 1.
+    # Try the exact name, then the name in any case if it fits only one label, then the number of a label.
     names = [labels, [label.lower() for label in labels], [str(i) for i in range(len(labels))]]
     wanted = [args.reward_label, args.reward_label.lower(), args.reward_label]
     found = [known.index(word) for known, word in zip(names, wanted) if known.count(word) == 1]
@@ -1298,7 +1314,7 @@ def load_reward(args, device, trainer_state):
 
         def classifier(prompts, completions, **kwargs):
             logits, _ = score_label(prompts, completions)
-            return logits
+            return logits.tolist()
 
         functions = {"classifier": classifier}
 
@@ -1352,12 +1368,15 @@ def call_reward_functions(functions, rows, inputs, trainer_state, device):
         def correct(prompts, completions, answer, **kwargs):
             return [float(text.endswith(right)) for text, right in zip(completions, answer)]
 
-    inputs: prompts, completions, completion_ids (lists of token ids); rows: for each response, the columns of
-    the data, of which functions get all but prompt. All are lists with one entry per response.
-    trainer_state.global_step is the number of updates so far, max_steps that of all. A function returns one
-    number per response, or None where it does not apply.
+    Where prompts are lists of messages, a completion is one too: its text is completion[0]["content"].
+    inputs: prompts, completions, completion_ids (lists of token ids), each with one entry per response; rows:
+    for each response, a dict with the columns of the data. A function gets each column except prompt as a
+    list with one entry per response. trainer_state.global_step is the number of updates so far, max_steps
+    that of all. A function returns one number per response, or None where it does not apply.
     -> dict: name of the function -> fp32 [B], nan where it does not apply
     """
+    if not functions:
+        return {}
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
     taken = {"trainer_state", *inputs} & set(columns)
     if taken:
@@ -1425,12 +1444,12 @@ def decode(tokenizer, prompt_tokens, response_tokens):
     left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     prompt_tokens = [[token for token in row if token not in left_out] for row in prompt_tokens]
     response_tokens = [[token for token in row if token not in left_out] for row in response_tokens]
-    prompts = tokenizer.batch_decode(prompt_tokens)
     full_texts = tokenizer.batch_decode([x + y for x, y in zip(prompt_tokens, response_tokens)])
-    responses = []
-    for prompt, text in zip(prompts, full_texts):
+    prompts, responses = [], []
+    for prompt, text in zip(tokenizer.batch_decode(prompt_tokens), full_texts):
         # Not len(prompt): a response may complete the last character of the prompt.
         start = len(os.path.commonprefix([prompt, text]))
+        prompts.append(text[:start])
         responses.append(text[start:])
     return prompts, responses
 
@@ -1460,7 +1479,8 @@ def load_reviews(rows, tokenizer, args):
         if len(text) > args.min_text_length and len(ids) >= args.query_min_length:
             reviews.append({"ids": ids[: args.query_max_length], "columns": row})
     if not reviews:
-        raise UserError(f"data set {args.dataset_name!r}: no text is as long as the flags ask for")
+        flags = "--min-text-length and --query-min-length"
+        raise UserError(f"data set {args.dataset_name!r}: no text is long enough for {flags}")
     return reviews
 
 
@@ -1584,14 +1604,15 @@ def make_learner(model, args, accelerator):
     return learner, optimizer, parameters
 
 
-def micro_batches(minibatch, lengths, size, learner, accelerator):
-    """The rows of a minibatch that this process trains on, `size` at a time; responses of similar length
-    together. Processes exchange gradients only in the last micro-batch.
+def micro_batches(minibatch, keys, size, learner, accelerator):
+    """The rows of a minibatch that this process trains on, `size` at a time, sorted so that rows with equal
+    or similar keys are together. Processes exchange gradients only in the last micro-batch: until then, this
+    generator keeps accelerator.no_sync open while the body of the loop runs.
 
-    minibatch: row numbers [any number]; lengths [B] -> yields row numbers [size]
+    minibatch: row numbers [any number]; keys [B], such as lengths -> yields row numbers [size]
     """
     rows = local_share(minibatch, accelerator)
-    rows = rows[lengths[rows].argsort(stable=True)]
+    rows = rows[keys[rows].argsort(stable=True)]
     parts = rows.split(size)
     for i, part in enumerate(parts):
         accelerator.sync_gradients = i + 1 == len(parts)  # DeepSpeed takes its step in this backward pass
@@ -1614,7 +1635,11 @@ def shard_like(value, p):
 
 
 def clip_gradients(parameters, max_norm, accelerator):
-    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float"""
+    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float
+
+    (With DeepSpeed, the last backward pass has clipped and taken the step. Then this only reads the norm, and
+    optimizer.step does nothing.)
+    """
     norm = float(unshard(accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)))
     if not math.isfinite(norm):
         raise UserError("the gradient is not finite: lower --learning-rate, or use --dtype float32")
@@ -1639,8 +1664,8 @@ def check_first_ratio(log_ratio, args):
     """Raise if the ratio is not 1 before the first optimizer step: then rollout and update compute different
     probabilities. log_ratio [N]
 
-    Products are rounded to other numbers if rows have other shapes: most in bf16 and 8 bit, and on a GPU in
-    TF32.
+    It is not exactly 1, because a matrix product is rounded differently in a batch of another shape. That
+    makes the largest difference in bf16, in 8 bit, and on a GPU in TF32.
     """
     gap = log_ratio.abs()
     mean, largest = gap.mean().item(), gap.quantile(0.999).item()
@@ -1698,7 +1723,7 @@ class Run:
         self.last_line_time = 0.0
         self.signal_number = 0  # of a signal that asked us to stop
         if args.recipe == "custom":
-            self.print("a model but no recipe: flags that are not given have the published defaults of Args")
+            self.print("no recipe: flags that are not given have the defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
@@ -1775,7 +1800,7 @@ class Run:
     # -- Checkpoints --
 
     def start(self, learner, optimizer, parameters, batch_size):
-        """Write args.json and, to resume, load the newest checkpoint. -> its state; {"update": 0} if new
+        """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new
 
         Remembers learner, optimizer and parameters (name -> parameter) for the checkpoints to come.
         """
@@ -1797,7 +1822,7 @@ class Run:
                 raise UserError(f"--resume: that run had {state['fixed']}, this one has {self.fixed}")
             self.load_checkpoint(state)
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
-        # By a shell, because without git a shell only says so.
+        # By a shell: without git it returns an error, while Python alone would raise one.
         git = subprocess.run("git rev-parse HEAD", shell=True, cwd=HERE, capture_output=True, text=True)
         about = {
             "args": asdict(self.args),
@@ -1981,7 +2006,8 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # A run may be made longer, and judged by another judge.
+    # A run may be made longer, and judged by another judge. With a falling learning rate, the first updates
+    # would have had other ones in a run that was longer from the start.
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"

@@ -17,28 +17,30 @@ If you know how to train a text classifier, this is what its use as a reward add
 2. A decoder is read at its last real token, found by the length of the text. Looking for `token != pad` would
    miss a real EOS, because many tokenizers use EOS as the padding token.
 3. A prompt and its response are tokenized as in the rollouts: prompt, response, EOS. (A chat ends as its chat
-   template ends it.) If they are too long, they lose their beginning, never their end. A labeled text loses
-   its end.
-4. A new head starts with weights of standard deviation 1 / sqrt(d + 1), so the first scores are about 1 in
-   size (N+ paper, detail 11).
+   template ends it.) If they are too long, they lose their beginning, never their end. A labeled text gets no
+   EOS and loses its end; an answer in a dialog loses its beginning.
+4. The new head of a decoder starts with weights of standard deviation 1 / sqrt(d + 1), so the first scores
+   are about 1 in size (N+ paper, detail 11).
 5. All responses to a prompt are in the same forward pass, and the loss is the mean over their pairs. So a
    prompt with many responses counts no more than one with two (InstructGPT).
 6. Preferences say nothing about where 0 is. The mean score of reference responses is saved as reward_offset
    in config.json, and rloo_tldr.py subtracts it (N+ paper, detail 15). Plain transformers ignores it.
-7. PPO asks for the reward of the beginnings of texts. --min-prefix-length cuts the training texts at random
-   tokens, so that a classifier learns to judge beginnings too.
+7. ppo_sentiment.py scores the first words of a review. --min-prefix-length cuts the training texts at random
+   tokens, so that a classifier of texts learns to judge beginnings too.
+8. Pretrained models are trained without dropout, like all models in these scripts.
 
     python reward_model.py                       # recipe tiny: how checkpoints/reviews-sentiment was made
     python reward_model.py tiny-tldr             # how checkpoints/tldr-reward was made, from preferences
     python reward_model.py tiny-dialog           # how checkpoints/dialogs-intent was made
-    python reward_model.py distilbert-imdb       # what lvwerra/distilbert-imdb is, from the Hub
+    python reward_model.py distilbert-imdb       # like lvwerra/distilbert-imdb, from the Hub
     python reward_model.py smollm2-imdb          # MiniLM as a classifier of reviews, minutes on a laptop
     python reward_model.py tldr-pythia-1b        # the reward model of the N+ paper, from the Hub
     python reward_model.py --model-name-or-path my_lm --dataset-name my_folder
     torchrun --nproc_per_node 2 reward_model.py  # two processes, twice the batch
     python reward_model.py --resume latest       # continue a run that was stopped, bit for bit
 
-The result loads with AutoModelForSequenceClassification, and a classifier with transformers.pipeline too.
+The result loads with AutoModelForSequenceClassification; a classifier of texts works in transformers.pipeline
+too. A score needs the tokens of `preference_ids`, which end with EOS.
 
 Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, data,
 processes, run folder, flags. Papers: Learning to Summarize from Human Feedback (Stiennon et al. 2020),
@@ -113,7 +115,7 @@ class Args:
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
-    date: str = time.strftime("%Y-%m-%d")  # the day that chat templates write as today's; kept by --resume
+    date: str = time.strftime("%Y-%m-%d")  # today's date, for chat templates; kept by --resume
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
     resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
@@ -135,9 +137,9 @@ class Args:
     # Data
     dataset_name: str = "stanfordnlp/imdb"  # a Hub name, or a folder of jsonl files; columns as in point 1
     train_shard: str = "0/1"  # i/n: train on part i of n of the shuffled rows; 0/2 and 1/2 are two halves
-    center_dataset_name: str | None = None  # reward_offset: mean score of its completions; None: of chosen
+    center_dataset_name: str | None = None  # its mean score is reward_offset; None: that of chosen
     label_names: str | None = None  # comma-separated names of classes 0, 1, ...; None: those of the data set
-    max_length: int = 512  # in tokens; longer texts keep their beginning with a label, else their end
+    max_length: int = 512  # in tokens; a longer text (column text) loses its end, all others their beginning
     min_prefix_length: int = 0  # labels: cut training texts to a random length of at least this (0: never)
     num_eval_rows: int = 25_000  # number of held-out rows to score at the end
 
@@ -161,7 +163,7 @@ RECIPES = {
         dataset_name="data/reviews",
         label_names="negative,positive",
         max_length=128,
-        min_prefix_length=3,  # PPO scores texts of a few words, and so must the classifier be right on them
+        min_prefix_length=3,  # PPO scores texts of a few words, so the classifier must be right on them
         dtype="float32",
         num_train_epochs=10.0,
         per_device_train_batch_size=32,
@@ -267,7 +269,7 @@ def train(args):
     run = Run(args, accelerator, updates, status={"loss": "loss", "accuracy": "accuracy"})
 
     classifier, head_is_new = build_classifier(args, tokenizer, label_names)
-    model = Classifier(classifier).to(device)
+    model = ClassLogits(classifier).to(device)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
     task = f"{len(label_names)} classes: {', '.join(label_names)}" if has_labels else "preferences"
@@ -280,14 +282,15 @@ def train(args):
         f"= {B} rows; {updates} optimizer steps"
     )
 
-    # `model` scores the held-out rows, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3
-    # shards them: then the learner is a sharded copy, and copy_weights copies its weights back at the end.
+    # `classifier`, inside `model`, scores the held-out rows. `learner` is trained. They share their weights,
+    # unless FSDP2 or ZeRO-3 shards them: then the learner is a sharded copy, and copy_weights copies its
+    # weights back at the end.
     learner, optimizer, parameters = make_learner(model, args, accelerator)  # parameters: name -> parameter
     state = run.start(learner, optimizer, parameters, B)  # {"update": 0} in a new run
 
     for update in range(state["update"] + 1, updates + 1):
-        # 1. Batch: the next B rows of an endless stream of shuffled epochs. For a given B, the result does
-        #    not depend on the number of processes, up to rounding.
+        # 1. Batch: the next B rows of an endless stream of shuffled epochs. For a given B, and without
+        #    dropout, the result does not depend on the number of processes, up to rounding.
         start_time = time.time()
         set_global_seed(args.seed, update)  # for dropout, which models --from-config have
         row_numbers = stream_rows(len(train_rows), (update - 1) * B, B, args.seed)
@@ -298,7 +301,7 @@ def train(args):
         # 2. Gradient. Each process works on its share of the batch, n rows at a time. The loss is the sum
         #    over this process's rows, divided by the number of rows on all processes. So the gradient does
         #    not depend on how the batch is split.
-        learner.train()  # loaded models have no dropout; this switches on gradient checkpointing
+        learner.train()  # dropout (of models --from-config only) and gradient checkpointing
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, update, updates)
         metric_sums = defaultdict(float)  # sums over the rows of all micro-batches
@@ -324,7 +327,7 @@ def train(args):
         optimizer.step()
         optimizer.zero_grad()
 
-        # 4. Log and save. The names of the metrics are those of TRL's RewardTrainer.
+        # 4. Log and save. loss, accuracy, margin and *_reward are names of TRL's RewardTrainer.
         metric_sums = accelerator.reduce(dict(metric_sums))
         metrics = {
             "update": update,
@@ -408,12 +411,12 @@ def evaluate_preferences(logits, rows):
     share in the right order, and expected is what the model predicts: the mean of sigmoid(|difference|).
     They agree if a score difference means what the Bradley-Terry model says.
     """
-    scores = logits.squeeze(-1)  # [N, K], best first
-    better, worse, pair_mask = response_pairs(find_responses(rows))
-    margins = (scores[:, better] - scores[:, worse])[pair_mask]  # [pairs of all rows]
-    by_size = margins[margins.abs().argsort()]
+    scores, mask = logits.squeeze(-1), find_responses(rows)  # [N, K] each; best first
+    better, worse, pair_mask = response_pairs(mask)
+    differences = (scores[:, better] - scores[:, worse])[pair_mask]  # [pairs of all rows]
+    by_size = differences[differences.abs().argsort()]
     table = []
-    for part in by_size.tensor_split(min(5, len(margins))):
+    for part in by_size.tensor_split(min(5, len(differences))):
         sizes = part.abs()
         row = {
             "score difference": f"{sizes[0]:.2f} to {sizes[-1]:.2f}",
@@ -422,13 +425,9 @@ def evaluate_preferences(logits, rows):
             "expected": sizes.sigmoid().mean().item(),
         }
         table.append(row)
-    metrics = {
-        "accuracy": (margins > 0).float().mean().item(),
-        "margin": margins.mean().item(),
-        "calibration": table,
-        "n": len(rows),
-    }
-    return metrics, table
+    row_metrics = preference_metrics(scores, mask, torch.zeros(len(rows)))
+    metrics = {name: row_metrics[name].mean().item() for name in ("accuracy", "margin")}
+    return metrics | {"calibration": table, "n": len(rows)}, table
 
 
 # ---- Texts -------------------------------------------------------------------------------------------------
@@ -461,7 +460,7 @@ def stream_rows(num_rows, start, count, seed):
 
 
 def cut_to_prefixes(rows, tokenizer, args, update):
-    """Cut each labeled text at a random token, because PPO scores unfinished texts. -> list of Row"""
+    """Cut each labeled text at a random token. -> list of Row"""
     fractions = torch.rand(len(rows), generator=generator_for(args.seed, "prefix", update)).tolist()
     prefixes = []
     for row, fraction in zip(rows, fractions):
@@ -514,14 +513,14 @@ def preference_ids(tokenizer, prompts, responses, max_length, date):
     """Token ids of each prompt with its response, by the same rule in training and in rollouts.
 
     prompts, responses: lists of str, which get EOS at the end; or lists of chats, which end as the chat
-    template ends them. Not empty. -> list of lists, each with the last max_length ids at most
-    A response that reached its length limit gets an EOS too, because its score is read there.
+    template ends them. Not empty. In rollouts, a response that was cut off at its length limit gets an EOS
+    too: the score is read at the EOS. -> list of lists, each with the last max_length ids at most
     """
     if is_chat(responses[0]):  # then all are chats
         chats = [prompt + response for prompt, response in zip(prompts, responses)]
         texts = [render_chat(tokenizer, chat, date) for chat in chats]
         all_ids = tokenizer(texts, add_special_tokens=False).input_ids
-    elif tokenizer.cls_token_id is not None:  # BERT's family marks the ends in its own way
+    elif tokenizer.cls_token_id is not None:  # tokenizers of BERT's family write [CLS] and [SEP] themselves
         tokenizer.truncation_side = "left"
         texts = [prompt + response for prompt, response in zip(prompts, responses)]
         all_ids = tokenizer(texts, truncation=True, max_length=max_length).input_ids
@@ -535,8 +534,8 @@ def preference_ids(tokenizer, prompts, responses, max_length, date):
 # ---- Model -------------------------------------------------------------------------------------------------
 
 
-class Classifier(nn.Module):
-    """The model behind one forward method, which is what DDP, FSDP2 and DeepSpeed wrap."""
+class ClassLogits(nn.Module):
+    """The classifier with the forward pass of the update, so that DDP, FSDP2 or DeepSpeed can wrap it."""
 
     def __init__(self, model):
         super().__init__()
@@ -574,25 +573,22 @@ def sequence_logits(model, ids, mask):
         return model.score(hidden[rows, last].float())
 
 
-def init_new_head(model, name):
-    """Give a decoder a new head, unless `name` was saved with one of this size. No name: all weights are new.
+def init_new_head(model):
+    """New weights for the head of a decoder. (BERT's family keeps what transformers made.)
 
     The standard deviation 1 / sqrt(d + 1), with d inputs, makes the first scores about 1 in size (N+ paper,
-    detail 11). -> True if the head is new
+    detail 11).
     """
-    is_new = name is None or not has_head(name, model.config.num_labels)
-    if is_new and hasattr(model, "score"):  # decoders call their head `score`
+    if hasattr(model, "score"):  # decoders call their head `score`
         nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
-    return is_new
 
 
 def has_head(name, num_labels):
     """True if a model, or a LoRA adapter, was saved with the head of a classifier of this size."""
-    folder = Path(resolve_path(name))
-    if (folder / "adapter_config.json").exists():
+    if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         import peft
 
-        adapter = peft.PeftConfig.from_pretrained(folder)
+        adapter = load(peft.PeftConfig.from_pretrained, name)
         return adapter.task_type == "SEQ_CLS" or has_head(adapter.base_model_name_or_path, num_labels)
     config = load(transformers.AutoConfig.from_pretrained, name)
     is_classifier = any("ForSequenceClassification" in x for x in config.architectures or ())
@@ -611,27 +607,21 @@ def label_metrics(logits, labels):
 
 
 def preference_metrics(scores, mask, margins):
-    """Loss, share of pairs in the right order, and score of the best-ranked minus the last-ranked response.
+    """Loss, share of pairs in the right order, and mean score difference of the pairs (TRL's margin).
 
-    scores [N, K], bool mask [N, K], margins [N] -> dict of [N]
+    scores [N, K], bool mask [N, K], margins from the data [N] -> dict of [N]
     """
-    if scores.shape[1] == 2:  # a pair may have a margin; without one this equals ranking_loss
-        losses = preference_loss(scores[:, 0], scores[:, 1], margins)
-    else:
-        losses = ranking_loss(scores, mask)
     better, worse, pair_mask = response_pairs(mask)
-    is_right = (scores[:, better] > scores[:, worse]) & pair_mask  # [N, P]
-    last = mask.sum(1, keepdim=True) - 1  # [N, 1]
-    last_scores = scores.gather(1, last).squeeze(1)
+    differences = scores[:, better] - scores[:, worse]  # [N, P]
     return {
-        "loss": losses,
-        "accuracy": is_right.sum(1) / pair_mask.sum(1),
-        "margin": scores[:, 0] - last_scores,
+        "loss": ranking_loss(scores, mask, margins[:, None]),
+        "accuracy": pair_mean((differences > 0).float(), pair_mask),
+        "margin": pair_mean(differences, pair_mask),
     }
 
 
 def preference_loss(chosen, rejected, margin=0.0):
-    """-log P(chosen is preferred), where P = sigmoid(score difference) (Bradley-Terry). [N], [N] -> [N]
+    """-log P(chosen is preferred), where P = sigmoid(score difference) (Bradley-Terry). Any shape -> same
 
     A margin, in units of the score, asks for a larger difference between texts that differ more in quality
     (Llama 2, section 3.2.2).
@@ -639,15 +629,21 @@ def preference_loss(chosen, rejected, margin=0.0):
     return -F.logsigmoid((chosen - rejected).float() - margin)
 
 
-def ranking_loss(scores, mask):
+def ranking_loss(scores, mask, margin=0.0):
     """Mean preference_loss over all pairs of a row, best first (Ouyang et al. 2022, eq. 1). [N, K] -> [N]
 
-    The mask, bool [N, K], is False where a row has fewer than K responses. Rows have two or more.
+    The mask, bool [N, K], is False where a row has fewer than K responses. Rows have two or more. margin: a
+    number, or one for each row [N, 1]
     """
     scores = torch.where(mask, scores.float(), 0.0)
     better, worse, pair_mask = response_pairs(mask)
-    losses = preference_loss(scores[:, better], scores[:, worse])  # [N, P]
-    return torch.where(pair_mask, losses, 0.0).sum(1) / pair_mask.sum(1)
+    losses = preference_loss(scores[:, better], scores[:, worse], margin)  # [N, P]
+    return pair_mean(losses, pair_mask)
+
+
+def pair_mean(x, pair_mask):
+    """Mean over the pairs that each row has, so that all rows count alike. [N, P], bool [N, P] -> [N]"""
+    return torch.where(pair_mask, x, 0.0).sum(1) / pair_mask.sum(1)
 
 
 def response_pairs(mask):
@@ -669,8 +665,8 @@ def length_mask(lengths, max_length):
 def learning_rate(args, update, updates):
     """The learning rate in update 1, 2, ..., updates. -> float
 
-    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls to 0: along a
-    line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
+    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
     """
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
@@ -685,8 +681,9 @@ def learning_rate(args, update, updates):
 
 
 # ============================================================================================================
-# Part II: infrastructure. Nothing below is about reward models. The scripts share these functions, copied
-# verbatim, so a few options are those of another script.
+# Part II: infrastructure. How columns become Rows is in load_data and what it calls; how a model gets its
+# head, in build_classifier. The rest is not about reward models. The scripts share these functions, copied
+# verbatim, so a few arguments, return values and names of flags are used only in another script.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -736,7 +733,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     for module in model.modules():
         for key, value in vars(module).items():
             if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
-                setattr(module, key, 0.0)  # noise would give rollout and update other probabilities
+                setattr(module, key, 0.0)  # in RL, noise would give rollout and update other probabilities
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
@@ -801,14 +798,14 @@ def model_from_config(auto_class, text, tokenizer, **settings):
         for pair in pairs:
             key, value = pair.split("=")
             values[key] = json.loads(value)
-        if Path(name).exists() or "/" in name:
-            config = transformers.AutoConfig.from_pretrained(name)
+        if "/" in name:
+            config = transformers.AutoConfig.from_pretrained(resolve_path(name))
         else:
             config = transformers.AutoConfig.for_model(name, **values)  # derives other sizes from these
         config.update({"vocab_size": len(tokenizer)} | special_tokens | settings | values)
-        return auto_class.from_config(config)
+        return auto_class.from_config(config, dtype=torch.float32)
     except Exception as error:  # the libraries raise a dozen different types
-        example = "expected for example 'gpt2 n_layer=3 n_embd=128', or a folder"
+        example = "expected for example 'gpt2 n_layer=3 n_embd=128', or ./FOLDER"
         raise UserError(f"--from-config {text!r}: {error}; {example}") from error
 
 
@@ -850,8 +847,9 @@ def add_lora(model, args):
 def check_gradients(model):
     """Raise UserError if a layer of a LoRA adapter is used, but would not be trained.
 
-    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights, once they have
-    been used in eval mode. A layer that is not used, such as BERT's pooler, has no gradient at all.
+    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights (of a model
+    that was saved with them), once they have been used in eval mode. A layer that is not used, such as BERT's
+    pooler, has no gradient at all.
     """
     ids = torch.arange(6, device=model.device)[None]  # [1, 6]
     with torch.no_grad():
@@ -865,35 +863,41 @@ def check_gradients(model):
 
 def build_classifier(args, tokenizer, label_names):
     """A model with one output per label, or with one output, the score. -> model, True if its head is new"""
-    settings = {"num_labels": 1}
+    num_labels = 1 if label_names is None else len(label_names)
+    settings = {"num_labels": num_labels}
     if label_names is not None:
         label2id = {name: i for i, name in enumerate(label_names)}
         settings = {"id2label": dict(enumerate(label_names)), "label2id": label2id}
     if args.from_config is not None:
-        name = None
+        head_is_new = True
         model = model_from_config(AutoModelForSequenceClassification, args.from_config, tokenizer, **settings)
     else:
         name = args.model_name_or_path
         settings["ignore_mismatched_sizes"] = True  # a head for another number of labels is replaced
-        is_new = not has_head(name, 1 if label_names is None else len(label_names))
-        model = load_model(AutoModelForSequenceClassification, name, head_may_be_new=is_new, **settings)
-    head_is_new = init_new_head(model, name)
-    model.config.pad_token_id = tokenizer.pad_token_id  # transformers' pipeline finds the last token by it
+        head_is_new = not has_head(name, num_labels)
+        model = load_model(AutoModelForSequenceClassification, name, head_may_be_new=head_is_new, **settings)
+    if head_is_new:
+        init_new_head(model)
+    # transformers finds the last token of a text by the pad token. The EOS at the end of a response must not
+    # be one; without a pad token, transformers refuses batches instead of reading the wrong token.
+    ends_with_pad = label_names is None and tokenizer.pad_token_id == tokenizer.eos_token_id
+    model.config.pad_token_id = None if ends_with_pad else tokenizer.pad_token_id
     context = context_length(model.config)
     if context < args.max_length:
         raise UserError(f"--max-length {args.max_length}: the model's context is {context} tokens")
     if args.gradient_checkpointing:
-        model.activation_checkpointing_enable(dict(use_reentrant=False))
+        model.activation_checkpointing_enable(dict(use_reentrant=False))  # the new name in transformers 5
     if args.lora_r:  # for the transformer only; the head is trained as a whole
         setattr(model, model.base_model_prefix, add_lora(model.base_model, args))
     return model, head_is_new
 
 
 def save_reward_model(model, tokenizer, args, folder):
-    """Save what plain transformers loads, with LoRA merged. A longer text will be cut at --max-length."""
+    """Save what plain transformers loads, with LoRA merged, and a tokenizer that can cut at --max-length."""
     if args.lora_r:
         setattr(model, model.base_model_prefix, model.base_model.merge_and_unload())
     model.to(getattr(torch, args.save_dtype)).save_pretrained(folder)
+    model.float()
     tokenizer.model_max_length = args.max_length
     tokenizer.save_pretrained(folder)
 
@@ -923,7 +927,7 @@ def load_splits(name):
 def load_data(args, tokenizer):
     """-> dict: train, held_out, references (lists of Row), label_names (list of str; None: preferences)
 
-    References are the texts whose mean score will be 0. Labels need none.
+    References are the texts whose mean score is saved as reward_offset (point 6). With labels there are none.
     """
     train, held_out = load_splits(args.dataset_name)
     if {"dialog", "act"} <= set(train.column_names):
@@ -951,7 +955,7 @@ def select_shard(rows, train_shard):
         raise UserError(f"--train-shard {train_shard}: expected i/n with i less than n, such as 0/2")
     if int(parts) == 1:
         return rows
-    return rows.shuffle(seed=0).shard(int(parts), int(part))
+    return rows.shuffle(seed=0).shard(int(parts), int(part))  # the same parts for every --seed
 
 
 def load_labeled_rows(rows, class_of, tokenizer, args):
@@ -984,7 +988,7 @@ def find_classes(rows, args):
     if names is not None:  # a label is the number of a class or its name
         labels = range(len(names))
     else:
-        labels = sorted(set(rows["label"]) - {None})
+        labels = sorted(set(rows["label"]) - {None})  # load_labeled_rows refuses None
         names = [str(label) for label in labels]
     if len(names) < 2:
         raise UserError(f"data set {args.dataset_name!r} needs two labels or more; it has {names}")
@@ -1011,7 +1015,7 @@ def load_dialogs(rows):
 
 
 def intent_texts(previous, answers):
-    """What the intent classifier reads: the last utterance and the answer, nothing earlier. -> list of str"""
+    """What the intent classifier reads: the utterance before the answer, and the answer. -> list of str"""
     pairs = zip(previous, answers)
     return [f"{' '.join(last.split())} {' '.join(answer.split())}" for last, answer in pairs]
 
@@ -1032,7 +1036,7 @@ def load_answers(rows):
 
 
 def is_chat(value):
-    """True for a list of messages: dicts with role and content."""
+    """True for a list of messages (dicts with role and content), False for a text."""
     return isinstance(value, list) and len(value) > 0
 
 
@@ -1040,8 +1044,8 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    date: of today, for templates that write it, year-month-day; is_prompt: end where the assistant goes on,
-    after the header of its turn or after the beginning of its message, if that is the last one. -> str
+    date: today's, for templates that write it, year-month-day; is_prompt: add the header of the assistant's
+    turn. If the last message is the assistant's, it is left open instead, so that it can be continued. -> str
     """
     try:
         # datasets gives all messages the same keys, with None for those that a message did not have.
@@ -1077,10 +1081,14 @@ def load_preference_rows(rows, tokenizer, args):
     for row in rows:
         prompt = row.get("prompt") or ""
         responses = row["responses"] if "responses" in columns else [row["chosen"], row["rejected"]]
-        are_texts = isinstance(responses, list) and {*map(type, [prompt, *responses])} <= {str, list}
-        if are_texts and len(responses) >= 2 and all(responses):
+        if not isinstance(responses, list):
+            continue
+        kinds = {type(response) for response in responses}  # all are texts, or all are chats
+        if kinds in ({str}, {list}) and len(responses) >= 2 and all(responses):
             if isinstance(prompt, str) and is_chat(responses[0]):
-                prompt = []  # chats contain their prompt, also if a column prompt repeats it as a text
+                prompt = []  # chats contain their prompt, even if a column prompt repeats it as a text
+            if type(prompt) not in kinds:
+                raise UserError(f"data set {args.dataset_name!r}: a chat as the prompt of texts: {prompt}")
             prompts = [prompt] * len(responses)
             texts = preference_ids(tokenizer, prompts, responses, args.max_length, args.date)
             preferences.append(Row(texts, margin=float(row.get("margin") or 0.0)))
@@ -1090,7 +1098,7 @@ def load_preference_rows(rows, tokenizer, args):
 
 
 def load_reference_rows(train_rows, tokenizer, args):
-    """Up to 1,000 responses. Their mean score is subtracted from all scores. -> list of Row
+    """Up to 1,000 responses, whose mean score becomes reward_offset. -> list of Row
 
     They are the completions of --center-dataset-name, or the best responses of the training rows.
     """
@@ -1213,14 +1221,15 @@ def make_learner(model, args, accelerator):
     return learner, optimizer, parameters
 
 
-def micro_batches(minibatch, lengths, size, learner, accelerator):
-    """The rows of a minibatch that this process trains on, `size` at a time; responses of similar length
-    together. Processes exchange gradients only in the last micro-batch.
+def micro_batches(minibatch, keys, size, learner, accelerator):
+    """The rows of a minibatch that this process trains on, `size` at a time, sorted so that rows with equal
+    or similar keys are together. Processes exchange gradients only in the last micro-batch: until then, this
+    generator keeps accelerator.no_sync open while the body of the loop runs.
 
-    minibatch: row numbers [any number]; lengths [B] -> yields row numbers [size]
+    minibatch: row numbers [any number]; keys [B], such as lengths -> yields row numbers [size]
     """
     rows = local_share(minibatch, accelerator)
-    rows = rows[lengths[rows].argsort(stable=True)]
+    rows = rows[keys[rows].argsort(stable=True)]
     parts = rows.split(size)
     for i, part in enumerate(parts):
         accelerator.sync_gradients = i + 1 == len(parts)  # DeepSpeed takes its step in this backward pass
@@ -1243,7 +1252,11 @@ def shard_like(value, p):
 
 
 def clip_gradients(parameters, max_norm, accelerator):
-    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float"""
+    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float
+
+    (With DeepSpeed, the last backward pass has clipped and taken the step. Then this only reads the norm, and
+    optimizer.step does nothing.)
+    """
     norm = float(unshard(accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)))
     if not math.isfinite(norm):
         raise UserError("the gradient is not finite: lower --learning-rate, or use --dtype float32")
@@ -1297,7 +1310,7 @@ class Run:
         self.last_line_time = 0.0
         self.signal_number = 0  # of a signal that asked us to stop
         if args.recipe == "custom":
-            self.print("a model but no recipe: flags that are not given have the published defaults of Args")
+            self.print("no recipe: flags that are not given have the defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
@@ -1374,7 +1387,7 @@ class Run:
     # -- Checkpoints --
 
     def start(self, learner, optimizer, parameters, batch_size):
-        """Write args.json and, to resume, load the newest checkpoint. -> its state; {"update": 0} if new
+        """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new
 
         Remembers learner, optimizer and parameters (name -> parameter) for the checkpoints to come.
         """
@@ -1396,7 +1409,7 @@ class Run:
                 raise UserError(f"--resume: that run had {state['fixed']}, this one has {self.fixed}")
             self.load_checkpoint(state)
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
-        # By a shell, because without git a shell only says so.
+        # By a shell: without git it returns an error, while Python alone would raise one.
         git = subprocess.run("git rev-parse HEAD", shell=True, cwd=HERE, capture_output=True, text=True)
         about = {
             "args": asdict(self.args),
@@ -1521,7 +1534,8 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # A run may be made longer, and judged by another judge.
+    # A run may be made longer, and judged by another judge. With a falling learning rate, the first updates
+    # would have had other ones in a run that was longer from the start.
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"

@@ -1,27 +1,28 @@
 """RLOO (REINFORCE with a leave-one-out baseline) that teaches a language model to summarize forum posts.
 
-If you know PPO from ppo_sentiment.py, this is what changes:
+If you know PPO (ppo_sentiment.py), this is what changes:
 
 1. A whole response is one action. Its log-probability is the sum over its tokens, so there is one ratio, one
    clip and one advantage per response instead of per token.
 2. There is no value function and no GAE. Each prompt gets rloo_k responses, and the baseline of a response
    is the mean reward of the others (`rloo_advantages`).
 3. There is one reward per response: its score - kl_coef * (KL summed over its tokens). The KL is to the
-   reference model, a frozen copy of the policy before RLOO. With --kl-in-loss, it is a term of the loss
-   instead, as in GRPO.
+   reference model, a frozen copy of the policy before RLOO. (With --kl-estimator k2 or k3, the KL is a term
+   of the loss instead.)
 4. The score comes from a reward model that was trained on pairs of summaries (reward_model.py), or is the
    weighted sum of what your own functions return (--reward-fn). If a response has no stop token, its score is
-   lower by --missing-eos-penalty (1 in all recipes). That teaches the policy to stop. Prompts are texts, or
-   chats.
-5. A policy can learn to please the reward model without getting better. So in the end a judge compares
-   summaries of held-out posts with reference summaries, and the result is a win rate (`win_rate`).
+   lower by --missing-eos-penalty (1 in all recipes). That teaches the policy to stop.
+5. A policy can learn to please the reward model without getting better. So before and after training, a
+   judge compares summaries of held-out posts with reference summaries: the win rate (`win_rate`).
+6. The k responses to a prompt have the same beginning, so the prompt is read only once, in generation as in
+   training (`generate_groups`, `group_logprobs`).
 
     python rloo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
     python rloo_tldr.py --learning-rate 2e-4        # tiny with one change; every field of Args is a flag
     python rloo_tldr.py tldr-pythia-1b              # the published experiment, from the Hub
     accelerate launch rloo_tldr.py tldr-pythia-1b   # on N GPUs, with N times the batch
     python rloo_tldr.py --resume latest             # continue a run that was stopped, bit for bit
-    python rloo_tldr.py judge --model_name_or_path MODEL --judge_model JUDGE --judge_url URL    # only judge
+    python rloo_tldr.py judge --model-name-or-path MODEL --judge-model JUDGE --judge-url URL    # only judge
 
 Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, rewards,
 judges, data, processes, run folder, flags. Papers: Buy 4 REINFORCE Samples, Get a Baseline for Free! (Kool et
@@ -100,7 +101,7 @@ class Args:
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
-    date: str = time.strftime("%Y-%m-%d")  # the day that chat templates write as today's; kept by --resume
+    date: str = time.strftime("%Y-%m-%d")  # today's date, for chat templates; kept by --resume
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
     resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
@@ -146,7 +147,7 @@ class Args:
     # RLOO
     rloo_k: int = 2  # responses per prompt; 2 or more
     kl_coef: float = 0.05  # KL penalty coefficient
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1: KL in the reward; k2, k3: in the loss, as in GRPO
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1: in the reward; k2, k3: in the loss (kl_per_token)
     missing_eos_penalty: float | None = None  # subtracted from the score of a response without a stop token
     score_clip: float | None = None  # clip scores to [-score_clip, score_clip]
     whiten_rewards: bool = False  # rescale rewards to std 1 (the baseline removes their mean)
@@ -169,7 +170,7 @@ class Args:
 
 RECIPES = {
     "tiny": Args(  # small models and data that come with this repository
-        optimizer="torch.optim.AdamW",  # with PyTorch's weight decay of 0.01; TRL's AdamW has 0, as Adam here
+        optimizer="torch.optim.AdamW",  # with weight decay 0.01; in the other recipes and in TRL, it is 0
         model_name_or_path="checkpoints/tldr-sft",
         reward_model_path="checkpoints/tldr-reward",
         dataset_name="data/tldr",
@@ -225,7 +226,7 @@ RECIPES = {
 #     rewards/NAME   what one reward function returns
 #     raw score      their weighted sum; logged as env/reward_mean
 #     score          the raw score, clipped, minus the penalty for a missing EOS; logged as objective/scores
-#     reward         the score minus the KL penalty, which RLOO maximizes (with --kl-in-loss, the score)
+#     reward         the score minus the KL penalty, which RLOO maximizes (with k2 or k3: the score)
 
 
 def train(args):
@@ -249,10 +250,10 @@ def train(args):
     held_out_posts = choose_held_out(load_posts(held_out_rows, tokenizer, args), args)
     policy_name = args.sft_model_path or args.model_name_or_path
     max_tokens = longest_prompt(train_posts + held_out_posts) + T
-    policy, reference = load_policy_and_reference(args, policy_name, max_tokens)
+    policy, ref_model = load_policy_and_reference(args, policy_name, max_tokens)
     model = Policy(policy).to(device)
-    if reference is not None:
-        reference.to(device)
+    if ref_model is not None:
+        ref_model.to(device)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     get_rewards = load_summary_reward(args, device, trainer_state)
@@ -272,24 +273,26 @@ def train(args):
     )
 
     # The held-out posts, and the random numbers for one summary of each, depend only on the seed. So the
-    # evaluations before and after training use the same ones, and so does a resumed run. Every process
+    # evaluations before and after training use the same ones, and so does a resumed run: `before` is always
+    # measured with the policy before RLOO, since run.start loads a checkpoint only below. Every process
     # summarizes all of them; only the main one has a judge.
     held_out = draw_groups(held_out_posts, 1, args, "held-out")
-    rollout_inputs = model, reference, tokenizer, stop_ids, get_rewards
+    rollout_inputs = model, ref_model, tokenizer, stop_ids, get_rewards
     with autocast:
         before = evaluate_summaries(*rollout_inputs, held_out, judge, args)
 
     # `model` generates, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3 shards them:
     # then the learner is a sharded copy, and copy_weights copies its weights back after each update.
     learner, optimizer, parameters = make_learner(model, args, accelerator)  # parameters: name -> parameter
-    state = run.start(learner, optimizer, parameters, B)  # {"update": 0} in a new run
-    copy_weights(parameters, model)
+    state = run.start(learner, optimizer, parameters, B)  # update 0 in a new run
+    copy_weights(parameters, model)  # run.start may have loaded a checkpoint into the learner
     is_first_step = True
 
     for update in range(state["update"] + 1, updates + 1):
         # 1. Rollout. All random numbers are drawn for the global batch. Each process generates all k
-        #    responses to its share of the prompts; then every process gets all responses. For a given B, the
-        #    result does not depend on the number of processes, up to rounding.
+        #    responses to its share of the prompts; then every process gets the tensors of all responses. (The
+        #    texts stay where they were made.) For a given B, the result does not depend on the number of
+        #    processes, up to rounding.
         start_time = time.time()
         trainer_state.global_step = update - 1
         set_global_seed(args.seed, update)  # for random numbers in your own reward function
@@ -313,7 +316,7 @@ def train(args):
         valid = length_mask(b["lengths"], T)  # [B, T]
         rollout_end = time.time()
 
-        # 2. Scores: clip, then subtract the penalty from responses that did not end on their own.
+        # 2. Scores: clip, then subtract missing_eos_penalty from responses that did not end on their own.
         scores = b["raw_scores"]  # [B]
         if args.score_clip is not None:
             scores = scores.clamp(-args.score_clip, args.score_clip)
@@ -337,13 +340,13 @@ def train(args):
         learner.train()  # dropout is 0; this switches on gradient checkpointing
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, update, updates)
+        keys = group_keys(b["lengths"], k)  # [B], to keep groups together in micro-batches
         metric_sums = defaultdict(float)  # sums over the responses of all minibatches and epochs
         for epoch in range(args.num_ppo_epochs):
             order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch)).to(device)
             for minibatch in order.split(B // args.num_mini_batches):
-                # accelerator.no_sync is on in the body of this loop, except for the last micro-batch: only
-                # then do processes exchange gradients.
-                for rows in micro_batches(minibatch, b["lengths"], n, learner, accelerator):
+                # Processes exchange gradients only in the last micro-batch: micro_batches sees to that.
+                for rows in micro_batches(minibatch, keys, n, learner, accelerator):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     with autocast:
                         new_token_logprobs, entropies = learner(
@@ -419,7 +422,8 @@ def train(args):
             "val/num_eos_tokens": b["stopped"].sum(),
             "env/reward_mean": b["raw_scores"].mean(),
             "env/reward_std": b["raw_scores"].std(correction=0),
-            # The fraction of groups with equal raw scores: only the KL and the EOS penalty tell them apart.
+            # The fraction of groups with equal raw scores. Only penalties (KL, EOS) can tell their rows
+            # apart.
             "frac_reward_zero_std": (score_std_of_groups < 1e-6).float().mean(),
             **reward_means(b),
             "completions/mean_length": lengths.mean(),
@@ -463,14 +467,14 @@ def train(args):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 
 
-def evaluate_summaries(model, reference, tokenizer, stop_ids, get_rewards, batch, judge, args):
+def evaluate_summaries(model, ref_model, tokenizer, stop_ids, get_rewards, batch, judge, args):
     """Summarize the held-out posts, with the same random numbers before and after training.
 
     batch: from draw_groups, with k = 1; judge: from load_judge, or None for no win rate
     -> metrics (dict of floats), one dict(prompt, response, score) per post
     """
     set_global_seed(args.seed, "held-out")  # for random numbers in your own reward function
-    b, responses = rollout_groups(model, reference, tokenizer, stop_ids, get_rewards, batch, args)
+    b, responses = rollout_groups(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args)
     posts = batch["rows"]
     kl = b["logprobs"] - b["ref_logprobs"]  # [B, T]
     metrics = {}
@@ -482,6 +486,7 @@ def evaluate_summaries(model, reference, tokenizer, stop_ids, get_rewards, batch
         "KL, nats per response": kl.sum(1).mean(),
         "ended by itself": b["stopped"].float().mean(),
         "tokens per response": b["lengths"].float().mean(),
+        # Like all log-probabilities here, those of the distribution at the sampling temperature.
         "perplexity under the reference": torch.exp(-b["ref_logprobs"].sum() / b["lengths"].sum()),
         "distinct responses": len(set(responses)) / len(responses),
         "distinct bigrams": distinct_bigrams(responses),
@@ -550,6 +555,7 @@ def draw_groups(rows, k, args, *purpose):
         start = C - len(row["ids"])
         ids[i, start:] = torch.tensor(row["ids"])
         mask[i, start:] = True
+    # Drawn for the first responses, then for the second ones, ...: their numbers do not depend on k.
     uniforms = torch.rand(k, P, args.response_length, generator=generator_for(args.seed, "tokens", *purpose))
     return dict(rows=rows, ids=ids, mask=mask, uniforms=uniforms.transpose(0, 1))
 
@@ -577,7 +583,7 @@ def longest_prompt(rows):
 
 
 @torch.no_grad()
-def rollout_groups(model, reference, tokenizer, stop_ids, get_rewards, batch, args):
+def rollout_groups(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args):
     """Sample k responses to each post, score them, and compute old and reference log-probabilities.
 
     batch: from draw_groups; get_rewards: from load_summary_reward
@@ -589,18 +595,21 @@ def rollout_groups(model, reference, tokenizer, stop_ids, get_rewards, batch, ar
     # batch["rows"] * k is in the order of the responses.
     rewards = get_rewards(batch["rows"] * k, responses, response_tokens)  # name -> [k * P]
 
-    # Compute log-probabilities with the forward pass of the update. Dropout is 0, so the ratio is 1 until the
-    # first optimizer step, up to rounding. The log-probabilities from generation differ more, and the sum
-    # over a response adds the differences up, so they are only logged.
+    # Compute log-probabilities with the same forward pass, and as many rows at a time, as in the update.
+    # Dropout is 0, so the ratio is 1 until the first optimizer step, up to rounding. The log-probabilities
+    # from generation differ more, and the sum over a response adds the differences up, so they are only
+    # logged.
     B, T = b["sampling_logprobs"].shape
     C = b["ids"].shape[1] - T
     logprobs, entropies, ref_logprobs = torch.zeros(3, B, T, device=stop_ids.device)
-    for rows in b["lengths"].argsort(stable=True).split(args.per_device_train_batch_size):
+    order = group_keys(b["lengths"], k).argsort(stable=True)
+    for rows in order.split(args.per_device_train_batch_size):
         t = b["lengths"][rows].max().item()
-        inputs = b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
-        outputs = [*model(*inputs), reference_logprobs(reference, model.policy, *inputs)]
-        for table, x in zip([logprobs, entropies, ref_logprobs], outputs):
-            table[rows, :t] = unflatten(x, inputs[1][:, C:])
+        mask = b["mask"][rows, : C + t]
+        inputs = b["ids"][rows, : C + t], mask, t, args.temperature
+        outputs = [*model(*inputs), reference_group_logprobs(ref_model, model.policy, *inputs)]
+        for result, x in zip([logprobs, entropies, ref_logprobs], outputs):
+            result[rows, :t] = unflatten(x, mask[:, C:])
 
     b |= {
         "raw_scores": weighted_sum(rewards, args.reward_weights),
@@ -641,7 +650,7 @@ def sample_responses(policy, tokenizer, batch, stop_ids, args):
     valid = length_mask(lengths, T)  # [k * P, T]
     is_stop = torch.isin(tokens, stop_ids) & valid  # [k * P, T]
 
-    # 2. Decode, without the stop token: it is not part of the text. (A reward model adds its own EOS.)
+    # 2. Decode, without the stop token: it is not part of the text.
     prompt_tokens = list_tokens(prompt_ids, prompt_mask)
     _, responses = decode(tokenizer, prompt_tokens, list_tokens(tokens, valid & ~is_stop))  # k * P str
 
@@ -678,7 +687,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     rows = torch.arange(P * k, device=ids.device)  # the rows that are still being written
 
     for t in range(T):
-        probs = token_logits(hidden, head.weight, head.bias, temperature).softmax(-1)  # [rows, V]
+        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
         token = sample_tokens(probs, uniforms[rows, t])  # [rows]
         tokens[rows, t] = token
         logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
@@ -706,11 +715,21 @@ def gather_groups(x, k, accelerator):
     return x.transpose(0, 1).flatten(0, 2)
 
 
+def group_keys(lengths, k):
+    """Keys by which to sort responses, so that groups stay together, and groups of similar length too.
+
+    lengths of the responses, first responses to all prompts first [k * P] -> one number per group [k * P]
+    """
+    longest = lengths.view(k, -1).amax(0)  # [P]
+    rank = longest.argsort(stable=True).argsort()  # [P]; 0: the group whose longest response is the shortest
+    return rank.repeat(k)
+
+
 # ---- Policy and reference ----------------------------------------------------------------------------------
 
 
 class Policy(nn.Module):
-    """The policy as a module whose forward pass is the one that is trained, for DDP to wrap."""
+    """The policy with the forward pass of the update, so that DDP, FSDP2 or DeepSpeed can wrap it."""
 
     def __init__(self, policy):
         super().__init__()
@@ -721,35 +740,45 @@ class Policy(nn.Module):
 
         ids [B, C + T], bool mask [B, C + T] -> both fp32 [number of valid tokens among the last T]
         """
-        logprobs, entropies, _ = response_logprobs(self.policy, ids, mask, T, temperature)
-        return logprobs, entropies
+        return group_logprobs(self.policy, ids, mask, T, temperature)
 
 
-def reference_logprobs(reference, policy, *inputs):
+def reference_group_logprobs(ref_model, policy, *inputs):
     """Log-probabilities under the reference, or under the policy without its LoRA adapter if that is None.
 
-    inputs: those of response_logprobs -> fp32 [number of valid tokens]
+    inputs: those of group_logprobs -> fp32 [number of valid tokens]
     """
-    if reference is not None:
-        return response_logprobs(reference, *inputs)[0]
+    if ref_model is not None:
+        return group_logprobs(ref_model, *inputs)[0]
     with policy.disable_adapter():
-        return response_logprobs(policy, *inputs)[0]
+        return group_logprobs(policy, *inputs)[0]
 
 
-def response_logprobs(lm, ids, mask, T, temperature):
+def group_logprobs(lm, ids, mask, T, temperature):
     """Log-probabilities of the valid tokens among the last T of each row, one row after the other.
 
-    ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [number of valid tokens]; and the
-    hidden states that predict these tokens [number of valid tokens, H]
+    The responses of a group share their prompt, so each prompt is read only once. Its keys and values serve
+    all responses to it, and gradients flow back through them: nothing is approximated.
+    ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [number of valid tokens]
     """
     body, head = body_and_head(lm)
+    if body.training and body.is_activation_checkpointing:  # excludes a cache, so read prompts B times
+        hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
+    else:
+        prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
+        prompts, prompt_of_row = prompts.unique(dim=0, return_inverse=True)  # [P, C], [B]
+        cache = transformers.DynamicCache(config=body.config)
+        prompt_hidden = hidden_states(body, prompts.clamp(min=0), prompts >= 0, cache)  # [P, C, H]
+        for layer in cache.layers:
+            layer.keys = layer.keys.index_select(0, prompt_of_row)  # [P, ...] -> [B, ...]
+            layer.values = layer.values.index_select(0, prompt_of_row)
+        response_hidden = hidden_states(body, ids[:, -T:], mask, cache)  # [B, T, H]
+        # The state at position t - 1 predicts token t, and the prompt's last state predicts the first one.
+        first_hidden = prompt_hidden[:, -1:].index_select(0, prompt_of_row)  # [B, 1, H]
+        hidden = torch.cat([first_hidden, response_hidden[:, :-1]], 1)  # [B, T, H]
     valid = mask[:, -T:]  # [B, T]
-    # The state at position t - 1 predicts token t. The output layer is large, so only valid tokens go
-    # through it.
-    hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1][valid]  # [number of valid tokens, H]
-    tokens = ids[:, -T:][valid]
-    logprobs, entropies = token_logprobs(hidden, head.weight, tokens, temperature, head.bias)
-    return logprobs, entropies, hidden
+    # The output layer is large, so only valid tokens go through it.
+    return token_logprobs(hidden[valid], head.weight, ids[:, -T:][valid], temperature, head.bias)
 
 
 def unflatten(values, mask):
@@ -781,13 +810,13 @@ def hidden_states(body, ids, mask, cache=None):
     return outputs.last_hidden_state
 
 
-def token_logits(hidden, weight, bias=None, temperature=1.0):
+def token_logits(hidden, weight, temperature=1.0, bias=None):
     """The output layer, in fp32 under autocast too. [N, H], [V, H], [V] or None -> [N, V]
 
     Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        hidden = hidden.float() / temperature  # [N, H] is smaller than [N, V]
+        hidden = hidden.float() / temperature  # [N, H]; dividing the logits [N, V] would take longer
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
 
 
@@ -817,15 +846,16 @@ def sample_tokens(probs, uniforms):
     """
     dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
     cumulative = probs.cumsum(1, dtype=dtype)  # [B, V]
-    target = uniforms.to(dtype)[:, None] * cumulative[:, -1:]  # [B, 1], less than the last cumulative sum
+    target = uniforms.to(dtype)[:, None] * cumulative[:, -1:]  # [B, 1]
     # right=True never selects a token of probability 0.
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    token = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return token.clamp(max=probs.shape[1] - 1)  # in fp32, the target may be rounded up to the last sum
 
 
 def response_lengths(tokens, stop_token_id):
     """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
 
-    stop_token_id: a tensor of ids; empty if there is no stop token.
+    stop_token_id: the ids of all stop tokens [any number]
     """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
@@ -850,12 +880,12 @@ def weighted_sum(rewards, weights=None):
 def kl_per_token(logprobs, ref_logprobs, estimator):
     """Estimates of KL(policy || reference) from samples of the policy, in nats, any shape (Schulman 2020).
 
-    As numbers: k1 is unbiased, k2 is biased but never negative, k3 is unbiased and never negative.
-    In a reward, which is a constant: only k1 gives the policy gradient of KL(policy || reference).
-    In a loss, which is differentiated, the average gradient over samples of the current policy is
+    As a metric: k1 and k3 are unbiased, k2 is not. k2 and k3 are never negative.
+    In a reward, through which no gradient flows: only k1 leads to the gradient of KL(policy || reference).
+    In a loss: the expected gradient per token, given the tokens before it, for samples of the policy, is
         k1  0
-        k2  that of KL(policy || reference), per token
-        k3  that of KL(reference || policy), per token
+        k2  the gradient of KL(policy || reference)
+        k3  the gradient of KL(reference || policy)
     """
     log_ratio = logprobs - ref_logprobs
     if estimator == "k1":
@@ -890,8 +920,8 @@ def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
 def learning_rate(args, update, updates):
     """The learning rate in update 1, 2, ..., updates. -> float
 
-    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls to 0: along a
-    line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
+    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
     """
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
@@ -906,8 +936,9 @@ def learning_rate(args, update, updates):
 
 
 # ============================================================================================================
-# Part II: infrastructure. Nothing below is about RLOO. The scripts share these functions, copied verbatim, so
-# a few options are those of another script.
+# Part II: infrastructure. You need nothing below to understand RLOO: here are models, rewards, judges, data,
+# files and flags. The scripts share these functions, copied verbatim, so a few arguments, return values and
+# names of flags are used only in another script.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -924,9 +955,9 @@ class UserError(Exception):
 class OutputLayer(torch.autograd.Function):
     """Log-probabilities and entropies under softmax(hidden @ weight.T + bias), 128 rows at a time.
 
-    F.linear, log_softmax and gather give the same, but keep the logits of all rows. The backward pass needs
-    the log-softmax again. That of the first chunks is kept, up to 2**25 numbers (128 MiB); that of the others
-    is computed a second time. The backward pass overwrites what was kept, so it can run only once.
+    F.linear, log_softmax and gather give the same, but keep [N, V] numbers for the backward pass. Here the
+    backward pass computes the log-softmax of each chunk again. To save time, the first chunks are kept, up to
+    2**25 numbers (128 MiB). The backward pass overwrites them, so it can run only once.
     """
 
     @staticmethod
@@ -1016,7 +1047,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     for module in model.modules():
         for key, value in vars(module).items():
             if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
-                setattr(module, key, 0.0)  # noise would give rollout and update other probabilities
+                setattr(module, key, 0.0)  # in RL, noise would give rollout and update other probabilities
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
@@ -1106,8 +1137,9 @@ def add_lora(model, args):
 def check_gradients(model):
     """Raise UserError if a layer of a LoRA adapter is used, but would not be trained.
 
-    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights, once they have
-    been used in eval mode. A layer that is not used, such as BERT's pooler, has no gradient at all.
+    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights (of a model
+    that was saved with them), once they have been used in eval mode. A layer that is not used, such as BERT's
+    pooler, has no gradient at all.
     """
     ids = torch.arange(6, device=model.device)[None]  # [1, 6]
     with torch.no_grad():
@@ -1151,13 +1183,14 @@ def check_model(lm, name, max_tokens):
         first = hidden_states(body, padded_ids[:, :7], mask[:, :7], cache)[1, 2:]  # [5, H]
         cache.batch_select_indices(torch.tensor([1], device=lm.device))
         last = hidden_states(body, padded_ids[1:, 7:], mask[1:], cache)[0]  # [1, H]
-        ours = [token_logits(x, head.weight, head.bias) for x in (at_once, torch.cat([first, last]))]
+        ours = [token_logits(x, head.weight, bias=head.bias) for x in (at_once, torch.cat([first, last]))]
     except Exception as error:  # models fail in many ways, recurrent ones because a row leaves the cache
         raise UserError(
             f"{name}: this kind of model does not work here; it cannot read left-padded rows, or no row can "
             f"leave its cache ({type(error).__name__})"
         ) from error
-    tolerance = 0.5 if getattr(lm, "is_quantized", False) else 1e-3  # quantization rounds other shapes apart
+    # With quantized weights, rounding depends on the shape of the batch.
+    tolerance = 0.5 if getattr(lm, "is_quantized", False) else 1e-3
     is_equal = [torch.allclose(x.log_softmax(-1), expected, 1e-3, tolerance) for x in ours]
     if not all(is_equal):
         raise UserError(
@@ -1170,8 +1203,9 @@ def check_model(lm, name, max_tokens):
 
 
 def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
-    """The policy to train, and the frozen reference (None: the policy without its LoRA adapter, or none).
+    """The policy to train, and the frozen reference model.
 
+    The reference is None with LoRA, where it is the policy without its adapter; and if none is needed.
     max_tokens: of prompt and response together
     """
     eight_bit = {}
@@ -1179,18 +1213,20 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
         eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
     check_model(policy, name, max_tokens)
-    reference = None
+    ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
     elif args.num_shared_layers:
-        reference = share_layers(policy, args.num_shared_layers)
+        ref_model = share_layers(policy, args.num_shared_layers)
     elif needs_reference:
-        reference = load_model(AutoModelForCausalLM, name, **eight_bit)
-    if reference is not None:
-        reference.requires_grad_(False).eval()
+        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit)
+    if not needs_reference:
+        ref_model = None
+    if ref_model is not None:
+        ref_model.requires_grad_(False).eval()
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))
-    return policy, reference
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # the new name in transformers 5
+    return policy, ref_model
 
 
 def save_policy(policy, tokenizer, folder):
@@ -1275,12 +1311,15 @@ def call_reward_functions(functions, rows, inputs, trainer_state, device):
         def correct(prompts, completions, answer, **kwargs):
             return [float(text.endswith(right)) for text, right in zip(completions, answer)]
 
-    inputs: prompts, completions, completion_ids (lists of token ids); rows: for each response, the columns of
-    the data, of which functions get all but prompt. All are lists with one entry per response.
-    trainer_state.global_step is the number of updates so far, max_steps that of all. A function returns one
-    number per response, or None where it does not apply.
+    Where prompts are lists of messages, a completion is one too: its text is completion[0]["content"].
+    inputs: prompts, completions, completion_ids (lists of token ids), each with one entry per response; rows:
+    for each response, a dict with the columns of the data. A function gets each column except prompt as a
+    list with one entry per response. trainer_state.global_step is the number of updates so far, max_steps
+    that of all. A function returns one number per response, or None where it does not apply.
     -> dict: name of the function -> fp32 [B], nan where it does not apply
     """
+    if not functions:
+        return {}
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
     taken = {"trainer_state", *inputs} & set(columns)
     if taken:
@@ -1323,10 +1362,12 @@ def load_reward_model(args, name, device):
     It reads text, tokenized with its own tokenizer, so it need not share the policy's. reward_model.py saved
     the mean score of reference summaries as reward_offset. It is subtracted (N+ paper, detail 15).
     """
-    is_new = not has_head(name, 1)
-    model = load_model(AutoModelForSequenceClassification, name, head_may_be_new=is_new, num_labels=1)
-    if init_new_head(model, name) and accelerate.PartialState().is_main_process:
-        print(f"{name} is a language model: random reward head, so the reward means nothing")
+    head_is_new = not has_head(name, 1)
+    model = load_model(AutoModelForSequenceClassification, name, head_may_be_new=head_is_new, num_labels=1)
+    if head_is_new:
+        init_new_head(model)
+        if accelerate.PartialState().is_main_process:
+            print(f"{name} is a language model: random reward head, so the reward means nothing")
     model.to(device).eval().requires_grad_(False)
     tokenizer = load_tokenizer(name)
     max_length = min(tokenizer.model_max_length, context_length(model.config))
@@ -1357,14 +1398,14 @@ def preference_ids(tokenizer, prompts, responses, max_length, date):
     """Token ids of each prompt with its response, by the same rule in training and in rollouts.
 
     prompts, responses: lists of str, which get EOS at the end; or lists of chats, which end as the chat
-    template ends them. Not empty. -> list of lists, each with the last max_length ids at most
-    A response that reached its length limit gets an EOS too, because its score is read there.
+    template ends them. Not empty. In rollouts, a response that was cut off at its length limit gets an EOS
+    too: the score is read at the EOS. -> list of lists, each with the last max_length ids at most
     """
     if is_chat(responses[0]):  # then all are chats
         chats = [prompt + response for prompt, response in zip(prompts, responses)]
         texts = [render_chat(tokenizer, chat, date) for chat in chats]
         all_ids = tokenizer(texts, add_special_tokens=False).input_ids
-    elif tokenizer.cls_token_id is not None:  # BERT's family marks the ends in its own way
+    elif tokenizer.cls_token_id is not None:  # tokenizers of BERT's family write [CLS] and [SEP] themselves
         tokenizer.truncation_side = "left"
         texts = [prompt + response for prompt, response in zip(prompts, responses)]
         all_ids = tokenizer(texts, truncation=True, max_length=max_length).input_ids
@@ -1390,25 +1431,22 @@ def sequence_logits(model, ids, mask):
         return model.score(hidden[rows, last].float())
 
 
-def init_new_head(model, name):
-    """Give a decoder a new head, unless `name` was saved with one of this size. No name: all weights are new.
+def init_new_head(model):
+    """New weights for the head of a decoder. (BERT's family keeps what transformers made.)
 
     The standard deviation 1 / sqrt(d + 1), with d inputs, makes the first scores about 1 in size (N+ paper,
-    detail 11). -> True if the head is new
+    detail 11).
     """
-    is_new = name is None or not has_head(name, model.config.num_labels)
-    if is_new and hasattr(model, "score"):  # decoders call their head `score`
+    if hasattr(model, "score"):  # decoders call their head `score`
         nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
-    return is_new
 
 
 def has_head(name, num_labels):
     """True if a model, or a LoRA adapter, was saved with the head of a classifier of this size."""
-    folder = Path(resolve_path(name))
-    if (folder / "adapter_config.json").exists():
+    if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         import peft
 
-        adapter = peft.PeftConfig.from_pretrained(folder)
+        adapter = load(peft.PeftConfig.from_pretrained, name)
         return adapter.task_type == "SEQ_CLS" or has_head(adapter.base_model_name_or_path, num_labels)
     config = load(transformers.AutoConfig.from_pretrained, name)
     is_classifier = any("ForSequenceClassification" in x for x in config.architectures or ())
@@ -1562,6 +1600,7 @@ def judge_policy(args):
     policy = load_model(AutoModelForCausalLM, policy_name)
     check_model(policy, policy_name, longest_prompt(posts) + args.response_length)
     policy.to(device).eval()
+    set_global_seed(args.seed, "held-out")  # for random numbers in your own reward function
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)
     trainer_state = transformers.TrainerState()
     get_judge_scores = load_judge_fn(args, device, trainer_state)
@@ -1616,12 +1655,12 @@ def decode(tokenizer, prompt_tokens, response_tokens):
     left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     prompt_tokens = [[token for token in row if token not in left_out] for row in prompt_tokens]
     response_tokens = [[token for token in row if token not in left_out] for row in response_tokens]
-    prompts = tokenizer.batch_decode(prompt_tokens)
     full_texts = tokenizer.batch_decode([x + y for x, y in zip(prompt_tokens, response_tokens)])
-    responses = []
-    for prompt, text in zip(prompts, full_texts):
+    prompts, responses = [], []
+    for prompt, text in zip(tokenizer.batch_decode(prompt_tokens), full_texts):
         # Not len(prompt): a response may complete the last character of the prompt.
         start = len(os.path.commonprefix([prompt, text]))
+        prompts.append(text[:start])
         responses.append(text[start:])
     return prompts, responses
 
@@ -1665,7 +1704,7 @@ def load_posts(rows, tokenizer, args):
 
 
 def is_chat(value):
-    """True for a list of messages: dicts with role and content."""
+    """True for a list of messages (dicts with role and content), False for a text."""
     return isinstance(value, list) and len(value) > 0
 
 
@@ -1673,8 +1712,8 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    date: of today, for templates that write it, year-month-day; is_prompt: end where the assistant goes on,
-    after the header of its turn or after the beginning of its message, if that is the last one. -> str
+    date: today's, for templates that write it, year-month-day; is_prompt: add the header of the assistant's
+    turn. If the last message is the assistant's, it is left open instead, so that it can be continued. -> str
     """
     try:
         # datasets gives all messages the same keys, with None for those that a message did not have.
@@ -1831,14 +1870,15 @@ def make_learner(model, args, accelerator):
     return learner, optimizer, parameters
 
 
-def micro_batches(minibatch, lengths, size, learner, accelerator):
-    """The rows of a minibatch that this process trains on, `size` at a time; responses of similar length
-    together. Processes exchange gradients only in the last micro-batch.
+def micro_batches(minibatch, keys, size, learner, accelerator):
+    """The rows of a minibatch that this process trains on, `size` at a time, sorted so that rows with equal
+    or similar keys are together. Processes exchange gradients only in the last micro-batch: until then, this
+    generator keeps accelerator.no_sync open while the body of the loop runs.
 
-    minibatch: row numbers [any number]; lengths [B] -> yields row numbers [size]
+    minibatch: row numbers [any number]; keys [B], such as lengths -> yields row numbers [size]
     """
     rows = local_share(minibatch, accelerator)
-    rows = rows[lengths[rows].argsort(stable=True)]
+    rows = rows[keys[rows].argsort(stable=True)]
     parts = rows.split(size)
     for i, part in enumerate(parts):
         accelerator.sync_gradients = i + 1 == len(parts)  # DeepSpeed takes its step in this backward pass
@@ -1861,7 +1901,11 @@ def shard_like(value, p):
 
 
 def clip_gradients(parameters, max_norm, accelerator):
-    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float"""
+    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float
+
+    (With DeepSpeed, the last backward pass has clipped and taken the step. Then this only reads the norm, and
+    optimizer.step does nothing.)
+    """
     norm = float(unshard(accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)))
     if not math.isfinite(norm):
         raise UserError("the gradient is not finite: lower --learning-rate, or use --dtype float32")
@@ -1886,8 +1930,8 @@ def check_first_ratio(log_ratio, args):
     """Raise if the ratio is not 1 before the first optimizer step: then rollout and update compute different
     probabilities. log_ratio [N]
 
-    Products are rounded to other numbers if rows have other shapes: most in bf16 and 8 bit, and on a GPU in
-    TF32.
+    It is not exactly 1, because a matrix product is rounded differently in a batch of another shape. That
+    makes the largest difference in bf16, in 8 bit, and on a GPU in TF32.
     """
     gap = log_ratio.abs()
     mean, largest = gap.mean().item(), gap.quantile(0.999).item()
@@ -1945,7 +1989,7 @@ class Run:
         self.last_line_time = 0.0
         self.signal_number = 0  # of a signal that asked us to stop
         if args.recipe == "custom":
-            self.print("a model but no recipe: flags that are not given have the published defaults of Args")
+            self.print("no recipe: flags that are not given have the defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
@@ -2022,7 +2066,7 @@ class Run:
     # -- Checkpoints --
 
     def start(self, learner, optimizer, parameters, batch_size):
-        """Write args.json and, to resume, load the newest checkpoint. -> its state; {"update": 0} if new
+        """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new
 
         Remembers learner, optimizer and parameters (name -> parameter) for the checkpoints to come.
         """
@@ -2044,7 +2088,7 @@ class Run:
                 raise UserError(f"--resume: that run had {state['fixed']}, this one has {self.fixed}")
             self.load_checkpoint(state)
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
-        # By a shell, because without git a shell only says so.
+        # By a shell: without git it returns an error, while Python alone would raise one.
         git = subprocess.run("git rev-parse HEAD", shell=True, cwd=HERE, capture_output=True, text=True)
         about = {
             "args": asdict(self.args),
@@ -2261,7 +2305,8 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # A run may be made longer, and judged by another judge.
+    # A run may be made longer, and judged by another judge. With a falling learning rate, the first updates
+    # would have had other ones in a run that was longer from the start.
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"

@@ -9,15 +9,17 @@ If you know nanoGPT's train.py, this is what differs:
    each document, and the attention mask is block-diagonal. nanoGPT's rows are random cuts of the stream, in
    which a document attends to the one before it.
 3. With the columns prompt and completion, the loss is on the completion and its EOS only. The two parts are
-   tokenized separately, exactly as in reward_model.py and in rollouts. A chat (a list of messages) is written
-   by the tokenizer's chat template, and the loss is on the turns of the assistant only (`chat_documents`).
+   tokenized separately, exactly as in reward_model.py and in rollouts. A chat (a list of messages) is
+   rendered by the tokenizer's chat template, and the loss is on the turns of the assistant only
+   (`chat_documents`).
 4. A dialog is tokenized utterance by utterance, with a mark at the end of each. ppo_dialog.py makes its
    prompts by the same rule.
 5. The loss is a sum over tokens divided by the number of labeled tokens in the global batch. Rows have
    different numbers of labels, so a mean of means would depend on how the batch is split.
 6. Logits are computed for 128 positions at a time, and only at positions that have a label.
-7. The model is any causal language model of transformers: pretrained (dropout is then off), with LoRA, or
-   with random weights and a tokenizer trained on the data.
+7. The model is any causal language model of transformers: pretrained, with or without LoRA, or with random
+   weights and a tokenizer that is loaded or trained on the data. Pretrained models are trained without
+   dropout, like all models in these scripts.
 8. The optimizer has PyTorch's defaults. AdamW's weight decay of 0.01 applies to all weights, including
    biases.
 
@@ -36,7 +38,7 @@ If you know nanoGPT's train.py, this is what differs:
     torchrun --nproc_per_node 2 sft.py                 # two processes, twice the batch
     python sft.py --resume latest                      # continue a run that was stopped, bit for bit
 
-Part I is the algorithm, from the training loop down to the cross-entropy. Part II is infrastructure: models,
+Part I is the algorithm, from the training loop down to documents and rows. Part II is infrastructure: models,
 data, processes, run folder, flags. Papers: the first step of InstructGPT (Ouyang et al. 2022), packing
 without cross-contamination (Krell et al. 2021), LoRA (Hu et al. 2021), The N+ Implementation Details of RLHF
 with PPO ("N+ paper", Huang et al. 2024).
@@ -108,7 +110,7 @@ class Args:
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
-    date: str = time.strftime("%Y-%m-%d")  # the day that chat templates write as today's; kept by --resume
+    date: str = time.strftime("%Y-%m-%d")  # today's date, for chat templates; kept by --resume
     seed: int = 1  # random seed; the batches are a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
     resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
@@ -119,9 +121,9 @@ class Args:
     num_samples: int = 4  # how many of them the trained model continues at the end, as samples
 
     # Model
-    model_name_or_path: str = "openai-community/gpt2"  # initial model: Hub name, folder, or LoRA folder
-    from_config: str | None = None  # random weights instead: a model type and name=value pairs
-    train_tokenizer: int = 0  # with from_config: train a tokenizer of this size on the data; 0: load one
+    model_name_or_path: str = "openai-community/gpt2"  # model and tokenizer: Hub name, folder, LoRA folder
+    from_config: str | None = None  # random weights instead: a model type and name=value pairs (JSON values)
+    train_tokenizer: int = 0  # with from_config: train a tokenizer of this size; 0: load model_name_or_path's
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model; bfloat16: half the size
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -131,10 +133,10 @@ class Args:
 
     # Data
     dataset_name: str = "stanfordnlp/imdb"  # columns text | prompt, completion | messages | dialog
-    num_train_rows: int | None = None  # use only the first N training rows; None: all
+    num_train_rows: int | None = None  # use only the first N rows of the data set, before packing; None: all
     max_length: int = 512  # tokens per row; longer documents are cut, and lose their EOS
     packing: bool = True  # fill rows with several documents that do not see each other
-    completion_only_loss: bool = True  # False: learn the prompt too (in a chat, its assistant's turns)
+    completion_only_loss: bool = True  # False: learn the prompt too (if it is a chat: the assistant's turns)
     chat_template_path: str | None = None  # file with a chat template, instead of the tokenizer's own
     utterance_end: str = " <EOU>"  # text after each utterance, as in RL4LMs; eos: EOS, as in DialoGPT
 
@@ -203,7 +205,7 @@ RECIPES = {
             "llama hidden_size=128 num_hidden_layers=3 num_attention_heads=4 num_key_value_heads=2 "
             "intermediate_size=384 max_position_embeddings=256 tie_word_embeddings=true"
         ),
-        model_name_or_path="checkpoints/arithmetic-tokenizer",
+        model_name_or_path="checkpoints/arithmetic-tokenizer",  # only the tokenizer: the weights are random
         dataset_name="data/arithmetic-sft",
         max_length=256,
         dtype="float32",
@@ -219,7 +221,7 @@ RECIPES = {
         model_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct",
         output_dir="runs/smollm2-imdb/sft",
         num_eval_rows=200,
-        max_length=64,  # beginnings of reviews: PPO's texts are at most 32 tokens long
+        max_length=64,  # beginnings of reviews, because PPO's texts have at most 32 tokens
         num_train_epochs=0.12,  # 3,000 reviews
         per_device_train_batch_size=16,
         lr_scheduler_type="cosine",
@@ -236,7 +238,7 @@ RECIPES = {
         lr_scheduler_type="cosine",
         warmup_ratio=0.05,
     ),
-    "tldr-pythia-1b": Args(  # N+ paper, table 2: batch 128, 1 epoch
+    "tldr-pythia-1b": Args(  # N+ paper, table 2: 1 epoch, batch 128 (here: packed rows, so more documents)
         model_name_or_path="EleutherAI/pythia-1b-deduped",
         dataset_name="trl-lib/tldr",
         max_length=640,
@@ -265,8 +267,8 @@ RECIPES = {
 
 # ---- Training ----------------------------------------------------------------------------------------------
 #
-# Shapes: B rows, n in a micro-batch, L positions in a row, V tokens in the vocabulary, H hidden units, N
-# positions with a label.
+# Shapes: B packed rows, n in a micro-batch, L positions in a row, V tokens in the vocabulary, H hidden units,
+# N positions with a label. In functions that get fewer rows, B is the number of those.
 
 
 def train(args):
@@ -427,7 +429,10 @@ def write_samples(model, tokenizer, documents, stop_ids):
             attention_mask=torch.ones(1, len(prompt), device=model.device),
             max_new_tokens=min(40, context - len(prompt)),
             do_sample=True,
+            temperature=1.0,  # these four: exactly the model's distribution, whatever its generation_config
             top_k=0,
+            top_p=1.0,
+            repetition_penalty=1.0,
             eos_token_id=stop_ids,
             pad_token_id=tokenizer.pad_token_id,
         )
@@ -440,7 +445,11 @@ def write_samples(model, tokenizer, documents, stop_ids):
 
 
 class LanguageModel(nn.Module):
-    """A causal language model whose forward pass returns losses, so that DDP has a single module to wrap."""
+    """A causal language model whose forward pass returns losses.
+
+    DDP, FSDP2 and DeepSpeed work in the forward pass of what they wrap. So body and output layer are both
+    called in it.
+    """
 
     def __init__(self, lm):
         super().__init__()
@@ -490,8 +499,6 @@ def next_token_losses(hidden, weight, labels, bias=None):
     hidden [N, H], weight [V, H], labels [N], bias [V] or None -> losses fp32 [N], correct bool [N]. The
     logits of all N labels may need more memory than the model, so CrossEntropy computes them in chunks.
     """
-    if bias is not None:
-        bias = bias.clamp(min=-1e4)  # -inf forbids a token, but makes 0 * -inf = nan in the gradient
     with torch.autocast(hidden.device.type, enabled=False):
         return CrossEntropy.apply(hidden.float(), weight.float(), bias, labels)
 
@@ -504,8 +511,8 @@ def perplexity(loss):
 def learning_rate(args, update, updates):
     """The learning rate in update 1, 2, ..., updates. -> float
 
-    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls to 0: along a
-    line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
+    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
     """
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
@@ -565,8 +572,9 @@ def chat_documents(rows, tokenizer, args):
     """Columns messages, or prompt and completion as lists of messages. -> list of (ids, labels)
 
     The tokenizer's chat template writes the conversation. Labels are on the assistant's turns, each with its
-    end-of-turn token, such as `<|im_end|>`; with prompt and completion, on the turns of the completion. If
-    the last turn does not end in a special token, EOS is put there. Earlier turns then end without one.
+    end-of-turn token, such as `<|im_end|>`; with prompt and completion, on the turns of the completion. Some
+    templates write no end-of-turn token. Then EOS is put after the last turn; the others are learned without
+    an end.
     """
     conversations = []  # pairs: messages, index of the first message to learn from
     if "messages" in rows.column_names:
@@ -614,7 +622,7 @@ def chat_parts(tokenizer, messages, date, first_learned=0):
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or i < first_learned:
             continue
-        if i == 0:  # there is no prompt
+        if i == 0 or messages[i - 1]["role"] == "assistant":  # nobody asks the policy to begin a turn here
             continue
         before = render_chat(tokenizer, messages[:i], date, is_prompt=True)
         after = render_chat(tokenizer, messages[: i + 1], date)
@@ -646,8 +654,8 @@ def dialog_documents(rows, tokenizer, args):
 def utterance_ids(tokenizer, utterances, end):
     """Token ids of each utterance: a space, its text, the end mark. -> list of lists
 
-    The same rule in training, rollouts and chat. Utterances are tokenized one by one, so that no token
-    spans two of them and a prompt is always the beginning of its dialog, token by token.
+    sft.py and ppo_dialog.py share this rule. Utterances are tokenized one by one, so no token spans two of
+    them, and an utterance has the same tokens in fine-tuning, in a prompt and as a reference.
     """
     mark, last = (end, []) if end != "eos" else ("", [tokenizer.eos_token_id])
     texts = [f" {' '.join(text.split())}{mark}" for text in utterances]
@@ -711,7 +719,7 @@ def collate_rows(rows, device):
     L = max(lengths)
     ids = torch.zeros(B, L, dtype=torch.long)
     labels = torch.full((B, L), -100)
-    positions = torch.arange(L).repeat(B, 1)  # remains at pads: it is not 0, so no document starts there
+    positions = torch.arange(L).repeat(B, 1)  # at pads, these remain: they are not 0, so no document starts
     for i, row in enumerate(rows):
         start = 0
         for document_ids, document_labels in row:
@@ -742,8 +750,9 @@ def stream_rows(num_rows, start, count, seed):
 
 
 # ============================================================================================================
-# Part II: infrastructure. Nothing below is about fine-tuning. The scripts share these functions, copied
-# verbatim, so a few options are those of another script.
+# Part II: infrastructure. You need nothing below to understand fine-tuning: here are models, data, files and
+# flags. The scripts share these functions, copied verbatim, so a few arguments, return values and names of
+# flags are used only in another script.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -850,7 +859,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     for module in model.modules():
         for key, value in vars(module).items():
             if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
-                setattr(module, key, 0.0)  # noise would give rollout and update other probabilities
+                setattr(module, key, 0.0)  # in RL, noise would give rollout and update other probabilities
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
@@ -908,14 +917,14 @@ def model_from_config(auto_class, text, tokenizer, **settings):
         for pair in pairs:
             key, value = pair.split("=")
             values[key] = json.loads(value)
-        if Path(name).exists() or "/" in name:
-            config = transformers.AutoConfig.from_pretrained(name)
+        if "/" in name:
+            config = transformers.AutoConfig.from_pretrained(resolve_path(name))
         else:
             config = transformers.AutoConfig.for_model(name, **values)  # derives other sizes from these
         config.update({"vocab_size": len(tokenizer)} | special_tokens | settings | values)
-        return auto_class.from_config(config)
+        return auto_class.from_config(config, dtype=torch.float32)
     except Exception as error:  # the libraries raise a dozen different types
-        example = "expected for example 'gpt2 n_layer=3 n_embd=128', or a folder"
+        example = "expected for example 'gpt2 n_layer=3 n_embd=128', or ./FOLDER"
         raise UserError(f"--from-config {text!r}: {error}; {example}") from error
 
 
@@ -1027,8 +1036,9 @@ def add_lora(model, args):
 def check_gradients(model):
     """Raise UserError if a layer of a LoRA adapter is used, but would not be trained.
 
-    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights, once they have
-    been used in eval mode. A layer that is not used, such as BERT's pooler, has no gradient at all.
+    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights (of a model
+    that was saved with them), once they have been used in eval mode. A layer that is not used, such as BERT's
+    pooler, has no gradient at all.
     """
     ids = torch.arange(6, device=model.device)[None]  # [1, 6]
     with torch.no_grad():
@@ -1053,13 +1063,13 @@ def build_language_model(args, tokenizer):
     if args.lora_r:
         lm = add_lora(lm, args)
     if args.gradient_checkpointing:
-        lm.activation_checkpointing_enable(dict(use_reentrant=False))
+        lm.activation_checkpointing_enable(dict(use_reentrant=False))  # the new name in transformers 5
     return lm
 
 
 @torch.no_grad()
 def check_documents(lm, args):
-    """Raise UserError if a model would learn from other losses than its own.
+    """Raise UserError if our losses are not those of the model itself.
 
     Measured, not guessed: the losses of a document are compared with those of the model's own logits. They
     differ if logits are more than a product (Gemma 2's soft cap, Granite's scale). With packing, the states
@@ -1087,7 +1097,7 @@ def check_documents(lm, args):
         return
 
     alone = document_states(body, second, positions)
-    rows = torch.cat([torch.cat([first, second]), torch.cat([second, second])], 1)  # [2, 2 * size]
+    rows = torch.cat([torch.cat([first, second], 1), torch.cat([second, second], 1)])  # [2, 2 * size]
     try:
         after_first, after_second = document_states(body, rows, positions.repeat(2, 2))[:, size:]
         # Nothing may pass from one document to the next, and in random weights little does: a tight limit.
@@ -1116,7 +1126,7 @@ def find_end_tokens(model, tokenizer, documents, max_length):
     eos = model.generation_config.eos_token_id  # an id, a list of ids, or None
     ids = set(eos if isinstance(eos, list) else [eos])
     ids = (ids | {tokenizer.eos_token_id}) - {None}
-    uncut = [labels for _, labels in documents if len(labels) < max_length]  # longer ones may have been cut
+    uncut = [labels for _, labels in documents if len(labels) < max_length]  # one of max_length may be cut
     last_tokens = {labels[last_labeled_position(labels)] for labels in uncut}
     ids |= last_tokens & special_ids(tokenizer)
     return sorted(ids) if len(ids) > 1 else ids.pop()
@@ -1161,7 +1171,7 @@ def check_texts(rows, column, name):
 
 
 def is_chat(value):
-    """True for a list of messages: dicts with role and content."""
+    """True for a list of messages (dicts with role and content), False for a text."""
     return isinstance(value, list) and len(value) > 0
 
 
@@ -1169,8 +1179,8 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    date: of today, for templates that write it, year-month-day; is_prompt: end where the assistant goes on,
-    after the header of its turn or after the beginning of its message, if that is the last one. -> str
+    date: today's, for templates that write it, year-month-day; is_prompt: add the header of the assistant's
+    turn. If the last message is the assistant's, it is left open instead, so that it can be continued. -> str
     """
     try:
         # datasets gives all messages the same keys, with None for those that a message did not have.
@@ -1337,7 +1347,11 @@ def shard_like(value, p):
 
 
 def clip_gradients(parameters, max_norm, accelerator):
-    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float"""
+    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float
+
+    (With DeepSpeed, the last backward pass has clipped and taken the step. Then this only reads the norm, and
+    optimizer.step does nothing.)
+    """
     norm = float(unshard(accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)))
     if not math.isfinite(norm):
         raise UserError("the gradient is not finite: lower --learning-rate, or use --dtype float32")
@@ -1391,7 +1405,7 @@ class Run:
         self.last_line_time = 0.0
         self.signal_number = 0  # of a signal that asked us to stop
         if args.recipe == "custom":
-            self.print("a model but no recipe: flags that are not given have the published defaults of Args")
+            self.print("no recipe: flags that are not given have the defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
@@ -1468,7 +1482,7 @@ class Run:
     # -- Checkpoints --
 
     def start(self, learner, optimizer, parameters, batch_size):
-        """Write args.json and, to resume, load the newest checkpoint. -> its state; {"update": 0} if new
+        """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new
 
         Remembers learner, optimizer and parameters (name -> parameter) for the checkpoints to come.
         """
@@ -1490,7 +1504,7 @@ class Run:
                 raise UserError(f"--resume: that run had {state['fixed']}, this one has {self.fixed}")
             self.load_checkpoint(state)
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
-        # By a shell, because without git a shell only says so.
+        # By a shell: without git it returns an error, while Python alone would raise one.
         git = subprocess.run("git rev-parse HEAD", shell=True, cwd=HERE, capture_output=True, text=True)
         about = {
             "args": asdict(self.args),
@@ -1643,7 +1657,8 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # A run may be made longer, and judged by another judge.
+    # A run may be made longer, and judged by another judge. With a falling learning rate, the first updates
+    # would have had other ones in a run that was longer from the start.
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"

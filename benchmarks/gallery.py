@@ -252,8 +252,8 @@ ENTRIES = [
         script=PPO,
         change=(
             "generate",
-            "probs = token_logits(hidden, head.weight, head.bias, temperature).softmax(-1)",
-            "logits = token_logits(hidden, head.weight, head.bias, temperature)\n"
+            "probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)",
+            "logits = token_logits(hidden, head.weight, temperature, head.bias)\n"
             "        cut = logits.topk(3).values[:, -1:]\n"
             "        probs = logits.masked_fill(logits < cut, -torch.inf).softmax(-1)",
         ),

@@ -905,11 +905,11 @@ def update_rate(model, rows, is_padded, toy, device, peak):
     args = rloo_tldr.RECIPES["tldr-pythia-1b"]
     optimizer = rloo_tldr.make_optimizer(args, list(model.parameters()))
     with torch.no_grad(), bf16_autocast(device):
-        old_logprobs = rloo_tldr.response_logprobs(model, ids, mask, T, args.temperature)[0]
+        old_logprobs = rloo_tldr.group_logprobs(model, ids, mask, T, args.temperature)[0]
 
     def gradient():
         with bf16_autocast(device):
-            logprobs, _, _ = rloo_tldr.response_logprobs(model, ids, mask, T, args.temperature)
+            logprobs, _ = rloo_tldr.group_logprobs(model, ids, mask, T, args.temperature)
         losses = rloo_tldr.clipped_policy_loss(
             logprobs.view(rows, T).sum(1), old_logprobs.view(rows, T).sum(1), advantages, args.cliprange
         )

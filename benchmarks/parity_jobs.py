@@ -813,8 +813,9 @@ def measure(respond, script, args, policy, reference, tokenizer, rows, k, scores
         for name, reward in scores.items():
             found[name].append(script.weighted_sum(reward(*texts)))
         inputs = b["ids"], b["mask"], T, args.temperature
-        logprobs, entropies, _ = script.response_logprobs(policy, *inputs)  # [number of valid tokens] each
-        ref_logprobs, _, _ = script.response_logprobs(reference, *inputs)
+        forward = getattr(script, "group_logprobs", None) or script.response_logprobs
+        logprobs, entropies, *_ = forward(policy, *inputs)  # [number of valid tokens] each
+        ref_logprobs, *_ = forward(reference, *inputs)
         valid = script.length_mask(b["lengths"], T)
         found["kl"].append(script.unflatten(logprobs - ref_logprobs, valid).sum(1))
         found["entropy"].append(entropies)

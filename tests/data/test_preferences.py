@@ -104,8 +104,8 @@ def test_rankings(pairs, script, tmp_path, monkeypatch):
     calls = spy(monkeypatch, script, "ranking_loss")
     flags = dict(num_train_epochs=20.0, learning_rate=3e-3, per_device_train_batch_size=6)
     _, folder, metrics = pairs(dataset_name=data, **flags)
-    shapes = [scores.shape for (scores, _), _ in calls]
-    assert {N for N, _ in shapes} == {6} and max(K for _, K in shapes) == 4
+    shapes = [scores.shape for (scores, *_), _ in calls]
+    assert {N for N, _ in shapes} == {6, 3} and max(K for _, K in shapes) == 4  # 3: the evaluation
     assert metrics[-1]["accuracy"] == 1 and metrics[-1]["loss"] < 0.2
     evaluation = evaluation_of(folder)
     assert evaluation["accuracy"] == 1 and evaluation["n"] == 3
@@ -204,11 +204,12 @@ def test_standard_deviation_of_a_new_head(script, tiny_lm, tmp_path):
     with pytest.raises(script.UserError, match="1 weights are not in the files, such as score.weight"):
         load(str(tmp_path / "lm"), num_labels=1)
     model = load(str(tmp_path / "lm"), head_may_be_new=True, num_labels=1)
-    assert script.init_new_head(model, str(tmp_path / "lm"))
+    assert not script.has_head(str(tmp_path / "lm"), 1)
+    script.init_new_head(model)
     assert model.score.weight.std().item() == pytest.approx(513**-0.5, rel=0.15)
     model.save_pretrained(tmp_path / "rm")
     again = load(str(tmp_path / "rm"))
-    assert not script.init_new_head(again, str(tmp_path / "rm"))
+    assert script.has_head(str(tmp_path / "rm"), 1) and not script.has_head(str(tmp_path / "rm"), 2)
     assert torch.equal(again.score.weight, model.score.weight)
 
 
@@ -220,7 +221,7 @@ def test_the_head_of_an_adapter_is_kept(script, tiny_lm, tmp_path):
     model.base_model.model.score.modules_to_save["default"].weight.data.fill_(0.5)
     model.save_pretrained(tmp_path)
     model = script.load_model(AutoModelForSequenceClassification, str(tmp_path), num_labels=1)
-    assert not script.init_new_head(model, str(tmp_path))
+    assert script.has_head(str(tmp_path), 1)
     assert (model.score.weight == 0.5).all()
 
 

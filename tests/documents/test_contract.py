@@ -103,7 +103,7 @@ SIGNATURES = {
     "adaptive_kl_coef": "kl_coef, kl, target, horizon, episodes",
     "sample_tokens": "probs, uniforms",
     "preference_loss": "chosen, rejected, margin=0.0",
-    "ranking_loss": "scores, mask",
+    "ranking_loss": "scores, mask, margin=0.0",
 }
 
 

@@ -269,7 +269,7 @@ def test_autocast_keeps_copies_of_all_trained_weights(arch):
     policy = built(case)[0].train()
     ids, mask = batch()
     with RoundedWeights() as rounded, autocast(case):
-        rloo.response_logprobs(policy, ids, mask, RESPONSE, 1.0)
+        rloo.group_logprobs(policy, ids, mask, RESPONSE, 1.0)
         assert rounded.alive() == scale.bf16_copies(case)
     assert rounded.alive() == 0
 
@@ -547,7 +547,7 @@ class StubLLM:
         tokens, logprobs = tokens[0, 0, :length], logprobs[0, 0, :length]
         if self.logprobs_mode == "raw_logprobs":  # vLLM's default: without the temperature
             full = torch.cat([prompt[0], tokens])[None]
-            logprobs = rloo.response_logprobs(lm, full, full >= 0, length, 1.0)[0]
+            logprobs = rloo.group_logprobs(lm, full, full >= 0, length, 1.0)[0]
         pairs = zip(tokens.tolist(), logprobs.tolist())
         return types.SimpleNamespace(
             token_ids=tokens.tolist(),

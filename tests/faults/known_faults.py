@@ -72,7 +72,7 @@ ppo_sentiment.length_mask: a mask that is one too long (trap 4)
 
 ppo_dialog.generate_until: every token of the batch is valid (trap 4)
   math/test_stop_sequences.py::test_generation_until_a_mark
-  - response_lengths(ended, 1)
+  - response_lengths(ended, stop_token_id=1)
   + torch.full((B,), T)
 
 ppo_sentiment.masked_mean: nan of a masked position in a mean (trap 5)
@@ -231,8 +231,8 @@ ppo_dialog.generate_until: the sampler's log-probabilities of dialogs are a toke
 
 ppo_sentiment.generate: no temperature in sampling (trap 11)
   runs/test_ppo_sentiment.py::test_the_sampled_distribution_is_the_scored_one[0.7]
-  - head.bias, temperature)
-  + head.bias)
+  - token_logits(hidden, head.weight, temperature, head.bias)
+  + token_logits(hidden, head.weight, 1.0, head.bias)
 
 ppo_sentiment.token_logprobs: no temperature in log-probabilities (trap 11)
   math/test_output_layer.py::test_token_logprobs_agree_with_naive
@@ -246,8 +246,8 @@ ppo_sentiment.token_logprobs: no temperature in the bias of the head (trap 11)
 
 ppo_sentiment.reference_logprobs: no temperature in the reference (trap 11)
   runs/test_ppo_sentiment.py::test_the_sampled_distribution_is_the_scored_one[0.7]
-  - response_logprobs(reference, *inputs)
-  + response_logprobs(reference, *inputs[:3], 1.0)
+  - response_logprobs(ref_model, *inputs)
+  + response_logprobs(ref_model, *inputs[:3], 1.0)
 
 ppo_dialog.rollout_answers: no temperature in the old log-probabilities (trap 11, UserError)
   runs/test_ppo_dialog.py::test_the_sampled_distribution_is_the_scored_one
@@ -256,13 +256,13 @@ ppo_dialog.rollout_answers: no temperature in the old log-probabilities (trap 11
 
 rloo_tldr.generate_groups: top-k in rollouts (trap 12)
   math/test_generation.py::test_generate_groups_is_generate_for_each_response
-  - token_logits(hidden, head.weight, head.bias, temperature)
-  + (x := token_logits(hidden, head.weight, head.bias, temperature)).where(x >= x.topk(50)[0][:, -1:], -1e9)
+  - token_logits(hidden, head.weight, temperature, head.bias)
+  + (x := token_logits(hidden, head.weight, temperature, head.bias)).where(x >= x.topk(50)[0][:, -1:], -1e9)
 
 ppo_sentiment.generate: probabilities of a bf16 model in bf16 (trap 12)
   math/test_generation.py::test_generate_under_autocast_sums_in_fp32
-  - temperature).softmax(-1)
-  + temperature).bfloat16().softmax(-1).float()
+  - head.bias).softmax(-1)
+  + head.bias).bfloat16().softmax(-1).float()
 
 ppo_dialog.generate_until: one uniform number for all tokens (trap 12)
   runs/test_evaluation_ppo.py::test_responses_come_from_the_policy_of_their_time[dialogs_run]
@@ -1229,10 +1229,10 @@ ppo_sentiment.load_policy_and_value: a saved value head is not loaded (trap 35)
   - model.value_head.load_state_dict(load_file(saved_head))
   + pass
 
-reward_model.init_new_head: a saved score head is drawn again (trap 35)
+reward_model.has_head: a saved score head is drawn again (trap 35)
   data/test_preferences.py::test_standard_deviation_of_a_new_head
-  - if is_new and hasattr
-  + if hasattr
+  - return is_classifier and config
+  + return False and config
 
 ppo_sentiment.share_layers: shared layers are copied
   runs/test_ppo_sentiment.py::test_shared_layers
@@ -1263,6 +1263,41 @@ ppo_sentiment.check_model: any head is taken for a matrix product (trap 43)
   math/test_log_probabilities.py::test_a_model_that_does_more_is_refused
   - if not all(is_equal):
   + if False:
+
+rloo_tldr.group_logprobs: a response continues the prompt of another group
+  math/test_groups.py::test_a_prompt_that_is_read_once_gives_the_same
+  - layer.values.index_select(0, prompt_of_row)
+  + layer.values.index_select(0, prompt_of_row.flip(0))
+
+rloo_tldr.group_logprobs: no gradient through the keys of the prompt
+  math/test_groups.py::test_a_prompt_that_is_read_once_gives_the_same
+  - layer.keys.index_select(0, prompt_of_row)
+  + layer.keys.index_select(0, prompt_of_row).detach()
+
+rloo_tldr.group_logprobs: the first token is predicted from another group's prompt
+  math/test_groups.py::test_a_prompt_that_is_read_once_gives_the_same
+  - prompt_hidden[:, -1:].index_select(0, prompt_of_row)
+  + prompt_hidden[:, -1:].index_select(0, prompt_of_row.sort().values)
+
+rloo_tldr.group_logprobs: a prompt that begins with token 0 is one with padding
+  math/test_groups.py::test_a_prompt_that_is_read_once_gives_the_same
+  - ids.where(mask, -1)
+  + ids.where(mask & (ids > 0), -1)
+
+rloo_tldr.group_logprobs: a cache in spite of gradient checkpointing (AttributeError)
+  math/test_groups.py::test_how_many_prompts_are_read
+  - if body.training and body.is_activation_checkpointing:
+  + if False:
+
+rloo_tldr.group_keys: groups of equal length are mixed
+  math/test_groups.py::test_groups_of_equal_length_stay_apart
+  - rank.repeat(k)
+  + longest.repeat(k)
+
+rloo_tldr.group_keys: the order of rows is that of neighbors
+  math/test_groups.py::test_group_keys
+  - rank.repeat(k)
+  + rank.repeat_interleave(k)
 
 sft.check_documents: any head is taken for a matrix product in sft (trap 43)
   math/test_fine_tuning.py::test_models_are_measured

@@ -114,10 +114,10 @@ CASES = {
         "hub model": (dict(model_name_or_path="nobody/no-such-model"), "nobody/no-such-model"),
         "broken data": (dict(dataset_name="DATA/broken"), "DATA/broken"),
         "one row": (dict(dataset_name="DATA/one-row"), "DATA/one-row"),
-        "short texts": (dict(min_text_length=10**6), "no text is as long as the flags ask for"),
+        "short texts": (dict(min_text_length=10**6), "no text is long enough"),
         "short prompts": (
             dict(dataset_name="DATA/short", query_min_length=60, query_max_length=64),
-            "no text is as long",
+            "no text is long enough",
         ),
         "optimizer, no module": (dict(optimizer="nonsense"), "nonsense"),
         "optimizer, another class": (dict(optimizer="torch.nn.Linear"), "torch.nn.Linear"),

@@ -271,7 +271,7 @@ def test_a_column_with_the_name_of_an_input(script):
     """Neither of the two may silently replace the other."""
     inputs = dict(prompts=["a"], completions=["b"], completion_ids=[[1]])
     with pytest.raises(script.UserError, match="rename the column completions"):
-        script.call_reward_functions({}, [{"completions": "c"}], inputs, None, CPU)
+        script.call_reward_functions({"f": len}, [{"completions": "c"}], inputs, None, CPU)
 
 
 def test_the_generator_of_numpy(script):

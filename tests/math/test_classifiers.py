@@ -7,7 +7,7 @@ import transformers
 from conftest import ARCHITECTURES, ROOT, module_with
 from math_tools import close
 
-reward = module_with("sequence_logits", "Classifier", "collate_texts")
+reward = module_with("sequence_logits", "ClassLogits", "collate_texts")
 ppo = module_with("load_classifier", "load_label_scorer", "load_reward")
 near = dict(rtol=0, atol=1e-5)
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def test_sequence_logits_of_an_encoder(classifier_folder):
     model = reward.load_model(transformers.AutoModelForSequenceClassification, folder).eval()
     ids, mask = collate(rows)
     close(reward.sequence_logits(model, ids, mask), theirs, **near)
-    close(reward.Classifier(model).train()(ids, mask), theirs, **near)
+    close(reward.ClassLogits(model).train()(ids, mask), theirs, **near)
 
 
 def test_outputs_return_to_the_places_of_their_rows():

@@ -219,7 +219,7 @@ def test_logits_are_never_rounded_to_bf16(with_bias):
 
     def in_autocast(*inputs):
         with torch.autocast("cpu", torch.bfloat16):
-            logits = ppo.token_logits(inputs[0][0], *inputs[1:], *[None] * (3 - len(inputs)), 0.7)
+            logits = ppo.token_logits(inputs[0][0], inputs[1], 0.7, *inputs[2:])
             return ours(tokens, 0.7)(inputs[0].bfloat16(), *inputs[1:]), logits
 
     found, logits = in_autocast(*inputs)
@@ -235,6 +235,6 @@ def test_token_logits_are_a_product():
     hidden, weight, _, bias = head_case(1, 6, 5, 11)
     product = hidden[0].double() @ weight.double().T
     close(ppo.token_logits(hidden[0], weight), product)
-    close(ppo.token_logits(hidden[0], weight, bias, 0.7), (product + bias) / 0.7)
-    forbidden = ppo.token_logits(hidden[0], weight, bias.index_fill(0, torch.tensor([4]), -INF), 0.7)
+    close(ppo.token_logits(hidden[0], weight, 0.7, bias), (product + bias) / 0.7)
+    forbidden = ppo.token_logits(hidden[0], weight, 0.7, bias.index_fill(0, torch.tensor([4]), -INF))
     assert (forbidden[:, 4] == -math.inf).all() and not forbidden.softmax(-1)[:, 4].any()

@@ -93,6 +93,6 @@ def test_a_sample_does_not_depend_on_the_batch():
 def test_what_is_sampled_is_what_is_scored():
     """Trick 11, at temperature 0.7: the shares of the sampled tokens are exp of their log-probabilities."""
     n, V, hidden, weight = 2**12, 37, normal(1, 6), normal(37, 6, seed=1)
-    counts = counts_on_a_grid(ppo.token_logits(hidden, weight, None, 0.7).softmax(-1)[0], n)
+    counts = counts_on_a_grid(ppo.token_logits(hidden, weight, 0.7).softmax(-1)[0], n)
     logprobs, _ = ppo.token_logprobs(hidden.expand(V, 6), weight, torch.arange(V), 0.7)
     assert ((counts - n * logprobs.exp()).abs() < 2).all()

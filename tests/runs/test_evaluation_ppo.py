@@ -250,7 +250,7 @@ def dialog_parts(run, turns, answers):
     parts = collections.defaultdict(list)
     for turn, answer, p in zip(turns, answers, probs.tolist()):
         parts["intent"].append(p[turn.act - 1])
-        parts["match"].append(float(p[turn.act - 1] == max(p)))
+        parts["intent_match"].append(float(p[turn.act - 1] == max(p)))
         parts["meteor"].append(plain_meteor(turn.reference, answer))
         parts["rewards/reward"].append(len(answer) / 50 - len("\n".join(turn.context)) / 100)
     return parts
@@ -470,7 +470,7 @@ def test_every_metric_of_every_update(run, replays):
             "completions/distinct_2": plain_distinct_bigrams(responses, words_of(run)),
         }
         if hasattr(run, "parts"):
-            numbers |= {name: mean(run.parts[i][name]) for name in ("intent", "meteor")}
+            numbers |= {name: mean(run.parts[i][name]) for name in ("intent", "intent_match", "meteor")}
             numbers["rewards/reward/mean"] = mean(run.parts[i]["rewards/reward"])
             numbers["custom/questions"] = mean([answer.endswith("?") for answer in responses])
         else:
@@ -734,7 +734,7 @@ def test_the_table_of_dialogs(dialogs_run):
             "rougeLsum": mean([rouge.score(*pair)["rougeLsum"].fmeasure for pair in pairs]),
             "meteor": mean(parts["meteor"]),
             "sacrebleu": sacrebleu.BLEU(force=True).corpus_score(answers, [references]).score / 100,
-            "intent": mean(parts["match"]),
+            "intent": mean(parts["intent_match"]),
             "tokens per answer": mean(lengths),
             "perplexity of the references": math.exp(-mean(of_references)),
             "score mean": mean(scores),
@@ -744,7 +744,7 @@ def test_the_table_of_dialogs(dialogs_run):
         }
         assert run.evaluation[column].keys() == expected.keys()
         assert run.evaluation[column] == pytest.approx(expected, rel=1e-3, abs=1e-4)
-        assert mean(parts["match"]) != pytest.approx(mean(parts["intent"]), abs=0.01)
+        assert mean(parts["intent_match"]) != pytest.approx(mean(parts["intent"]), abs=0.01)
         assert mean(scores) != pytest.approx(plain_median(scores), abs=1e-3)
     own = {"tokens per answer": mean([len(turn.reference_tokens) for turn in turns]), **variety(references)}
     assert run.evaluation["references"] == pytest.approx(own)

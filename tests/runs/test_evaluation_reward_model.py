@@ -534,7 +534,7 @@ def test_every_number_of_a_preference_model(
             of_pairs, differences = pair_losses(scores, train[i].get("margin", 0.0))
             losses.append(torch.stack(of_pairs).mean())
             shares.append(sum(x > 0 for x in differences) / len(differences))
-            margins.append((scores[0] - scores[-1]).item())
+            margins.append(sum(differences) / len(differences))
             rewards += [x.item() for x in scores]
         loss = torch.stack(losses).mean()
         rate = linear(5e-3, update, 3, warmup=2)
@@ -561,13 +561,15 @@ def test_every_number_of_a_preference_model(
     assert all(len(texts) == 1 for texts in references)
     assert sorted(number_in(text, "train") for [text] in references) == list(range(13))
     with torch.no_grad():
-        differences = sum([pair_losses(scores_of(test[i]), 0.0)[1] for i in numbers], [])
+        by_row = [pair_losses(scores_of(test[i]), 0.0)[1] for i in numbers]
         best = [scores_of(row)[0].item() for row in train]
+    differences = sum(by_row, [])
     evaluation = evaluation_of(folder)
     assert set(evaluation) == {"accuracy", "margin", "calibration", "n", "reward_offset"}
     assert evaluation["n"] == 7
-    assert evaluation["accuracy"] == pytest.approx(sum(x > 0 for x in differences) / len(differences))
-    assert evaluation["margin"] == pytest.approx(sum(differences) / len(differences), **close)
+    shares = [sum(x > 0 for x in pairs) / len(pairs) for pairs in by_row]
+    assert evaluation["accuracy"] == pytest.approx(sum(shares) / 7)
+    assert evaluation["margin"] == pytest.approx(sum(sum(x) / len(x) for x in by_row) / 7, **close)
     assert evaluation["calibration"] == calibration_by_hand(differences)
     assert evaluation["reward_offset"] == pytest.approx(sum(best) / 13, **close)
     config = json.loads((folder / "model/config.json").read_text())
@@ -585,8 +587,9 @@ def test_evaluation_of_rankings_by_hand(scripts):
     scores = torch.tensor([[3.0, 1.0, 2.0, 0.0], [5.0, 5.0, 0.0, 0.0], [-1.0, 1.5, -4.0, -1.75]])
     differences = [2.0, 1.0, -1.0, 0.0, -2.5, 3.0, 0.75, 5.5, 3.25, -2.25]
     metrics, table = script.evaluate_preferences(scores[:, :, None], rows)
-    assert metrics["accuracy"] == pytest.approx(6 / 10)
-    assert metrics["margin"] == pytest.approx(sum(differences) / 10)
+    # Rows count alike, however many pairs they have: 3, 1 and 6.
+    assert metrics["accuracy"] == pytest.approx((2 / 3 + 0 + 4 / 6) / 3)
+    assert metrics["margin"] == pytest.approx((2 / 3 + 0 + sum(differences[4:]) / 6) / 3)
     assert metrics["n"] == 3 and metrics["calibration"] == table
     assert [row["score difference"] for row in table] == [
         "0.00 to 0.75",

@@ -1,0 +1,105 @@
+"""group_logprobs reads the prompt of a group once; response_logprobs, which reads it in each row, is the measure."""
+
+import peft
+import pytest
+import torch
+import transformers
+from conftest import ARCHITECTURES, module_with
+from math_tools import close, random_ids
+
+rloo = module_with("rloo_advantages", "group_logprobs")
+ppo = module_with("gae", "response_logprobs")
+C, T = 5, 4
+
+
+def groups():
+    """Eight rows, mixed: three responses to a long prompt, two to a short one, two to the short one with a 0 in
+    front (which is also what pads are), one to an empty beginning of one token. -> ids, mask [8, C + T]"""
+    long, short = random_ids(C, seed=1) % 90 + 1, random_ids(2, seed=2) % 90 + 1
+    with_zero = torch.cat([torch.tensor([0]), short])
+    prompts = [long, short, with_zero, long, short[:1], with_zero, short, long]
+    lengths = torch.tensor([4, 1, 3, 2, 4, 1, 2, 3])
+    ids, mask = torch.zeros(8, C + T, dtype=torch.long), torch.zeros(8, C + T, dtype=torch.bool)
+    for i, prompt in enumerate(prompts):
+        ids[i, C - len(prompt) : C] = prompt
+        mask[i, C - len(prompt) : C + lengths[i]] = True
+    ids[:, C:] = random_ids(8, T, seed=3)
+    return ids, mask
+
+
+def load(folder):
+    """In train mode, in which gradient checkpointing would be on."""
+    return rloo.load_model(transformers.AutoModelForCausalLM, folder).train()
+
+
+def outputs_and_gradients(function, model):
+    """Both outputs, and the gradient of an uneven sum of them for each trained weight."""
+    logprobs, entropies = function(model, *groups(), T, 0.7)[:2]
+    weights = torch.linspace(-1, 2, len(logprobs))
+    (weights * logprobs + weights.flip(0) * entropies).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return [logprobs.detach(), entropies.detach()], gradients
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kind", ["plain", "lora", "checkpointing"])
+def test_a_prompt_that_is_read_once_gives_the_same(tiny_lm, arch, kind):
+    """Log-probabilities, entropies and all gradients, in any order of the rows, also of equal prompts that are
+    padded differently."""
+    model = load(tiny_lm(arch))
+    if kind == "lora":
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+        for name, p in model.named_parameters():  # B = 0 would hide the gradient of A
+            torch.nn.init.normal_(p, std=0.1) if "lora_B" in name else None
+    expected, expected_gradients = outputs_and_gradients(ppo.response_logprobs, model)
+    if kind == "checkpointing":
+        model.activation_checkpointing_enable(dict(use_reentrant=False))
+    found, gradients = outputs_and_gradients(rloo.group_logprobs, model)
+    for one, other in zip(found + gradients, expected + expected_gradients, strict=True):
+        close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sliding_window():
+    """A window that is shorter than the prompt, and one that ends within the response."""
+    for window in (3, 7):
+        torch.manual_seed(0)
+        config = transformers.MistralConfig(
+            vocab_size=1024,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=32,
+            sliding_window=window,
+        )
+        model = transformers.AutoModelForCausalLM.from_config(config).train()
+        expected, expected_gradients = outputs_and_gradients(ppo.response_logprobs, model)
+        found, gradients = outputs_and_gradients(rloo.group_logprobs, model)
+        for one, other in zip(found + gradients, expected + expected_gradients, strict=True):
+            close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind, rows_read", [("training", 4), ("no gradient", 4), ("checkpointing", 8)])
+def test_how_many_prompts_are_read(tiny_lm, kind, rows_read):
+    """Each of the four prompts once; with gradient checkpointing, which excludes a cache, all eight rows."""
+    model = load(tiny_lm("gpt_neox"))
+    if kind == "checkpointing":
+        model.activation_checkpointing_enable(dict(use_reentrant=False))
+    shapes = []
+    body, _ = rloo.body_and_head(model)
+    body.register_forward_pre_hook(lambda _, __, inputs: shapes.append(inputs["input_ids"].shape), with_kwargs=True)
+    with torch.set_grad_enabled(kind != "no gradient"):
+        rloo.group_logprobs(model, *groups(), T, 1.0)
+    assert shapes == ([(8, C + T)] if rows_read == 8 else [(4, C), (8, T)])
+
+
+def test_group_keys():
+    """Two prompts, three responses each: rows 0, 2, 4 are the first group, which has the longest response."""
+    keys = rloo.group_keys(torch.tensor([1, 2, 9, 3, 2, 2]), 3)
+    assert keys.tolist() == [1, 0, 1, 0, 1, 0]
+
+
+def test_groups_of_equal_length_stay_apart():
+    keys = rloo.group_keys(torch.tensor([4, 4, 4, 4, 4, 4]), 2)
+    assert keys.tolist() == [0, 1, 2, 0, 1, 2]
