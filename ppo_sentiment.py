@@ -46,6 +46,7 @@ RLHF with PPO (Huang et al. 2024). Results, metrics, which lines to change for w
 
 import copy
 import datetime
+import gzip
 import importlib.util
 import inspect
 import json
@@ -62,7 +63,7 @@ import time
 import traceback
 import warnings
 from collections import defaultdict
-from contextlib import nullcontext
+from contextlib import chdir, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -983,8 +984,9 @@ def load(function, path, **kwargs):
 def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
-    Weights that the files lack would be random, so they are refused; head_may_be_new: except in the head.
-    Loading never runs code from the files: without safetensors, pytorch_model.bin is read with weights_only.
+    Weights that the files lack would be random, so they are refused. With head_may_be_new the head may be,
+    and model.has_new_head says if it is. Loading never runs code from the files: without safetensors,
+    pytorch_model.bin is read with weights_only.
     """
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         return load_adapter(auto_class, name, head_may_be_new, **kwargs)
@@ -993,12 +995,17 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
     if head_may_be_new:
         inner = f"{model.base_model_prefix}."
-        missing = [key for key in missing if key.startswith(inner) and "pooler" not in key]
+        of_head = [key for key in missing if not key.startswith(inner) or "pooler" in key]
+        model.has_new_head = len(of_head) > 0
+        missing = [key for key in missing if key not in of_head]
     if missing:
         raise UserError(f"{name}: {len(missing)} weights are not in the files, such as {min(missing)}")
+    if not getattr(model, "is_quantized", False):
+        model.float()  # weights that were dequantized while loading are not in the dtype that we asked for
     for module in model.modules():
         for key, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
+            is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
+            if isinstance(value, float) and is_noise:
                 setattr(module, key, 0.0)  # in RL, noise would give rollout and update other probabilities
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
@@ -1014,8 +1021,9 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     adapter = load(peft.PeftConfig.from_pretrained, name)
     if not adapter.base_model_name_or_path:
         raise UserError(f"{name}: its adapter_config.json does not name the base model")
-    head_may_be_new |= adapter.task_type == "SEQ_CLS"  # such an adapter holds the head
-    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new, **kwargs)
+    has_head = adapter.task_type == "SEQ_CLS"  # such an adapter holds the head
+    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or has_head, **kwargs)
+    base.has_new_head = getattr(base, "has_new_head", False) and not has_head
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
@@ -1027,14 +1035,19 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
 
 
 def clean_generation_config(model):
-    """Keep only the token ids of generation settings that transformers would refuse to save at the end."""
+    """Keep only the token ids and the usual sampling settings of a generation config.
+
+    Others can make saving or generating fail at the end. Sampling settings that transformers refuses go too.
+    """
     settings = getattr(model, "generation_config", None)
     if settings is None:
         return
+    token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
+    usual = {name: getattr(settings, name) for name in ("do_sample", "temperature", "top_k", "top_p")}
+    model.generation_config = transformers.GenerationConfig(**token_ids, **usual)
     try:
-        settings.validate(strict=True)
+        model.generation_config.validate(strict=True)
     except ValueError:
-        token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
         model.generation_config = transformers.GenerationConfig(**token_ids)
 
 
@@ -1044,10 +1057,18 @@ def context_length(config):
     return context if context > 0 else 1_000_000
 
 
-def load_tokenizer(name):
-    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad."""
+def load_tokenizer(name, for_prompts=True):
+    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad.
+
+    for_prompts: refuse one that appends EOS to every text, because a prompt does not end there.
+    """
     tokenizer = load(AutoTokenizer.from_pretrained, name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    ids = tokenizer("word", add_special_tokens=False).input_ids
+    if not ids:  # transformers made one up
+        raise UserError(f"{name} has no tokenizer")
+    if for_prompts and tokenizer("word").input_ids[-2:] == [ids[-1], tokenizer.eos_token_id]:
+        raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
 
 
@@ -1121,14 +1142,24 @@ def check_model(lm, name, max_tokens):
 
     Measured, not guessed: the model's own log-probabilities for six tokens are compared with ours, in train
     mode, after left padding, and with a cache from which another row was dropped. They differ if logits are
-    more than a product (Gemma 2's soft cap, Granite's scale), or if there is noise.
+    more than a product (Gemma 2's soft cap, Granite's scale), or if there is noise. Then the states of a text
+    of max_tokens, read at once, with those of its halves, read with a cache.
     """
+    config = lm.config.get_text_config()
+    context = context_length(config)
+    if context < max_tokens:
+        raise UserError(f"{name} can read {context} tokens; prompt and response may have {max_tokens}")
     ids = torch.arange(6, device=lm.device)[None]  # [1, 6]
     padded_ids = F.pad(ids, (2, 0)).expand(2, -1)  # [2, 8], two equal rows with two pads each
     mask = torch.arange(8, device=lm.device).expand(2, -1) >= 2
     try:
-        expected = lm.eval()(ids).logits[0].float().log_softmax(-1)  # [6, V]
-        body, head = body_and_head(lm.train())
+        body, head = body_and_head(lm.eval())
+        head.weight.mul_(64)  # a soft cap does not show in small logits
+        scaled = lm(ids).logits[0].float()  # [6, V]
+        product = token_logits(hidden_states(body, ids, ids >= 0)[0], head.weight, bias=head.bias)
+        head.weight.div_(64)  # exact, because 64 is a power of 2
+        expected = lm(ids).logits[0].float().log_softmax(-1)  # [6, V]
+        lm.train()
         at_once = hidden_states(body, padded_ids, mask)[1, 2:]  # [6, H]
         # As in rollouts: two rows fill the cache, row 0 leaves, row 1 reads one more token.
         cache = transformers.DynamicCache(config=body.config)
@@ -1136,6 +1167,12 @@ def check_model(lm, name, max_tokens):
         cache.batch_select_indices(torch.tensor([1], device=lm.device))
         last = hidden_states(body, padded_ids[1:, 7:], mask[1:], cache)[0]  # [1, H]
         ours = [token_logits(x, head.weight, bias=head.bias) for x in (at_once, torch.cat([first, last]))]
+        long_ids = torch.arange(max(max_tokens, 2), device=lm.device)[None] % config.vocab_size  # [1, L]
+        long_mask, half = torch.ones_like(long_ids, dtype=torch.bool), long_ids.shape[1] // 2
+        whole = hidden_states(body, long_ids, long_mask)[0]  # [L, H]
+        cache = transformers.DynamicCache(config=body.config)
+        halves = [hidden_states(body, long_ids[:, :half], long_mask[:, :half], cache)[0]]
+        halves.append(hidden_states(body, long_ids[:, half:], long_mask, cache)[0])
     except Exception as error:  # models fail in many ways, recurrent ones because a row leaves the cache
         raise UserError(
             f"{name}: this kind of model does not work here; it cannot read left-padded rows, or no row can "
@@ -1144,14 +1181,14 @@ def check_model(lm, name, max_tokens):
     # With quantized weights, rounding depends on the shape of the batch.
     tolerance = 0.5 if getattr(lm, "is_quantized", False) else 1e-3
     is_equal = [torch.allclose(x.log_softmax(-1), expected, 1e-3, tolerance) for x in ours]
+    is_equal.append(torch.allclose(product, scaled, 1e-2, 0.1))
     if not all(is_equal):
         raise UserError(
             f"{name}: this kind of model does not work here, its log-probabilities differ from ours "
-            f"(left-padded: {not is_equal[0]}, with a cache: {not is_equal[1]})"
+            f"(left-padded: {not is_equal[0]}, with a cache: {not is_equal[1]}, logits: {not is_equal[2]})"
         )
-    context = context_length(body.config)
-    if context < max_tokens:
-        raise UserError(f"{name} can read {context} tokens; prompt and response may have {max_tokens}")
+    if not torch.allclose(torch.cat(halves), whole, 1e-2, tolerance * whole.abs().max()):
+        raise UserError(f"{name}: with a cache, its states differ in texts of {max_tokens} tokens")
 
 
 def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
@@ -1198,7 +1235,7 @@ def load_policy_and_value(args, max_tokens, device):
     folder = resolve_path(args.value_model_path or args.model_name_or_path)
     saved_head = Path(folder, "value_head.safetensors")
     if saved_head.exists():  # of an earlier run
-        model.value_head.load_state_dict(load_file(saved_head))
+        load(lambda path: model.value_head.load_state_dict(load_file(path)), str(saved_head))
     if ref_model is not None:
         ref_model.to(device)
     return model.to(device), ref_model
@@ -1244,7 +1281,7 @@ def load_classifier(args, name, device):
     It reads text with its own tokenizer, so it need not share the policy's.
     """
     model = load_model(AutoModelForSequenceClassification, name).to(device).eval().requires_grad_(False)
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(name, for_prompts=False)
     tokenizer.truncation_side = "left"  # the response is at the end
     max_length = min(tokenizer.model_max_length, context_length(model.config))
 
@@ -1272,11 +1309,12 @@ def sequence_logits(model, ids, mask):
     """Class logits of right-padded texts. [B, L], bool [B, L] -> fp32 [B, classes]
 
     A decoder is read at its last real token, found by its length: looking for `token != pad` would miss a
-    real EOS if pad is EOS. It never looks to its right, so its pads need no attention mask.
+    real EOS if pad is EOS.
     """
     if not hasattr(model, "score"):  # BERT and its family
         return model(input_ids=ids, attention_mask=mask.long()).logits.float()
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, L, H]
+    outputs = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
+    hidden = outputs.last_hidden_state  # [B, L, H]
     rows = torch.arange(len(ids), device=ids.device)
     last = mask.sum(1) - 1  # [B]
     with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
@@ -1337,13 +1375,20 @@ def load_functions(flag, names):
         if not path.is_file():
             raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
         try:
-            function = getattr(import_file(path), function_name, None)
+            # A file may change the directory, or torch's settings. That ends with its import.
+            with chdir("."), torch.set_grad_enabled(True):
+                function = getattr(import_file(path), function_name, None)
         except (Exception, SystemExit) as error:
             raise UserError(f"{flag} {name}: the file cannot be imported: {error!r}") from error
+        finally:
+            torch.set_default_dtype(torch.float32)
         if not callable(function) or function_name in functions:
             raise UserError(f"{flag} {name}: no such function, or two of this name")
         functions[function_name] = function
     return functions
+
+
+USER_FOLDERS = set()  # of files that import_file has imported
 
 
 def import_file(path):
@@ -1354,6 +1399,13 @@ def import_file(path):
     is_taken = module is not None and not hasattr(module, "IS_YOUR_FILE")
     if is_taken or path.stem in sys.stdlib_module_names:
         raise ImportError(f"there is another module {path.stem}: rename the file")
+    # Python has one module of each name: a neighbor of another such file must not be taken for this file's.
+    for other in list(sys.modules.values()):
+        file = Path(getattr(other, "__file__", None) or "/")
+        is_neighbor = str(file.parent) in USER_FOLDERS - {str(path.parent)}
+        if is_neighbor and not hasattr(other, "IS_YOUR_FILE") and (path.parent / file.name).exists():
+            raise ImportError(f"there is another module {file.stem}: rename {path.parent / file.name}")
+    USER_FOLDERS.add(str(path.parent))
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
@@ -1388,13 +1440,17 @@ def call_reward_functions(functions, rows, inputs, trainer_state, device):
         try:
             with torch.autocast(device.type, enabled=False):
                 scores = function(**own, trainer_state=trainer_state)
+            if inspect.isgenerator(scores):
+                scores = list(scores)
         except SystemExit as error:
             raise UserError(f"reward {name} called sys.exit({error.code!r})") from error
         except Exception as error:
             traceback.print_exc()
             raise UserError(f"reward {name} failed: {error!r}") from error
+        finally:
+            torch.set_default_dtype(torch.float32)  # the function may have changed it
         try:
-            scores = list(scores)  # it may be a generator
+            scores = list(scores)
             numbers = [math.nan if score is None else float(score) for score in scores]
         except (TypeError, ValueError, OverflowError) as error:
             raise UserError(f"reward {name} must return a list of numbers or None: {error}") from error
@@ -1416,13 +1472,12 @@ def reward_means(b):
 
 
 def load_splits(name):
-    """The training and held-out rows of a data set: a folder of jsonl files, or a Hub name, NAME or
+    """The training and held-out rows of a data set: a folder with train.jsonl, or a Hub name, NAME or
     NAME:CONFIG.
 
     Held out: the split test, or else validation, or else the last 10 % of train.
     """
-    name, _, config = name.partition(":")
-    splits = load(datasets.load_dataset, name, name=config or None)
+    splits = read_splits(name)
     if "train" not in splits or len(splits["train"]) < 2:
         raise UserError(
             f"data set {name!r} needs a split train of two rows or more; it has {', '.join(splits)}"
@@ -1432,6 +1487,41 @@ def load_splits(name):
             return splits["train"], splits[held_out]
     parts = splits["train"].train_test_split(max(1, len(splits["train"]) // 10), shuffle=False)
     return parts["train"], parts["test"]
+
+
+def read_splits(name):
+    """All splits of a data set: see load_splits. -> dict: name of the split -> rows"""
+    splits = {}
+    for split in ("train", "validation", "test"):
+        paths = sorted(str(path) for path in Path(resolve_path(name)).glob(f"{split}*.jsonl*"))
+        if paths:
+            splits[split] = datasets.concatenate_datasets([load(read_rows, path) for path in paths])
+    if splits:
+        return splits
+    if any(Path(resolve_path(name)).glob("**/*.csv")):
+        raise UserError(f"data set {name!r}: csv changes values such as 010 and NA; use jsonl")
+    name, _, config = name.partition(":")
+    return load(datasets.load_dataset, name, name=config or None)
+
+
+def read_rows(path):
+    """The rows of a jsonl file, which may be compressed (.jsonl.gz).
+
+    Values stay as they are: the reader of `datasets` would turn "2024-01-15" into a timestamp.
+    """
+
+    def to_dict(pairs):
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError(f"a key occurs twice: {pairs}")
+        return dict(pairs)
+
+    with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
+        rows = [json.loads(line, object_pairs_hook=to_dict) for line in file if line.strip()]
+    if not rows:
+        raise ValueError("the file is empty")
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    return datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
 
 
 def decode(tokenizer, prompt_tokens, response_tokens):
@@ -1728,7 +1818,7 @@ class Run:
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
         self.folder = Path(self.name).absolute()  # your code may change the working directory
-        if (self.folder / "args.json").exists() and not args.resume:
+        if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
 
     def on_signal(self, number, frame):
@@ -1841,7 +1931,10 @@ class Run:
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(value) for name, value in asdict(self.args).items()}
-            self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
+            try:
+                self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
+            except Exception as error:  # no account, no network
+                raise UserError(f"--log-with {self.args.log_with}: {error}") from error
         self.print(f"run folder {self.name}, after update {state['update']}")
         return state
 

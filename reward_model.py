@@ -65,6 +65,7 @@ Results, metrics, which lines to change for what: docs/reward_model.md.
 
 import copy
 import datetime
+import gzip
 import inspect
 import json
 import logging
@@ -77,6 +78,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections import defaultdict
@@ -261,7 +263,8 @@ def train(args):
     n = args.per_device_train_batch_size
     B = n * args.gradient_accumulation_steps * world  # rows per update
 
-    tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path)
+    tokenizer_name = args.tokenizer_name_or_path or args.model_name_or_path
+    tokenizer = load_tokenizer(tokenizer_name, for_prompts=False)
     data = load_data(args, tokenizer)
     train_rows, label_names = data["train"], data["label_names"]
     has_labels = label_names is not None
@@ -269,6 +272,9 @@ def train(args):
     run = Run(args, accelerator, updates, status={"loss": "loss", "accuracy": "accuracy"})
 
     classifier, head_is_new = build_classifier(args, tokenizer, label_names)
+    if args.from_config is not None:  # otherwise model and tokenizer came together
+        texts = tokenizer.batch_decode([row.texts[0] for row in train_rows[:10]], skip_special_tokens=True)
+        check_tokenizer_survives(tokenizer, classifier, texts)
     model = ClassLogits(classifier).to(device)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
@@ -562,11 +568,12 @@ def sequence_logits(model, ids, mask):
     """Class logits of right-padded texts. [B, L], bool [B, L] -> fp32 [B, classes]
 
     A decoder is read at its last real token, found by its length: looking for `token != pad` would miss a
-    real EOS if pad is EOS. It never looks to its right, so its pads need no attention mask.
+    real EOS if pad is EOS.
     """
     if not hasattr(model, "score"):  # BERT and its family
         return model(input_ids=ids, attention_mask=mask.long()).logits.float()
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, L, H]
+    outputs = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
+    hidden = outputs.last_hidden_state  # [B, L, H]
     rows = torch.arange(len(ids), device=ids.device)
     last = mask.sum(1) - 1  # [B]
     with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
@@ -584,7 +591,7 @@ def init_new_head(model):
 
 
 def has_head(name, num_labels):
-    """True if a model, or a LoRA adapter, was saved with the head of a classifier of this size."""
+    """True if a model, or a LoRA adapter, was saved as a classifier of this size, according to its config."""
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         import peft
 
@@ -717,8 +724,9 @@ def load(function, path, **kwargs):
 def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
-    Weights that the files lack would be random, so they are refused; head_may_be_new: except in the head.
-    Loading never runs code from the files: without safetensors, pytorch_model.bin is read with weights_only.
+    Weights that the files lack would be random, so they are refused. With head_may_be_new the head may be,
+    and model.has_new_head says if it is. Loading never runs code from the files: without safetensors,
+    pytorch_model.bin is read with weights_only.
     """
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         return load_adapter(auto_class, name, head_may_be_new, **kwargs)
@@ -727,12 +735,17 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
     if head_may_be_new:
         inner = f"{model.base_model_prefix}."
-        missing = [key for key in missing if key.startswith(inner) and "pooler" not in key]
+        of_head = [key for key in missing if not key.startswith(inner) or "pooler" in key]
+        model.has_new_head = len(of_head) > 0
+        missing = [key for key in missing if key not in of_head]
     if missing:
         raise UserError(f"{name}: {len(missing)} weights are not in the files, such as {min(missing)}")
+    if not getattr(model, "is_quantized", False):
+        model.float()  # weights that were dequantized while loading are not in the dtype that we asked for
     for module in model.modules():
         for key, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
+            is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
+            if isinstance(value, float) and is_noise:
                 setattr(module, key, 0.0)  # in RL, noise would give rollout and update other probabilities
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
@@ -748,8 +761,9 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     adapter = load(peft.PeftConfig.from_pretrained, name)
     if not adapter.base_model_name_or_path:
         raise UserError(f"{name}: its adapter_config.json does not name the base model")
-    head_may_be_new |= adapter.task_type == "SEQ_CLS"  # such an adapter holds the head
-    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new, **kwargs)
+    has_head = adapter.task_type == "SEQ_CLS"  # such an adapter holds the head
+    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or has_head, **kwargs)
+    base.has_new_head = getattr(base, "has_new_head", False) and not has_head
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
@@ -761,14 +775,19 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
 
 
 def clean_generation_config(model):
-    """Keep only the token ids of generation settings that transformers would refuse to save at the end."""
+    """Keep only the token ids and the usual sampling settings of a generation config.
+
+    Others can make saving or generating fail at the end. Sampling settings that transformers refuses go too.
+    """
     settings = getattr(model, "generation_config", None)
     if settings is None:
         return
+    token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
+    usual = {name: getattr(settings, name) for name in ("do_sample", "temperature", "top_k", "top_p")}
+    model.generation_config = transformers.GenerationConfig(**token_ids, **usual)
     try:
-        settings.validate(strict=True)
+        model.generation_config.validate(strict=True)
     except ValueError:
-        token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
         model.generation_config = transformers.GenerationConfig(**token_ids)
 
 
@@ -778,10 +797,18 @@ def context_length(config):
     return context if context > 0 else 1_000_000
 
 
-def load_tokenizer(name):
-    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad."""
+def load_tokenizer(name, for_prompts=True):
+    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad.
+
+    for_prompts: refuse one that appends EOS to every text, because a prompt does not end there.
+    """
     tokenizer = load(AutoTokenizer.from_pretrained, name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    ids = tokenizer("word", add_special_tokens=False).input_ids
+    if not ids:  # transformers made one up
+        raise UserError(f"{name} has no tokenizer")
+    if for_prompts and tokenizer("word").input_ids[-2:] == [ids[-1], tokenizer.eos_token_id]:
+        raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
 
 
@@ -807,6 +834,24 @@ def model_from_config(auto_class, text, tokenizer, **settings):
     except Exception as error:  # the libraries raise a dozen different types
         example = "expected for example 'gpt2 n_layer=3 n_embd=128', or ./FOLDER"
         raise UserError(f"--from-config {text!r}: {error}; {example}") from error
+
+
+def check_tokenizer_survives(tokenizer, model, texts):
+    """Raise UserError if the tokenizer, saved and loaded again, gives other tokens for one of the texts.
+
+    For models of some families (Qwen2, Phi-3), transformers ignores which tokenizer was saved, and loads the
+    family's own.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        reloaded = AutoTokenizer.from_pretrained(folder)
+    for text in texts:
+        if reloaded(text).input_ids != tokenizer(text).input_ids:
+            raise UserError(
+                f"with a {model.config.model_type} model, transformers would load this tokenizer as a "
+                f"{type(reloaded).__name__}, and texts would have other tokens: use another model type"
+            )
 
 
 def trainable(module):
@@ -869,13 +914,13 @@ def build_classifier(args, tokenizer, label_names):
         label2id = {name: i for i, name in enumerate(label_names)}
         settings = {"id2label": dict(enumerate(label_names)), "label2id": label2id}
     if args.from_config is not None:
-        head_is_new = True
         model = model_from_config(AutoModelForSequenceClassification, args.from_config, tokenizer, **settings)
     else:
         name = args.model_name_or_path
         settings["ignore_mismatched_sizes"] = True  # a head for another number of labels is replaced
-        head_is_new = not has_head(name, num_labels)
-        model = load_model(AutoModelForSequenceClassification, name, head_may_be_new=head_is_new, **settings)
+        head_may_be_new = not has_head(name, num_labels)
+        model = load_model(AutoModelForSequenceClassification, name, head_may_be_new, **settings)
+    head_is_new = args.from_config is not None or (head_may_be_new and model.has_new_head)
     if head_is_new:
         init_new_head(model)
     # transformers finds the last token of a text by the pad token. The EOS at the end of a response must not
@@ -885,6 +930,13 @@ def build_classifier(args, tokenizer, label_names):
     context = context_length(model.config)
     if context < args.max_length:
         raise UserError(f"--max-length {args.max_length}: the model's context is {context} tokens")
+    ids = torch.full([1, args.max_length], 2, device=model.device)
+    try:
+        with torch.no_grad():
+            sequence_logits(model.eval(), ids, torch.ones_like(ids, dtype=torch.bool))
+    except Exception as error:  # RoBERTa, for example, cannot use the last two positions
+        message = f"--max-length {args.max_length}: the model cannot read so many tokens: {error!r}"
+        raise UserError(message) from error
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable(dict(use_reentrant=False))  # the new name in transformers 5
     if args.lora_r:  # for the transformer only; the head is trained as a whole
@@ -906,13 +958,12 @@ def save_reward_model(model, tokenizer, args, folder):
 
 
 def load_splits(name):
-    """The training and held-out rows of a data set: a folder of jsonl files, or a Hub name, NAME or
+    """The training and held-out rows of a data set: a folder with train.jsonl, or a Hub name, NAME or
     NAME:CONFIG.
 
     Held out: the split test, or else validation, or else the last 10 % of train.
     """
-    name, _, config = name.partition(":")
-    splits = load(datasets.load_dataset, name, name=config or None)
+    splits = read_splits(name)
     if "train" not in splits or len(splits["train"]) < 2:
         raise UserError(
             f"data set {name!r} needs a split train of two rows or more; it has {', '.join(splits)}"
@@ -922,6 +973,41 @@ def load_splits(name):
             return splits["train"], splits[held_out]
     parts = splits["train"].train_test_split(max(1, len(splits["train"]) // 10), shuffle=False)
     return parts["train"], parts["test"]
+
+
+def read_splits(name):
+    """All splits of a data set: see load_splits. -> dict: name of the split -> rows"""
+    splits = {}
+    for split in ("train", "validation", "test"):
+        paths = sorted(str(path) for path in Path(resolve_path(name)).glob(f"{split}*.jsonl*"))
+        if paths:
+            splits[split] = datasets.concatenate_datasets([load(read_rows, path) for path in paths])
+    if splits:
+        return splits
+    if any(Path(resolve_path(name)).glob("**/*.csv")):
+        raise UserError(f"data set {name!r}: csv changes values such as 010 and NA; use jsonl")
+    name, _, config = name.partition(":")
+    return load(datasets.load_dataset, name, name=config or None)
+
+
+def read_rows(path):
+    """The rows of a jsonl file, which may be compressed (.jsonl.gz).
+
+    Values stay as they are: the reader of `datasets` would turn "2024-01-15" into a timestamp.
+    """
+
+    def to_dict(pairs):
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError(f"a key occurs twice: {pairs}")
+        return dict(pairs)
+
+    with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
+        rows = [json.loads(line, object_pairs_hook=to_dict) for line in file if line.strip()]
+    if not rows:
+        raise ValueError("the file is empty")
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    return datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
 
 
 def load_data(args, tokenizer):
@@ -984,14 +1070,14 @@ def find_classes(rows, args):
         raise UserError(f"data set {args.dataset_name!r}: labels must be numbers or words, not {kind}")
     names = getattr(kind, "names", None)
     if args.label_names is not None:
-        names = args.label_names.split(",")
+        names = [name.strip() for name in args.label_names.split(",")]
     if names is not None:  # a label is the number of a class or its name
         labels = range(len(names))
     else:
         labels = sorted(set(rows["label"]) - {None})  # load_labeled_rows refuses None
         names = [str(label) for label in labels]
-    if len(names) < 2:
-        raise UserError(f"data set {args.dataset_name!r} needs two labels or more; it has {names}")
+    if len(set(names)) < max(2, len(names)):
+        raise UserError(f"data set {args.dataset_name!r} needs two labels or more, no two equal: {names}")
     class_of = {name: number for number, name in enumerate(names)}
     class_of |= {label: number for number, label in enumerate(labels)}
     return names, class_of
@@ -1053,8 +1139,10 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
         is_begun = is_prompt and messages[-1]["role"] == "assistant"
         # strftime_now('%d %B %Y') in a template would be another day when the run is resumed.
         day = datetime.date.fromisoformat(date)
-        template = tokenizer.get_chat_template()
-        template = re.sub(r"strftime_now\(['\"](.+?)['\"]\)", lambda m: repr(day.strftime(m[1])), template)
+        call = r"strftime_now\(\s*['\"](.+?)['\"]\s*\)"
+        template = re.sub(call, lambda m: repr(day.strftime(m[1])), tokenizer.get_chat_template())
+        if "strftime_now(" in template:
+            raise ValueError("it calls strftime_now with something else than a text")
         return tokenizer.apply_chat_template(
             messages,
             chat_template=template,
@@ -1315,7 +1403,7 @@ class Run:
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
         self.folder = Path(self.name).absolute()  # your code may change the working directory
-        if (self.folder / "args.json").exists() and not args.resume:
+        if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
 
     def on_signal(self, number, frame):
@@ -1428,7 +1516,10 @@ class Run:
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(value) for name, value in asdict(self.args).items()}
-            self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
+            try:
+                self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
+            except Exception as error:  # no account, no network
+                raise UserError(f"--log-with {self.args.log_with}: {error}") from error
         self.print(f"run folder {self.name}, after update {state['update']}")
         return state
 

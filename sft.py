@@ -62,6 +62,7 @@ Results, metrics and details: docs/sft.md.
 
 import copy
 import datetime
+import gzip
 import inspect
 import json
 import logging
@@ -283,7 +284,8 @@ def train(args):
     tokenizer = build_tokenizer(args, train_data)
     model = LanguageModel(build_language_model(args, tokenizer)).to(device)
     if args.from_config:  # otherwise model and tokenizer came together
-        check_tokenizer_survives(tokenizer, model.lm, held_out_data)
+        first_rows = held_out_data.select(range(min(10, len(held_out_data))))
+        check_tokenizer_survives(tokenizer, model.lm, all_texts(first_rows))
     if args.num_train_rows is not None:
         train_data = train_data.select(range(min(args.num_train_rows, len(train_data))))
     documents = load_documents(train_data, tokenizer, args)
@@ -429,10 +431,9 @@ def write_samples(model, tokenizer, documents, stop_ids):
             attention_mask=torch.ones(1, len(prompt), device=model.device),
             max_new_tokens=min(40, context - len(prompt)),
             do_sample=True,
-            temperature=1.0,  # these four: exactly the model's distribution, whatever its generation_config
+            temperature=1.0,  # these three: from the model's own distribution
             top_k=0,
             top_p=1.0,
-            repetition_penalty=1.0,
             eos_token_id=stop_ids,
             pad_token_id=tokenizer.pad_token_id,
         )
@@ -576,6 +577,8 @@ def chat_documents(rows, tokenizer, args):
     templates write no end-of-turn token. Then EOS is put after the last turn; the others are learned without
     an end.
     """
+    if "tools" in rows.column_names:
+        raise UserError(f"data set {args.dataset_name!r}: chats with the column tools are not supported")
     conversations = []  # pairs: messages, index of the first message to learn from
     if "messages" in rows.column_names:
         conversations = [(messages, 0) for messages in rows["messages"] if is_chat(messages)]
@@ -843,8 +846,9 @@ def load(function, path, **kwargs):
 def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
-    Weights that the files lack would be random, so they are refused; head_may_be_new: except in the head.
-    Loading never runs code from the files: without safetensors, pytorch_model.bin is read with weights_only.
+    Weights that the files lack would be random, so they are refused. With head_may_be_new the head may be,
+    and model.has_new_head says if it is. Loading never runs code from the files: without safetensors,
+    pytorch_model.bin is read with weights_only.
     """
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         return load_adapter(auto_class, name, head_may_be_new, **kwargs)
@@ -853,12 +857,17 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
     if head_may_be_new:
         inner = f"{model.base_model_prefix}."
-        missing = [key for key in missing if key.startswith(inner) and "pooler" not in key]
+        of_head = [key for key in missing if not key.startswith(inner) or "pooler" in key]
+        model.has_new_head = len(of_head) > 0
+        missing = [key for key in missing if key not in of_head]
     if missing:
         raise UserError(f"{name}: {len(missing)} weights are not in the files, such as {min(missing)}")
+    if not getattr(model, "is_quantized", False):
+        model.float()  # weights that were dequantized while loading are not in the dtype that we asked for
     for module in model.modules():
         for key, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
+            is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
+            if isinstance(value, float) and is_noise:
                 setattr(module, key, 0.0)  # in RL, noise would give rollout and update other probabilities
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
@@ -874,8 +883,9 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     adapter = load(peft.PeftConfig.from_pretrained, name)
     if not adapter.base_model_name_or_path:
         raise UserError(f"{name}: its adapter_config.json does not name the base model")
-    head_may_be_new |= adapter.task_type == "SEQ_CLS"  # such an adapter holds the head
-    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new, **kwargs)
+    has_head = adapter.task_type == "SEQ_CLS"  # such an adapter holds the head
+    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or has_head, **kwargs)
+    base.has_new_head = getattr(base, "has_new_head", False) and not has_head
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
@@ -887,14 +897,19 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
 
 
 def clean_generation_config(model):
-    """Keep only the token ids of generation settings that transformers would refuse to save at the end."""
+    """Keep only the token ids and the usual sampling settings of a generation config.
+
+    Others can make saving or generating fail at the end. Sampling settings that transformers refuses go too.
+    """
     settings = getattr(model, "generation_config", None)
     if settings is None:
         return
+    token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
+    usual = {name: getattr(settings, name) for name in ("do_sample", "temperature", "top_k", "top_p")}
+    model.generation_config = transformers.GenerationConfig(**token_ids, **usual)
     try:
-        settings.validate(strict=True)
+        model.generation_config.validate(strict=True)
     except ValueError:
-        token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
         model.generation_config = transformers.GenerationConfig(**token_ids)
 
 
@@ -928,10 +943,18 @@ def model_from_config(auto_class, text, tokenizer, **settings):
         raise UserError(f"--from-config {text!r}: {error}; {example}") from error
 
 
-def load_tokenizer(name):
-    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad."""
+def load_tokenizer(name, for_prompts=True):
+    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad.
+
+    for_prompts: refuse one that appends EOS to every text, because a prompt does not end there.
+    """
     tokenizer = load(AutoTokenizer.from_pretrained, name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    ids = tokenizer("word", add_special_tokens=False).input_ids
+    if not ids:  # transformers made one up
+        raise UserError(f"{name} has no tokenizer")
+    if for_prompts and tokenizer("word").input_ids[-2:] == [ids[-1], tokenizer.eos_token_id]:
+        raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
 
 
@@ -964,17 +987,17 @@ def build_tokenizer(args, rows):
     return tokenizer
 
 
-def check_tokenizer_survives(tokenizer, model, rows):
-    """Raise UserError if the tokenizer, saved and loaded again, gives other tokens.
+def check_tokenizer_survives(tokenizer, model, texts):
+    """Raise UserError if the tokenizer, saved and loaded again, gives other tokens for one of the texts.
 
     For models of some families (Qwen2, Phi-3), transformers ignores which tokenizer was saved, and loads the
-    family's own. rows: a data set; the texts of its first 10 rows are compared.
+    family's own.
     """
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         reloaded = AutoTokenizer.from_pretrained(folder)
-    for text in all_texts(rows.select(range(min(10, len(rows))))):
+    for text in texts:
         if reloaded(text).input_ids != tokenizer(text).input_ids:
             raise UserError(
                 f"with a {model.config.model_type} model, transformers would load this tokenizer as a "
@@ -1085,19 +1108,30 @@ def check_documents(lm, args):
     positions = torch.arange(size, device=lm.device)[None]  # [1, size]
     first = positions % config.vocab_size
     second = first.flip(1)
-    body, head = body_and_head(lm.eval())
-
-    head.weight.mul_(64)  # a soft cap does not show in the small logits of random weights
-    losses, _ = LanguageModel(lm)(first, first, positions)
-    logits = lm(first, use_cache=False).logits[0, :-1].float()
-    head.weight.div_(64)  # exact, because 64 is a power of 2
-    if not torch.allclose(losses, F.cross_entropy(logits, first[0, 1:], reduction="none"), 1e-3, 1e-3):
+    rows = torch.cat([torch.cat([first, second], 1), torch.cat([second, second], 1)])  # [2, 2 * size]
+    try:
+        body, head = body_and_head(lm)
+        head.weight.mul_(64)  # a soft cap does not show in the small logits of random weights
+        logits = lm.eval()(first, use_cache=False).logits[0, :-1].float()
+        lm.train(not args.from_config)  # loaded models must have no noise; new ones may have dropout
+        losses, _ = LanguageModel(lm)(first, first, positions)
+        head.weight.div_(64)  # exact, because 64 is a power of 2
+        expected = F.cross_entropy(logits, first[0, 1:], reduction="none")
+        is_equal = torch.allclose(losses, expected, 1e-3, 1e-3)
+        # A document may not depend on what comes after it.
+        alone = document_states(body.eval(), second, positions)  # [1, size, H]
+        row_positions = torch.arange(2 * size, device=lm.device)[None]
+        at_beginning = document_states(body, rows[1:], row_positions)[:, :size]
+        is_equal = is_equal and torch.allclose(at_beginning, alone, 1e-3, 1e-3)
+        longest = torch.arange(args.max_length, device=lm.device)[None]
+        document_states(body, longest % config.vocab_size, longest)  # fails if it is too long
+    except Exception as error:  # models fail in many ways
+        raise UserError(f"{name}: this kind of model does not work here ({type(error).__name__})") from error
+    if not is_equal:
         raise UserError(f"{name}: this kind of model does not work here, its losses differ from ours")
     if not args.packing:
         return
 
-    alone = document_states(body, second, positions)
-    rows = torch.cat([torch.cat([first, second], 1), torch.cat([second, second], 1)])  # [2, 2 * size]
     try:
         after_first, after_second = document_states(body, rows, positions.repeat(2, 2))[:, size:]
         # Nothing may pass from one document to the next, and in random weights little does: a tight limit.
@@ -1145,13 +1179,12 @@ def save_language_model(model, tokenizer, folder, args, stop_ids):
 
 
 def load_splits(name):
-    """The training and held-out rows of a data set: a folder of jsonl files, or a Hub name, NAME or
+    """The training and held-out rows of a data set: a folder with train.jsonl, or a Hub name, NAME or
     NAME:CONFIG.
 
     Held out: the split test, or else validation, or else the last 10 % of train.
     """
-    name, _, config = name.partition(":")
-    splits = load(datasets.load_dataset, name, name=config or None)
+    splits = read_splits(name)
     if "train" not in splits or len(splits["train"]) < 2:
         raise UserError(
             f"data set {name!r} needs a split train of two rows or more; it has {', '.join(splits)}"
@@ -1161,6 +1194,41 @@ def load_splits(name):
             return splits["train"], splits[held_out]
     parts = splits["train"].train_test_split(max(1, len(splits["train"]) // 10), shuffle=False)
     return parts["train"], parts["test"]
+
+
+def read_splits(name):
+    """All splits of a data set: see load_splits. -> dict: name of the split -> rows"""
+    splits = {}
+    for split in ("train", "validation", "test"):
+        paths = sorted(str(path) for path in Path(resolve_path(name)).glob(f"{split}*.jsonl*"))
+        if paths:
+            splits[split] = datasets.concatenate_datasets([load(read_rows, path) for path in paths])
+    if splits:
+        return splits
+    if any(Path(resolve_path(name)).glob("**/*.csv")):
+        raise UserError(f"data set {name!r}: csv changes values such as 010 and NA; use jsonl")
+    name, _, config = name.partition(":")
+    return load(datasets.load_dataset, name, name=config or None)
+
+
+def read_rows(path):
+    """The rows of a jsonl file, which may be compressed (.jsonl.gz).
+
+    Values stay as they are: the reader of `datasets` would turn "2024-01-15" into a timestamp.
+    """
+
+    def to_dict(pairs):
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError(f"a key occurs twice: {pairs}")
+        return dict(pairs)
+
+    with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
+        rows = [json.loads(line, object_pairs_hook=to_dict) for line in file if line.strip()]
+    if not rows:
+        raise ValueError("the file is empty")
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    return datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
 
 
 def check_texts(rows, column, name):
@@ -1188,8 +1256,10 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
         is_begun = is_prompt and messages[-1]["role"] == "assistant"
         # strftime_now('%d %B %Y') in a template would be another day when the run is resumed.
         day = datetime.date.fromisoformat(date)
-        template = tokenizer.get_chat_template()
-        template = re.sub(r"strftime_now\(['\"](.+?)['\"]\)", lambda m: repr(day.strftime(m[1])), template)
+        call = r"strftime_now\(\s*['\"](.+?)['\"]\s*\)"
+        template = re.sub(call, lambda m: repr(day.strftime(m[1])), tokenizer.get_chat_template())
+        if "strftime_now(" in template:
+            raise ValueError("it calls strftime_now with something else than a text")
         return tokenizer.apply_chat_template(
             messages,
             chat_template=template,
@@ -1410,7 +1480,7 @@ class Run:
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
         self.folder = Path(self.name).absolute()  # your code may change the working directory
-        if (self.folder / "args.json").exists() and not args.resume:
+        if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
 
     def on_signal(self, number, frame):
@@ -1523,7 +1593,10 @@ class Run:
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(value) for name, value in asdict(self.args).items()}
-            self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
+            try:
+                self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
+            except Exception as error:  # no account, no network
+                raise UserError(f"--log-with {self.args.log_with}: {error}") from error
         self.print(f"run folder {self.name}, after update {state['update']}")
         return state
 

@@ -10,6 +10,7 @@ transformers 4.45 writes them, because 4.45 and 5 can both load the result.
 - gpt2_small: GPT-2 with 124 M parameters
 - NAME_rm, for each of them: a sequence classifier with one label
 - prompts_4k, prompts_50k: texts of exactly 64 tokens, for the tokenizer of gpt2_tiny and for that of the others
+- prompts_50k_long: texts of exactly 448 tokens
 """
 
 import argparse
@@ -30,7 +31,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-PROMPT_TOKENS, TRAIN_PROMPTS, TEST_PROMPTS = 64, 1024, 64
+TRAIN_PROMPTS, TEST_PROMPTS = 1024, 64
 
 
 def corpus(characters=25_000_000):
@@ -61,18 +62,17 @@ def learn_tokenizer(size):
     return PreTrainedTokenizerFast(tokenizer_object=learned, clean_up_tokenization_spaces=False, **ends)
 
 
-def write_prompts(tokenizer, folder):
-    """train.jsonl and test.jsonl: texts of exactly PROMPT_TOKENS ordinary tokens, in the columns prompt and
-    text."""
+def write_prompts(tokenizer, folder, length=64):
+    """train.jsonl and test.jsonl: texts of exactly `length` ordinary tokens, in the columns prompt and text."""
     generator, texts = torch.Generator().manual_seed(0), []
     while len(texts) < TRAIN_PROMPTS + TEST_PROMPTS:
-        ids, count = torch.randint(300, 4000, (2 * PROMPT_TOKENS,), generator=generator).tolist(), 0
-        for cut in range(PROMPT_TOKENS, 2 * PROMPT_TOKENS):  # decoded and tokenised again, some tokens join
+        ids, count = torch.randint(300, 4000, (2 * length,), generator=generator).tolist(), 0
+        for cut in range(length, 2 * length):  # decoded and tokenised again, some tokens join
             text = tokenizer.decode(ids[:cut])
             count = len(tokenizer(text).input_ids)
-            if count >= PROMPT_TOKENS:
+            if count >= length:
                 break
-        if count == PROMPT_TOKENS and "\ufffd" not in text:
+        if count == length and "\ufffd" not in text:
             texts.append(text)
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", texts[:TRAIN_PROMPTS]), ("test", texts[TRAIN_PROMPTS:])):
@@ -122,6 +122,7 @@ def main():
     small, large = learn_tokenizer(4096), learn_tokenizer(50257)
     write_prompts(small, folder / "prompts_4k")
     write_prompts(large, folder / "prompts_50k")
+    write_prompts(large, folder / "prompts_50k_long", 448)
     save(
         GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=128, n_head=4, vocab_size=4096, n_positions=256)),
         small,

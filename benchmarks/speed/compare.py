@@ -37,8 +37,10 @@ RLOO = dict(
     response=(53, 53),
     temperature=0.7,
     learning_rate=3e-6,
+    rloo_k=2,
     flops=dict(forward=2, reward=1),
 )
+LONG = RLOO | dict(prompts="prompts_50k_long", prompt=(448, 448), rloo_k=4, batch=32, mini_batches=1)
 TOKEN = RLOO | dict(script="ppo_sentiment.py", flops=dict(forward=2, reward=2, critic=True))
 SENTIMENT = dict(
     script="ppo_sentiment.py",
@@ -79,6 +81,9 @@ ARITHMETIC = dict(  # the default of grpo_math.py, shortened; it has no peer her
 JOBS = {
     "rloo": RLOO,
     "rloo-eos": RLOO | dict(model="neox14m_eos"),
+    "rloo-long": LONG,
+    "rloo-long-two": LONG | dict(mini_batches=2),
+    "rloo-long-small": LONG | dict(model="gpt2_small", batch=8),
     "ppo-token": TOKEN,
     "ppo-sentiment": SENTIMENT,
     "ppo-sentiment-small": SENTIMENT
@@ -116,6 +121,9 @@ TOKEN_PEERS = {
 CONTESTANTS = {
     "rloo": OURS | RLOO_PEERS,
     "rloo-eos": OURS | RLOO_PEERS,
+    "rloo-long": OURS | RLOO_PEERS,
+    "rloo-long-two": OURS | RLOO_PEERS,
+    "rloo-long-small": OURS,
     "ppo-token": OURS | TOKEN_PEERS,
     "ppo-sentiment": OURS | LORA | SENTIMENT_PEERS,
     "ppo-sentiment-small": OURS | LORA | SENTIMENT_PEERS,
@@ -238,7 +246,7 @@ def our_command(job, changes, models, rows, batches, out, root=ROOT):
         )
         reward = dict(reward_model_path=f"{model}_rm", missing_eos_penalty=1.0)
         if job["script"] == "rloo_tldr.py":
-            flags |= reward | dict(rloo_k=2, num_examples=1)
+            flags |= reward | dict(rloo_k=job["rloo_k"], num_examples=1)
         else:
             flags |= dict(
                 query_min_length=job["prompt"][0],
@@ -308,6 +316,8 @@ def peer_command(job, entry, args, models, rows):
             temperature=job["temperature"],
             rollout_batch=job["batch"],
         )
+        if job["script"] == "rloo_tldr.py":
+            flags |= dict(rloo_k=job["rloo_k"])
     else:
         flags |= dict(rows=rows, max_length=job["max_length"], accumulation=job["accumulation"])
     extra = extra.format(batch=job.get("batch"), peers=args.peers)

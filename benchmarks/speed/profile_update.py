@@ -32,6 +32,7 @@ PHASES = {
     "generation": ("generate", "generate_groups", "generate_until"),
     "transformer, forward": (
         "response_logprobs",
+        "group_logprobs",
         "PolicyAndValue.forward",
         "document_states",
         "sequence_logits",

@@ -46,7 +46,7 @@ FLAGS = {  # for all cases
     "grpo_math": dict(num_mini_batches=1, num_ppo_epochs=1, max_prompt_length=200),
 }
 ACT_NAMES = "a,b,c,d"
-JSON, NO_DATA = "JSON parse error", "corresponds to no data"
+JSON = "cannot load"
 
 
 def jsonl(rows):
@@ -217,7 +217,7 @@ LINES = jsonl(TEXTS)
 EXTRA = [row | dict(a=i, b=[{"c": None}]) for i, row in enumerate(TEXTS)]
 FILES = {  # name -> files of a folder; the rows that are kept (one is held out without test), or the line
     "no file": ({}, "doesn't contain any data files"),
-    "empty file": ({"train.jsonl": b""}, "cannot load"),
+    "empty file": ({"train.jsonl": b""}, "the file is empty"),
     "no json": ({"train.jsonl": b"this is a film, not JSON\n"}, JSON),
     "cut in the middle": ({"train.jsonl": LINES[:40] + b"\n" + LINES}, JSON),
     "parquet": ({"train.parquet": table(TEXTS, "parquet")}, 2),
@@ -228,11 +228,11 @@ FILES = {  # name -> files of a folder; the rows that are kept (one is held out 
     "two rows": ({"train.jsonl": jsonl(TEXTS[:2])}, 1),
     "one held-out row": ({"train.jsonl": LINES, "test.jsonl": jsonl(TEXTS[:1])}, 3),
     "only test": ({"test.jsonl": LINES}, "needs a split train"),
-    "empty test": ({"train.jsonl": LINES, "test.jsonl": b""}, NO_DATA),
-    "other test": ({"train.jsonl": LINES, "test.jsonl": b'{"x": 1}\n{"x": 2}\n'}, "Couldn't cast"),
+    "empty test": ({"train.jsonl": LINES, "test.jsonl": b""}, "the file is empty"),
+    "other test": ({"train.jsonl": LINES, "test.jsonl": b'{"x": 1}\n{"x": 2}\n'}, "needs the column text"),
     "with a picture": ({"train.jsonl": LINES, "photo.png": b"\x89PNG and no more"}, 2),
     "extra columns": ({"train.jsonl": jsonl(EXTRA)}, 2),
-    "column twice": ({"train.jsonl": b'{"text": 1, ' + LINES[1:]}, "specified twice"),
+    "column twice": ({"train.jsonl": b'{"text": 1, ' + LINES[1:]}, "occurs twice"),
 }
 
 
@@ -258,7 +258,7 @@ COLUMNS = {  # name -> files made of a script's good rows; what each script of K
         lambda rows: {"train.txt": lines_of(rows)},
         [2, "column", 2, "column", "column", "prompt"],
     ),
-    "csv": (lambda rows: {"train.csv": table(rows, "csv")}, [2, 2, 2, "no dialog has two", 2, 2]),
+    "csv": (lambda rows: {"train.csv": table(rows, "csv")}, ["csv changes values"] * 6),
     "first column alone in a row": (
         lambda rows: {"train.jsonl": jsonl([*rows, dict([*rows[0].items()][:1])])},
         [3, "the label None", 3, "no dialog has two", 3, 3],

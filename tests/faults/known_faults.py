@@ -480,7 +480,7 @@ ppo_sentiment.load_label_scorer: a label by its place, not by its name (trap 22)
 
 ppo_sentiment.load_classifier: the reward model gets the policy's tokenizer (trap 23, UserError)
   math/test_classifiers.py::test_a_reward_model_may_have_another_tokenizer
-  - load_tokenizer(name)
+  - load_tokenizer(name, for_prompts=False)
   + load_tokenizer("checkpoints/reviews-lm")
 
 rloo_tldr.load_reward_model: the reward offset is not subtracted (trap 24)
@@ -657,10 +657,10 @@ reward_model.preference_loss: chosen and rejected swapped
   - (chosen - rejected)
   + (rejected - chosen)
 
-reward_model.ranking_loss: a ranking that counts missing responses
+reward_model.pair_mean: a ranking that counts missing responses
   math/test_math.py::test_ranking_loss_agrees_with_naive
-  - torch.where(pair_mask, losses, 0.0)
-  + losses
+  - torch.where(pair_mask, x, 0.0)
+  + x
 
 ppo_dialog.train: approxkl without its half
   faults/test_mutants.py::test_metrics_of_an_update_by_hand[ppo_dialog]
@@ -761,7 +761,7 @@ ppo_sentiment.clip_gradients: no clipping is clipping to 1
 
 ppo_sentiment.micro_batches: micro-batches of mixed lengths
   math/test_update.py::test_micro_batches
-  - rows = rows[lengths[rows].argsort(stable=True)]
+  - rows = rows[keys[rows].argsort(stable=True)]
   + pass
 
 ppo_sentiment.micro_batches: gradients are exchanged before the last micro-batch
@@ -1032,8 +1032,8 @@ grpo_math.train: advantages of the first micro-batch for all
 
 grpo_math.train: the KL penalty of GRPO is a bonus
   math/test_grpo.py::test_the_loss_is_a_mean_over_tokens
-  - policy_loss + args.kl_coef * mb_kl
-  + policy_loss - args.kl_coef * mb_kl
+  - policy_loss + args.kl_coef * token_kl
+  + policy_loss - args.kl_coef * token_kl
 
 grpo_math.train: k2 in the loss of GRPO
   math/test_grpo.py::test_the_loss_is_a_mean_over_tokens
@@ -1082,8 +1082,8 @@ grpo_math.train: GRPO is evaluated on training tasks
 
 grpo_math.train: harder tasks are those of the split train
   runs/test_evaluation_grpo.py::test_training_and_held_out_tasks_are_apart
-  - split="test"
-  + split="train"
+  - hard_splits["test"]
+  + hard_splits["train"]
 
 grpo_math.takes_several_steps: only several epochs are several steps of GRPO
   runs/test_grpo_math.py::test_ratios_are_to_the_policy_that_sampled
@@ -1226,8 +1226,8 @@ rloo_tldr.chat_judge: the key of OpenAI goes to Hugging Face's models
 
 ppo_sentiment.load_policy_and_value: a saved value head is not loaded (trap 35)
   runs/test_ppo_sentiment.py::test_the_value_head_survives_saving
-  - model.value_head.load_state_dict(load_file(saved_head))
-  + pass
+  - model.value_head.load_state_dict(load_file(path))
+  + load_file(path)
 
 reward_model.has_head: a saved score head is drawn again (trap 35)
   data/test_preferences.py::test_standard_deviation_of_a_new_head
@@ -1301,8 +1301,8 @@ rloo_tldr.group_keys: the order of rows is that of neighbors
 
 sft.check_documents: any head is taken for a matrix product in sft (trap 43)
   math/test_fine_tuning.py::test_models_are_measured
-  - if not torch.allclose(losses,
-  + if False and not torch.allclose(losses,
+  - is_equal = torch.allclose(losses, expected, 1e-3, 1e-3)
+  + is_equal = True
 """
 
 FAULTS = [read(block) for block in TABLE.strip().split("\n\n") if not block.startswith("#")]

@@ -100,7 +100,7 @@ def check(model, **flags):
     """What sft.check_documents says about a model: None if nothing."""
     before = {name: x.clone() for name, x in model.state_dict().items()}
     try:
-        sft.check_documents(model, sft.Args(**dict(max_length=64) | flags))
+        sft.check_documents(model, sft.Args(**dict(max_length=64, from_config="its dropout is meant") | flags))
         line = None
     except sft.UserError as error:
         line = str(error).partition(": ")[2].removeprefix("this kind of model does not work here, ")
@@ -115,6 +115,21 @@ def test_models_are_measured(model, packing):
     kind, *pairs = model.split()
     settings = {name: json.loads(value) for name, value in (pair.split("=") for pair in pairs)}
     assert check(model_from(kind, **settings), packing=packing) == OTHER_MODELS[model][packing]
+
+
+def test_noise_of_a_loaded_model_is_refused():
+    """Falcon reads its dropout from the config, where load_model does not look for it."""
+    settings = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=300)
+    for dropout, said in ((0.0, None), (0.1, "its losses differ from ours")):
+        model = model_from("falcon", hidden_dropout=dropout, **settings)
+        assert check(model, packing=False, from_config=None) == said
+
+
+def test_an_encoder_is_refused():
+    """Without packing too: each token would see its label."""
+    settings = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)
+    model = model_from("bert-generation", vocab_size=300, **settings)
+    assert check(model, packing=False) == "its losses differ from ours"
 
 
 @every_architecture

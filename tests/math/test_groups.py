@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 from conftest import ARCHITECTURES, module_with
-from math_tools import close, random_ids
+from math_tools import close, normal, random_ids
 
 rloo = module_with("rloo_advantages", "group_logprobs")
 ppo = module_with("gae", "response_logprobs")
@@ -48,16 +48,18 @@ def test_a_prompt_that_is_read_once_gives_the_same(tiny_lm, arch, kind):
     """Log-probabilities, entropies and all gradients, in any order of the rows, also of equal prompts that are
     padded differently."""
     model = load(tiny_lm(arch))
+    torch.manual_seed(0)
     if kind == "lora":
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
-        for name, p in model.named_parameters():  # B = 0 would hide the gradient of A
-            torch.nn.init.normal_(p, std=0.1) if "lora_B" in name else None
+        for name, p in model.named_parameters():
+            if "lora_B" in name:  # B = 0 would hide the gradient of A
+                p.data = normal(*p.shape, seed=4) / 10
     expected, expected_gradients = outputs_and_gradients(ppo.response_logprobs, model)
     if kind == "checkpointing":
         model.activation_checkpointing_enable(dict(use_reentrant=False))
     found, gradients = outputs_and_gradients(rloo.group_logprobs, model)
     for one, other in zip(found + gradients, expected + expected_gradients, strict=True):
-        close(one, other, rtol=1e-4, atol=1e-5)
+        close(one, other, rtol=1e-3, atol=1e-4)
 
 
 def test_a_sliding_window():
@@ -77,7 +79,7 @@ def test_a_sliding_window():
         expected, expected_gradients = outputs_and_gradients(ppo.response_logprobs, model)
         found, gradients = outputs_and_gradients(rloo.group_logprobs, model)
         for one, other in zip(found + gradients, expected + expected_gradients, strict=True):
-            close(one, other, rtol=1e-4, atol=1e-5)
+            close(one, other, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind, rows_read", [("training", 4), ("no gradient", 4), ("checkpointing", 8)])

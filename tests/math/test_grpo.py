@@ -250,13 +250,6 @@ def test_truncated_importance_sampling(update):
 # ---- TRL ---------------------------------------------------------------------------------------------------
 
 
-class StandIn(SimpleNamespace):
-    """In place of a GRPOTrainer: what its methods read is given, and all else is None."""
-
-    def __getattr__(self, name):
-        return None
-
-
 @pytest.fixture(scope="module")
 def trl():
     """TRL's GRPOTrainer."""
@@ -270,11 +263,23 @@ def trl():
     return GRPOTrainer
 
 
-def trls_trainer(model, **settings):
-    """What both methods read of a trainer."""
-    return StandIn(
+def trls_trainer(model, use_bias_correction_kl=False, **settings):
+    """What both methods read of a trainer. A name that is not given here is an AttributeError, and the arguments
+    are TRL's own, so that a new option of TRL shows."""
+    from trl import GRPOConfig
+
+    sizes = dict(steps_per_generation=1, gradient_accumulation_steps=1, per_device_train_batch_size=12)
+    args = GRPOConfig(
+        output_dir="unused",
+        use_cpu=True,
+        bf16=False,
+        num_generations=K,
+        use_bias_correction_kl=use_bias_correction_kl,
+        **sizes,
+    )
+    return SimpleNamespace(
         accelerator=accelerate.Accelerator(cpu=True),
-        args=StandIn(steps_per_generation=1, gradient_accumulation_steps=1, per_device_train_batch_size=12),
+        args=args,
         model=model.train(),
         epsilon_low=0.2,
         num_generations=K,
@@ -285,6 +290,13 @@ def trls_trainer(model, **settings):
         max_completion_length=T,
         current_gradient_accumulation_steps=1,
         _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+        # Off by default: tools, environments, pictures, vLLM, entropy bonus, mixtures of experts, ...
+        **dict.fromkeys(
+            "environment_factories environments tools _is_vlm _image_pad_token_id _video_pad_token_id eos_token_ids "
+            "mask_truncated_completions pad_to_multiple_of use_vllm vllm_importance_sampling_correction "
+            "off_policy_mask_threshold _entropy_bonus_enabled aux_loss_enabled log_multimodal "
+            "chat_template_kwargs num_generations_eval ref_model".split()
+        ),
         **settings,
     )
 

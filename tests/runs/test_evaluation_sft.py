@@ -509,13 +509,12 @@ def test_a_tokenizer_that_would_be_replaced_is_refused(scripts, tiny_lm):
     qwen2, gpt2 = (AutoModelForCausalLM.from_pretrained(tiny_lm(arch)) for arch in ("qwen2", "gpt2"))
 
     def check(model, *texts):
-        script.check_tokenizer_survives(tokenizer, model, Dataset.from_dict(dict(text=texts)))
+        script.check_tokenizer_survives(tokenizer, model, texts)
 
     for texts in (["1234567"], ["sun"] * 9 + ["1234567"]):
         with pytest.raises(script.UserError, match="with a qwen2 model, transformers would load"):
             check(qwen2, *texts)
         check(gpt2, *texts)
-    check(qwen2, *["sun"] * 10, "1234567")
 
 
 def test_from_config_of_a_folder(sft, tiny_lm):
