@@ -1,4 +1,4 @@
-"""group_logprobs reads the prompt of a group once; response_logprobs, which reads it in each row, is the measure."""
+"""group_logprobs reads the prompt of a group once; response_logprobs, which reads it in each row, is right."""
 
 import peft
 import pytest
@@ -14,7 +14,8 @@ C, T = 5, 4
 
 def groups():
     """Eight rows, mixed: three responses to a long prompt, two to a short one, two to the short one with a 0 in
-    front (which is also what pads are), one to an empty beginning of one token. -> ids, mask [8, C + T]"""
+    front (pads are 0, too), one to a prompt of one token. -> ids, mask [8, C + T]
+    """
     long, short = random_ids(C, seed=1) % 90 + 1, random_ids(2, seed=2) % 90 + 1
     with_zero = torch.cat([torch.tensor([0]), short])
     prompts = [long, short, with_zero, long, short[:1], with_zero, short, long]
@@ -45,8 +46,8 @@ def outputs_and_gradients(function, model):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("kind", ["plain", "lora", "checkpointing"])
 def test_a_prompt_that_is_read_once_gives_the_same(tiny_lm, arch, kind):
-    """Log-probabilities, entropies and all gradients, in any order of the rows, also of equal prompts that are
-    padded differently."""
+    """Log-probabilities, entropies and all gradients, in any order of the rows, and with equal prompts that
+    are padded differently."""
     model = load(tiny_lm(arch))
     torch.manual_seed(0)
     if kind == "lora":
@@ -90,7 +91,8 @@ def test_how_many_prompts_are_read(tiny_lm, kind, rows_read):
         model.activation_checkpointing_enable(dict(use_reentrant=False))
     shapes = []
     body, _ = rloo.body_and_head(model)
-    body.register_forward_pre_hook(lambda _, __, inputs: shapes.append(inputs["input_ids"].shape), with_kwargs=True)
+    see = lambda body, _, inputs: shapes.append(inputs["input_ids"].shape)  # noqa: E731
+    body.register_forward_pre_hook(see, with_kwargs=True)
     with torch.set_grad_enabled(kind != "no gradient"):
         rloo.group_logprobs(model, *groups(), T, 1.0)
     assert shapes == ([(8, C + T)] if rows_read == 8 else [(4, C), (8, T)])
