@@ -170,8 +170,32 @@ def grpo_advantages(rewards, k, scale="group"):
     return advantages
 
 
-def grpo_loss(responses, advantages, mean, kl_coef=0.0, low=0.2, high=0.2):
+def cispo(ratio, advantage, logprob):
+    """The value of MiniMax-M1's loss, eq. 4, negated, with TRL's bound of 5."""
+    return -min(ratio, 5.0) * advantage * logprob
+
+
+def sapo(ratio, advantage, logprob):
+    """Gao et al. 2025, eq. 5, negated."""
+    tau = 1.0 if advantage > 0 else 1.05
+    return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+
+
+def grpo_loss(
+    responses,
+    advantages,
+    mean,
+    kl_coef=0.0,
+    low=0.2,
+    high=0.2,
+    surrogate=None,
+    by_sequence=False,
+    unbiased_kl=False,
+):
     """Shao et al. 2024, eq. 3, negated: the clipped loss of each token plus the coefficient times k3.
+
+    surrogate: another loss of ratio, advantage and log-probability; by_sequence: the ratio of Zheng et al.
+    2025, eq. 7; unbiased_kl: k3 times the ratio of the token (DeepSeek-V3.2, eq. 7).
 
     responses: for each one a list of (log-probability, old one, reference's), one tuple per token. mean:
     "token", over all tokens (Yu et al. 2025); "response", first over each response (Shao et al.); or a
@@ -180,11 +204,16 @@ def grpo_loss(responses, advantages, mean, kl_coef=0.0, low=0.2, high=0.2):
     by_response = []
     for tokens, advantage in zip(responses, advantages):
         losses = []
+        mean_log_ratio = math.fsum(new - old for new, old, _ in tokens) / len(tokens)
         for logprob, old_logprob, ref_logprob in tokens:
-            ratio = math.exp(logprob - old_logprob)
+            token_ratio = math.exp(logprob - old_logprob)
+            ratio = math.exp(mean_log_ratio) if by_sequence else token_ratio
             clipped = min(max(ratio, 1 - low), 1 + high)
-            kl = kl_estimate(logprob, ref_logprob, "k3")
-            losses.append(-min(ratio * advantage, clipped * advantage) + kl_coef * kl)
+            kl = kl_estimate(logprob, ref_logprob, "k3") * (token_ratio if unbiased_kl else 1.0)
+            loss = -min(ratio * advantage, clipped * advantage)
+            if surrogate is not None:
+                loss = surrogate(ratio, advantage, logprob)
+            losses.append(loss + kl_coef * kl)
         by_response.append(losses)
     if mean == "response":
         return math.fsum(math.fsum(losses) / len(losses) for losses in by_response) / len(by_response)

@@ -1,4 +1,4 @@
-"""group_logprobs reads the prompt of a group once; response_logprobs, which reads it in each row, is right."""
+"""group_logprobs reads the prompt of a group once. It is compared with response_logprobs, which reads all rows."""
 
 import peft
 import pytest
@@ -13,8 +13,8 @@ C, T = 5, 4
 
 
 def groups():
-    """Eight rows, mixed: three responses to a long prompt, two to a short one, two to the short one with a 0 in
-    front (pads are 0, too), one to a prompt of one token. -> ids, mask [8, C + T]
+    """Eight rows, mixed: three responses to a long prompt, two to a short one, two to the short one after a 0
+    (pads are 0, too), one to a prompt of one token. -> ids, mask [8, C + T]
     """
     long, short = random_ids(C, seed=1) % 90 + 1, random_ids(2, seed=2) % 90 + 1
     with_zero = torch.cat([torch.tensor([0]), short])

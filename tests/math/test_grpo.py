@@ -106,11 +106,11 @@ def update(world, tiny_lm, tmp_path_factory):
     lm = eos_prone(tiny_lm, tmp_path_factory.mktemp("lm"))
     done = {}
 
-    def run(block="", **changes):
-        key = block, repr(sorted(changes.items()))
+    def run(block="", scores=SCORES, **changes):
+        key = block, tuple(scores), repr(sorted(changes.items()))
         if key not in done:
             with handlers_kept(), pytest.MonkeyPatch.context() as patch:
-                done[key] = recorded_update(patch, variant(block), changes)
+                done[key] = recorded_update(patch, variant(block), scores, changes)
         return done[key]
 
     def variant(block):
@@ -121,7 +121,7 @@ def update(world, tiny_lm, tmp_path_factory):
         exec(compile(source, "variant", "exec"), module.__dict__)
         return module
 
-    def recorded_update(patch, module, changes):
+    def recorded_update(patch, module, scores, changes):
         flags = dict(
             model_name_or_path=lm,
             total_episodes=K * P,
@@ -142,7 +142,7 @@ def update(world, tiny_lm, tmp_path_factory):
         def rollout_with_noise(*inputs):
             b, responses = rollout_tasks(*inputs)
             valid = b["mask"][:, -T:]
-            b["scores"] = torch.tensor(SCORES)
+            b["scores"] = torch.tensor(scores)
             for seed, name in enumerate(("logprobs", "ref_logprobs", "sampling_logprobs")):
                 if name in b:
                     b[name] = torch.where(valid, b[name] + 0.3 * normal(K * P, T, seed=seed), 0.0)
@@ -211,13 +211,27 @@ def of_batch():
     return [(x - mean) / (deviation + 1e-8) for x in SCORES]
 
 
+def of_maxrl():
+    """Tajwar et al. 2026: minus the mean of the group, divided by it."""
+    means = [sum(SCORES[task::P]) / K for task in range(P)]
+    return [(x - means[i % P]) / max(means[i % P], 1e-6) for i, x in enumerate(SCORES)]
+
+
 CASES = {  # title of a block -> advantages, other inputs of naive.grpo_loss
     "Dr. GRPO": (of_group("none"), dict(mean=K * P * T)),
     "Mean per response": (of_group("group"), dict(mean="response")),
     "RLOO's baseline": (lambda: naive.rloo_advantages(SCORES, K), dict(mean="token")),
     "REINFORCE++": (of_batch, dict(mean="token")),
     "Clip-higher": (of_group("group"), dict(mean="token", high=0.28)),
-    "Truncated importance sampling": None,  # below
+    "Unbiased KL": (of_group("group"), dict(mean="token", unbiased_kl=True)),
+    "GSPO": (of_group("group"), dict(mean="response", by_sequence=True)),
+    "CISPO": (of_group("group"), dict(mean="token", surrogate=naive.cispo)),
+    "SAPO": (of_group("group"), dict(mean="response", surrogate=naive.sapo)),
+    "MaxRL": (of_maxrl, dict(mean="token")),
+    "Entropy bonus": None,  # these are below
+    "Dynamic sampling, without a refill": None,
+    "Overlong filtering": None,
+    "Truncated importance sampling": None,
 }
 
 
@@ -231,7 +245,35 @@ def test_a_variant_has_the_loss_of_its_paper(update, title):
     run = update(BLOCKS[title])
     expected = naive.grpo_loss(by_token(run), advantages(), kl_coef=0.1, **inputs)
     assert run.loss == pytest.approx(expected, abs=1e-5)
-    assert abs(run.loss - update().loss) > 1e-3
+    assert abs(run.loss - update().loss) > 1e-4
+
+
+def test_entropy_bonus(update):
+    run, plain = update(BLOCKS["Entropy bonus"]), update()
+    entropy = sum(run.entropies[i, :n].sum().item() for i, n in enumerate(run.lengths)) / sum(run.lengths)
+    assert plain.loss - run.loss == pytest.approx(0.001 * entropy, rel=0.01)
+
+
+def test_dynamic_sampling(update):
+    """A group with equal rewards has no loss, and its tokens are not counted."""
+    scores = [1.0 if i % P == 0 else x for i, x in enumerate(SCORES)]
+    title = "Dynamic sampling, without a refill"
+    run = update(BLOCKS[title], kl_coef=0.0, scores=tuple(scores))
+    differs = [len(set(scores[task::P])) > 1 for task in range(P)]
+    counted = sum(n for i, n in enumerate(run.lengths) if differs[i % P])
+    total = naive.grpo_loss(by_token(run), naive.grpo_advantages(scores, K), mean=counted)
+    assert 0 < counted < sum(run.lengths) and run.loss == pytest.approx(total, abs=1e-5)
+
+
+def test_overlong_filtering(update):
+    """Responses that did not end have no loss, and their tokens are not counted."""
+    run = update(BLOCKS["Overlong filtering"], kl_coef=0.0)
+    stopped = run.b["stopped"].tolist()
+    assert 0 < sum(stopped) < len(stopped)
+    advantages = naive.grpo_advantages(SCORES, K)
+    advantages = [advantage * is_kept for advantage, is_kept in zip(advantages, stopped)]
+    counted = sum(n for n, is_kept in zip(run.lengths, stopped) if is_kept)
+    assert run.loss == pytest.approx(naive.grpo_loss(by_token(run), advantages, mean=counted), abs=1e-5)
 
 
 def test_truncated_importance_sampling(update):
@@ -263,7 +305,7 @@ def trl():
     return GRPOTrainer
 
 
-def trls_trainer(model, use_bias_correction_kl=False, **settings):
+def trls_trainer(model, use_bias_correction_kl=False, importance_sampling_level="token", **settings):
     """What both methods read of a trainer. A name that is not given here is an AttributeError, and the arguments
     are TRL's own, so that a new option of TRL shows."""
     from trl import GRPOConfig
@@ -282,9 +324,9 @@ def trls_trainer(model, use_bias_correction_kl=False, **settings):
         args=args,
         model=model.train(),
         epsilon_low=0.2,
+        importance_sampling_level=importance_sampling_level,
         num_generations=K,
         num_iterations=1,
-        importance_sampling_level="token",
         top_entropy_quantile=1.0,
         multi_objective_aggregation="sum_then_normalize",
         max_completion_length=T,
@@ -350,12 +392,17 @@ BATCH = """@@ step 2
 +        groups = b["scores"].view(k, P)
 +        advantages = (groups - groups.mean(0)).flatten() / (b["scores"].std() + 1e-4)  # [B]
 """
-OF_TRL = {  # name -> block, TRL's loss_type and scale_rewards, its epsilon_high
-    "the default": ("", "dapo", "group", 0.2),
-    "mean per response": (BLOCKS.get("Mean per response"), "grpo", "group", 0.2),
-    "Dr. GRPO": (BLOCKS.get("Dr. GRPO"), "dr_grpo", "none", 0.2),
-    "deviation of the batch": (BATCH, "dapo", "batch", 0.2),
-    "clip-higher": (BLOCKS.get("Clip-higher"), "dapo", "group", 0.28),
+OF_TRL = {  # name -> block, TRL's loss_type and scale_rewards, other settings
+    "the default": ("", "dapo", "group", {}),
+    "one batch": ("", "bnpo", "group", {}),
+    "mean per response": (BLOCKS.get("Mean per response"), "grpo", "group", {}),
+    "Dr. GRPO": (BLOCKS.get("Dr. GRPO"), "dr_grpo", "none", {}),
+    "deviation of the batch": (BATCH, "dapo", "batch", {}),
+    "clip-higher": (BLOCKS.get("Clip-higher"), "dapo", "group", dict(epsilon_high=0.28)),
+    "GSPO": (BLOCKS.get("GSPO"), "grpo", "group", dict(importance_sampling_level="sequence")),
+    "CISPO": (BLOCKS.get("CISPO"), "cispo", "group", dict(epsilon_high=5.0)),
+    "SAPO": (BLOCKS.get("SAPO"), "sapo", "group", {}),
+    "unbiased KL": (BLOCKS.get("Unbiased KL"), "dapo", "group", dict(use_bias_correction_kl=True)),
 }
 
 
@@ -371,8 +418,8 @@ def test_naive_advantages_are_trls(trl, update, scale):
 @pytest.mark.parametrize("name", OF_TRL)
 def test_losses_are_trls(trl, update, name):
     """The loss of an update, and TRL's of the same tensors and rewards."""
-    block, loss_type, scale, epsilon_high = OF_TRL[name]
+    block, loss_type, scale, others = OF_TRL[name]
     run = update(block)
     advantages = trls_advantages(trl, run.model.policy, SCORES, scale)
-    settings = dict(loss_type=loss_type, epsilon_high=epsilon_high)
+    settings = dict(loss_type=loss_type, epsilon_high=0.2) | others
     assert run.loss == pytest.approx(trls_loss(trl, run, advantages, **settings), abs=1e-5)
