@@ -66,13 +66,10 @@ def write_prompts(tokenizer, folder, length=64):
     """train.jsonl and test.jsonl: texts of exactly `length` ordinary tokens, in the columns prompt and text."""
     generator, texts = torch.Generator().manual_seed(0), []
     while len(texts) < TRAIN_PROMPTS + TEST_PROMPTS:
-        ids, count = torch.randint(300, 4000, (2 * length,), generator=generator).tolist(), 0
-        for cut in range(length, 2 * length):  # decoded and tokenised again, some tokens join
-            text = tokenizer.decode(ids[:cut])
-            count = len(tokenizer(text).input_ids)
-            if count >= length:
-                break
-        if count == length and "\ufffd" not in text:
+        ids = torch.randint(300, 4000, (2 * length,), generator=generator).tolist()
+        ids = tokenizer(tokenizer.decode(ids)).input_ids[:length]  # tokenized again, some tokens join
+        text = tokenizer.decode(ids)
+        if tokenizer(text).input_ids == ids and "\ufffd" not in text:
             texts.append(text)
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", texts[:TRAIN_PROMPTS]), ("test", texts[TRAIN_PROMPTS:])):
