@@ -195,7 +195,11 @@ RECIPES = {
         learning_rate=5e-5,
         num_sample_generations=3,
     ),
-    "gsm8k-qwen-0.5b": Args(),
+    "gsm8k-qwen-0.5b": Args(  # large micro-batches, for a GPU with 80 GB
+        per_device_train_batch_size=32,
+        gradient_accumulation_steps=8,
+        local_rollout_forward_batch_size=256,
+    ),
     "gsm8k-qwen-1.5b": Args(
         model_name_or_path="Qwen/Qwen2.5-1.5B-Instruct",
         gradient_checkpointing=True,
