@@ -888,15 +888,22 @@ def sample_tokens(probs, uniforms):
     """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
 
     Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
-    same probabilities, the samples are the same no matter how a batch is split. The sum is in fp64: in fp32,
-    adding up a whole vocabulary would lose small probabilities.
+    same probabilities, the samples are the same no matter how a batch is split. First a block of 256 tokens
+    is drawn, then a token in it: adding up the whole vocabulary in fp32 would lose small probabilities, and
+    in fp64 it takes longer.
     """
+    B, V = probs.shape
     dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
-    cumulative = probs.cumsum(1, dtype=dtype)  # [B, V]
-    target = uniforms.to(dtype)[:, None] * cumulative[:, -1:]  # [B, 1]
-    # right=True never selects a token of probability 0.
-    token = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    return token.clamp(max=probs.shape[1] - 1)  # in fp32, the target may be rounded up to the last sum
+    blocks = F.pad(probs, (0, -V % 256)).view(B, -1, 256)
+    sums = blocks.sum(2).to(dtype)  # [B, blocks]
+    ends = sums.cumsum(1)  # [B, blocks]
+    target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
+    # right=True never selects what has probability 0. Rounding may select past the end: clamp.
+    block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[1] - 1)  # [B, 1]
+    share = 1 + (target - ends.gather(1, block)) / sums.gather(1, block)  # of the block, before the target
+    token_ends = blocks.take_along_dim(block[:, :, None], 1).squeeze(1).cumsum(1, dtype=dtype)  # [B, 256]
+    token = torch.searchsorted(token_ends, share.clamp(0, 1 - 1e-6) * token_ends[:, -1:], right=True)
+    return (block * 256 + token).squeeze(1)
 
 
 def response_lengths(tokens, stop_token_id):
