@@ -458,15 +458,35 @@ def test_the_commands_of_the_page_run(command):
 PATCH = re.search(r"```diff\n(.*?)```", PAGE, re.S).group(1)
 
 
-def patched_script(faults=()):
-    """rloo_tldr.py with the patch of the page, as a module. faults: (old, new), changes of the patch"""
-    source = (ROOT / "rloo_tldr.py").read_text()
-    for hunk in re.split(r"^@@.*\n", PATCH, flags=re.M)[1:]:
+def patched(source, changes=()):
+    """The source of a script with the patch of the page. changes: (old, new), of the patch"""
+    patch = PATCH
+    for old, new in changes:
+        assert patch.count(old) == 1, old
+        patch = patch.replace(old, new)
+    for hunk in re.split(r"^@@.*\n", patch, flags=re.M)[1:]:
         lines = hunk.splitlines()
         old = "\n" + "".join(line[1:] + "\n" for line in lines if not line.startswith("+"))
         new = "\n" + "".join(line[1:] + "\n" for line in lines if not line.startswith("-"))
         assert source.count(old) == 1, old
         source = source.replace(old, new)
+    return source
+
+
+def test_the_patch_fits_grpo_math():
+    """With the three changes that the page names."""
+    classes = "AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer"
+    changes = [(classes, "AutoModelForCausalLM, AutoTokenizer")]
+    changes += [("make_engine(policy_name, args)", "make_engine(args.model_name_or_path, args)")]
+    log = '        # 6. Log. The names of the metrics are TRL\'s: "objective/scores" are after clipping and penalty,'
+    grpo = (ROOT / "grpo_math.py").read_text()
+    [line] = re.findall(r"^ +# 4\. Log\..*$", grpo, re.M)
+    compile(patched(grpo, [*changes, (log, line)]), "grpo_with_engine", "exec")
+
+
+def patched_script(faults=()):
+    """rloo_tldr.py with the patch of the page, as a module. faults: (old, new), changes of the patch"""
+    source = patched((ROOT / "rloo_tldr.py").read_text())
     for line, replacement in faults:
         assert source.count(line) == 1, line
         source = source.replace(line, replacement)
