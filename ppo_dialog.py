@@ -10,9 +10,9 @@ a dialog changes:
    classifier's probability of that act, or 1 if that act is the likeliest and 0 otherwise. METEOR: how many
    words does it share with the reference answer? And your own functions, if there are any. The KL penalty
    per token is subtracted, as in ppo_sentiment.py.
-3. An answer ends with an end mark. In GPT-2's vocabulary, `<EOU>` is several tokens, and they merge with
-   their neighbors (".<"). So the mark is searched for in the text of the tokens, not among their ids
-   (`load_end_criteria`, `generate_until`).
+3. An answer ends with an end mark. In GPT-2's vocabulary, `<EOU>` is several tokens. If the policy writes it
+   without the space before it, they merge with their neighbor (".<"). So the mark is searched for in the
+   text of the tokens, not among their ids (`load_end_criteria`, `generate_until`).
 4. A policy can raise this reward and still get worse. So the final table also has ROUGE, BLEU, distinct
    n-grams and the perplexity of the references, before and after training (`evaluate_dialogs`).
 5. Your own metrics go into one function and appear in the log and in the table (`custom_metrics`).
@@ -135,7 +135,7 @@ class Args:
 
     # Reward
     intent_weight: float = 1.0  # weight of the intent; 0: it is only logged
-    intent_reward: Literal["probability", "match"] = "match"  # match: 1 if that act is the likeliest, else 0
+    intent_reward: Literal["probability", "match"] = "match"  # of the answer; match: 1 if the act is right
     meteor_weight: float = 1.0  # weight of METEOR against the reference
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
 
@@ -225,7 +225,7 @@ def train(args):
     run = Run(args, accelerator, updates, status)
 
     tokenizer = load_tokenizer(args.model_name_or_path)
-    is_end = load_end_criteria(args, tokenizer)  # tokens so far [rows, t], None -> bool [rows]
+    is_end = load_end_criteria(args, tokenizer)  # a StoppingCriteriaList of transformers
     model, ref_model = load_policy_and_value(args, args.max_prompt_length + T, device)
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     get_reward_parts, num_acts = load_reward_parts(args, device, trainer_state)
@@ -490,7 +490,7 @@ def text_metrics(answers, references):
 
 
 def distinct_ngrams(texts, n):
-    """Different n-grams / all n-grams of the texts: a measure of variety (Li et al. 2016, section 2.2)."""
+    """Different n-grams / all n-grams of the texts: a measure of variety (after Li et al. 2016)."""
     import nltk
 
     tokenizer = nltk.NLTKWordTokenizer()
@@ -522,7 +522,7 @@ def reference_perplexity(policy, batch, args):
 def dialog_records(turns, answers, columns):
     """One dict(last utterance, reference, answer, numbers) per turn, for tables and files.
 
-    columns: dict: name of a number -> tensor with one for each turn, or more
+    answers, and the tensors in columns (dict: name -> tensor), may be longer than turns
     """
     columns = {name: x.tolist() for name, x in columns.items()}
     records = []
@@ -666,7 +666,7 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
         logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
 
         # Only the response is searched: its beginning must not complete a mark that the prompt began.
-        has_ended = is_end(tokens[rows, : t + 1], None)  # [rows]; None: it needs no scores
+        has_ended = is_end(tokens[rows, : t + 1], None)  # [rows]; None: in place of logits
         ended[rows, t] = has_ended.long()
         if t + 1 == T or has_ended.all():
             break
@@ -676,7 +676,7 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
             rows, mask, token = rows[keep], mask[keep], token[keep]
         mask = F.pad(mask, (0, 1), value=True)
         hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
-    # In `ended`, the number 1 is what a stop token is among tokens.
+    # The length is the position of the first 1, as that of a stop token is among tokens.
     return tokens, logprobs, response_lengths(ended, stop_token_id=1), ended.any(1)
 
 
@@ -900,7 +900,8 @@ def sample_tokens(probs, uniforms):
     target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
     # right=True never selects what has probability 0. Rounding may select past the end: clamp.
     block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[1] - 1)  # [B, 1]
-    share = 1 + (target - ends.gather(1, block)) / sums.gather(1, block)  # of the block, before the target
+    # The block starts at ends - sums. The part of it that lies before the target, from 0 to 1:
+    share = 1 + (target - ends.gather(1, block)) / sums.gather(1, block)  # [B, 1]
     token_ends = blocks.take_along_dim(block[:, :, None], 1).squeeze(1).cumsum(1, dtype=dtype)  # [B, 256]
     token = torch.searchsorted(token_ends, share.clamp(0, 1 - 1e-6) * token_ends[:, -1:], right=True)
     return (block * 256 + token).squeeze(1)
@@ -909,7 +910,7 @@ def sample_tokens(probs, uniforms):
 def response_lengths(tokens, stop_token_id):
     """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
 
-    stop_token_id: the ids of all stop tokens [any number]
+    stop_token_id: one id, or a tensor of several
     """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
@@ -1284,7 +1285,8 @@ def check_model(lm, name, max_tokens):
     Measured, not guessed: the model's own log-probabilities for six tokens are compared with ours, in train
     mode, after left padding, and with a cache from which another row was dropped. They differ if logits are
     more than a product (Gemma 2's soft cap, Granite's scale), or if there is noise. Then the states of a text
-    of max_tokens, read at once, with those of its halves, read with a cache.
+    of max_tokens that is read at once are compared with those of the same text, read in two halves with a
+    cache.
     """
     config = lm.config.get_text_config()
     context = context_length(config)
@@ -1497,7 +1499,8 @@ def import_file(path):
     is_taken = module is not None and not hasattr(module, "IS_YOUR_FILE")
     if is_taken or path.stem in sys.stdlib_module_names:
         raise ImportError(f"there is another module {path.stem}: rename the file")
-    # Python has one module of each name: a neighbor of another such file must not be taken for this file's.
+    # Two reward files in different folders may both import a file helpers.py next to them. Python would give
+    # the first one's to both.
     for other in list(sys.modules.values()):
         file = Path(getattr(other, "__file__", None) or "/")
         is_neighbor = str(file.parent) in USER_FOLDERS - {str(path.parent)}
@@ -1734,8 +1737,9 @@ def set_global_seed(seed, *purpose):
 def load_end_criteria(args, tokenizer):
     """What ends an answer: --utterance-end, and always EOS. -> function: token ids [B, t], None -> bool [B]
 
-    True if the last token completes the mark. transformers compares the texts of tokens with the end of the
-    mark, so it does not matter how a tokenizer splits it, or which neighbors it merges it with.
+    True if the last token completes the mark; it may hold more text after it. transformers compares the texts
+    of the last tokens with the mark, so it does not matter how a tokenizer splits it, or what it merges it
+    with.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no EOS token, so no answer could end")
@@ -1947,8 +1951,9 @@ def peak_memory_mb(device):
 class Run:
     """The run folder (args.json, metrics.jsonl, samples.jsonl, checkpoints/, ...), the screen, and resuming.
 
-    Only the main process writes and prints. A file gets its name when it is complete, so that killing the
-    process never leaves half a file.
+    Only the main process writes and prints. (With DeepSpeed, all write checkpoints.) Checkpoints and json
+    files get their names when they are complete. The jsonl files grow; resuming cuts off what came after the
+    checkpoint. So a run can be killed at any time.
     """
 
     def __init__(self, args, accelerator, updates, status):
@@ -2154,7 +2159,7 @@ def is_sample_update(update, updates, args):
 def log_samples(run, update, texts, b, columns):
     """Show the first responses of the batch; save them, and in tokens.jsonl their numbers, token by token.
 
-    texts: one dict(prompt, response, score) for each of the first rows of the batch; b: the batch, with ids
+    texts: a dict of texts and numbers for each of the first rows of the batch; b: the batch, with ids
     [B, C + T] and lengths [B]; columns: name -> [B, T]
     """
     run.table(f"samples of update {update}", texts)
@@ -2327,8 +2332,8 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # A run may be made longer, and judged by another judge. With a falling learning rate, the first updates
-    # would have had other ones in a run that was longer from the start.
+    # A run may be made longer, and judged by another judge. (With a falling learning rate, that is not the
+    # same as a run that was longer from the start.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"

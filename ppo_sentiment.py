@@ -92,7 +92,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 @dataclass
 class Args:
-    """The defaults follow TRL's GPT-2 IMDB sentiment example. (Its recipe gpt2-imdb adds min_text_length.)
+    """The defaults follow TRL's GPT-2 IMDB sentiment example; recipe gpt2-imdb also sets min_text_length.
 
     A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
     """
@@ -186,11 +186,11 @@ RECIPES = {
         kl_target=4.0,
         kl_horizon=5_000,
         num_sample_generations=3,
-        num_eval_prompts=512,  # the standard error of a mean score is then 4 % of its standard deviation
+        num_eval_prompts=512,  # then the mean score's standard error is 4 % of the scores' deviation
     ),
     "gpt2-imdb": Args(min_text_length=200),
     "gpt2-imdb-lora": Args(min_text_length=200, lora_r=16),
-    # First `python sft.py smollm2-imdb && python reward_model.py smollm2-imdb`: docs/real_models.md.
+    # First `python sft.py smollm2-imdb && python reward_model.py smollm2-imdb`, which write to these folders.
     "smollm2-imdb": Args(
         model_name_or_path="runs/smollm2-imdb/sft/model",
         reward_model_path="runs/smollm2-imdb/reward/model",
@@ -496,8 +496,8 @@ def distinct_bigrams(texts):
 def draw_batch(reviews, start, B, args, purpose):
     """Prompts cut to random lengths, a length limit per response, and random numbers to sample with.
 
-    The policy does not know the limits: for it, texts are cut at random places, so that it learns texts that
-    may go on. (With missing_eos_penalty, set both limits to the same number: a low one would be penalized
+    The policy is not told its limit. So it cannot plan for an end there, and learns to write text that could
+    go on. (With missing_eos_penalty, set both limits to the same number: a low one would be penalized
     too.) The prompts are the beginnings of reviews start to start + B - 1 of an endless stream of shuffled
     epochs. All other draws depend only on the seed and the purpose: the number of the update, or "held-out".
     -> dict: reviews (list of B), ids [B, C], bool mask [B, C], max_new_tokens [B], uniforms [B, T]
@@ -566,7 +566,7 @@ def rollout(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args):
     prompt_tokens = list_tokens(prompt_ids, prompt_mask)
     response_tokens = list_tokens(tokens, valid)
     text_tokens = response_tokens
-    if args.stop_token_id is None:  # EOS is not part of the text, a stop token that you choose is
+    if args.stop_token_id is None:  # EOS, <|im_end|>, ... are not text; a stop token you chose (".") is
         text_tokens = list_tokens(tokens, valid & ~is_stop)
     prompts, responses = decode(tokenizer, prompt_tokens, text_tokens)  # lists of B str
     scores_by_name = get_rewards(prompts, responses, response_tokens, batch["reviews"])  # name -> [B]
@@ -766,7 +766,8 @@ def sample_tokens(probs, uniforms):
     target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
     # right=True never selects what has probability 0. Rounding may select past the end: clamp.
     block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[1] - 1)  # [B, 1]
-    share = 1 + (target - ends.gather(1, block)) / sums.gather(1, block)  # of the block, before the target
+    # The block starts at ends - sums. The part of it that lies before the target, from 0 to 1:
+    share = 1 + (target - ends.gather(1, block)) / sums.gather(1, block)  # [B, 1]
     token_ends = blocks.take_along_dim(block[:, :, None], 1).squeeze(1).cumsum(1, dtype=dtype)  # [B, 256]
     token = torch.searchsorted(token_ends, share.clamp(0, 1 - 1e-6) * token_ends[:, -1:], right=True)
     return (block * 256 + token).squeeze(1)
@@ -775,7 +776,7 @@ def sample_tokens(probs, uniforms):
 def response_lengths(tokens, stop_token_id):
     """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
 
-    stop_token_id: the ids of all stop tokens [any number]
+    stop_token_id: one id, or a tensor of several
     """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
@@ -1150,7 +1151,8 @@ def check_model(lm, name, max_tokens):
     Measured, not guessed: the model's own log-probabilities for six tokens are compared with ours, in train
     mode, after left padding, and with a cache from which another row was dropped. They differ if logits are
     more than a product (Gemma 2's soft cap, Granite's scale), or if there is noise. Then the states of a text
-    of max_tokens, read at once, with those of its halves, read with a cache.
+    of max_tokens that is read at once are compared with those of the same text, read in two halves with a
+    cache.
     """
     config = lm.config.get_text_config()
     context = context_length(config)
@@ -1406,7 +1408,8 @@ def import_file(path):
     is_taken = module is not None and not hasattr(module, "IS_YOUR_FILE")
     if is_taken or path.stem in sys.stdlib_module_names:
         raise ImportError(f"there is another module {path.stem}: rename the file")
-    # Python has one module of each name: a neighbor of another such file must not be taken for this file's.
+    # Two reward files in different folders may both import a file helpers.py next to them. Python would give
+    # the first one's to both.
     for other in list(sys.modules.values()):
         file = Path(getattr(other, "__file__", None) or "/")
         is_neighbor = str(file.parent) in USER_FOLDERS - {str(path.parent)}
@@ -1801,8 +1804,9 @@ def peak_memory_mb(device):
 class Run:
     """The run folder (args.json, metrics.jsonl, samples.jsonl, checkpoints/, ...), the screen, and resuming.
 
-    Only the main process writes and prints. A file gets its name when it is complete, so that killing the
-    process never leaves half a file.
+    Only the main process writes and prints. (With DeepSpeed, all write checkpoints.) Checkpoints and json
+    files get their names when they are complete. The jsonl files grow; resuming cuts off what came after the
+    checkpoint. So a run can be killed at any time.
     """
 
     def __init__(self, args, accelerator, updates, status):
@@ -2008,7 +2012,7 @@ def is_sample_update(update, updates, args):
 def log_samples(run, update, texts, b, columns):
     """Show the first responses of the batch; save them, and in tokens.jsonl their numbers, token by token.
 
-    texts: one dict(prompt, response, score) for each of the first rows of the batch; b: the batch, with ids
+    texts: a dict of texts and numbers for each of the first rows of the batch; b: the batch, with ids
     [B, C + T] and lengths [B]; columns: name -> [B, T]
     """
     run.table(f"samples of update {update}", texts)
@@ -2106,8 +2110,8 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # A run may be made longer, and judged by another judge. With a falling learning rate, the first updates
-    # would have had other ones in a run that was longer from the start.
+    # A run may be made longer, and judged by another judge. (With a falling learning rate, that is not the
+    # same as a run that was longer from the start.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"

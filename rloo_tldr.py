@@ -855,7 +855,8 @@ def sample_tokens(probs, uniforms):
     target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
     # right=True never selects what has probability 0. Rounding may select past the end: clamp.
     block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[1] - 1)  # [B, 1]
-    share = 1 + (target - ends.gather(1, block)) / sums.gather(1, block)  # of the block, before the target
+    # The block starts at ends - sums. The part of it that lies before the target, from 0 to 1:
+    share = 1 + (target - ends.gather(1, block)) / sums.gather(1, block)  # [B, 1]
     token_ends = blocks.take_along_dim(block[:, :, None], 1).squeeze(1).cumsum(1, dtype=dtype)  # [B, 256]
     token = torch.searchsorted(token_ends, share.clamp(0, 1 - 1e-6) * token_ends[:, -1:], right=True)
     return (block * 256 + token).squeeze(1)
@@ -864,7 +865,7 @@ def sample_tokens(probs, uniforms):
 def response_lengths(tokens, stop_token_id):
     """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
 
-    stop_token_id: the ids of all stop tokens [any number]
+    stop_token_id: one id, or a tensor of several
     """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
@@ -1199,7 +1200,8 @@ def check_model(lm, name, max_tokens):
     Measured, not guessed: the model's own log-probabilities for six tokens are compared with ours, in train
     mode, after left padding, and with a cache from which another row was dropped. They differ if logits are
     more than a product (Gemma 2's soft cap, Granite's scale), or if there is noise. Then the states of a text
-    of max_tokens, read at once, with those of its halves, read with a cache.
+    of max_tokens that is read at once are compared with those of the same text, read in two halves with a
+    cache.
     """
     config = lm.config.get_text_config()
     context = context_length(config)
@@ -1349,7 +1351,8 @@ def import_file(path):
     is_taken = module is not None and not hasattr(module, "IS_YOUR_FILE")
     if is_taken or path.stem in sys.stdlib_module_names:
         raise ImportError(f"there is another module {path.stem}: rename the file")
-    # Python has one module of each name: a neighbor of another such file must not be taken for this file's.
+    # Two reward files in different folders may both import a file helpers.py next to them. Python would give
+    # the first one's to both.
     for other in list(sys.modules.values()):
         file = Path(getattr(other, "__file__", None) or "/")
         is_neighbor = str(file.parent) in USER_FOLDERS - {str(path.parent)}
@@ -2070,8 +2073,9 @@ def peak_memory_mb(device):
 class Run:
     """The run folder (args.json, metrics.jsonl, samples.jsonl, checkpoints/, ...), the screen, and resuming.
 
-    Only the main process writes and prints. A file gets its name when it is complete, so that killing the
-    process never leaves half a file.
+    Only the main process writes and prints. (With DeepSpeed, all write checkpoints.) Checkpoints and json
+    files get their names when they are complete. The jsonl files grow; resuming cuts off what came after the
+    checkpoint. So a run can be killed at any time.
     """
 
     def __init__(self, args, accelerator, updates, status):
@@ -2277,7 +2281,7 @@ def is_sample_update(update, updates, args):
 def log_samples(run, update, texts, b, columns):
     """Show the first responses of the batch; save them, and in tokens.jsonl their numbers, token by token.
 
-    texts: one dict(prompt, response, score) for each of the first rows of the batch; b: the batch, with ids
+    texts: a dict of texts and numbers for each of the first rows of the batch; b: the batch, with ids
     [B, C + T] and lengths [B]; columns: name -> [B, T]
     """
     run.table(f"samples of update {update}", texts)
@@ -2408,8 +2412,8 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # A run may be made longer, and judged by another judge. With a falling learning rate, the first updates
-    # would have had other ones in a run that was longer from the start.
+    # A run may be made longer, and judged by another judge. (With a falling learning rate, that is not the
+    # same as a run that was longer from the start.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"

@@ -1456,8 +1456,9 @@ def peak_memory_mb(device):
 class Run:
     """The run folder (args.json, metrics.jsonl, samples.jsonl, checkpoints/, ...), the screen, and resuming.
 
-    Only the main process writes and prints. A file gets its name when it is complete, so that killing the
-    process never leaves half a file.
+    Only the main process writes and prints. (With DeepSpeed, all write checkpoints.) Checkpoints and json
+    files get their names when they are complete. The jsonl files grow; resuming cuts off what came after the
+    checkpoint. So a run can be killed at any time.
     """
 
     def __init__(self, args, accelerator, updates, status):
@@ -1730,8 +1731,8 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # A run may be made longer, and judged by another judge. With a falling learning rate, the first updates
-    # would have had other ones in a run that was longer from the start.
+    # A run may be made longer, and judged by another judge. (With a falling learning rate, that is not the
+    # same as a run that was longer from the start.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
