@@ -103,7 +103,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @dataclass
 class Args:
-    """The defaults are the recipe gsm8k-qwen-0.5b.
+    """The defaults are the recipe gsm8k-qwen-0.5b, with smaller micro-batches.
 
     A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
     """
@@ -355,7 +355,7 @@ def train(args):
         learner.train()  # dropout is 0; this switches on gradient checkpointing
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, update, updates)
-        keys = group_keys(b["lengths"], k)  # [B], to keep groups together in micro-batches
+        keys = group_keys(b["lengths"], k)  # [B]: what a minibatch has of a group goes into one micro-batch
         metric_sums = defaultdict(float)  # sums over the tokens of all minibatches and epochs
         max_sampling_gap = torch.zeros((), device=device)
         for epoch in range(args.num_ppo_epochs):
@@ -600,7 +600,7 @@ def draw_groups(rows, k, args, *purpose):
         start = C - len(row["ids"])
         ids[i, start:] = torch.tensor(row["ids"])
         mask[i, start:] = True
-    # Drawn for the first responses, then for the second ones, ...: their numbers do not depend on k.
+    # Drawn as [k, P, T], so that the numbers of the first responses do not depend on k.
     uniforms = torch.rand(k, P, args.response_length, generator=generator_for(args.seed, "tokens", *purpose))
     return dict(rows=rows, ids=ids, mask=mask, uniforms=uniforms.transpose(0, 1))
 
@@ -815,14 +815,14 @@ def group_logprobs(lm, ids, mask, T, temperature):
     ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [number of valid tokens]
     """
     body, head = body_and_head(lm)
-    if body.training and body.is_activation_checkpointing:  # excludes a cache, so read prompts B times
+    if body.training and body.is_activation_checkpointing:  # cannot use a cache: each row reads its prompt
         hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
     else:
         prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
         prompts, prompt_of_row = prompts.unique(dim=0, return_inverse=True)  # [P, C], [B]
         cache = transformers.DynamicCache(config=body.config)
         prompt_hidden = hidden_states(body, prompts.clamp(min=0), prompts >= 0, cache)  # [P, C, H]
-        for layer in cache.layers:
+        for layer in cache.layers:  # not batch_select_indices, whose gradient is added up in any order
             layer.keys = layer.keys.index_select(0, prompt_of_row)  # [P, ...] -> [B, ...]
             layer.values = layer.values.index_select(0, prompt_of_row)
         response_hidden = hidden_states(body, ids[:, -T:], mask, cache)  # [B, T, H]
@@ -1001,8 +1001,9 @@ def learning_rate(args, update, updates):
 
 # ============================================================================================================
 # Part II: infrastructure. You need nothing below to understand GRPO. To write a reward function, read
-# call_reward_functions; to bring your own data, load_tasks. The scripts share these functions, copied
-# verbatim, so a few arguments, return values and names of flags are used only in another script.
+# call_reward_functions; to bring your own data, load_splits and task_prompt. The scripts share these
+# functions, copied verbatim, so a few arguments, return values and names of flags are used only in another
+# script.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -1623,8 +1624,8 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    date: today's, for templates that write it, year-month-day; is_prompt: add the header of the assistant's
-    turn. If the last message is the assistant's, it is left open instead, so that it can be continued. -> str
+    date: today's, for templates that write it, year-month-day; is_prompt: the assistant is to go on. Add the
+    header of its turn or, if the last message is its own, leave that message open. -> str
     """
     try:
         # datasets gives all messages the same keys, with None for those that a message did not have.

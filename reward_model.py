@@ -27,7 +27,8 @@ If you know how to train a text classifier, this is what its use as a reward add
    in config.json, and rloo_tldr.py subtracts it (N+ paper, detail 15). Plain transformers ignores it.
 7. ppo_sentiment.py scores the first words of a review. --min-prefix-length cuts the training texts at random
    tokens, so that a classifier of texts learns to judge beginnings too.
-8. Pretrained models are trained without dropout, like all models in these scripts.
+8. Pretrained models are trained without dropout, as in the other scripts. Models --from-config keep that of
+   their config.
 
     python reward_model.py                       # recipe tiny: how checkpoints/reviews-sentiment was made
     python reward_model.py tiny-tldr             # how checkpoints/tldr-reward was made, from preferences
@@ -40,7 +41,7 @@ If you know how to train a text classifier, this is what its use as a reward add
     python reward_model.py --resume latest       # continue a run that was stopped, bit for bit
 
 The result loads with AutoModelForSequenceClassification; a classifier of texts works in transformers.pipeline
-too. A score needs the tokens of `preference_ids`, which end with EOS.
+too. A score is read at the last of the tokens that `preference_ids` makes.
 
 Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, data,
 processes, run folder, flags. Papers: Learning to Summarize from Human Feedback (Stiennon et al. 2020),
@@ -591,7 +592,7 @@ def init_new_head(model):
 
 
 def has_head(name, num_labels):
-    """True if a model, or a LoRA adapter, was saved as a classifier of this size, according to its config."""
+    """True if, by its config, a model is a classifier of this size, or a LoRA adapter one of any size."""
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         import peft
 
@@ -930,7 +931,7 @@ def build_classifier(args, tokenizer, label_names):
     context = context_length(model.config)
     if context < args.max_length:
         raise UserError(f"--max-length {args.max_length}: the model's context is {context} tokens")
-    ids = torch.full([1, args.max_length], 2, device=model.device)
+    ids = torch.full([1, args.max_length], 2, device=model.device)  # not 1, which is RoBERTa's pad
     try:
         with torch.no_grad():
             sequence_logits(model.eval(), ids, torch.ones_like(ids, dtype=torch.bool))
@@ -1130,8 +1131,8 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    date: today's, for templates that write it, year-month-day; is_prompt: add the header of the assistant's
-    turn. If the last message is the assistant's, it is left open instead, so that it can be continued. -> str
+    date: today's, for templates that write it, year-month-day; is_prompt: the assistant is to go on. Add the
+    header of its turn or, if the last message is its own, leave that message open. -> str
     """
     try:
         # datasets gives all messages the same keys, with None for those that a message did not have.
@@ -1164,7 +1165,8 @@ def load_preference_rows(rows, tokenizer, args):
             f"data set {args.dataset_name!r} needs the columns text and label, or dialog and act, or chosen "
             f"and rejected, or responses; it has {', '.join(columns)}"
         )
-    assert "responses" not in columns or "margin" not in columns, "a margin goes with chosen and rejected"
+    if "responses" in columns and "margin" in columns:
+        raise UserError(f"data set {args.dataset_name!r}: a margin goes with chosen and rejected")
     preferences = []
     for row in rows:
         prompt = row.get("prompt") or ""

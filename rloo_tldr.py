@@ -14,8 +14,8 @@ If you know PPO (ppo_sentiment.py), this is what changes:
    lower by --missing-eos-penalty (1 in all recipes). That teaches the policy to stop.
 5. A policy can learn to please the reward model without getting better. So before and after training, a
    judge compares summaries of held-out posts with reference summaries: the win rate (`win_rate`).
-6. The k responses to a prompt have the same beginning, so the prompt is read only once, in generation as in
-   training (`generate_groups`, `group_logprobs`).
+6. The k responses to a prompt have the same beginning, so each pass reads the prompt only once for all of
+   its responses in that pass, in generation as in training (`generate_groups`, `group_logprobs`).
 
     python rloo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
     python rloo_tldr.py --learning-rate 2e-4        # tiny with one change; every field of Args is a flag
@@ -157,7 +157,7 @@ class Args:
     # Judge: judge_model if there is one, or judge_fn, or the reward itself
     num_examples: int = 256  # number of held-out posts whose summaries are judged, before and after
     judge_fn: str | None = None  # FILE.py:function like --reward-fn; the response with the higher score wins
-    judge_model: str | None = None  # an existing folder: a reward model; any other name: a chat model
+    judge_model: str | None = None  # a folder, without judge_url: a reward model; else a chat model
     judge_url: str | None = None  # server of the chat model (default: see chat_server)
 
     # Optimizer
@@ -342,7 +342,7 @@ def train(args):
         learner.train()  # dropout is 0; this switches on gradient checkpointing
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, update, updates)
-        keys = group_keys(b["lengths"], k)  # [B], to keep groups together in micro-batches
+        keys = group_keys(b["lengths"], k)  # [B]: what a minibatch has of a group goes into one micro-batch
         metric_sums = defaultdict(float)  # sums over the responses of all minibatches and epochs
         for epoch in range(args.num_ppo_epochs):
             order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch)).to(device)
@@ -557,7 +557,7 @@ def draw_groups(rows, k, args, *purpose):
         start = C - len(row["ids"])
         ids[i, start:] = torch.tensor(row["ids"])
         mask[i, start:] = True
-    # Drawn for the first responses, then for the second ones, ...: their numbers do not depend on k.
+    # Drawn as [k, P, T], so that the numbers of the first responses do not depend on k.
     uniforms = torch.rand(k, P, args.response_length, generator=generator_for(args.seed, "tokens", *purpose))
     return dict(rows=rows, ids=ids, mask=mask, uniforms=uniforms.transpose(0, 1))
 
@@ -764,14 +764,14 @@ def group_logprobs(lm, ids, mask, T, temperature):
     ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [number of valid tokens]
     """
     body, head = body_and_head(lm)
-    if body.training and body.is_activation_checkpointing:  # excludes a cache, so read prompts B times
+    if body.training and body.is_activation_checkpointing:  # cannot use a cache: each row reads its prompt
         hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
     else:
         prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
         prompts, prompt_of_row = prompts.unique(dim=0, return_inverse=True)  # [P, C], [B]
         cache = transformers.DynamicCache(config=body.config)
         prompt_hidden = hidden_states(body, prompts.clamp(min=0), prompts >= 0, cache)  # [P, C, H]
-        for layer in cache.layers:
+        for layer in cache.layers:  # not batch_select_indices, whose gradient is added up in any order
             layer.keys = layer.keys.index_select(0, prompt_of_row)  # [P, ...] -> [B, ...]
             layer.values = layer.values.index_select(0, prompt_of_row)
         response_hidden = hidden_states(body, ids[:, -T:], mask, cache)  # [B, T, H]
@@ -1509,7 +1509,7 @@ def init_new_head(model):
 
 
 def has_head(name, num_labels):
-    """True if a model, or a LoRA adapter, was saved as a classifier of this size, according to its config."""
+    """True if, by its config, a model is a classifier of this size, or a LoRA adapter one of any size."""
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         import peft
 
@@ -1813,8 +1813,8 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    date: today's, for templates that write it, year-month-day; is_prompt: add the header of the assistant's
-    turn. If the last message is the assistant's, it is left open instead, so that it can be continued. -> str
+    date: today's, for templates that write it, year-month-day; is_prompt: the assistant is to go on. Add the
+    header of its turn or, if the last message is its own, leave that message open. -> str
     """
     try:
         # datasets gives all messages the same keys, with None for those that a message did not have.

@@ -19,7 +19,7 @@ If you know nanoGPT's train.py, this is what differs:
 6. Logits are computed for 128 positions at a time, and only at positions that have a label.
 7. The model is any causal language model of transformers: pretrained, with or without LoRA, or with random
    weights and a tokenizer that is loaded or trained on the data. Pretrained models are trained without
-   dropout, like all models in these scripts.
+   dropout, as in the other scripts. Models with random weights keep that of their config.
 8. The optimizer has PyTorch's defaults. AdamW's weight decay of 0.01 applies to all weights, including
    biases.
 
@@ -448,8 +448,8 @@ def write_samples(model, tokenizer, documents, stop_ids):
 class LanguageModel(nn.Module):
     """A causal language model whose forward pass returns losses.
 
-    DDP, FSDP2 and DeepSpeed work in the forward pass of what they wrap. So body and output layer are both
-    called in it.
+    DDP, FSDP2 and DeepSpeed work in the forward pass of what they wrap. So the body is called, and the
+    weights of the output layer are read, in it.
     """
 
     def __init__(self, lm):
@@ -625,7 +625,7 @@ def chat_parts(tokenizer, messages, date, first_learned=0):
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or i < first_learned:
             continue
-        if i == 0 or messages[i - 1]["role"] == "assistant":  # nobody asks the policy to begin a turn here
+        if i == 0 or messages[i - 1]["role"] == "assistant":  # a policy answers somebody else's message
             continue
         before = render_chat(tokenizer, messages[:i], date, is_prompt=True)
         after = render_chat(tokenizer, messages[: i + 1], date)
@@ -1113,7 +1113,7 @@ def check_documents(lm, args):
         body, head = body_and_head(lm)
         head.weight.mul_(64)  # a soft cap does not show in the small logits of random weights
         logits = lm.eval()(first, use_cache=False).logits[0, :-1].float()
-        lm.train(not args.from_config)  # loaded models must have no noise; new ones may have dropout
+        lm.train(not args.from_config)  # noise left in a loaded model must show; new ones may have dropout
         losses, _ = LanguageModel(lm)(first, first, positions)
         head.weight.div_(64)  # exact, because 64 is a power of 2
         expected = F.cross_entropy(logits, first[0, 1:], reduction="none")
@@ -1247,8 +1247,8 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    date: today's, for templates that write it, year-month-day; is_prompt: add the header of the assistant's
-    turn. If the last message is the assistant's, it is left open instead, so that it can be continued. -> str
+    date: today's, for templates that write it, year-month-day; is_prompt: the assistant is to go on. Add the
+    header of its turn or, if the last message is its own, leave that message open. -> str
     """
     try:
         # datasets gives all messages the same keys, with None for those that a message did not have.
