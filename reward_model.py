@@ -293,7 +293,7 @@ def train(args):
     # unless FSDP2 or ZeRO-3 shards them: then the learner is a sharded copy, and copy_weights copies its
     # weights back at the end.
     learner, optimizer, parameters = make_learner(model, args, accelerator)  # parameters: name -> parameter
-    state = run.start(learner, optimizer, parameters, B)  # {"update": 0} in a new run
+    state = run.start(learner, optimizer, parameters, B)  # update 0 in a new run
 
     for update in range(state["update"] + 1, updates + 1):
         # 1. Batch: the next B rows of an endless stream of shuffled epochs. For a given B, and without
@@ -725,20 +725,20 @@ def load(function, path, **kwargs):
 def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
-    Weights that the files lack would be random, so they are refused. With head_may_be_new the head may be,
-    and model.has_new_head says if it is. Loading never runs code from the files: without safetensors,
-    pytorch_model.bin is read with weights_only.
+    Weights that the files lack would be random, so they are refused. With head_may_be_new, those of the head
+    may be missing; model.has_new_head says if they were. Loading never runs code from the files: without
+    safetensors, pytorch_model.bin is read with weights_only.
     """
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         return load_adapter(auto_class, name, head_may_be_new, **kwargs)
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+    inner = f"{model.base_model_prefix}."
+    of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
+    model.has_new_head = len(of_body) < len(missing)
     if head_may_be_new:
-        inner = f"{model.base_model_prefix}."
-        of_head = [key for key in missing if not key.startswith(inner) or "pooler" in key]
-        model.has_new_head = len(of_head) > 0
-        missing = [key for key in missing if key not in of_head]
+        missing = of_body
     if missing:
         raise UserError(f"{name}: {len(missing)} weights are not in the files, such as {min(missing)}")
     if not getattr(model, "is_quantized", False):
@@ -764,7 +764,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
         raise UserError(f"{name}: its adapter_config.json does not name the base model")
     has_head = adapter.task_type == "SEQ_CLS"  # such an adapter holds the head
     base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or has_head, **kwargs)
-    base.has_new_head = getattr(base, "has_new_head", False) and not has_head
+    base.has_new_head = base.has_new_head and not has_head
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
@@ -921,7 +921,7 @@ def build_classifier(args, tokenizer, label_names):
         settings["ignore_mismatched_sizes"] = True  # a head for another number of labels is replaced
         head_may_be_new = not has_head(name, num_labels)
         model = load_model(AutoModelForSequenceClassification, name, head_may_be_new, **settings)
-    head_is_new = args.from_config is not None or (head_may_be_new and model.has_new_head)
+    head_is_new = args.from_config is not None or model.has_new_head
     if head_is_new:
         init_new_head(model)
     # transformers finds the last token of a text by the pad token. The EOS at the end of a response must not
@@ -985,7 +985,7 @@ def read_splits(name):
             splits[split] = datasets.concatenate_datasets([load(read_rows, path) for path in paths])
     if splits:
         return splits
-    if any(Path(resolve_path(name)).glob("**/*.csv")):
+    if any(Path(resolve_path(name)).glob("train*.csv")):
         raise UserError(f"data set {name!r}: csv changes values such as 010 and NA; use jsonl")
     name, _, config = name.partition(":")
     return load(datasets.load_dataset, name, name=config or None)
@@ -1519,10 +1519,7 @@ class Run:
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(value) for name, value in asdict(self.args).items()}
-            try:
-                self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
-            except Exception as error:  # no account, no network
-                raise UserError(f"--log-with {self.args.log_with}: {error}") from error
+            self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
         self.print(f"run folder {self.name}, after update {state['update']}")
         return state
 

@@ -722,7 +722,7 @@ def collate_rows(rows, device):
     L = max(lengths)
     ids = torch.zeros(B, L, dtype=torch.long)
     labels = torch.full((B, L), -100)
-    positions = torch.arange(L).repeat(B, 1)  # at pads, these remain: they are not 0, so no document starts
+    positions = torch.arange(L).repeat(B, 1)  # pads keep theirs, which are not 0: no document starts there
     for i, row in enumerate(rows):
         start = 0
         for document_ids, document_labels in row:
@@ -846,20 +846,20 @@ def load(function, path, **kwargs):
 def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
-    Weights that the files lack would be random, so they are refused. With head_may_be_new the head may be,
-    and model.has_new_head says if it is. Loading never runs code from the files: without safetensors,
-    pytorch_model.bin is read with weights_only.
+    Weights that the files lack would be random, so they are refused. With head_may_be_new, those of the head
+    may be missing; model.has_new_head says if they were. Loading never runs code from the files: without
+    safetensors, pytorch_model.bin is read with weights_only.
     """
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         return load_adapter(auto_class, name, head_may_be_new, **kwargs)
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+    inner = f"{model.base_model_prefix}."
+    of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
+    model.has_new_head = len(of_body) < len(missing)
     if head_may_be_new:
-        inner = f"{model.base_model_prefix}."
-        of_head = [key for key in missing if not key.startswith(inner) or "pooler" in key]
-        model.has_new_head = len(of_head) > 0
-        missing = [key for key in missing if key not in of_head]
+        missing = of_body
     if missing:
         raise UserError(f"{name}: {len(missing)} weights are not in the files, such as {min(missing)}")
     if not getattr(model, "is_quantized", False):
@@ -885,7 +885,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
         raise UserError(f"{name}: its adapter_config.json does not name the base model")
     has_head = adapter.task_type == "SEQ_CLS"  # such an adapter holds the head
     base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or has_head, **kwargs)
-    base.has_new_head = getattr(base, "has_new_head", False) and not has_head
+    base.has_new_head = base.has_new_head and not has_head
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
@@ -1108,7 +1108,6 @@ def check_documents(lm, args):
     positions = torch.arange(size, device=lm.device)[None]  # [1, size]
     first = positions % config.vocab_size
     second = first.flip(1)
-    rows = torch.cat([torch.cat([first, second], 1), torch.cat([second, second], 1)])  # [2, 2 * size]
     try:
         body, head = body_and_head(lm)
         head.weight.mul_(64)  # a soft cap does not show in the small logits of random weights
@@ -1118,13 +1117,12 @@ def check_documents(lm, args):
         head.weight.div_(64)  # exact, because 64 is a power of 2
         expected = F.cross_entropy(logits, first[0, 1:], reduction="none")
         is_equal = torch.allclose(losses, expected, 1e-3, 1e-3)
-        # A document may not depend on what comes after it.
+        # A document of max_length must fit, and its beginning may not depend on what comes after it.
         alone = document_states(body.eval(), second, positions)  # [1, size, H]
-        row_positions = torch.arange(2 * size, device=lm.device)[None]
-        at_beginning = document_states(body, rows[1:], row_positions)[:, :size]
-        is_equal = is_equal and torch.allclose(at_beginning, alone, 1e-3, 1e-3)
-        longest = torch.arange(args.max_length, device=lm.device)[None]
-        document_states(body, longest % config.vocab_size, longest)  # fails if it is too long
+        row_positions = torch.arange(args.max_length, device=lm.device)[None]
+        longest = (size - 1 - row_positions) % config.vocab_size  # begins like `second`
+        beginning = document_states(body, longest, row_positions)[:, :size]
+        is_equal = is_equal and torch.allclose(beginning, alone, 1e-3, 1e-3)
     except Exception as error:  # models fail in many ways
         raise UserError(f"{name}: this kind of model does not work here ({type(error).__name__})") from error
     if not is_equal:
@@ -1132,14 +1130,16 @@ def check_documents(lm, args):
     if not args.packing:
         return
 
+    # Packed, `second` must come out the same after `first`, after itself, and alone.
+    rows = torch.cat([torch.cat([first, second], 1), torch.cat([second, second], 1)])  # [2, 2 * size]
     try:
         after_first, after_second = document_states(body, rows, positions.repeat(2, 2))[:, size:]
-        # Nothing may pass from one document to the next, and in random weights little does: a tight limit.
+        # Random weights let little pass even through a wrong mask, so the first limit is tight.
         is_apart = torch.allclose(after_first, after_second, 1e-5, 1e-5)
         is_apart = is_apart and torch.allclose(after_first, alone[0], 1e-3, 1e-3)
     except Exception:  # models fail in many ways if they want another kind of mask
         is_apart = False
-    # Our mask has no window. That does not show in documents that are shorter than it.
+    # Our mask has no sliding window. Short documents cannot show that, so ask the config.
     windows = [getattr(config, kind, None) for kind in ("sliding_window", "attention_chunk_size")]
     if not is_apart or any(window and window < args.max_length for window in windows):
         raise UserError(f"{name}: packed documents of this model differ from single ones: use --no-packing")
@@ -1205,7 +1205,7 @@ def read_splits(name):
             splits[split] = datasets.concatenate_datasets([load(read_rows, path) for path in paths])
     if splits:
         return splits
-    if any(Path(resolve_path(name)).glob("**/*.csv")):
+    if any(Path(resolve_path(name)).glob("train*.csv")):
         raise UserError(f"data set {name!r}: csv changes values such as 010 and NA; use jsonl")
     name, _, config = name.partition(":")
     return load(datasets.load_dataset, name, name=config or None)
@@ -1594,10 +1594,7 @@ class Run:
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(value) for name, value in asdict(self.args).items()}
-            try:
-                self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
-            except Exception as error:  # no account, no network
-                raise UserError(f"--log-with {self.args.log_with}: {error}") from error
+            self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
         self.print(f"run folder {self.name}, after update {state['update']}")
         return state
 

@@ -145,6 +145,7 @@ def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, na
         flags = dict(total_episodes=32, num_sample_generations=2, learning_rate=1e-4)
     dtype = "float32" if "fp32 only" in title else "bfloat16"
     args = small(name, dtype=dtype, **flags)
+    (tmp_path / "teacher").symlink_to(args.model_name_or_path)  # of on-policy distillation
     with pretended_gpu() as check:
         module.train(module.Args(**vars(args)))
     assert check.mistakes == []

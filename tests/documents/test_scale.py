@@ -494,6 +494,8 @@ def patched_script(faults=()):
     module.__file__ = str(ROOT / "rloo_tldr.py")
     sys.modules[module.__name__] = module
     exec(compile(source, module.__file__, "exec"), module.__dict__)
+    for name in module.ALONE:  # accelerate would connect processes, in the tests to come too
+        del os.environ[name]
     return module
 
 

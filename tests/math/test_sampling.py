@@ -96,3 +96,12 @@ def test_what_is_sampled_is_what_is_scored():
     counts = counts_on_a_grid(ppo.token_logits(hidden, weight, 0.7).softmax(-1)[0], n)
     logprobs, _ = ppo.token_logprobs(hidden.expand(V, 6), weight, torch.arange(V), 0.7)
     assert ((counts - n * logprobs.exp()).abs() < 2).all()
+
+
+@pytest.mark.parametrize("V", [256, 512, 300])
+def test_the_last_token_of_a_block_can_be_sampled(V):
+    """After a token that has nearly all the probability of their block of 256."""
+    probs = torch.zeros(1, V)
+    probs[0, 3], probs[0, 255] = 1 - 2.0**-21, 2.0**-21
+    uniforms = torch.tensor([1 - 2.0**-20, 1 - 2.0**-22, 1 - 2.0**-24])
+    assert ppo.sample_tokens(probs.expand(3, -1), uniforms).tolist() == [3, 255, 255]
