@@ -51,7 +51,7 @@ metrics, which lines to change for what: docs/ppo_dialog.md.
 import copy
 import datetime
 import gzip
-import importlib.util
+import importlib
 import inspect
 import json
 import logging
@@ -1180,19 +1180,14 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
 
 
 def clean_generation_config(model):
-    """Keep only the token ids and the usual sampling settings of a generation config.
-
-    Others can make saving or generating fail at the end. Sampling settings that transformers refuses go too.
-    """
+    """Of a generation config that transformers would refuse to save at the end, keep only the token ids."""
     settings = getattr(model, "generation_config", None)
     if settings is None:
         return
-    token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
-    usual = {name: getattr(settings, name) for name in ("do_sample", "temperature", "top_k", "top_p")}
-    model.generation_config = transformers.GenerationConfig(**token_ids, **usual)
     try:
-        model.generation_config.validate(strict=True)
+        settings.validate(strict=True)
     except ValueError:
+        token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
         model.generation_config = transformers.GenerationConfig(**token_ids)
 
 
@@ -1481,17 +1476,10 @@ def load_functions(flag, names):
 
 def import_file(path):
     """A Python file as a module: run once, able to import its neighbors, in sys.modules for process pools."""
-    module = sys.modules.get(path.stem)
-    if getattr(module, "__file__", None) == str(path):
-        return module
-    is_taken = module is not None and not hasattr(module, "IS_YOUR_FILE")
-    if is_taken or path.stem in sys.stdlib_module_names:
-        raise ImportError(f"there is another module {path.stem}: rename the file")
     sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    module.IS_YOUR_FILE = True
-    spec.loader.exec_module(module)
+    module = importlib.import_module(path.stem)
+    if Path(module.__file__) != path:
+        raise ImportError(f"there is another module {path.stem}: rename the file")
     return module
 
 
@@ -1518,25 +1506,17 @@ def call_reward_functions(functions, rows, inputs, trainer_state, device):
         own = {key: [copy.deepcopy(x) for x in values] for key, values in (columns | inputs).items()}
         try:
             with torch.autocast(device.type, enabled=False):
-                scores = function(**own, trainer_state=trainer_state)
-            if inspect.isgenerator(scores):
-                scores = list(scores)
-        except SystemExit as error:
-            raise UserError(f"reward {name} called sys.exit({error.code!r})") from error
-        except Exception as error:
+                scores = list(function(**own, trainer_state=trainer_state))
+            numbers = [math.nan if score is None else float(score) for score in scores]
+        except (Exception, SystemExit) as error:
             traceback.print_exc()
             raise UserError(f"reward {name} failed: {error!r}") from error
-        try:
-            scores = list(scores)
-            numbers = [math.nan if score is None else float(score) for score in scores]
-        except (TypeError, ValueError, OverflowError) as error:
-            raise UserError(f"reward {name} must return a list of numbers or None: {error}") from error
         if len(numbers) != len(rows):
             raise UserError(f"reward {name}: {len(numbers)} numbers for {len(rows)} responses")
-        for score, number in zip(scores, numbers):
-            if score is not None and not abs(number) < 3e38:  # nan, or infinite in fp32
-                raise UserError(f"reward {name}: {score!r} is not a finite number")
-        rewards[name] = torch.tensor(numbers, device=device)
+        rewards[name] = torch.tensor(numbers, device=device)  # fp32
+        is_none = torch.tensor([score is None for score in scores], device=device)
+        if not (rewards[name].isfinite() | is_none).all():
+            raise UserError(f"reward {name}: its numbers must be finite in fp32")
     return rewards
 
 
@@ -1612,14 +1592,8 @@ def read_rows(path):
 
     Values stay as they are: the reader of `datasets` would turn "2024-01-15" into a timestamp.
     """
-
-    def to_dict(pairs):
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError(f"a key occurs twice: {pairs}")
-        return dict(pairs)
-
     with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
-        rows = [json.loads(line, object_pairs_hook=to_dict) for line in file if line.strip()]
+        rows = [json.loads(line) for line in file if line.strip()]
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
@@ -1799,11 +1773,8 @@ def make_optimizer(args, parameters):
     options = dict(eps=args.adam_eps, fused=True) if "Adam" in args.optimizer else {}
     options = {name: value for name, value in options.items() if name in accepted}
     try:
-        p = nn.Parameter(parameters[0].new_zeros(2, 2))
-        p.grad = torch.zeros_like(p)
-        optimizer_class([p], lr=args.learning_rate).step()  # LBFGS's step, for example, wants a function
         return optimizer_class(parameters, lr=args.learning_rate, **options)
-    except Exception as error:
+    except Exception as error:  # Muon, for example, trains only matrices
         raise UserError(f"--optimizer {args.optimizer} does not work here: {error}") from error
 
 
@@ -2146,9 +2117,6 @@ def log_samples(run, update, texts, b, columns):
     if run.args.log_with == "wandb" and run.is_main:
         data = [list(text.values()) for text in texts]
         run.accelerator.get_tracker("wandb").log_table("samples", list(texts[0]), data, step=update)
-    if run.args.log_with == "tensorboard" and run.is_main:
-        text = "\n\n".join(json.dumps(text) for text in texts)
-        run.accelerator.get_tracker("tensorboard").tracker.add_text("samples", text, update)
 
 
 def report_dialog_evaluation(run, turns, before, after):

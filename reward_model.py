@@ -776,19 +776,14 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
 
 
 def clean_generation_config(model):
-    """Keep only the token ids and the usual sampling settings of a generation config.
-
-    Others can make saving or generating fail at the end. Sampling settings that transformers refuses go too.
-    """
+    """Of a generation config that transformers would refuse to save at the end, keep only the token ids."""
     settings = getattr(model, "generation_config", None)
     if settings is None:
         return
-    token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
-    usual = {name: getattr(settings, name) for name in ("do_sample", "temperature", "top_k", "top_p")}
-    model.generation_config = transformers.GenerationConfig(**token_ids, **usual)
     try:
-        model.generation_config.validate(strict=True)
+        settings.validate(strict=True)
     except ValueError:
+        token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
         model.generation_config = transformers.GenerationConfig(**token_ids)
 
 
@@ -996,14 +991,8 @@ def read_rows(path):
 
     Values stay as they are: the reader of `datasets` would turn "2024-01-15" into a timestamp.
     """
-
-    def to_dict(pairs):
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError(f"a key occurs twice: {pairs}")
-        return dict(pairs)
-
     with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
-        rows = [json.loads(line, object_pairs_hook=to_dict) for line in file if line.strip()]
+        rows = [json.loads(line) for line in file if line.strip()]
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
@@ -1283,11 +1272,8 @@ def make_optimizer(args, parameters):
     options = dict(eps=args.adam_eps, fused=True) if "Adam" in args.optimizer else {}
     options = {name: value for name, value in options.items() if name in accepted}
     try:
-        p = nn.Parameter(parameters[0].new_zeros(2, 2))
-        p.grad = torch.zeros_like(p)
-        optimizer_class([p], lr=args.learning_rate).step()  # LBFGS's step, for example, wants a function
         return optimizer_class(parameters, lr=args.learning_rate, **options)
-    except Exception as error:
+    except Exception as error:  # Muon, for example, trains only matrices
         raise UserError(f"--optimizer {args.optimizer} does not work here: {error}") from error
 
 

@@ -1,8 +1,10 @@
 """Fixtures for tests of whole runs: small runs of each script, about a second each."""
 
+import importlib
 import json
 import shutil
 import signal
+import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,6 +32,18 @@ def signal_handlers():
     """Every test leaves the signal handlers unchanged."""
     with handlers_kept():
         yield
+
+
+@pytest.fixture(autouse=True)
+def reward_files(tmp_path_factory):
+    """Every test may have a file reward.py of its own: those of other tests are forgotten."""
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    importlib.invalidate_caches()
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path_factory.getbasetemp())):
+            del sys.modules[name]
 
 
 @pytest.fixture

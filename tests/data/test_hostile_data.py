@@ -232,7 +232,6 @@ FILES = {  # name -> files of a folder; the rows that are kept (one is held out 
     "other test": ({"train.jsonl": LINES, "test.jsonl": b'{"x": 1}\n{"x": 2}\n'}, "needs the column text"),
     "with a picture": ({"train.jsonl": LINES, "photo.png": b"\x89PNG and no more"}, 2),
     "extra columns": ({"train.jsonl": jsonl(EXTRA)}, 2),
-    "column twice": ({"train.jsonl": b'{"text": 1, ' + LINES[1:]}, "occurs twice"),
 }
 
 

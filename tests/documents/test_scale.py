@@ -431,7 +431,7 @@ def test_the_numbers_in_the_text_are_those_of_the_program():
 
 
 def test_the_advice_of_the_page_is_what_the_program_chooses():
-    """ "So, for this job": each sentence, from the choices."""
+    """Each sentence about a job, from the choices."""
     for gpus in (1, 8, 64):
         for gpu_memory in scale.GPUS:
             chosen = {size: scale.choose(size, gpus, gpu_memory) for size in scale.SIZES}

@@ -61,12 +61,11 @@ def test_a_generation_config_that_cannot_be_saved(sft, tiny_lm, copy_of, setting
     assert saved.eos_token_id == config["eos_token_id"]
 
 
-@pytest.mark.parametrize("optimizer", ["torch.optim.LBFGS", "torch.optim.SparseAdam", "torch.optim.Muon"])
-def test_optimizers_that_cannot_train(script, optimizer):
-    """oumi#308: LBFGS's step wants a function, SparseAdam sparse gradients, Muon nothing but matrices."""
+def test_optimizers_that_cannot_train(script):
+    """oumi#308: Muon trains nothing but matrices."""
     parameters = [torch.nn.Parameter(torch.zeros(3, 4)), torch.nn.Parameter(torch.zeros(4))]
-    with pytest.raises(script.UserError, match=f"--optimizer {optimizer} does not work here"):
-        script.make_optimizer(script.Args(optimizer=optimizer), parameters)
+    with pytest.raises(script.UserError, match="--optimizer torch.optim.Muon does not work here"):
+        script.make_optimizer(script.Args(optimizer="torch.optim.Muon"), parameters)
     assert script.make_optimizer(script.Args(optimizer="torch.optim.Adafactor"), parameters)
 
 
@@ -218,7 +217,7 @@ def test_a_function_that_exits(scripts, small, tmp_path, capsys):
     args = small("grpo_math", reward_fn=reward_file(tmp_path, "import sys\nsys.exit(0)", "leaving"))
     with pytest.raises(SystemExit) as end:
         scripts["grpo_math"].run_command_line(scripts["grpo_math"].train, args)
-    assert end.value.code == 2 and "called sys.exit(0)" in capsys.readouterr().err
+    assert end.value.code == 2 and "failed: SystemExit(0)" in capsys.readouterr().err
 
 
 def test_a_worker_stops_at_a_signal(ppo, tmp_path):

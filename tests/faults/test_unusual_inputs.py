@@ -54,7 +54,7 @@ def test_values_stay_as_they_are(script, tmp_path, name):
     assert train["mixed"][:] == [7, "seven"] and train["only_here"][:] == [None, [1]]
 
 
-@pytest.mark.parametrize("line", ['{"answer": 1, "answer": 2}', '{"answer": 12345678901234567890123}', ""])
+@pytest.mark.parametrize("line", ['{"answer": 12345678901234567890123}', ""])
 def test_values_that_cannot_stay(script, tmp_path, line):
     (tmp_path / "train.jsonl").write_text(line + "\n")
     with pytest.raises(script.UserError, match="cannot load .*train.jsonl"):
@@ -258,7 +258,7 @@ def functions_of(script, tmp_path, **files):
 
 
 @pytest.mark.parametrize(
-    "body, message", [("raise KeyError(6)", "failed: KeyError"), ("exit(3)", r"called sys.exit\(3\)")]
+    "body, message", [("raise KeyError(6)", "failed: KeyError"), ("exit(3)", r"failed: SystemExit\(3\)")]
 )
 def test_a_generator_that_fails_later(script, tmp_path, body, message):
     text = f"def score(completions, **kwargs):\n    yield 1.0\n    {body}\n"

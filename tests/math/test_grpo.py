@@ -106,11 +106,11 @@ def update(world, tiny_lm, tmp_path_factory):
     lm = eos_prone(tiny_lm, tmp_path_factory.mktemp("lm"))
     done = {}
 
-    def run(block="", scores=SCORES, **changes):
-        key = block, tuple(scores), repr(sorted(changes.items()))
+    def run(block="", scores=SCORES, rewards=(), weights=None, **changes):
+        key = block, repr((scores, rewards, weights)), repr(sorted(changes.items()))
         if key not in done:
             with handlers_kept(), pytest.MonkeyPatch.context() as patch:
-                done[key] = recorded_update(patch, variant(block), scores, changes)
+                done[key] = recorded_update(patch, variant(block), scores, rewards, weights, changes)
         return done[key]
 
     def variant(block):
@@ -121,7 +121,7 @@ def update(world, tiny_lm, tmp_path_factory):
         exec(compile(source, "variant", "exec"), module.__dict__)
         return module
 
-    def recorded_update(patch, module, scores, changes):
+    def recorded_update(patch, module, scores, rewards, weights, changes):
         flags = dict(
             model_name_or_path=lm,
             total_episodes=K * P,
@@ -135,14 +135,20 @@ def update(world, tiny_lm, tmp_path_factory):
             save_every=0,
         )
         root = tmp_path_factory.mktemp("update")
+        patch.chdir(root)
+        (root / "teacher").symlink_to(lm)
         args = maker({"grpo_math": module}, world, root)("grpo_math", **(flags | changes))
-        rollout_tasks, losses, rollouts = module.rollout_tasks, [], []
-        backward = accelerate.Accelerator.backward
+        args.reward_weights = weights
+        rollout_tasks, losses, rollouts, gradients = module.rollout_tasks, [], [], []
+        backward, clip_gradients = accelerate.Accelerator.backward, module.clip_gradients
 
         def rollout_with_noise(*inputs):
             b, responses = rollout_tasks(*inputs)
             valid = b["mask"][:, -T:]
             b["scores"] = torch.tensor(scores)
+            if rewards:
+                b = {name: x for name, x in b.items() if not name.startswith("rewards/")}
+                b |= {f"rewards/{i}": torch.tensor(numbers) for i, numbers in enumerate(rewards)}
             for seed, name in enumerate(("logprobs", "ref_logprobs", "sampling_logprobs")):
                 if name in b:
                     b[name] = torch.where(valid, b[name] + 0.3 * normal(K * P, T, seed=seed), 0.0)
@@ -153,8 +159,14 @@ def update(world, tiny_lm, tmp_path_factory):
             losses.append(loss.item())
             return backward(self, loss, **kwargs)
 
+        def recorded_clip(parameters, *inputs):
+            gradients.append(flat_gradient(parameters.values()))
+            return clip_gradients(parameters, *inputs)
+
         patch.setattr(module, "rollout_tasks", rollout_with_noise)
+        patch.setattr(module, "clip_gradients", recorded_clip)
         patch.setattr(module, "check_first_ratio", lambda *_, **__: None)
+        patch.setattr(module, "check_rl_args", lambda args: None)  # the weights are those of `rewards`
         patch.setattr(accelerate.Accelerator, "backward", recorded_backward)
         advantages = spy(patch, module, "grpo_advantages")
         model, _ = module.train(args)
@@ -173,9 +185,15 @@ def update(world, tiny_lm, tmp_path_factory):
             lengths=b["lengths"].tolist(),
             advantages=advantages[0][1] if advantages else None,
             loss=sum(losses[:3]),
+            gradient=gradients[0],
         )
 
     return run
+
+
+def flat_gradient(parameters):
+    """All gradients, one after the other. -> [number of weights]"""
+    return torch.cat([p.grad.flatten() for p in parameters])
 
 
 def by_token(run):
@@ -231,7 +249,11 @@ CASES = {  # title of a block -> advantages, other inputs of naive.grpo_loss
     "Entropy bonus": None,  # these are below
     "Dynamic sampling, without a refill": None,
     "Overlong filtering": None,
+    "GDPO": None,
+    "On-policy distillation": None,
+    "Sampler in bf16": None,
     "Truncated importance sampling": None,
+    "Sequence mask": None,
 }
 
 
@@ -279,14 +301,66 @@ def test_overlong_filtering(update):
 def test_truncated_importance_sampling(update):
     """Each token's policy loss has the weight p(trained, old) / p(sampler), at most 2."""
     run = update(BLOCKS["Truncated importance sampling"], kl_coef=0.0)
-    total, weights = 0.0, []
+    log_weights = (run.old - run.b["sampling_logprobs"]).tolist()
+    weights = [[min(math.exp(x), 2.0) for x in row] for row in log_weights]
+    check_weights(run, weights)
+    assert max(map(max, weights)) == 2.0 and min(map(min, weights)) < 1
+
+
+def test_sequence_mask(update):
+    """Each response's policy loss has the weight p(trained, old) / p(sampler) of the whole response, or 0."""
+    run = update(BLOCKS["Sequence mask"], kl_coef=0.0)
+    weights = (run.old - run.b["sampling_logprobs"]).sum(1).exp().tolist()
+    assert min(weights) < 1 and any(1 < weight < 3 for weight in weights) and max(weights) > 3
+    check_weights(run, [[weight * (weight <= 3)] * T for weight in weights])
+
+
+def check_weights(run, weights):
+    """The loss of an update is the mean over tokens of weight * clipped loss."""
+    total = 0.0
     for i, advantage in enumerate(naive.grpo_advantages(SCORES, K)):
         for t in range(run.lengths[i]):
-            new, old, sampled = (x[i, t].item() for x in (run.new, run.old, run.b["sampling_logprobs"]))
-            weights.append(min(math.exp(old - sampled), 2.0))
-            total += weights[-1] * naive.clipped_policy_loss(new, old, advantage, 0.2)
+            new, old = run.new[i, t].item(), run.old[i, t].item()
+            total += weights[i][t] * naive.clipped_policy_loss(new, old, advantage, 0.2)
     assert run.loss == pytest.approx(total / sum(run.lengths), abs=1e-5)
-    assert max(weights) == 2.0 and min(weights) < 1
+
+
+def test_on_policy_distillation(update):
+    """The advantage of a token is log p(teacher) - log p(old policy). There is no other KL."""
+    run = update(BLOCKS["On-policy distillation"], kl_coef=1.0)
+    total = 0.0
+    for new, old, ref in (token for row in by_token(run) for token in row):
+        total += naive.clipped_policy_loss(new, old, ref - old, 0.2)
+    assert run.loss == pytest.approx(total / sum(run.lengths), abs=1e-5)
+
+
+def test_sampler_in_bf16(update):
+    """Only the log-probabilities of sampling are rounded."""
+    run, plain = update(BLOCKS["Sampler in bf16"]), update()
+    same = (run.b["ids"] == plain.b["ids"]).all(1)  # another rounding may draw another token
+    assert same.sum() > 2
+    close(run.old[same], plain.old[same])
+    gap = (run.b["sampling_logprobs"] - plain.b["sampling_logprobs"])[same].abs()
+    assert 1e-4 < gap.max() < 0.1
+
+
+def gdpo_advantages(rewards, weights):
+    """GDPO's, eq. 4 to 6: each reward normalized in its group, weighted, added up, normalized in the batch."""
+    parts = [naive.grpo_advantages(one, K) for one in rewards]
+    sums = [sum(w * x for w, x in zip(weights, row)) for row in zip(*parts)]
+    mean = sum(sums) / len(sums)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in sums) / (len(sums) - 1))
+    return [(x - mean) / (deviation + 1e-4) for x in sums]
+
+
+MORE = [3.0, 0.0, 1.0, 0.5, 2.0, 0.0, 0.0, 0.5, 1.0, 0.0, 4.0, 0.5]  # a second reward
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 0.25]])
+def test_gdpo(update, weights):
+    run = update(BLOCKS["GDPO"], kl_coef=0.0, rewards=(SCORES, MORE), weights=weights)
+    advantages = gdpo_advantages([SCORES, MORE], weights or [1.0, 1.0])
+    assert run.loss == pytest.approx(naive.grpo_loss(by_token(run), advantages, mean="token"), abs=1e-5)
 
 
 # ---- TRL ---------------------------------------------------------------------------------------------------
@@ -305,7 +379,13 @@ def trl():
     return GRPOTrainer
 
 
-def trls_trainer(model, use_bias_correction_kl=False, importance_sampling_level="token", **settings):
+def trls_trainer(
+    model,
+    use_bias_correction_kl=False,
+    importance_sampling_level="token",
+    multi_objective_aggregation="sum_then_normalize",
+    **settings,
+):
     """What both methods read of a trainer. A name that is not given here is an AttributeError, and the arguments
     are TRL's own, so that a new option of TRL shows."""
     from trl import GRPOConfig
@@ -328,7 +408,7 @@ def trls_trainer(model, use_bias_correction_kl=False, importance_sampling_level=
         num_generations=K,
         num_iterations=1,
         top_entropy_quantile=1.0,
-        multi_objective_aggregation="sum_then_normalize",
+        multi_objective_aggregation=multi_objective_aggregation,
         max_completion_length=T,
         current_gradient_accumulation_steps=1,
         _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
@@ -343,10 +423,11 @@ def trls_trainer(model, use_bias_correction_kl=False, importance_sampling_level=
     )
 
 
-def trls_advantages(trl, model, rewards, scale):
+def trls_advantages(trl, model, rewards, scale, *more_rewards, weights=None, **settings):
     """Those of GRPOTrainer. There, the responses to a task are neighbors; here it gets them so. -> [k * P]"""
     rows = [task + j * P for task in range(P) for j in range(K)]
-    functions = ["only"]
+    rewards = torch.tensor([rewards, *more_rewards]).T  # [k * P, functions]
+    functions = [str(i) for i in range(rewards.shape[1])]
     answers = ([[1]] * 12, [[2]] * 12, None, [""] * 12, None, {}, None, None)
     trainer = trls_trainer(
         model,
@@ -354,13 +435,14 @@ def trls_advantages(trl, model, rewards, scale):
         scale_rewards=scale,
         reward_funcs=functions,
         reward_func_names=functions,
-        reward_weights=torch.ones(1),
+        reward_weights=torch.tensor(weights or [1.0] * len(functions)),
         _tokenizer=SimpleNamespace(pad_token_id=0),
         _generate=lambda prompts: answers,
-        _calculate_rewards=lambda *_: torch.tensor(rewards)[rows][:, None],
+        _calculate_rewards=lambda *_: rewards[rows],
         _logs=collections.defaultdict(list, rewards=collections.defaultdict(list)),
         _pending_extra_logs={},
         _pending_metrics={},
+        **settings,
     )
     output = trl._generate_and_score_completions(trainer, [{"prompt": ""}] * 12)
     advantages = torch.zeros(12)
@@ -369,8 +451,10 @@ def trls_advantages(trl, model, rewards, scale):
 
 
 def trls_loss(trl, run, advantages, **settings):
-    """The loss that GRPOTrainer computes from the tensors of an update."""
+    """The loss that GRPOTrainer computes from the tensors of an update, and its gradient."""
     mask = run.b["mask"][:, -T:].long()
+    logprobs, entropies = run.model(run.b["ids"], run.b["mask"], T, 1.0)
+    logprobs, entropies = (grpo.unflatten(x, mask.bool()) for x in (logprobs, entropies))
     inputs = {
         "prompt_ids": run.b["ids"][:, :-T],
         "prompt_mask": run.b["mask"][:, :-T],
@@ -382,8 +466,11 @@ def trls_loss(trl, run, advantages, **settings):
         "num_items_in_batch": mask.sum(),
     }
     trainer = trls_trainer(run.model.policy, beta=0.1, **settings)
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (run.new, run.entropies, None)
-    return trl._compute_loss(trainer, run.model.policy, inputs).item()
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logprobs, entropies, None)
+    loss = trl._compute_loss(trainer, run.model.policy, inputs)
+    run.model.zero_grad()
+    loss.backward()
+    return loss.item(), flat_gradient(grpo.trainable(run.model).values())
 
 
 # TRL's scale_rewards="batch" is none of the blocks: the group's mean, and the deviation of the batch.
@@ -415,11 +502,21 @@ def test_naive_advantages_are_trls(trl, update, scale):
         close(grpo.grpo_advantages(torch.tensor(SCORES), K), theirs)
 
 
+@pytest.mark.parametrize("weights", [None, [1.0, 0.25]])
+def test_gdpo_is_trls(trl, update, weights):
+    """GDPO is TRL's multi_objective_aggregation="normalize_then_sum"."""
+    settings = dict(multi_objective_aggregation="normalize_then_sum", weights=weights)
+    theirs = trls_advantages(trl, update().model.policy, SCORES, "group", MORE, **settings)
+    close(theirs, gdpo_advantages([SCORES, MORE], weights or [1.0, 1.0]))
+
+
 @pytest.mark.parametrize("name", OF_TRL)
-def test_losses_are_trls(trl, update, name):
-    """The loss of an update, and TRL's of the same tensors and rewards."""
+def test_losses_and_gradients_are_trls(trl, update, name):
+    """Those of an update, and TRL's of the same tensors and rewards."""
     block, loss_type, scale, others = OF_TRL[name]
     run = update(block)
     advantages = trls_advantages(trl, run.model.policy, SCORES, scale)
     settings = dict(loss_type=loss_type, epsilon_high=0.2) | others
-    assert run.loss == pytest.approx(trls_loss(trl, run, advantages, **settings), abs=1e-5)
+    loss, gradient = trls_loss(trl, run, advantages, **settings)
+    assert run.loss == pytest.approx(loss, abs=1e-5)
+    assert (run.gradient - gradient).norm() < 1e-5 * gradient.norm()
