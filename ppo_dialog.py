@@ -4,7 +4,7 @@ This is ppo_sentiment.py with another task; PPO itself is the same code. If you 
 a dialog changes:
 
 1. The prompt is the end of a conversation. It comes with a reference answer: what the person said next
-   (`Turn`). In this file a "reference" is such an answer. The frozen policy is called `ref_model`.
+   (`Turn`). "The references" are these answers; "the reference model" is the frozen policy, as elsewhere.
 2. The reward is a weighted sum, and each part of it is logged (`load_reward_parts`). Intent: does the answer
    have the same dialog act (inform, question, directive, commissive) as the reference answer? It is a
    classifier's probability of that act, or 1 if that act is the likeliest and 0 otherwise. METEOR: how many
@@ -22,7 +22,7 @@ a dialog changes:
     python ppo_dialog.py gpt2-dailydialog           # the published experiment, from the Hub
     python ppo_dialog.py chat RUN_FOLDER_OR_MODEL   # chat with the trained model
     torchrun --nproc_per_node 2 ppo_dialog.py       # two processes, twice the batch
-    python ppo_dialog.py --resume latest            # continue a run that was stopped, bit for bit
+    python ppo_dialog.py --resume latest            # continue a stopped run; on a CPU, bit for bit
 
 Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, rewards,
 data, processes, run folder, chat, flags. `diff ppo_sentiment.py ppo_dialog.py` shows all differences. Papers:
@@ -109,13 +109,13 @@ class Args:
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
-    num_sample_generations: int = 10  # how many times samples are printed during the run
+    num_sample_generations: int = 10  # about how many times samples are printed during the run
     num_eval_prompts: int = 512  # number of held-out prompts in the before / after table
 
     # Models
     model_name_or_path: str = "rajkumarrrk/gpt2-fine-tuned-on-daily-dialog"  # also the reference model
     reward_model_path: str | None = "rajkumarrrk/roberta-daily-dialog-intent-classifier"  # None: no intent
-    reward_fn: list[str] | None = None  # FILE.py:function ..., more parts of the reward; called as TRL's are
+    reward_fn: list[str] | None = None  # FILE.py:function ..., more parts of the reward, in TRL's form
     value_model_path: str | None = None  # a causal critic with its own weights; None: a head on the policy
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
     load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
@@ -135,7 +135,7 @@ class Args:
 
     # Reward
     intent_weight: float = 1.0  # weight of the intent; 0: it is only logged
-    intent_reward: Literal["probability", "match"] = "match"  # of the answer; match: 1 if the act is right
+    intent_reward: Literal["probability", "match"] = "match"  # match: 1 if its act is the likeliest
     meteor_weight: float = 1.0  # weight of METEOR against the reference
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
 
@@ -166,7 +166,7 @@ class Args:
     learning_rate: float = 1e-6  # the highest learning rate of the schedule
     optimizer: str = "torch.optim.Adam"  # dotted name: torch.optim.AdamW, bitsandbytes.optim.Adam8bit, ...
     adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # set per update
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # shape after the warm-up
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
 
@@ -221,6 +221,7 @@ def train(args):
     if args.kl_target is not None and B >= 5 * args.kl_horizon:
         # adaptive_kl_coef multiplies by 1 - 0.2 * B / kl_horizon at least, which must stay above 0.
         raise UserError(f"--kl-horizon {args.kl_horizon:g} must be more than 1/5 of the batch, {B}")
+    # What the progress bar shows: label -> metric.
     status = {"score": "objective/scores", "METEOR": "meteor", "KL": "objective/kl"}
     run = Run(args, accelerator, updates, status)
 
@@ -656,7 +657,8 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
     tokens = torch.zeros(B, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(B, T, device=ids.device)
-    ended = torch.zeros_like(tokens)  # 1 at the token that completes the end mark, 0 elsewhere
+    lengths = torch.full([B], T, device=ids.device)
+    stopped = torch.zeros(B, dtype=torch.bool, device=ids.device)
     rows = torch.arange(B, device=ids.device)  # the rows that are still being written
 
     for t in range(T):
@@ -667,7 +669,8 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
 
         # Only the response is searched: its beginning must not complete a mark that the prompt began.
         has_ended = is_end(tokens[rows, : t + 1], None)  # [rows]; None: in place of logits
-        ended[rows, t] = has_ended.long()
+        lengths[rows[has_ended]] = t + 1
+        stopped[rows[has_ended]] = True
         if t + 1 == T or has_ended.all():
             break
         if has_ended.any():  # finished rows leave the batch
@@ -676,14 +679,13 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
             rows, mask, token = rows[keep], mask[keep], token[keep]
         mask = F.pad(mask, (0, 1), value=True)
         hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
-    # The length is the position of the first 1, as that of a stop token is among tokens.
-    return tokens, logprobs, response_lengths(ended, stop_token_id=1), ended.any(1)
+    return tokens, logprobs, lengths, stopped
 
 
 def answer_text(tokenizer, tokens, end):
     """The decoded answer without its end mark. Token ids [n] -> str
 
-    Of the special tokens only BOS, EOS and pad are left out: another one is a part of the text.
+    Of the special tokens only BOS, EOS and pad are left out: others are text, or the end mark.
     """
     left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     text = tokenizer.decode([token for token in tokens if token not in left_out])
@@ -786,6 +788,7 @@ class PolicyAndValue(nn.Module):
             hidden_size = critic.config.get_text_config().hidden_size
         self.value_head = nn.Linear(hidden_size, 1)
         # Values start at 0, so the first advantages are the rewards to come, discounted by gamma * lam.
+        # (load_policy_and_value loads the head of an earlier run, if there is one.)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
@@ -900,24 +903,15 @@ def sample_tokens(probs, uniforms):
     sums = blocks.sum(2).to(dtype)  # [B, blocks]
     ends = sums.cumsum(1)  # [B, blocks]
     target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
-    # right=True never selects what has probability 0. Rounding may select past the end: clamp.
+    # right=True never selects what has probability 0. With NaN it selects past the end, and so do the lines
+    # below: clamp. (Then the loss is NaN, and the run ends with one line.)
     block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[1] - 1)  # [B, 1]
-    # The block starts at ends - sums. The part of it that lies before the target, from 0 to 1:
-    share = 1 + (target - ends.gather(1, block)) / sums.gather(1, block)  # [B, 1]
-    token_ends = blocks.take_along_dim(block[:, :, None], 1).squeeze(1).cumsum(1, dtype=dtype)  # [B, 256]
+    # The part of the block that lies before the target, from 0 to 1. Rounding may leave this range.
+    share = (target - (ends - sums).gather(1, block)) / sums.gather(1, block)  # [B, 1]
     share = share.clamp(0, 1 - torch.finfo(dtype).eps)
+    token_ends = blocks.take_along_dim(block[:, :, None], 1).squeeze(1).cumsum(1, dtype=dtype)  # [B, 256]
     token = torch.searchsorted(token_ends, share * token_ends[:, -1:], right=True)
-    return (block * 256 + token).squeeze(1)
-
-
-def response_lengths(tokens, stop_token_id):
-    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
-
-    stop_token_id: one id, or a tensor of several
-    """
-    T = tokens.shape[1]
-    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
+    return (block * 256 + token).squeeze(1).clamp(max=V - 1)
 
 
 def length_mask(lengths, max_length):
@@ -1138,6 +1132,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+    # What is outside of the transformer is the head. BERT's pooler is inside, but many files lack it.
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -1166,9 +1161,9 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     adapter = load(peft.PeftConfig.from_pretrained, name)
     if not adapter.base_model_name_or_path:
         raise UserError(f"{name}: its adapter_config.json does not name the base model")
-    has_head = adapter.task_type == "SEQ_CLS"  # such an adapter holds the head
-    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or has_head, **kwargs)
-    base.has_new_head = base.has_new_head and not has_head
+    holds_head = adapter.task_type == "SEQ_CLS"
+    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or holds_head, **kwargs)
+    base.has_new_head = base.has_new_head and not holds_head
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
@@ -1180,7 +1175,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
 
 
 def clean_generation_config(model):
-    """Of a generation config that transformers would refuse to save at the end, keep only the token ids."""
+    """Reduce the generation config to its token ids if transformers would refuse to save it at the end."""
     settings = getattr(model, "generation_config", None)
     if settings is None:
         return
@@ -1204,12 +1199,18 @@ def load_tokenizer(name, for_prompts=True):
     """
     tokenizer = load(AutoTokenizer.from_pretrained, name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    ids = tokenizer("word", add_special_tokens=False).input_ids
-    if not ids:  # transformers made one up
+    if not tokenizer("word").input_ids:  # without tokenizer files, transformers returns an empty tokenizer
         raise UserError(f"{name} has no tokenizer")
-    if for_prompts and tokenizer("word").input_ids[-2:] == [ids[-1], tokenizer.eos_token_id]:
+    if for_prompts and appends_eos(tokenizer):
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
+
+
+def appends_eos(tokenizer):
+    """True if a tokenizer ends every text with EOS."""
+    word = tokenizer("word", add_special_tokens=False).input_ids
+    # Two tokens, because a word of a small vocabulary may itself be EOS, which is GPT-2's unknown token.
+    return tokenizer("word").input_ids[-2:] == [word[-1], tokenizer.eos_token_id]
 
 
 def trainable(module):
@@ -1227,39 +1228,37 @@ def add_lora(model, args):
     starts at 0."""
     import peft
 
-    target_modules = args.lora_target_modules
+    target_modules, names = args.lora_target_modules, []
     if target_modules != "all-linear":
-        target_modules = target_modules.replace(" ", "").split(",")
+        target_modules = names = target_modules.replace(" ", "").split(",")
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target_modules)
     try:
         model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: {error}") from error
     layers = model.targeted_module_names
-    for name in [] if target_modules == "all-linear" else target_modules:
+    for name in names:
         if not any(f".{layer}".endswith(f".{name}") for layer in layers):
             raise UserError(f"--lora-target-modules: no layer is called {name!r}")
     base = model.get_base_model()
     # Merged into an embedding, an adapter would also change the output layer, which may share its weights.
     if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings")
-    check_gradients(model)
     return model
 
 
 def check_gradients(model):
-    """Raise UserError if a layer of a LoRA adapter is used, but would not be trained.
+    """Raise UserError if a layer of a LoRA adapter would not be trained.
 
     Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights (of a model
-    that was saved with them), once they have been used in eval mode. A layer that is not used, such as BERT's
-    pooler, has no gradient at all.
+    that was saved with them), once they have been used in eval mode.
     """
     ids = torch.arange(6, device=model.device)[None]  # [1, 6]
     with torch.no_grad():
         model.eval()(input_ids=ids)
-    model.train()(input_ids=ids)[0][..., 0].sum().backward()
-    grads = [p.grad for name, p in model.named_parameters() if "lora_B" in name]
-    if not all(grad.any() for grad in grads if grad is not None):
+    model.train()(input_ids=ids).logits[..., 0].sum().backward()
+    grads = [p.grad for name, p in model.named_parameters() if "lora_B" in name]  # A's is 0 while B is 0
+    if not all(grad.any() for grad in grads):
         raise UserError("LoRA: some layers get no gradient; are weights behind them quantized, on a CPU?")
     model.zero_grad()
 
@@ -1281,8 +1280,9 @@ def check_model(lm, name, max_tokens):
     """Raise UserError if Part I cannot train a language model, or sample from it, as it is.
 
     Measured, not guessed. The model's own logits must be the product of its last hidden states and the output
-    layer, without a soft cap or a scale (Gemma 2, Granite). And the states of a text, which has max_tokens
-    with two pads, must be the same in train mode, after the pads, and with a cache that another row has left.
+    layer, without a soft cap or a scale (Gemma 2, Granite). And the hidden states of a text must be the same
+    (1) alone in eval mode, (2) in train mode after two pads, and (3) read in two halves with a cache, from
+    which another row is removed in between. Text and pads together have max_tokens tokens.
     """
     config = lm.config.get_text_config()
     context = context_length(config)
@@ -1295,7 +1295,7 @@ def check_model(lm, name, max_tokens):
     mask = torch.arange(L + 2, device=lm.device).expand(2, -1) >= 2
     try:
         body, head = body_and_head(lm.eval())
-        head.weight.mul_(64)  # a soft cap does not show in small logits
+        head.weight.mul_(64)  # a soft cap shows only in large logits; tied embeddings grow too, in both lines
         logits = lm(short_ids).logits[0].float()  # [6, V]
         product = token_logits(hidden_states(body, short_ids, short_ids >= 0)[0], head.weight, bias=head.bias)
         head.weight.div_(64)  # exact, because 64 is a power of 2
@@ -1339,6 +1339,7 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
     ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
+        check_gradients(policy)
     elif args.num_shared_layers:
         ref_model = share_layers(policy, args.num_shared_layers)
     elif needs_reference:
@@ -1464,7 +1465,7 @@ def load_functions(flag, names):
         if not path.is_file():
             raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
         try:
-            with chdir("."):  # a file may change the directory only for its own import
+            with chdir("."):  # come back to this directory, wherever the file goes
                 function = getattr(import_file(path), function_name, None)
         except (Exception, SystemExit) as error:
             raise UserError(f"{flag} {name}: the file cannot be imported: {error!r}") from error
@@ -1513,10 +1514,10 @@ def call_reward_functions(functions, rows, inputs, trainer_state, device):
             raise UserError(f"reward {name} failed: {error!r}") from error
         if len(numbers) != len(rows):
             raise UserError(f"reward {name}: {len(numbers)} numbers for {len(rows)} responses")
-        rewards[name] = torch.tensor(numbers, device=device)  # fp32
-        is_none = torch.tensor([score is None for score in scores], device=device)
-        if not (rewards[name].isfinite() | is_none).all():
-            raise UserError(f"reward {name}: its numbers must be finite in fp32")
+        for score, number in zip(scores, numbers):
+            if score is not None and not abs(number) < 3e38:  # nan, or infinite in fp32
+                raise UserError(f"reward {name}: {score!r} is not a finite number")
+        rewards[name] = torch.tensor(numbers, device=device)
     return rewards
 
 
@@ -1620,6 +1621,7 @@ def load_dialogs(rows):
             continue
         if len(utterances) >= 2 and all(text.strip() for text in utterances):
             has_acts = isinstance(acts, list) and len(acts) == len(utterances)
+            utterances = [text.strip() for text in utterances]  # DailyDialog's end with a space
             dialogs.append((row, utterances, acts if has_acts else None))
     return dialogs
 
@@ -1630,9 +1632,11 @@ def utterance_ids(tokenizer, utterances, end):
     sft.py and ppo_dialog.py share this rule. Utterances are tokenized one by one, so no token spans two of
     them, and an utterance has the same tokens in fine-tuning, in a prompt and as a reference.
     """
-    mark, last = (end, []) if end != "eos" else ("", [tokenizer.eos_token_id])
-    texts = [f" {' '.join(text.split())}{mark}" for text in utterances]
-    return [ids + last for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+    end_text, end_ids = end, []
+    if end == "eos":
+        end_text, end_ids = "", [tokenizer.eos_token_id]
+    texts = [f" {' '.join(text.split())}{end_text}" for text in utterances]
+    return [ids + end_ids for ids in tokenizer(texts, add_special_tokens=False).input_ids]
 
 
 def context_ids(utterances, args, bos=()):
@@ -1744,7 +1748,7 @@ def start_accelerator(args):
             gradient_clipping=args.max_grad_norm or 0.0,
             torch_autocast=dict(enabled=wants_bf16(args, accelerator.device), dtype="bfloat16"),
         )
-        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # it would load models in shards
+        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else it loads models in shards
     torch.manual_seed(args.seed % 2**64)  # for weights that start at random, such as LoRA's
     return accelerator
 
@@ -1809,7 +1813,7 @@ def micro_batches(minibatch, keys, size, learner, accelerator):
     rows = rows[keys[rows].argsort(stable=True)]
     parts = rows.split(size)
     for i, part in enumerate(parts):
-        accelerator.sync_gradients = i + 1 == len(parts)  # DeepSpeed takes its step in this backward pass
+        accelerator.sync_gradients = i + 1 == len(parts)  # if True, DeepSpeed's backward pass takes the step
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(learner):
             yield part
 
@@ -1821,7 +1825,9 @@ def unshard(x):
 
 
 def shard_like(value, p):
-    """The shard of a tensor that belongs to the parameter p if p is sharded (FSDP2); else the tensor."""
+    """The shard of a value that belongs to the parameter p if p is sharded (FSDP2); else the value, as for
+    Adam's step counter, which has another shape.
+    """
     if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
         return value
     value = value.to(p.device)
@@ -1867,8 +1873,8 @@ def check_first_ratio(log_ratio, args):
     max_mean, max_largest = (0.02, 0.2) if is_rounded else (1e-4, 1e-3)
     if not (mean < max_mean and largest < max_largest):
         raise UserError(
-            f"before the first optimizer step, log-ratios are {mean:.2g} on average and up to {largest:.2g} "
-            "instead of 0: rollout and update do not compute the same probabilities with this model"
+            f"before the first optimizer step, log-ratios are {mean:.2g} on average, 1 in 1000 above "
+            f"{largest:.2g}, instead of 0: rollout and update do not compute the same probabilities"
         )
 
 
@@ -1917,19 +1923,20 @@ class Run:
         self.task = self.bar.add_task("", total=updates)
         self.last_line_time = 0.0
         self.signal_number = 0  # of a signal that asked us to stop
-        if args.recipe == "custom":
+        self.pid = os.getpid()
+        if args.recipe == "custom" and not args.resume:
             self.print("no recipe: flags that are not given have the defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
-        self.folder = Path(self.name).absolute()  # your code may change the working directory
+        self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
 
     def on_signal(self, number, frame):
         """Finish the update, save, and stop. A second signal stops at once."""
         signal.signal(number, signal.SIG_DFL)
-        if os.getpid() != self.pid:  # a worker that your code has forked
+        if os.getpid() != self.pid:  # a worker that a reward function has forked
             signal.raise_signal(number)
         self.signal_number = number
 
@@ -1987,7 +1994,7 @@ class Run:
         return metrics
 
     def finish(self):
-        """Wait until the main process has saved everything: torchrun stops it if another one exits first."""
+        """Wait until the main process has saved everything, then close the tracker."""
         self.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
@@ -1999,7 +2006,6 @@ class Run:
 
         Remembers learner, optimizer and parameters (name -> parameter) for the checkpoints to come.
         """
-        self.pid = os.getpid()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
         self.learner, self.optimizer, self.parameters = learner, optimizer, parameters
@@ -2241,10 +2247,11 @@ def parse_args(argv):
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # the last one: sft.py
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
     recipe, flags = "custom" if names_model else "tiny", argv
-    if argv and not argv[0].startswith("-"):
+    names_recipe = len(argv) > 0 and not argv[0].startswith("-")
+    if names_recipe:
         recipe, flags = argv[0], argv[1:]
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
@@ -2257,7 +2264,7 @@ def parse_args(argv):
         raise UserError(f"unknown: {' '.join(unknown)}. See --help; CHANGELOG.md has flags that were removed")
     if args.resume is None:
         return args
-    return resumed_args(args.resume, None if flags is argv else recipe, flags)
+    return resumed_args(args.resume, recipe if names_recipe else None, flags)
 
 
 def resumed_args(resume, recipe, flags):

@@ -11,9 +11,9 @@ If you know PPO from CleanRL's ppo.py, this is what language changes:
 4. Responses have different lengths, so every tensor needs a mask. Masks are made from lengths, never from
    `token != pad`, because many tokenizers use EOS as the padding token.
 5. The value function is a linear head on the policy's own transformer, or a critic with its own weights.
-6. Not because of language, but as in OpenAI's and TRL's code: there is no entropy bonus, and advantages are
-   whitened over the whole batch instead of per minibatch. The loss is a mean over tokens, so a long response
-   weighs more than a short one.
+6. Not because of language: there is no entropy bonus, as in OpenAI's and TRL's code. Advantages are whitened
+   over the whole batch instead of per minibatch, as in TRL. The loss is a mean over tokens, so a long
+   response weighs more than a short one.
 
     python ppo_sentiment.py                            # recipe tiny: no download, no GPU, minutes on 2 cores
     python ppo_sentiment.py --learning-rate 1.41e-5    # tiny with one change; every field of Args is a flag
@@ -21,7 +21,7 @@ If you know PPO from CleanRL's ppo.py, this is what language changes:
     python ppo_sentiment.py gpt2-imdb-lora --load-in-8bit
     python ppo_sentiment.py smollm2-imdb               # after sft.py and reward_model.py with this recipe
     torchrun --nproc_per_node 2 ppo_sentiment.py       # two processes, twice the batch
-    python ppo_sentiment.py --resume latest            # continue a run that was stopped, bit for bit
+    python ppo_sentiment.py --resume latest            # continue a stopped run; on a CPU, bit for bit
 
 Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, rewards,
 data, processes, run folder, flags. Papers: PPO (Schulman et al. 2017), GAE (Schulman et al. 2016),
@@ -105,14 +105,14 @@ class Args:
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
-    num_sample_generations: int = 10  # how many times samples are printed during the run
+    num_sample_generations: int = 10  # about how many times samples are printed during the run
     num_eval_prompts: int = 128  # number of held-out prompts in the before / after table
 
     # Models
     model_name_or_path: str = "lvwerra/gpt2-imdb"  # the policy before PPO; also the reference
     reward_model_path: str = "lvwerra/distilbert-imdb"  # a classifier; it may use another tokenizer
     reward_label: str = "positive"  # the label whose logit is the reward: its name or number
-    reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the classifier; called as TRL's are
+    reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the classifier, in TRL's form
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
     judge_model_path: str | None = None  # a second classifier, not seen in training, for the final table
     value_model_path: str | None = None  # a causal critic, same tokenizer; None: a value head on the policy
@@ -162,7 +162,7 @@ class Args:
     learning_rate: float = 1.41e-5  # the highest learning rate of the schedule
     optimizer: str = "torch.optim.Adam"  # dotted name: torch.optim.AdamW, bitsandbytes.optim.Adam8bit, ...
     adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # set per update
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # shape after the warm-up
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
 
@@ -315,7 +315,7 @@ def train(args):
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, valid, shift_mean=False)
 
-        # 4. Advantages, always whitened, as OpenAI and TRL do.
+        # 4. Advantages, always whitened.
         advantages, returns = gae(rewards, b["values"], valid, args.gamma, args.lam)  # [B, T] each
         advantages = masked_whiten(advantages, valid)
 
@@ -478,7 +478,7 @@ def sample_texts(prompts, responses, scores):
 
 
 def distinct_bigrams(texts):
-    """Different pairs of neighboring words / all pairs, in all texts (distinct-2, Li et al. 2016). -> float
+    """Different pairs of neighboring words / all pairs, in all texts (as in Li et al. 2016). -> float
 
     It falls if a policy repeats itself, even if no two responses are equal. It also falls as the number of
     texts grows, so compare only equal numbers of texts.
@@ -500,7 +500,8 @@ def draw_batch(reviews, start, B, args, purpose):
     All other draws depend only on the seed and the purpose: the number of the update, or "held-out".
 
     The policy is not told its limit. So it cannot plan for an end there, and learns to write text that could
-    go on. With missing_eos_penalty, set both limits to the same number: a low one would be penalized too.
+    go on. With missing_eos_penalty, set both limits to the same number: else responses with a low limit are
+    penalized because they had less room to end.
     -> dict: reviews (list of B), ids [B, C], bool mask [B, C], max_new_tokens [B], uniforms [B, T]
     """
     C, T = args.query_max_length, args.response_length
@@ -651,6 +652,7 @@ class PolicyAndValue(nn.Module):
             hidden_size = critic.config.get_text_config().hidden_size
         self.value_head = nn.Linear(hidden_size, 1)
         # Values start at 0, so the first advantages are the rewards to come, discounted by gamma * lam.
+        # (load_policy_and_value loads the head of an earlier run, if there is one.)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
@@ -765,14 +767,15 @@ def sample_tokens(probs, uniforms):
     sums = blocks.sum(2).to(dtype)  # [B, blocks]
     ends = sums.cumsum(1)  # [B, blocks]
     target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
-    # right=True never selects what has probability 0. Rounding may select past the end: clamp.
+    # right=True never selects what has probability 0. With NaN it selects past the end, and so do the lines
+    # below: clamp. (Then the loss is NaN, and the run ends with one line.)
     block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[1] - 1)  # [B, 1]
-    # The block starts at ends - sums. The part of it that lies before the target, from 0 to 1:
-    share = 1 + (target - ends.gather(1, block)) / sums.gather(1, block)  # [B, 1]
-    token_ends = blocks.take_along_dim(block[:, :, None], 1).squeeze(1).cumsum(1, dtype=dtype)  # [B, 256]
+    # The part of the block that lies before the target, from 0 to 1. Rounding may leave this range.
+    share = (target - (ends - sums).gather(1, block)) / sums.gather(1, block)  # [B, 1]
     share = share.clamp(0, 1 - torch.finfo(dtype).eps)
+    token_ends = blocks.take_along_dim(block[:, :, None], 1).squeeze(1).cumsum(1, dtype=dtype)  # [B, 256]
     token = torch.searchsorted(token_ends, share * token_ends[:, -1:], right=True)
-    return (block * 256 + token).squeeze(1)
+    return (block * 256 + token).squeeze(1).clamp(max=V - 1)
 
 
 def response_lengths(tokens, stop_token_id):
@@ -1003,6 +1006,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+    # What is outside of the transformer is the head. BERT's pooler is inside, but many files lack it.
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -1031,9 +1035,9 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     adapter = load(peft.PeftConfig.from_pretrained, name)
     if not adapter.base_model_name_or_path:
         raise UserError(f"{name}: its adapter_config.json does not name the base model")
-    has_head = adapter.task_type == "SEQ_CLS"  # such an adapter holds the head
-    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or has_head, **kwargs)
-    base.has_new_head = base.has_new_head and not has_head
+    holds_head = adapter.task_type == "SEQ_CLS"
+    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or holds_head, **kwargs)
+    base.has_new_head = base.has_new_head and not holds_head
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
@@ -1045,7 +1049,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
 
 
 def clean_generation_config(model):
-    """Of a generation config that transformers would refuse to save at the end, keep only the token ids."""
+    """Reduce the generation config to its token ids if transformers would refuse to save it at the end."""
     settings = getattr(model, "generation_config", None)
     if settings is None:
         return
@@ -1069,12 +1073,18 @@ def load_tokenizer(name, for_prompts=True):
     """
     tokenizer = load(AutoTokenizer.from_pretrained, name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    ids = tokenizer("word", add_special_tokens=False).input_ids
-    if not ids:  # transformers made one up
+    if not tokenizer("word").input_ids:  # without tokenizer files, transformers returns an empty tokenizer
         raise UserError(f"{name} has no tokenizer")
-    if for_prompts and tokenizer("word").input_ids[-2:] == [ids[-1], tokenizer.eos_token_id]:
+    if for_prompts and appends_eos(tokenizer):
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
+
+
+def appends_eos(tokenizer):
+    """True if a tokenizer ends every text with EOS."""
+    word = tokenizer("word", add_special_tokens=False).input_ids
+    # Two tokens, because a word of a small vocabulary may itself be EOS, which is GPT-2's unknown token.
+    return tokenizer("word").input_ids[-2:] == [word[-1], tokenizer.eos_token_id]
 
 
 def trainable(module):
@@ -1092,39 +1102,37 @@ def add_lora(model, args):
     starts at 0."""
     import peft
 
-    target_modules = args.lora_target_modules
+    target_modules, names = args.lora_target_modules, []
     if target_modules != "all-linear":
-        target_modules = target_modules.replace(" ", "").split(",")
+        target_modules = names = target_modules.replace(" ", "").split(",")
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target_modules)
     try:
         model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: {error}") from error
     layers = model.targeted_module_names
-    for name in [] if target_modules == "all-linear" else target_modules:
+    for name in names:
         if not any(f".{layer}".endswith(f".{name}") for layer in layers):
             raise UserError(f"--lora-target-modules: no layer is called {name!r}")
     base = model.get_base_model()
     # Merged into an embedding, an adapter would also change the output layer, which may share its weights.
     if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings")
-    check_gradients(model)
     return model
 
 
 def check_gradients(model):
-    """Raise UserError if a layer of a LoRA adapter is used, but would not be trained.
+    """Raise UserError if a layer of a LoRA adapter would not be trained.
 
     Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights (of a model
-    that was saved with them), once they have been used in eval mode. A layer that is not used, such as BERT's
-    pooler, has no gradient at all.
+    that was saved with them), once they have been used in eval mode.
     """
     ids = torch.arange(6, device=model.device)[None]  # [1, 6]
     with torch.no_grad():
         model.eval()(input_ids=ids)
-    model.train()(input_ids=ids)[0][..., 0].sum().backward()
-    grads = [p.grad for name, p in model.named_parameters() if "lora_B" in name]
-    if not all(grad.any() for grad in grads if grad is not None):
+    model.train()(input_ids=ids).logits[..., 0].sum().backward()
+    grads = [p.grad for name, p in model.named_parameters() if "lora_B" in name]  # A's is 0 while B is 0
+    if not all(grad.any() for grad in grads):
         raise UserError("LoRA: some layers get no gradient; are weights behind them quantized, on a CPU?")
     model.zero_grad()
 
@@ -1146,8 +1154,9 @@ def check_model(lm, name, max_tokens):
     """Raise UserError if Part I cannot train a language model, or sample from it, as it is.
 
     Measured, not guessed. The model's own logits must be the product of its last hidden states and the output
-    layer, without a soft cap or a scale (Gemma 2, Granite). And the states of a text, which has max_tokens
-    with two pads, must be the same in train mode, after the pads, and with a cache that another row has left.
+    layer, without a soft cap or a scale (Gemma 2, Granite). And the hidden states of a text must be the same
+    (1) alone in eval mode, (2) in train mode after two pads, and (3) read in two halves with a cache, from
+    which another row is removed in between. Text and pads together have max_tokens tokens.
     """
     config = lm.config.get_text_config()
     context = context_length(config)
@@ -1160,7 +1169,7 @@ def check_model(lm, name, max_tokens):
     mask = torch.arange(L + 2, device=lm.device).expand(2, -1) >= 2
     try:
         body, head = body_and_head(lm.eval())
-        head.weight.mul_(64)  # a soft cap does not show in small logits
+        head.weight.mul_(64)  # a soft cap shows only in large logits; tied embeddings grow too, in both lines
         logits = lm(short_ids).logits[0].float()  # [6, V]
         product = token_logits(hidden_states(body, short_ids, short_ids >= 0)[0], head.weight, bias=head.bias)
         head.weight.div_(64)  # exact, because 64 is a power of 2
@@ -1204,6 +1213,7 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
     ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
+        check_gradients(policy)
     elif args.num_shared_layers:
         ref_model = share_layers(policy, args.num_shared_layers)
     elif needs_reference:
@@ -1372,7 +1382,7 @@ def load_functions(flag, names):
         if not path.is_file():
             raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
         try:
-            with chdir("."):  # a file may change the directory only for its own import
+            with chdir("."):  # come back to this directory, wherever the file goes
                 function = getattr(import_file(path), function_name, None)
         except (Exception, SystemExit) as error:
             raise UserError(f"{flag} {name}: the file cannot be imported: {error!r}") from error
@@ -1421,10 +1431,10 @@ def call_reward_functions(functions, rows, inputs, trainer_state, device):
             raise UserError(f"reward {name} failed: {error!r}") from error
         if len(numbers) != len(rows):
             raise UserError(f"reward {name}: {len(numbers)} numbers for {len(rows)} responses")
-        rewards[name] = torch.tensor(numbers, device=device)  # fp32
-        is_none = torch.tensor([score is None for score in scores], device=device)
-        if not (rewards[name].isfinite() | is_none).all():
-            raise UserError(f"reward {name}: its numbers must be finite in fp32")
+        for score, number in zip(scores, numbers):
+            if score is not None and not abs(number) < 3e38:  # nan, or infinite in fp32
+                raise UserError(f"reward {name}: {score!r} is not a finite number")
+        rewards[name] = torch.tensor(numbers, device=device)
     return rewards
 
 
@@ -1596,7 +1606,7 @@ def start_accelerator(args):
             gradient_clipping=args.max_grad_norm or 0.0,
             torch_autocast=dict(enabled=wants_bf16(args, accelerator.device), dtype="bfloat16"),
         )
-        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # it would load models in shards
+        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else it loads models in shards
     torch.manual_seed(args.seed % 2**64)  # for weights that start at random, such as LoRA's
     return accelerator
 
@@ -1661,7 +1671,7 @@ def micro_batches(minibatch, keys, size, learner, accelerator):
     rows = rows[keys[rows].argsort(stable=True)]
     parts = rows.split(size)
     for i, part in enumerate(parts):
-        accelerator.sync_gradients = i + 1 == len(parts)  # DeepSpeed takes its step in this backward pass
+        accelerator.sync_gradients = i + 1 == len(parts)  # if True, DeepSpeed's backward pass takes the step
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(learner):
             yield part
 
@@ -1673,7 +1683,9 @@ def unshard(x):
 
 
 def shard_like(value, p):
-    """The shard of a tensor that belongs to the parameter p if p is sharded (FSDP2); else the tensor."""
+    """The shard of a value that belongs to the parameter p if p is sharded (FSDP2); else the value, as for
+    Adam's step counter, which has another shape.
+    """
     if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
         return value
     value = value.to(p.device)
@@ -1719,8 +1731,8 @@ def check_first_ratio(log_ratio, args):
     max_mean, max_largest = (0.02, 0.2) if is_rounded else (1e-4, 1e-3)
     if not (mean < max_mean and largest < max_largest):
         raise UserError(
-            f"before the first optimizer step, log-ratios are {mean:.2g} on average and up to {largest:.2g} "
-            "instead of 0: rollout and update do not compute the same probabilities with this model"
+            f"before the first optimizer step, log-ratios are {mean:.2g} on average, 1 in 1000 above "
+            f"{largest:.2g}, instead of 0: rollout and update do not compute the same probabilities"
         )
 
 
@@ -1769,19 +1781,20 @@ class Run:
         self.task = self.bar.add_task("", total=updates)
         self.last_line_time = 0.0
         self.signal_number = 0  # of a signal that asked us to stop
-        if args.recipe == "custom":
+        self.pid = os.getpid()
+        if args.recipe == "custom" and not args.resume:
             self.print("no recipe: flags that are not given have the defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
-        self.folder = Path(self.name).absolute()  # your code may change the working directory
+        self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
 
     def on_signal(self, number, frame):
         """Finish the update, save, and stop. A second signal stops at once."""
         signal.signal(number, signal.SIG_DFL)
-        if os.getpid() != self.pid:  # a worker that your code has forked
+        if os.getpid() != self.pid:  # a worker that a reward function has forked
             signal.raise_signal(number)
         self.signal_number = number
 
@@ -1839,7 +1852,7 @@ class Run:
         return metrics
 
     def finish(self):
-        """Wait until the main process has saved everything: torchrun stops it if another one exits first."""
+        """Wait until the main process has saved everything, then close the tracker."""
         self.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
@@ -1851,7 +1864,6 @@ class Run:
 
         Remembers learner, optimizer and parameters (name -> parameter) for the checkpoints to come.
         """
-        self.pid = os.getpid()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
         self.learner, self.optimizer, self.parameters = learner, optimizer, parameters
@@ -2018,10 +2030,11 @@ def parse_args(argv):
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # the last one: sft.py
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
     recipe, flags = "custom" if names_model else "tiny", argv
-    if argv and not argv[0].startswith("-"):
+    names_recipe = len(argv) > 0 and not argv[0].startswith("-")
+    if names_recipe:
         recipe, flags = argv[0], argv[1:]
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
@@ -2034,7 +2047,7 @@ def parse_args(argv):
         raise UserError(f"unknown: {' '.join(unknown)}. See --help; CHANGELOG.md has flags that were removed")
     if args.resume is None:
         return args
-    return resumed_args(args.resume, None if flags is argv else recipe, flags)
+    return resumed_args(args.resume, recipe if names_recipe else None, flags)
 
 
 def resumed_args(resume, recipe, flags):

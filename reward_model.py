@@ -17,8 +17,9 @@ If you know how to train a text classifier, this is what its use as a reward add
 2. A decoder is read at its last real token, found by the length of the text. Looking for `token != pad` would
    miss a real EOS, because many tokenizers use EOS as the padding token.
 3. A prompt and its response are tokenized as in the rollouts: prompt, response, EOS. (A chat ends as its chat
-   template ends it.) If they are too long, they lose their beginning, never their end. A labeled text gets no
-   EOS and loses its end; an answer in a dialog loses its beginning.
+   template ends it. BERT's family: [CLS] ... [SEP].) If they are too long, they lose their beginning, never
+   their end. To a labeled text nothing is added, and it loses its end; an answer in a dialog loses its
+   beginning.
 4. The new head of a decoder starts with weights of standard deviation 1 / sqrt(d + 1), so the first scores
    are about 1 in size (N+ paper, detail 11).
 5. All responses to a prompt are in the same forward pass, and the loss is the mean over their pairs. So a
@@ -34,14 +35,14 @@ If you know how to train a text classifier, this is what its use as a reward add
     python reward_model.py tiny-tldr             # how checkpoints/tldr-reward was made, from preferences
     python reward_model.py tiny-dialog           # how checkpoints/dialogs-intent was made
     python reward_model.py distilbert-imdb       # like lvwerra/distilbert-imdb, from the Hub
-    python reward_model.py smollm2-imdb          # MiniLM as a classifier of reviews, minutes on a laptop
+    python reward_model.py smollm2-imdb          # the reward of ppo_sentiment.py's recipe: MiniLM, in minutes
     python reward_model.py tldr-pythia-1b        # the reward model of the N+ paper, from the Hub
     python reward_model.py --model-name-or-path my_lm --dataset-name my_folder
     torchrun --nproc_per_node 2 reward_model.py  # two processes, twice the batch
-    python reward_model.py --resume latest       # continue a run that was stopped, bit for bit
+    python reward_model.py --resume latest       # continue a stopped run; on a CPU, bit for bit
 
 The result loads with AutoModelForSequenceClassification; a classifier of texts works in transformers.pipeline
-too. A score is read at the last of the tokens that `preference_ids` makes.
+too. A decoder's score is read at the last of the tokens that `preference_ids` makes.
 
 Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, data,
 processes, run folder, flags. Papers: Learning to Summarize from Human Feedback (Stiennon et al. 2020),
@@ -140,10 +141,10 @@ class Args:
     # Data
     dataset_name: str = "stanfordnlp/imdb"  # a Hub name, or a folder of jsonl files; columns as in point 1
     train_shard: str = "0/1"  # i/n: train on part i of n of the shuffled rows; 0/2 and 1/2 are two halves
-    center_dataset_name: str | None = None  # its mean score is reward_offset; None: that of chosen
+    center_dataset_name: str | None = None  # completions whose mean score is saved; None: the best responses
     label_names: str | None = None  # comma-separated names of classes 0, 1, ...; None: those of the data set
     max_length: int = 512  # in tokens; a longer text (column text) loses its end, all others their beginning
-    min_prefix_length: int = 0  # labels: cut training texts to a random length of at least this (0: never)
+    min_prefix_length: int = 0  # labels: cut training texts to a random length, at least this (0: never)
     num_eval_rows: int = 25_000  # number of held-out rows to score at the end
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes
@@ -155,7 +156,7 @@ class Args:
     learning_rate: float = 5e-5  # the highest learning rate of the schedule
     optimizer: str = "torch.optim.AdamW"  # dotted name: torch.optim.SGD, bitsandbytes.optim.Adam8bit, ...
     adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"  # set per update
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"  # shape after the warm-up
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
 
@@ -265,7 +266,7 @@ def train(args):
     B = n * args.gradient_accumulation_steps * world  # rows per update
 
     tokenizer_name = args.tokenizer_name_or_path or args.model_name_or_path
-    tokenizer = load_tokenizer(tokenizer_name, for_prompts=False)
+    tokenizer = load_tokenizer(tokenizer_name, for_prompts=False)  # labeled texts may end with EOS
     data = load_data(args, tokenizer)
     train_rows, label_names = data["train"], data["label_names"]
     has_labels = label_names is not None
@@ -273,9 +274,6 @@ def train(args):
     run = Run(args, accelerator, updates, status={"loss": "loss", "accuracy": "accuracy"})
 
     classifier, head_is_new = build_classifier(args, tokenizer, label_names)
-    if args.from_config is not None:  # otherwise model and tokenizer came together
-        texts = tokenizer.batch_decode([row.texts[0] for row in train_rows[:10]], skip_special_tokens=True)
-        check_tokenizer_survives(tokenizer, classifier, texts)
     model = ClassLogits(classifier).to(device)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
@@ -388,7 +386,8 @@ def score_rows(classifier, rows, accelerator):
     texts = [ids for row in rows for ids in row.texts]
     logits = torch.zeros(len(texts), classifier.config.num_labels, device=accelerator.device)
     share = local_share(torch.arange(len(texts)), accelerator)
-    logits[share] = score_tokens(classifier, [texts[i] for i in share.tolist()], batch_size=64)
+    if len(share) > 0:
+        logits[share] = score_tokens(classifier, [texts[i] for i in share.tolist()], batch_size=64)
     logits = accelerator.reduce(logits).cpu()  # a sum: each row is 0 on all processes but one
     return group_by_row(logits, find_responses(rows))
 
@@ -412,7 +411,7 @@ def evaluate_labels(logits, rows, names):
 
 
 def evaluate_preferences(logits, rows):
-    """Accuracy and calibration on all pairs of responses. [N, K, 1] -> metrics, table (list of dicts)
+    """Accuracy (mean over rows) and calibration (over all pairs). [N, K, 1] -> metrics, table (list of dicts)
 
     The table splits the pairs into five equal parts, by the size of their score difference. Accuracy is the
     share in the right order, and expected is what the model predicts: the mean of sigmoid(|difference|).
@@ -432,6 +431,7 @@ def evaluate_preferences(logits, rows):
             "expected": sizes.sigmoid().mean().item(),
         }
         table.append(row)
+    # Means over rows, unlike the table. Margins matter only for the loss, which is not used here.
     row_metrics = preference_metrics(scores, mask, torch.zeros(len(rows)))
     metrics = {name: row_metrics[name].mean().item() for name in ("accuracy", "margin")}
     return metrics | {"calibration": table, "n": len(rows)}, table
@@ -442,7 +442,7 @@ def evaluate_preferences(logits, rows):
 
 @dataclass
 class Row:
-    """One training example: a text with its label, or two or more responses to one prompt, best first."""
+    """A row of the data: a text with its label, or two or more responses to one prompt, best first."""
 
     texts: list[list[int]]  # token ids of the labeled text, or of prompt + response for each response
     label: int = 0  # number of the class, if there are labels
@@ -592,7 +592,9 @@ def init_new_head(model):
 
 
 def has_head(name, num_labels):
-    """True if, by its config, a model is a classifier of this size, or a LoRA adapter one of any size."""
+    """True if, by its config, a model is a classifier with num_labels outputs, or a LoRA adapter of a
+    classifier. (An adapter's config does not say how many outputs.)
+    """
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         import peft
 
@@ -643,7 +645,7 @@ def ranking_loss(scores, mask, margin=0.0):
     The mask, bool [N, K], is False where a row has fewer than K responses. Rows have two or more. margin: a
     number, or one for each row [N, 1]
     """
-    scores = torch.where(mask, scores.float(), 0.0)
+    scores = torch.where(mask, scores.float(), 0.0)  # nan in a masked position would reach the gradient
     better, worse, pair_mask = response_pairs(mask)
     losses = preference_loss(scores[:, better], scores[:, worse], margin)  # [N, P]
     return pair_mean(losses, pair_mask)
@@ -734,6 +736,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+    # What is outside of the transformer is the head. BERT's pooler is inside, but many files lack it.
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -762,9 +765,9 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     adapter = load(peft.PeftConfig.from_pretrained, name)
     if not adapter.base_model_name_or_path:
         raise UserError(f"{name}: its adapter_config.json does not name the base model")
-    has_head = adapter.task_type == "SEQ_CLS"  # such an adapter holds the head
-    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or has_head, **kwargs)
-    base.has_new_head = base.has_new_head and not has_head
+    holds_head = adapter.task_type == "SEQ_CLS"
+    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or holds_head, **kwargs)
+    base.has_new_head = base.has_new_head and not holds_head
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
@@ -776,7 +779,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
 
 
 def clean_generation_config(model):
-    """Of a generation config that transformers would refuse to save at the end, keep only the token ids."""
+    """Reduce the generation config to its token ids if transformers would refuse to save it at the end."""
     settings = getattr(model, "generation_config", None)
     if settings is None:
         return
@@ -800,12 +803,18 @@ def load_tokenizer(name, for_prompts=True):
     """
     tokenizer = load(AutoTokenizer.from_pretrained, name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    ids = tokenizer("word", add_special_tokens=False).input_ids
-    if not ids:  # transformers made one up
+    if not tokenizer("word").input_ids:  # without tokenizer files, transformers returns an empty tokenizer
         raise UserError(f"{name} has no tokenizer")
-    if for_prompts and tokenizer("word").input_ids[-2:] == [ids[-1], tokenizer.eos_token_id]:
+    if for_prompts and appends_eos(tokenizer):
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
+
+
+def appends_eos(tokenizer):
+    """True if a tokenizer ends every text with EOS."""
+    word = tokenizer("word", add_special_tokens=False).input_ids
+    # Two tokens, because a word of a small vocabulary may itself be EOS, which is GPT-2's unknown token.
+    return tokenizer("word").input_ids[-2:] == [word[-1], tokenizer.eos_token_id]
 
 
 def model_from_config(auto_class, text, tokenizer, **settings):
@@ -826,14 +835,16 @@ def model_from_config(auto_class, text, tokenizer, **settings):
         else:
             config = transformers.AutoConfig.for_model(name, **values)  # derives other sizes from these
         config.update({"vocab_size": len(tokenizer)} | special_tokens | settings | values)
-        return auto_class.from_config(config, dtype=torch.float32)
+        model = auto_class.from_config(config, dtype=torch.float32)
     except Exception as error:  # the libraries raise a dozen different types
         example = "expected for example 'gpt2 n_layer=3 n_embd=128', or ./FOLDER"
         raise UserError(f"--from-config {text!r}: {error}; {example}") from error
+    check_saved_tokenizer(tokenizer, model)
+    return model
 
 
-def check_tokenizer_survives(tokenizer, model, texts):
-    """Raise UserError if the tokenizer, saved and loaded again, gives other tokens for one of the texts.
+def check_saved_tokenizer(tokenizer, model):
+    """Raise UserError if the tokenizer, saved next to the model and loaded again, gives other tokens.
 
     For models of some families (Qwen2, Phi-3), transformers ignores which tokenizer was saved, and loads the
     family's own.
@@ -842,12 +853,12 @@ def check_tokenizer_survives(tokenizer, model, texts):
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         reloaded = AutoTokenizer.from_pretrained(folder)
-    for text in texts:
-        if reloaded(text).input_ids != tokenizer(text).input_ids:
-            raise UserError(
-                f"with a {model.config.model_type} model, transformers would load this tokenizer as a "
-                f"{type(reloaded).__name__}, and texts would have other tokens: use another model type"
-            )
+    text = tokenizer.decode(range(len(tokenizer)), skip_special_tokens=True)  # all words that it knows
+    if reloaded(text).input_ids != tokenizer(text).input_ids:
+        raise UserError(
+            f"with a {model.config.model_type} model, transformers would load this tokenizer as a "
+            f"{type(reloaded).__name__}, and texts would have other tokens: use another model type"
+        )
 
 
 def trainable(module):
@@ -865,41 +876,23 @@ def add_lora(model, args):
     starts at 0."""
     import peft
 
-    target_modules = args.lora_target_modules
+    target_modules, names = args.lora_target_modules, []
     if target_modules != "all-linear":
-        target_modules = target_modules.replace(" ", "").split(",")
+        target_modules = names = target_modules.replace(" ", "").split(",")
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target_modules)
     try:
         model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: {error}") from error
     layers = model.targeted_module_names
-    for name in [] if target_modules == "all-linear" else target_modules:
+    for name in names:
         if not any(f".{layer}".endswith(f".{name}") for layer in layers):
             raise UserError(f"--lora-target-modules: no layer is called {name!r}")
     base = model.get_base_model()
     # Merged into an embedding, an adapter would also change the output layer, which may share its weights.
     if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings")
-    check_gradients(model)
     return model
-
-
-def check_gradients(model):
-    """Raise UserError if a layer of a LoRA adapter is used, but would not be trained.
-
-    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights (of a model
-    that was saved with them), once they have been used in eval mode. A layer that is not used, such as BERT's
-    pooler, has no gradient at all.
-    """
-    ids = torch.arange(6, device=model.device)[None]  # [1, 6]
-    with torch.no_grad():
-        model.eval()(input_ids=ids)
-    model.train()(input_ids=ids)[0][..., 0].sum().backward()
-    grads = [p.grad for name, p in model.named_parameters() if "lora_B" in name]
-    if not all(grad.any() for grad in grads if grad is not None):
-        raise UserError("LoRA: some layers get no gradient; are weights behind them quantized, on a CPU?")
-    model.zero_grad()
 
 
 def build_classifier(args, tokenizer, label_names):
@@ -916,12 +909,15 @@ def build_classifier(args, tokenizer, label_names):
         settings["ignore_mismatched_sizes"] = True  # a head for another number of labels is replaced
         head_may_be_new = not has_head(name, num_labels)
         model = load_model(AutoModelForSequenceClassification, name, head_may_be_new, **settings)
+        if getattr(model, "is_quantized", False):
+            raise UserError(f"{name}: quantized weights cannot be trained here")
     head_is_new = args.from_config is not None or model.has_new_head
     if head_is_new:
         init_new_head(model)
-    # transformers finds the last token of a text by the pad token. The EOS at the end of a response must not
-    # be one; without a pad token, transformers refuses batches instead of reading the wrong token.
-    ends_with_pad = label_names is None and tokenizer.pad_token_id == tokenizer.eos_token_id
+    # transformers reads the last token that is not the pad. If texts end with EOS, and pad is EOS, it would
+    # read the token before. Without a pad in the config, it refuses batches instead.
+    ends_with_eos = label_names is None or appends_eos(tokenizer)
+    ends_with_pad = ends_with_eos and tokenizer.pad_token_id == tokenizer.eos_token_id
     model.config.pad_token_id = None if ends_with_pad else tokenizer.pad_token_id
     context = context_length(model.config)
     if context < args.max_length:
@@ -1086,6 +1082,7 @@ def load_dialogs(rows):
             continue
         if len(utterances) >= 2 and all(text.strip() for text in utterances):
             has_acts = isinstance(acts, list) and len(acts) == len(utterances)
+            utterances = [text.strip() for text in utterances]  # DailyDialog's end with a space
             dialogs.append((row, utterances, acts if has_acts else None))
     return dialogs
 
@@ -1112,7 +1109,7 @@ def load_answers(rows):
 
 
 def is_chat(value):
-    """True for a list of messages (dicts with role and content), False for a text."""
+    """True for a list (of messages, dicts with role and content), False for a text."""
     return isinstance(value, list) and len(value) > 0
 
 
@@ -1120,8 +1117,8 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    date: today's, for templates that write it, year-month-day; is_prompt: the assistant is to go on. Add the
-    header of its turn or, if the last message is its own, leave that message open. -> str
+    date: today's, for templates that write it, year-month-day; is_prompt: end where the assistant goes on,
+    after the header of its turn or, if the last message is its own, in that message. -> str
     """
     try:
         # datasets gives all messages the same keys, with None for those that a message did not have.
@@ -1156,6 +1153,8 @@ def load_preference_rows(rows, tokenizer, args):
         )
     if "responses" in columns and "margin" in columns:
         raise UserError(f"data set {args.dataset_name!r}: a margin goes with chosen and rejected")
+    if tokenizer.cls_token_id is None and appends_eos(tokenizer):
+        raise UserError("the tokenizer appends EOS to every text, prompts too; set add_eos_token to false")
     preferences = []
     for row in rows:
         prompt = row.get("prompt") or ""
@@ -1243,7 +1242,7 @@ def start_accelerator(args):
             gradient_clipping=args.max_grad_norm or 0.0,
             torch_autocast=dict(enabled=wants_bf16(args, accelerator.device), dtype="bfloat16"),
         )
-        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # it would load models in shards
+        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else it loads models in shards
     torch.manual_seed(args.seed % 2**64)  # for weights that start at random, such as LoRA's
     return accelerator
 
@@ -1308,7 +1307,7 @@ def micro_batches(minibatch, keys, size, learner, accelerator):
     rows = rows[keys[rows].argsort(stable=True)]
     parts = rows.split(size)
     for i, part in enumerate(parts):
-        accelerator.sync_gradients = i + 1 == len(parts)  # DeepSpeed takes its step in this backward pass
+        accelerator.sync_gradients = i + 1 == len(parts)  # if True, DeepSpeed's backward pass takes the step
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(learner):
             yield part
 
@@ -1320,7 +1319,9 @@ def unshard(x):
 
 
 def shard_like(value, p):
-    """The shard of a tensor that belongs to the parameter p if p is sharded (FSDP2); else the tensor."""
+    """The shard of a value that belongs to the parameter p if p is sharded (FSDP2); else the value, as for
+    Adam's step counter, which has another shape.
+    """
     if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
         return value
     value = value.to(p.device)
@@ -1386,19 +1387,20 @@ class Run:
         self.task = self.bar.add_task("", total=updates)
         self.last_line_time = 0.0
         self.signal_number = 0  # of a signal that asked us to stop
-        if args.recipe == "custom":
+        self.pid = os.getpid()
+        if args.recipe == "custom" and not args.resume:
             self.print("no recipe: flags that are not given have the defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
-        self.folder = Path(self.name).absolute()  # your code may change the working directory
+        self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
 
     def on_signal(self, number, frame):
         """Finish the update, save, and stop. A second signal stops at once."""
         signal.signal(number, signal.SIG_DFL)
-        if os.getpid() != self.pid:  # a worker that your code has forked
+        if os.getpid() != self.pid:  # a worker that a reward function has forked
             signal.raise_signal(number)
         self.signal_number = number
 
@@ -1456,7 +1458,7 @@ class Run:
         return metrics
 
     def finish(self):
-        """Wait until the main process has saved everything: torchrun stops it if another one exits first."""
+        """Wait until the main process has saved everything, then close the tracker."""
         self.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
@@ -1468,7 +1470,6 @@ class Run:
 
         Remembers learner, optimizer and parameters (name -> parameter) for the checkpoints to come.
         """
-        self.pid = os.getpid()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
         self.learner, self.optimizer, self.parameters = learner, optimizer, parameters
@@ -1579,10 +1580,11 @@ def parse_args(argv):
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # the last one: sft.py
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
     recipe, flags = "custom" if names_model else "tiny", argv
-    if argv and not argv[0].startswith("-"):
+    names_recipe = len(argv) > 0 and not argv[0].startswith("-")
+    if names_recipe:
         recipe, flags = argv[0], argv[1:]
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
@@ -1595,7 +1597,7 @@ def parse_args(argv):
         raise UserError(f"unknown: {' '.join(unknown)}. See --help; CHANGELOG.md has flags that were removed")
     if args.resume is None:
         return args
-    return resumed_args(args.resume, None if flags is argv else recipe, flags)
+    return resumed_args(args.resume, recipe if names_recipe else None, flags)
 
 
 def resumed_args(resume, recipe, flags):

@@ -36,7 +36,7 @@ If you know nanoGPT's train.py, this is what differs:
     python sft.py --from-config "llama hidden_size=256 num_hidden_layers=4" --train-tokenizer 4096 \\
         --dataset-name my_folder
     torchrun --nproc_per_node 2 sft.py                 # two processes, twice the batch
-    python sft.py --resume latest                      # continue a run that was stopped, bit for bit
+    python sft.py --resume latest                      # continue a stopped run; on a CPU, bit for bit
 
 Part I is the algorithm, from the training loop down to documents and rows. Part II is infrastructure: models,
 data, processes, run folder, flags. Papers: the first step of InstructGPT (Ouyang et al. 2022), packing
@@ -134,7 +134,7 @@ class Args:
 
     # Data
     dataset_name: str = "stanfordnlp/imdb"  # columns text | prompt, completion | messages | dialog
-    num_train_rows: int | None = None  # use only the first N rows of the data set, before packing; None: all
+    num_train_rows: int | None = None  # train on only the first N rows, before packing; None: all
     max_length: int = 512  # tokens per row; longer documents are cut, and lose their EOS
     packing: bool = True  # fill rows with several documents that do not see each other
     completion_only_loss: bool = True  # False: learn the prompt too (if it is a chat: the assistant's turns)
@@ -150,7 +150,7 @@ class Args:
     learning_rate: float = 5e-5  # the highest learning rate of the schedule
     optimizer: str = "torch.optim.AdamW"  # dotted name: torch.optim.SGD, bitsandbytes.optim.Adam8bit, ...
     adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"  # set per update
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"  # shape after the warm-up
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
 
@@ -228,7 +228,8 @@ RECIPES = {
         lr_scheduler_type="cosine",
         warmup_ratio=0.05,
     ),
-    # First `python benchmarks/real_data.py smollm2-word-problems RAW runs/smollm2-word-problems`.
+    # First `python benchmarks/real_data.py smollm2-word-problems RAW runs/smollm2-word-problems`. RAW is a
+    # folder of data sets: see docs/real_models.md.
     "smollm2-word-problems": Args(  # the start of grpo_math.py's recipe of this name
         model_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct",
         output_dir="runs/smollm2-word-problems/sft",
@@ -283,9 +284,6 @@ def train(args):
     train_data, held_out_data = load_splits(args.dataset_name)
     tokenizer = build_tokenizer(args, train_data)
     model = LanguageModel(build_language_model(args, tokenizer)).to(device)
-    if args.from_config:  # otherwise model and tokenizer came together
-        first_rows = held_out_data.select(range(min(10, len(held_out_data))))
-        check_tokenizer_survives(tokenizer, model.lm, all_texts(first_rows))
     if args.num_train_rows is not None:
         train_data = train_data.select(range(min(args.num_train_rows, len(train_data))))
     documents = load_documents(train_data, tokenizer, args)
@@ -308,13 +306,14 @@ def train(args):
         f"= {B} rows; {updates} updates of one optimizer step each"
     )
 
+    # Before run.start, which may load a checkpoint: with --resume too, this is the model before training.
     with autocast:
         before = held_out_metrics(model, held_out_rows, accelerator, args)
 
     # `model` is evaluated and saved, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3
     # shards them: then the learner is a sharded copy, and copy_weights copies its weights back at the end.
     learner, optimizer, parameters = make_learner(model, args, accelerator)  # parameters: name -> parameter
-    state = run.start(learner, optimizer, parameters, B)  # {"update": 0} in a new run
+    state = run.start(learner, optimizer, parameters, B)  # update 0 in a new run
 
     for update in range(state["update"] + 1, updates + 1):
         # 1. Batch. Row numbers come from shuffled epochs, and are the same on every process. Each process
@@ -329,7 +328,7 @@ def train(args):
         num_tokens = accelerator.reduce(num_tokens)  # labels in the batch of all processes
 
         # 2. Gradient. The loss is the sum over this process's tokens, divided by the number of labels on all
-        #    processes. So the gradient does not depend on how the batch is split.
+        #    processes. So, without dropout, the gradient does not depend on how the batch is split.
         learner.train()  # dropout, in models that have it
         for group in optimizer.param_groups:  # not later: DeepSpeed takes its step in the last backward pass
             group["lr"] = learning_rate(args, update, updates)
@@ -500,7 +499,7 @@ def next_token_losses(hidden, weight, labels, bias=None):
     hidden [N, H], weight [V, H], labels [N], bias [V] or None -> losses fp32 [N], correct bool [N]. The
     logits of all N labels may need more memory than the model, so CrossEntropy computes them in chunks.
     """
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):  # logits in bf16 would be too coarse
         return CrossEntropy.apply(hidden.float(), weight.float(), bias, labels)
 
 
@@ -572,8 +571,8 @@ def completion_documents(rows, tokenizer, args):
 def chat_documents(rows, tokenizer, args):
     """Columns messages, or prompt and completion as lists of messages. -> list of (ids, labels)
 
-    The tokenizer's chat template writes the conversation. Labels are on the assistant's turns, each with its
-    end-of-turn token, such as `<|im_end|>`; with prompt and completion, on the turns of the completion. Some
+    The tokenizer's chat template writes the conversation. Labels are on the assistant's answers, each with
+    its end-of-turn token, such as `<|im_end|>`; with prompt and completion, on those of the completion. Some
     templates write no end-of-turn token. Then EOS is put after the last turn; the others are learned without
     an end.
     """
@@ -625,7 +624,7 @@ def chat_parts(tokenizer, messages, date, first_learned=0):
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or i < first_learned:
             continue
-        if i == 0 or messages[i - 1]["role"] == "assistant":  # a policy answers somebody else's message
+        if i == 0 or messages[i - 1]["role"] == "assistant":  # not learned: a policy answers somebody else
             continue
         before = render_chat(tokenizer, messages[:i], date, is_prompt=True)
         after = render_chat(tokenizer, messages[: i + 1], date)
@@ -660,9 +659,11 @@ def utterance_ids(tokenizer, utterances, end):
     sft.py and ppo_dialog.py share this rule. Utterances are tokenized one by one, so no token spans two of
     them, and an utterance has the same tokens in fine-tuning, in a prompt and as a reference.
     """
-    mark, last = (end, []) if end != "eos" else ("", [tokenizer.eos_token_id])
-    texts = [f" {' '.join(text.split())}{mark}" for text in utterances]
-    return [ids + last for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+    end_text, end_ids = end, []
+    if end == "eos":
+        end_text, end_ids = "", [tokenizer.eos_token_id]
+    texts = [f" {' '.join(text.split())}{end_text}" for text in utterances]
+    return [ids + end_ids for ids in tokenizer(texts, add_special_tokens=False).input_ids]
 
 
 def load_documents(rows, tokenizer, args):
@@ -855,6 +856,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+    # What is outside of the transformer is the head. BERT's pooler is inside, but many files lack it.
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -883,9 +885,9 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     adapter = load(peft.PeftConfig.from_pretrained, name)
     if not adapter.base_model_name_or_path:
         raise UserError(f"{name}: its adapter_config.json does not name the base model")
-    has_head = adapter.task_type == "SEQ_CLS"  # such an adapter holds the head
-    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or has_head, **kwargs)
-    base.has_new_head = base.has_new_head and not has_head
+    holds_head = adapter.task_type == "SEQ_CLS"
+    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or holds_head, **kwargs)
+    base.has_new_head = base.has_new_head and not holds_head
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
@@ -897,7 +899,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
 
 
 def clean_generation_config(model):
-    """Of a generation config that transformers would refuse to save at the end, keep only the token ids."""
+    """Reduce the generation config to its token ids if transformers would refuse to save it at the end."""
     settings = getattr(model, "generation_config", None)
     if settings is None:
         return
@@ -932,10 +934,12 @@ def model_from_config(auto_class, text, tokenizer, **settings):
         else:
             config = transformers.AutoConfig.for_model(name, **values)  # derives other sizes from these
         config.update({"vocab_size": len(tokenizer)} | special_tokens | settings | values)
-        return auto_class.from_config(config, dtype=torch.float32)
+        model = auto_class.from_config(config, dtype=torch.float32)
     except Exception as error:  # the libraries raise a dozen different types
         example = "expected for example 'gpt2 n_layer=3 n_embd=128', or ./FOLDER"
         raise UserError(f"--from-config {text!r}: {error}; {example}") from error
+    check_saved_tokenizer(tokenizer, model)
+    return model
 
 
 def load_tokenizer(name, for_prompts=True):
@@ -945,12 +949,18 @@ def load_tokenizer(name, for_prompts=True):
     """
     tokenizer = load(AutoTokenizer.from_pretrained, name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    ids = tokenizer("word", add_special_tokens=False).input_ids
-    if not ids:  # transformers made one up
+    if not tokenizer("word").input_ids:  # without tokenizer files, transformers returns an empty tokenizer
         raise UserError(f"{name} has no tokenizer")
-    if for_prompts and tokenizer("word").input_ids[-2:] == [ids[-1], tokenizer.eos_token_id]:
+    if for_prompts and appends_eos(tokenizer):
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
+
+
+def appends_eos(tokenizer):
+    """True if a tokenizer ends every text with EOS."""
+    word = tokenizer("word", add_special_tokens=False).input_ids
+    # Two tokens, because a word of a small vocabulary may itself be EOS, which is GPT-2's unknown token.
+    return tokenizer("word").input_ids[-2:] == [word[-1], tokenizer.eos_token_id]
 
 
 def learn_tokenizer(texts, size):
@@ -982,8 +992,8 @@ def build_tokenizer(args, rows):
     return tokenizer
 
 
-def check_tokenizer_survives(tokenizer, model, texts):
-    """Raise UserError if the tokenizer, saved and loaded again, gives other tokens for one of the texts.
+def check_saved_tokenizer(tokenizer, model):
+    """Raise UserError if the tokenizer, saved next to the model and loaded again, gives other tokens.
 
     For models of some families (Qwen2, Phi-3), transformers ignores which tokenizer was saved, and loads the
     family's own.
@@ -992,12 +1002,12 @@ def check_tokenizer_survives(tokenizer, model, texts):
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         reloaded = AutoTokenizer.from_pretrained(folder)
-    for text in texts:
-        if reloaded(text).input_ids != tokenizer(text).input_ids:
-            raise UserError(
-                f"with a {model.config.model_type} model, transformers would load this tokenizer as a "
-                f"{type(reloaded).__name__}, and texts would have other tokens: use another model type"
-            )
+    text = tokenizer.decode(range(len(tokenizer)), skip_special_tokens=True)  # all words that it knows
+    if reloaded(text).input_ids != tokenizer(text).input_ids:
+        raise UserError(
+            f"with a {model.config.model_type} model, transformers would load this tokenizer as a "
+            f"{type(reloaded).__name__}, and texts would have other tokens: use another model type"
+        )
 
 
 def all_texts(rows):
@@ -1031,41 +1041,23 @@ def add_lora(model, args):
     starts at 0."""
     import peft
 
-    target_modules = args.lora_target_modules
+    target_modules, names = args.lora_target_modules, []
     if target_modules != "all-linear":
-        target_modules = target_modules.replace(" ", "").split(",")
+        target_modules = names = target_modules.replace(" ", "").split(",")
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target_modules)
     try:
         model = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: {error}") from error
     layers = model.targeted_module_names
-    for name in [] if target_modules == "all-linear" else target_modules:
+    for name in names:
         if not any(f".{layer}".endswith(f".{name}") for layer in layers):
             raise UserError(f"--lora-target-modules: no layer is called {name!r}")
     base = model.get_base_model()
     # Merged into an embedding, an adapter would also change the output layer, which may share its weights.
     if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings")
-    check_gradients(model)
     return model
-
-
-def check_gradients(model):
-    """Raise UserError if a layer of a LoRA adapter is used, but would not be trained.
-
-    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights (of a model
-    that was saved with them), once they have been used in eval mode. A layer that is not used, such as BERT's
-    pooler, has no gradient at all.
-    """
-    ids = torch.arange(6, device=model.device)[None]  # [1, 6]
-    with torch.no_grad():
-        model.eval()(input_ids=ids)
-    model.train()(input_ids=ids)[0][..., 0].sum().backward()
-    grads = [p.grad for name, p in model.named_parameters() if "lora_B" in name]
-    if not all(grad.any() for grad in grads if grad is not None):
-        raise UserError("LoRA: some layers get no gradient; are weights behind them quantized, on a CPU?")
-    model.zero_grad()
 
 
 def build_language_model(args, tokenizer):
@@ -1077,6 +1069,8 @@ def build_language_model(args, tokenizer):
         lm = model_from_config(AutoModelForCausalLM, args.from_config, tokenizer)
     else:
         lm = load_model(AutoModelForCausalLM, args.model_name_or_path)
+        if getattr(lm, "is_quantized", False):
+            raise UserError(f"{args.model_name_or_path}: quantized weights cannot be trained here")
     check_documents(lm, args)
     if args.lora_r:
         lm = add_lora(lm, args)
@@ -1107,7 +1101,7 @@ def check_documents(lm, args):
         body, head = body_and_head(lm)
         head.weight.mul_(64)  # a soft cap does not show in the small logits of random weights
         logits = lm.eval()(first, use_cache=False).logits[0, :-1].float()
-        lm.train(not args.from_config)  # noise left in a loaded model must show; new ones may have dropout
+        lm.train(not args.from_config)  # noise in a loaded model shows in its losses; a new one may have some
         losses, _ = LanguageModel(lm)(first, first, positions)
         head.weight.div_(64)  # exact, because 64 is a power of 2
         expected = F.cross_entropy(logits, first[0, 1:], reduction="none")
@@ -1228,7 +1222,7 @@ def check_texts(rows, column, name):
 
 
 def is_chat(value):
-    """True for a list of messages (dicts with role and content), False for a text."""
+    """True for a list (of messages, dicts with role and content), False for a text."""
     return isinstance(value, list) and len(value) > 0
 
 
@@ -1236,8 +1230,8 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    date: today's, for templates that write it, year-month-day; is_prompt: the assistant is to go on. Add the
-    header of its turn or, if the last message is its own, leave that message open. -> str
+    date: today's, for templates that write it, year-month-day; is_prompt: end where the assistant goes on,
+    after the header of its turn or, if the last message is its own, in that message. -> str
     """
     try:
         # datasets gives all messages the same keys, with None for those that a message did not have.
@@ -1275,6 +1269,7 @@ def load_dialogs(rows):
             continue
         if len(utterances) >= 2 and all(text.strip() for text in utterances):
             has_acts = isinstance(acts, list) and len(acts) == len(utterances)
+            utterances = [text.strip() for text in utterances]  # DailyDialog's end with a space
             dialogs.append((row, utterances, acts if has_acts else None))
     return dialogs
 
@@ -1325,7 +1320,7 @@ def start_accelerator(args):
             gradient_clipping=args.max_grad_norm or 0.0,
             torch_autocast=dict(enabled=wants_bf16(args, accelerator.device), dtype="bfloat16"),
         )
-        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # it would load models in shards
+        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else it loads models in shards
     torch.manual_seed(args.seed % 2**64)  # for weights that start at random, such as LoRA's
     return accelerator
 
@@ -1395,7 +1390,9 @@ def unshard(x):
 
 
 def shard_like(value, p):
-    """The shard of a tensor that belongs to the parameter p if p is sharded (FSDP2); else the tensor."""
+    """The shard of a value that belongs to the parameter p if p is sharded (FSDP2); else the value, as for
+    Adam's step counter, which has another shape.
+    """
     if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
         return value
     value = value.to(p.device)
@@ -1461,19 +1458,20 @@ class Run:
         self.task = self.bar.add_task("", total=updates)
         self.last_line_time = 0.0
         self.signal_number = 0  # of a signal that asked us to stop
-        if args.recipe == "custom":
+        self.pid = os.getpid()
+        if args.recipe == "custom" and not args.resume:
             self.print("no recipe: flags that are not given have the defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
-        self.folder = Path(self.name).absolute()  # your code may change the working directory
+        self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
 
     def on_signal(self, number, frame):
         """Finish the update, save, and stop. A second signal stops at once."""
         signal.signal(number, signal.SIG_DFL)
-        if os.getpid() != self.pid:  # a worker that your code has forked
+        if os.getpid() != self.pid:  # a worker that a reward function has forked
             signal.raise_signal(number)
         self.signal_number = number
 
@@ -1531,7 +1529,7 @@ class Run:
         return metrics
 
     def finish(self):
-        """Wait until the main process has saved everything: torchrun stops it if another one exits first."""
+        """Wait until the main process has saved everything, then close the tracker."""
         self.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
@@ -1543,7 +1541,6 @@ class Run:
 
         Remembers learner, optimizer and parameters (name -> parameter) for the checkpoints to come.
         """
-        self.pid = os.getpid()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
         self.learner, self.optimizer, self.parameters = learner, optimizer, parameters
@@ -1682,10 +1679,11 @@ def parse_args(argv):
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # the last one: sft.py
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
     recipe, flags = "custom" if names_model else "tiny", argv
-    if argv and not argv[0].startswith("-"):
+    names_recipe = len(argv) > 0 and not argv[0].startswith("-")
+    if names_recipe:
         recipe, flags = argv[0], argv[1:]
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
@@ -1698,7 +1696,7 @@ def parse_args(argv):
         raise UserError(f"unknown: {' '.join(unknown)}. See --help; CHANGELOG.md has flags that were removed")
     if args.resume is None:
         return args
-    return resumed_args(args.resume, None if flags is argv else recipe, flags)
+    return resumed_args(args.resume, recipe if names_recipe else None, flags)
 
 
 def resumed_args(resume, recipe, flags):

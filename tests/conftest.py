@@ -26,7 +26,7 @@ PPO = ("ppo_sentiment", "ppo_dialog")
 GROUPS = ("rloo_tldr", "grpo_math")  # those with several responses to each prompt
 RL = (*PPO, *GROUPS)
 MATH = {  # function -> the scripts that must have it
-    "response_lengths": RL,
+    "response_lengths": ("ppo_sentiment", "rloo_tldr", "grpo_math"),
     "length_mask": RL,
     "token_logprobs": RL,
     "kl_per_token": GROUPS,

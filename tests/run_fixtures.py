@@ -1,6 +1,5 @@
 """Fixtures for tests of whole runs: small runs of each script, about a second each."""
 
-import importlib
 import json
 import shutil
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from run_tools import ALL, BY_HEART, maker, rows_of, write_rows
+from run_tools import ALL, BY_HEART, forget_reward_files, maker, rows_of, write_rows
 
 
 @contextmanager
@@ -35,15 +34,12 @@ def signal_handlers():
 
 
 @pytest.fixture(autouse=True)
-def reward_files(tmp_path_factory):
-    """Every test may have a file reward.py of its own: those of other tests are forgotten."""
+def reward_files():
+    """Every test may have a file reward.py of its own."""
     path = list(sys.path)
     yield
     sys.path[:] = path
-    importlib.invalidate_caches()
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(str(tmp_path_factory.getbasetemp())):
-            del sys.modules[name]
+    forget_reward_files()
 
 
 @pytest.fixture

@@ -478,7 +478,8 @@ def test_the_patch_fits_grpo_math():
     classes = "AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer"
     changes = [(classes, "AutoModelForCausalLM, AutoTokenizer")]
     changes += [("make_engine(policy_name, args)", "make_engine(args.model_name_or_path, args)")]
-    log = '        # 6. Log. The names of the metrics are TRL\'s: "objective/scores" are after clipping and penalty,'
+    log = "        # 6. Log. The names of the metrics are TRL's: "
+    log += '"objective/scores" are after clipping and penalty,'
     grpo = (ROOT / "grpo_math.py").read_text()
     [line] = re.findall(r"^ +# 4\. Log\..*$", grpo, re.M)
     compile(patched(grpo, [*changes, (log, line)]), "grpo_with_engine", "exec")

@@ -72,8 +72,8 @@ ppo_sentiment.length_mask: a mask that is one too long (trap 4)
 
 ppo_dialog.generate_until: every token of the batch is valid (trap 4)
   math/test_stop_sequences.py::test_generation_until_a_mark
-  - response_lengths(ended, stop_token_id=1)
-  + torch.full((B,), T)
+  - lengths[rows[has_ended]] = t + 1
+  + lengths[rows[has_ended]] = T
 
 ppo_sentiment.masked_mean: nan of a masked position in a mean (trap 5)
   math/test_math.py::test_masked_mean_agrees_with_naive

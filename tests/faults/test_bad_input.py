@@ -375,9 +375,9 @@ def test_an_output_folder_that_is_a_file(script, small, capsys, tmp_path):
         ("return None", "reward reward failed: TypeError(\"'NoneType'"),
         ("return ['a'] * len(prompts)", "reward reward failed: ValueError(\"could not convert"),
         ("return [1.0]", "reward reward: 1 numbers for 4 responses"),
-        ("return [float('inf')] * len(prompts)", "must be finite"),
-        ("return [1e39] * len(prompts)", "must be finite"),
-        ("return (float('nan') for _ in prompts)", "must be finite"),
+        ("return [float('inf')] * len(prompts)", "inf is not a finite number"),
+        ("return [1e39] * len(prompts)", "1e+39 is not a finite number"),
+        ("return (float('nan') for _ in prompts)", "nan is not a finite number"),
     ],
 )
 def test_wrong_rewards(script, small, capsys, tmp_path, body, word):

@@ -85,7 +85,7 @@ def test_a_layer_without_a_gradient(script, tiny_lm, monkeypatch):
     block = model.transformer.h[0]
     forward = block.forward
     args = script.Args(lora_r=2, lora_target_modules="c_attn, c_fc")
-    script.add_lora(AutoModelForCausalLM.from_pretrained(tiny_lm()), args)
+    script.check_gradients(script.add_lora(AutoModelForCausalLM.from_pretrained(tiny_lm()), args))
 
     def blocked(*inputs, **options):
         output = forward(*inputs, **options)
@@ -93,7 +93,23 @@ def test_a_layer_without_a_gradient(script, tiny_lm, monkeypatch):
 
     monkeypatch.setattr(block, "forward", blocked)
     with pytest.raises(script.UserError, match="no gradient"):
-        script.add_lora(model, args)
+        script.check_gradients(script.add_lora(model, args))
+
+
+@pytest.mark.parametrize("name, folder", [("sft", "tiny_lm"), ("reward_model", "tiny_classifier")])
+def test_quantized_weights_are_refused(scripts, small, request, monkeypatch, name, folder):
+    """sft.py and reward_model.py could not merge the adapter at the end."""
+    script, load_model = scripts[name], scripts[name].load_model
+
+    def load_quantized(*inputs, **options):
+        model = load_model(*inputs, **options)
+        model.is_quantized = True
+        return model
+
+    monkeypatch.setattr(script, "load_model", load_quantized)
+    path = request.getfixturevalue(folder)()
+    with pytest.raises(script.UserError, match="quantized weights cannot be trained here"):
+        script.train(small(name, model_name_or_path=str(path), lora_r=2, lora_target_modules="all-linear"))
 
 
 def test_a_layer_that_is_not_used(scripts):

@@ -122,20 +122,47 @@ def test_a_folder_without_a_tokenizer(scripts, tiny_lm, copy_of, name):
         scripts[name].load_tokenizer(str(folder))
 
 
-@pytest.mark.parametrize("name", ["sft", *RL])
-def test_a_tokenizer_that_appends_eos(scripts, tiny_lm, copy_of, name):
-    """A prompt would end in EOS. A reward model may have such a tokenizer."""
-    folder = copy_of(tiny_lm())
+@pytest.fixture
+def eos_appender(tiny_lm, copy_of):
+    """A language model whose tokenizer appends EOS to every text, and whose pad is EOS."""
+    folder = copy_of(tiny_lm("gpt2", "eos"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     eos = tokenizer.eos_token
     tokenizer._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single=f"$A {eos}", special_tokens=[(eos, tokenizer.eos_token_id)]
     )
     tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["sft", *RL])
+def test_a_tokenizer_that_appends_eos(scripts, eos_appender, name):
+    """A prompt would end in EOS. A classifier of texts may have such a tokenizer."""
     with pytest.raises(scripts[name].UserError, match="appends EOS"):
-        scripts[name].load_tokenizer(str(folder))
-    loaded = scripts[name].load_tokenizer(str(folder), for_prompts=False)
-    assert loaded("sun").input_ids[-1] == tokenizer.eos_token_id
+        scripts[name].load_tokenizer(eos_appender)
+    loaded = scripts[name].load_tokenizer(eos_appender, for_prompts=False)
+    assert loaded("sun").input_ids[-1] == loaded.eos_token_id
+
+
+def test_a_reward_model_whose_tokenizer_appends_eos(scripts, reward, eos_appender, tiny_pairs):
+    """With preferences, EOS would stand between prompt and response. With labels, transformers must not take
+    the EOS of a text for a pad."""
+    with pytest.raises(scripts["reward_model"].UserError, match="appends EOS"):
+        reward("pairs", model_name_or_path=eos_appender, dataset_name=tiny_pairs)
+    _, folder, _ = reward("labels", model_name_or_path=eos_appender, num_train_epochs=0.1)
+    assert transformers.AutoConfig.from_pretrained(folder / "model").pad_token_id is None
+
+
+def test_a_process_without_a_text_to_score(scripts, small, tiny_classifier, monkeypatch):
+    """One held-out text, two processes: one of them has nothing to do."""
+    script = scripts["reward_model"]
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_classifier())
+    accelerator = script.start_accelerator(small("reward_model"))
+    row = script.Row([[5, 6, 7]])
+    full = script.score_rows(model.to(accelerator.device), [row], accelerator)
+    monkeypatch.setattr(script, "local_share", lambda x, accelerator: x[:0])
+    empty = script.score_rows(model, [row], accelerator)
+    assert full.shape == empty.shape and full.abs().sum() > 0 and empty.abs().sum() == 0
 
 
 def test_a_tokenizer_that_would_be_replaced(reward, scripts, tmp_path):

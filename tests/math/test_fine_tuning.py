@@ -100,7 +100,8 @@ def check(model, **flags):
     """What sft.check_documents says about a model: None if nothing."""
     before = {name: x.clone() for name, x in model.state_dict().items()}
     try:
-        sft.check_documents(model, sft.Args(**dict(max_length=64, from_config="its dropout is meant") | flags))
+        flags = dict(max_length=64, from_config="its dropout is meant") | flags
+        sft.check_documents(model, sft.Args(**flags))
         line = None
     except sft.UserError as error:
         line = str(error).partition(": ")[2].removeprefix("this kind of model does not work here, ")

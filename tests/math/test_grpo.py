@@ -345,7 +345,7 @@ def test_sampler_in_bf16(update):
 
 
 def gdpo_advantages(rewards, weights):
-    """GDPO's, eq. 4 to 6: each reward normalized in its group, weighted, added up, normalized in the batch."""
+    """GDPO's: each reward is normalized in its group; their weighted sum, in the batch."""
     parts = [naive.grpo_advantages(one, K) for one in rewards]
     sums = [sum(w * x for w, x in zip(weights, row)) for row in zip(*parts)]
     mean = sum(sums) / len(sums)
@@ -386,8 +386,8 @@ def trls_trainer(
     multi_objective_aggregation="sum_then_normalize",
     **settings,
 ):
-    """What both methods read of a trainer. A name that is not given here is an AttributeError, and the arguments
-    are TRL's own, so that a new option of TRL shows."""
+    """What both methods read of a trainer. A name that is not given here is an AttributeError, and the
+    arguments are TRL's own, so that a new option of TRL shows."""
     from trl import GRPOConfig
 
     sizes = dict(steps_per_generation=1, gradient_accumulation_steps=1, per_device_train_batch_size=12)
@@ -414,8 +414,8 @@ def trls_trainer(
         _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
         # Off by default: tools, environments, pictures, vLLM, entropy bonus, mixtures of experts, ...
         **dict.fromkeys(
-            "environment_factories environments tools _is_vlm _image_pad_token_id _video_pad_token_id eos_token_ids "
-            "mask_truncated_completions pad_to_multiple_of use_vllm vllm_importance_sampling_correction "
+            "environment_factories environments tools _is_vlm _image_pad_token_id _video_pad_token_id "
+            "eos_token_ids mask_truncated_completions pad_to_multiple_of use_vllm vllm_importance_sampling_correction "
             "off_policy_mask_threshold _entropy_bonus_enabled aux_loss_enabled log_multimodal "
             "chat_template_kwargs num_generations_eval ref_model".split()
         ),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import EOS
 from run_fixtures import handlers_kept
-from run_tools import distance, eos_prone, maker, rows_of, spy, write_rows
+from run_tools import distance, eos_prone, forget_reward_files, maker, rows_of, spy, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -160,6 +160,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
     run.lm = wordy(eos_prone(tiny_lm, root / "lm"))
 
     def recorded_run(script, folder, changes):
+        forget_reward_files()
         path = folder / "functions.py"
         path.write_text(FUNCTIONS)
         places = dict(

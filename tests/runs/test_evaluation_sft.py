@@ -503,18 +503,16 @@ def test_a_new_tokenizer_learns_all_training_rows(sft, tmp_path):
 
 
 def test_a_tokenizer_that_would_be_replaced_is_refused(scripts, tiny_lm):
-    """transformers loads a Qwen2 model with its own way to split texts. One text of ten must show it."""
-    script = scripts["sft"]
+    """transformers loads a Qwen2 model with its own way to split texts."""
     tokenizer = byte_level_tokenizer(["1234567 sun"] * 9)  # 1234567 is one token; Qwen2 splits it into digits
     qwen2, gpt2 = (AutoModelForCausalLM.from_pretrained(tiny_lm(arch)) for arch in ("qwen2", "gpt2"))
-
-    def check(model, *texts):
-        script.check_tokenizer_survives(tokenizer, model, texts)
-
-    for texts in (["1234567"], ["sun"] * 9 + ["1234567"]):
+    for script in (scripts["sft"], scripts["reward_model"]):
         with pytest.raises(script.UserError, match="with a qwen2 model, transformers would load"):
-            check(qwen2, *texts)
-        check(gpt2, *texts)
+            script.check_saved_tokenizer(tokenizer, qwen2)
+        script.check_saved_tokenizer(tokenizer, gpt2)
+        with pytest.raises(script.UserError, match="with a qwen2 model, transformers would load"):
+            sizes = "hidden_size=8 num_hidden_layers=1 num_attention_heads=1 num_key_value_heads=1"
+            script.model_from_config(AutoModelForCausalLM, f"qwen2 {sizes}", tokenizer)
 
 
 def test_from_config_of_a_folder(sft, tiny_lm):

@@ -318,19 +318,12 @@ def test_rloo_with_own_data_and_reward(scripts, rloo, tmp_path):
 # ---- Trackers ----------------------------------------------------------------------------------------------
 
 
-def test_tensorboard_has_samples_and_the_evaluation(ppo):
-    """Samples are text under one name; the final numbers are under eval/."""
+def test_tensorboard_has_the_evaluation(ppo):
+    """The final numbers are under eval/."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     _, folder, _ = ppo(log_with="tensorboard", total_episodes=16, num_sample_generations=2)
     files = [EventAccumulator(str(path)).Reload() for path in folder.rglob("events.out.tfevents.*")]
-    texts = [event for file in files for tag in file.Tags()["tensors"] for event in file.Tensors(tag)]
-    shown = [text.decode() for event in texts for text in event.tensor_proto.string_val]
-    samples = rows_of(folder, "samples.jsonl")
-    assert len({row["update"] for row in samples}) == 2
-    for row in samples:
-        text = json.dumps({name: row[name] for name in ("prompt", "response", "score")})
-        assert any(text in line for line in shown)
     tags = {tag for file in files for tag in file.Tags()["scalars"]}
     after = json.loads((folder / "evaluation.json").read_text())["after"]
     assert {f"eval/{name}" for name in after} <= tags

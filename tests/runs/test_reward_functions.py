@@ -3,11 +3,10 @@
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import GROUPS, RL
+from conftest import GROUPS, RL, ROOT
 from run_tools import reward_file, rows_of, spy, write_rows
 from transformers import AutoTokenizer
 
@@ -424,3 +423,29 @@ def test_weights_are_not_for_other_judges(recorded, tiny_preference_model, tmp_p
         tables.append(json.loads((folder / "evaluation.json").read_text())["before"])
     assert tables[0]["win rate"] == tables[1]["win rate"] != 0.5
     assert tables[0]["score mean"] != tables[1]["score mean"]
+
+
+# ---- A chat model as the reward ----------------------------------------------------------------------------
+
+
+def test_the_rubric_of_the_example(grpo, chat_with, monkeypatch):
+    """Each response gets the grade of its own task and answer. No grade, or a wrong one, counts 0."""
+    grades = ["Grade: 7", "first Grade: 3, then\nGrade: 10", "Grade: 11", "no idea", None, "Grade: 2.5"]
+
+    def answer(question):
+        assert "Task:\n" in question
+        return grades[len(question.split("Answer:\n")[1]) % len(grades)]
+
+    flags, requests = chat_with(answer)
+    monkeypatch.setenv("JUDGE_URL", flags["judge_url"])
+    monkeypatch.setenv("JUDGE_MODEL", "grader")
+    reward_fn = [str(ROOT / "examples/rubric_reward.py:rubric")]
+    _, folder, rows = grpo(reward_fn=reward_fn, num_sample_generations=2)
+    assert {body["model"] for _, body in requests} == {"grader"}
+    expected = [0.7, 1.0, 0.0, 0.0, 0.0, 0.0]
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert len({sample["score"] for sample in samples}) > 1
+    for sample in samples:
+        tail = len(f"{sample['response']}\n\nEnd your reply with the grade, as in: Grade: 7")
+        assert sample["score"] == pytest.approx(expected[tail % 6])
+        assert any(f"Answer:\n{sample['response']}\n" in question for question, _ in requests)

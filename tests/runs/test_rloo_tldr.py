@@ -830,9 +830,13 @@ def test_the_verb_judge_needs_references(script, small, capsys, tmp_path):
 def test_only_the_main_process_asks_the_judge(script, small, tmp_path, monkeypatch, capsys):
     """The others sample their summaries, and print nothing."""
     args = small("rloo_tldr", judge_fn=reward_file(tmp_path, "raise AssertionError")[0])
+    ends = []
     accelerator = SimpleNamespace(device=CPU, is_main_process=False)
+    accelerator.wait_for_everyone = lambda: ends.append("wait")
+    accelerator.end_training = lambda: ends.append("end")
     monkeypatch.setattr(script, "start_accelerator", lambda args: accelerator)
     assert script.judge_policy(args) is None
+    assert ends == ["wait", "end"]  # the main process may still be asking
     assert "win rate" not in capsys.readouterr().out
 
 
