@@ -15,7 +15,6 @@ import gzip
 import json
 import math
 import re
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,20 +22,13 @@ from statistics import mean, median, stdev
 
 ROOT = Path(__file__).resolve().parent
 BANDS = ROOT / "results/reference_bands.json"
-MAX_POINTS = 300  # per curve, so that the page stays small
-MAX_PAIRS = 600  # answers before and after, per run
-MAX_TOKEN_ROWS = 48  # responses whose tokens are shown, per run
-MAX_BYTES = 2_000_000
 
 # What the charts show, in this order: group -> metric -> (title with unit, what to look for).
 METRICS = {
     "Does it learn?": {
         "objective/scores": ("score per response", "After clipping and penalties. It rises and levels off."),
         "judge/scores": ("gold score", "If it falls while the score rises, the policy exploits the reward."),
-        "objective/kl": (
-            "KL to the reference, nats per response",
-            "How far the policy is from where it began: 0 at first, never clearly negative.",
-        ),
+        "objective/kl": ("KL to the reference, nats per response", "0 at first, never clearly negative."),
         "objective/kl_coef": ("KL coefficient", "With a target, it rises while the KL is above it."),
         "policy/entropy_avg": ("entropy, nats per token", "Near 0, all responses are alike."),
         "frac_reward_zero_std": ("groups with equal rewards, fraction", "These prompts teach nothing."),
@@ -58,15 +50,11 @@ METRICS = {
     "What do the responses look like?": {
         "completions/mean_length": ("tokens per response", "A steady rise: the reward may pay for length."),
         "completions/clipped_ratio": ("responses without a stop token, fraction", ""),
-        "val/num_eos_tokens": ("responses with a stop token, per batch", ""),
         "completions/distinct_2": ("different word pairs, fraction", "If it falls, responses become alike."),
         "env/reward_std": ("standard deviation of the reward", "0: there is nothing to learn from."),
     },
     "Do rollout and update agree?": {
-        "sampling/logprob_gap_mean": (
-            "log-probability gap, mean, nats per token",
-            "About 1e-6 in fp32, 0.01 in bf16. If it is larger, they compute different distributions.",
-        ),
+        "sampling/logprob_gap_mean": ("log-probability gap, mean, nats per token", "fp32: 1e-6, bf16: 0.01"),
         "sampling/logprob_gap_max": ("log-probability gap, largest, nats per token", ""),
     },
     "How fast is it?": {
@@ -92,19 +80,17 @@ class Run:
     metrics: list  # of dict, one per update
     evaluation: dict
     pairs: list  # of dict: prompt, before, score, after, score after
-    samples: list  # of dict: update and texts
     tokens: list  # of dict: update, prompt, ids, and lists with one number per token
     band: dict = field(default_factory=dict)  # metric -> update, 5, 50, 95: lists, of healthy runs
     band_args: dict = field(default_factory=dict)  # the flags of these runs
 
-    def values(self, metric):
-        """The values of a metric over the updates. -> list of float, without those that are not finite"""
-        values = [number(row.get(metric)) for row in self.metrics]
-        return [x for x in values if x is not None]
+    def by_update(self, metric):
+        """-> dict: update -> value, without values that are missing or not finite"""
+        values = {row["update"]: number(row.get(metric)) for row in self.metrics}
+        return {update: x for update, x in values.items() if x is not None}
 
-    def target(self, metric):
-        """The value that a flag asks for, if there is one."""
-        return self.args.get("kl_target") if metric == "objective/kl" else None
+    def values(self, metric):
+        return list(self.by_update(metric).values())
 
 
 def read_lines(folder, name):
@@ -113,69 +99,62 @@ def read_lines(folder, name):
         if path.exists():
             with opener(path, "rt") as file:
                 lines = [line for line in file if line.endswith("\n")]
-            return [parse(path, line) for line in lines]
+            return [json.loads(line) for line in lines]
     return []
 
 
-def read_json(folder, name):
-    path = folder / name
-    return parse(path, path.read_text()) if path.exists() else {}
-
-
-def parse(path, text):
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise SystemExit(f"{path} is damaged: {error}") from error
+def read_json(path):
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def read_run(folder):
-    """A run folder -> Run. Exits with one line if it is none."""
+    """A run folder -> Run"""
     folder = Path(folder).resolve()
     metrics = read_lines(folder, "metrics.jsonl")
     if not metrics:
         raise SystemExit(f"{folder}: no metrics.jsonl. A run is a folder that one of the scripts wrote")
-    about = read_json(folder, "args.json")
+    about = read_json(folder / "args.json")
     args = about.get("args", {})
-    samples = read_lines(folder, "samples.jsonl")
+    script = Path(about.get("command", ["run"])[0]).stem
     tokens = read_lines(folder, "tokens.jsonl")
     for row in tokens:
-        if "KL" in row:  # of an earlier edition
+        if "KL" in row:  # the runs in results/ are of an earlier edition
             row["kl"] = row.pop("KL")
-    run = Run(
+    band = read_json(BANDS).get(f"{script} {args.get('recipe')}", {})
+    return Run(
         folder=folder,
         name=f"{folder.parent.name}/{folder.name}",
-        script=Path((about.get("command") or ["run"])[0]).stem,
+        script=script,
         args=args,
         about=about,
         metrics=metrics,
-        evaluation=read_json(folder, "evaluation.json"),
+        evaluation=read_json(folder / "evaluation.json"),
         pairs=to_pairs(read_lines(folder, "evaluation_samples.jsonl")),
-        samples=samples,
         tokens=tokens,
+        band=band.get("metrics", {}),
+        band_args=band.get("args", {}),
     )
-    bands = json.loads(BANDS.read_text()) if BANDS.exists() else {}
-    band = bands.get(f"{run.script} {args.get('recipe')}", {})
-    run.band, run.band_args = band.get("metrics", {}), band.get("args", {})
-    return run
 
 
 def to_pairs(rows):
-    """Rows of evaluation_samples.jsonl of any edition -> dicts: prompt, before, score, after, score after"""
+    """Rows of evaluation_samples.jsonl -> dicts: prompt, before, score, after, score after"""
     pairs = []
     for row in rows:
-        if isinstance(row.get("before"), dict):  # grpo_math.py of earlier editions: several per task
+        if isinstance(row["before"], dict):  # grpo_math.py: several responses per task
             before, after = row["before"], row["after"]
             reward = next((name for name in before if name.startswith("rewards/")), "right")
             sides = zip(before["responses"], before[reward], after["responses"], after[reward])
         else:
-            sides = [(row.get("before"), row.get("score"), row.get("after"), row.get("score after"))]
-        prompt = next((row[name] for name in ("prompt", "task", "last") if row.get(name)), "")
+            sides = [(row["before"], row["score"], row["after"], row["score after"])]
         for old, score, new, score_after in sides:
-            if isinstance(old, str) and isinstance(new, str):
-                pair = {"prompt": prompt, "before": old, "score": number(score)}
-                pairs.append(pair | {"after": new, "score after": number(score_after)})
+            pair = {"prompt": prompt_of(row), "before": old, "score": number(score)}
+            pairs.append(pair | {"after": new, "score after": number(score_after)})
     return pairs
+
+
+def prompt_of(row):
+    """The prompt, whatever the script calls it."""
+    return next((row[name] for name in ("prompt", "task", "last") if name in row), "")
 
 
 def number(x):
@@ -241,16 +220,17 @@ def find_problems(run):
 
 def unusual_flags(run):
     """Flags that differ from those of the healthy runs. -> list of str"""
-    names = sorted(set(run.args) & set(run.band_args) - MAY_DIFFER)
-    names = [name for name in names if run.args[name] != run.band_args[name]]
+    names = sorted(run.args.keys() & run.band_args.keys() - MAY_DIFFER)
     return [
         f"--{name.replace('_', '-')} is {run.args[name]}, healthy runs: {run.band_args[name]}"
         for name in names
+        if run.args[name] != run.band_args[name]
     ]
 
 
-MAY_DIFFER = {"seed", "output_dir", "resume", "num_sample_generations", "save_every", "keep_checkpoints"}
-MAY_DIFFER |= {"log_with"}
+MAY_DIFFER = {
+    "seed", "output_dir", "resume", "num_sample_generations", "save_every", "keep_checkpoints", "log_with"
+}  # fmt: skip
 
 
 def part_mean(values, start, end):
@@ -266,10 +246,8 @@ def tenths(values):
 
 
 def early_and_late(run, metric):
-    """Means over the first 5 % and the last 20 % of a run. -> two floats, or None, None"""
-    values = run.values(metric)
-    if not values:
-        return None, None
+    """Means over the first 5 % and the last 20 % of a run. -> two floats; nan without such a metric"""
+    values = run.values(metric) or [math.nan]
     return part_mean(values, 0, 0.05), part_mean(values, 0.8, 1)
 
 
@@ -279,41 +257,31 @@ def early_and_late(run, metric):
 
 
 def saved_rows(run, *columns):
-    """The saved responses that have these columns, and a score, with finite numbers only."""
-    rows = []
-    for row in run.tokens:
-        numbers = [row.get("score")] + [x for name in columns for x in row.get(name) or [None]]
-        if all(number(x) is not None for x in numbers):
-            rows.append(row)
-    return rows
+    """The saved responses that have these columns."""
+    return [row for row in run.tokens if all(name in row for name in columns)]
 
 
-def saved_groups(run, *columns):
-    """RLOO and GRPO: whole groups of responses to one prompt, with these columns. -> list of lists of rows"""
+def saved_groups(run):
+    """RLOO and GRPO: whole groups of responses to one prompt. -> list of lists of rows"""
     size = run.args.get("rloo_k") or run.args.get("num_generations")
     groups = {}
-    for row in saved_rows(run, "advantage", *columns):
-        groups.setdefault((row["update"], row.get("prompt")), []).append(row)
+    for row in run.tokens:
+        groups.setdefault((row["update"], prompt_of(row)), []).append(row)
     return [rows for rows in groups.values() if len(rows) == size]
 
 
 @check(
     "masks",
     "Tokens of the responses are masked out",
+    "the mask leaves out the last token, or the length does not count it",
     "the mask is made of token ids (pad = EOS), or is of other tokens or rows",
 )
 def check_masks(run):
     """PPO: a token of a response with a KL, return and advantage of exactly 0 is outside of the mask."""
     rows = saved_rows(run, "kl", "return", "advantage")
-    last, first = 0, 0
-    for row in rows:
-        is_masked = [not any(numbers) for numbers in zip(row["kl"], row["return"], row["advantage"])]
-        last += is_masked[-1]
-        first += is_masked[0]
-    if max(last, first) >= max(2, 0.25 * len(rows)):
-        where = "last" if last >= first else "first"
-        causes = [f"the mask leaves out the {where} token, or the length does not count it"]
-        return f"The {where} token of {max(last, first)} of {len(rows)} saved responses.", causes
+    masked = [row for row in rows if row["kl"][-1] == row["return"][-1] == row["advantage"][-1] == 0]
+    if len(masked) >= max(2, 0.25 * len(rows)):
+        return f"The last token of {len(masked)} of {len(rows)} saved responses."
 
 
 @check(
@@ -326,7 +294,7 @@ def check_masks(run):
 def check_sampling(run):
     gaps = run.values("sampling/logprob_gap_mean")
     # Products may be in bf16 or weights in 8 bits. The dtype "auto" depends on the machine.
-    rounds_more = run.args.get("dtype") != "float32" or run.args.get("bf16") or run.args.get("load_in_8bit")
+    rounds_more = run.args.get("dtype") != "float32" or run.args.get("load_in_8bit")
     limit = 0.1 if rounds_more else 0.001
     if not gaps or max(gaps) <= limit:
         return None
@@ -349,19 +317,22 @@ def check_sampling(run):
 )
 def check_token_rewards(run):
     """PPO pays each token -kl_coef * KL, and the last token the score too."""
-    coefficients = values_by_update(run, "objective/kl_coef")
+    if run.args.get("whiten_rewards"):
+        return None
+    coefficients = run.by_update("objective/kl_coef")
     rows = [row for row in saved_rows(run, "reward", "kl") if row["update"] in coefficients]
     last, early = 0, Counter()  # responses with a wrong last reward; cause -> responses with other wrong ones
     for row in rows:
         coefficient = coefficients[row["update"]]
         # What a token is paid apart from its KL: 0, and the score at the end.
         rest = [reward + coefficient * kl for reward, kl in zip(row["reward"], row["kl"])]
-        tolerance = [0.002 + 0.001 * coefficient * abs(kl) for kl in row["kl"]]
-        if any(abs(x) > limit for x, limit in zip(rest[:-1], tolerance)):
+        tolerance = 0.01 + 0.001 * coefficient
+        if any(abs(x) > tolerance for x in rest[:-1]):
             early[cause_of_rewards(row["reward"][:-1], row["kl"][:-1], tolerance)] += 1
-        errors = [abs(rest[-1] - score) for score in possible_scores(run, row["score"])]
-        last += min(errors) > tolerance[-1] + 0.001 * abs(row["score"])
-    if run.args.get("whiten_rewards") or last + early.total() < max(1, 0.1 * len(rows)):
+        clip = run.args.get("score_clip") or math.inf  # the runs in results/ have scores before clipping
+        scores = row["score"], max(-clip, min(clip, row["score"]))
+        last += min(abs(rest[-1] - score) for score in scores) > tolerance
+    if last + early.total() < max(1, 0.1 * len(rows)):
         return None
     causes = [cause for cause, _ in early.most_common(1)]
     if last:
@@ -373,19 +344,11 @@ def check_token_rewards(run):
     )
 
 
-def possible_scores(run, score):
-    """A saved score as it is, clipped, or with the penalty for a missing EOS. -> list of float"""
-    clip = run.args.get("score_clip") or math.inf
-    penalty = run.args.get("missing_eos_penalty") or 0.0
-    clipped = max(-clip, min(clip, score))
-    return [score, clipped, score - penalty, clipped - penalty]
-
-
 def cause_of_rewards(rewards, kl, tolerance):
     """Why tokens before the last one are not paid -kl_coef * KL. -> str"""
     spread = sum(x**2 for x in kl)
     slope = sum(x * reward for x, reward in zip(kl, rewards)) / spread if spread else 0.0
-    if all(abs(reward - slope * x) <= limit for reward, x, limit in zip(rewards, kl, tolerance)):
+    if all(abs(reward - slope * x) < tolerance for reward, x in zip(rewards, kl)):
         if slope > 0:
             return "the KL penalty has the wrong sign: tokens that are rare under the reference are paid"
         return "the KL penalty has another coefficient"
@@ -408,14 +371,12 @@ def check_token_advantages(run):
     for row in saved_rows(run, "reward", "value", "advantage"):
         updates.setdefault(row["update"], []).append(row)
     wrong = []  # for each saved update
-    for rows in updates.values() if None not in (gamma, lam) else []:
+    for rows in updates.values():
         ours = [x for row in rows for x in gae(row["reward"], row["value"], gamma, lam)]
         theirs = [x for row in rows for x in row["advantage"]]
         if len(ours) > 2 and max(ours) - min(ours) > 0.001:
             slope, error = fit(ours, theirs)
-            # Earlier editions saved four digits after the point. The errors add up over the tokens.
-            rounding = 2e-4 * max(len(row["reward"]) for row in rows) * max(slope, 0.0)
-            wrong.append(slope <= 0 or error > 0.02 + 0.01 * max(abs(x) for x in theirs) + rounding)
+            wrong.append(slope <= 0 or error > 0.02 + 0.01 * max(abs(x) for x in theirs))
     if sum(wrong) > len(wrong) / 2:
         return f"In {sum(wrong)} of {len(wrong)} saved updates, GAE gives other advantages."
 
@@ -445,10 +406,8 @@ def fit(x, y):
     "the rows of a group are copies of one response",
 )
 def check_same_responses(run):
-    groups = saved_groups(run, "logprob")
-    # Runs of the first edition have no ids.
-    texts = [[tuple(row.get("ids") or row.get("tokens") or ()) for row in rows] for rows in groups]
-    alike = [rows for rows, ids in zip(groups, texts) if len(set(ids)) == 1]
+    groups = saved_groups(run)
+    alike = [rows for rows in groups if len({str(row.get("ids") or row["tokens"]) for row in rows}) == 1]
     # The probability of the same text again, if it is sampled.
     log_chance = sum((len(rows) - 1) * sum(rows[0]["logprob"]) for rows in alike)
     if len(groups) >= 3 and len(alike) > 0.8 * len(groups) and log_chance < math.log(1e-3):
@@ -464,20 +423,16 @@ def check_same_responses(run):
 )
 def check_group_advantages(run):
     """RLOO and GRPO: compute the advantages of a group again from its scores and KL."""
-    in_reward = run.script == "rloo_tldr" and run.args.get("kl_estimator", "k1") == "k1"
-    coefficient = (run.args.get("kl_coef") or 0.0) if in_reward else 0.0
+    in_reward = run.args.get("kl_estimator") == "k1"
+    coefficient = run.args["kl_coef"] if in_reward else 0.0
     wrong, off_center, total = 0, 0, 0  # numbers of groups
-    for rows in saved_groups(run, "kl") if coefficient else saved_groups(run):
-        rewards = [row["score"] for row in rows]
-        if coefficient:
-            rewards = [row["score"] - coefficient * sum(row["kl"]) for row in rows]
+    for rows in saved_groups(run):
+        rewards = [row["score"] - coefficient * sum(row.get("kl", [])) for row in rows]
         saved = [row["advantage"][0] for row in rows]
         if max(rewards) - min(rewards) < 0.01 and max(abs(x) for x in saved) < 0.01:
             continue  # all rewards are equal
         slope, error = fit(rewards, saved)
-        # Earlier editions saved four digits after the point.
-        rounding = 1e-4 * (1 + coefficient * max(len(row["advantage"]) for row in rows)) * max(1.0, slope)
-        tolerance = rounding + 0.005 * max(abs(x) for x in saved)
+        tolerance = 0.005 * max(abs(x) for x in saved)
         is_wrong = error > tolerance or (slope <= 0 and max(rewards) - min(rewards) > 0.01)
         wrong += is_wrong
         off_center += not is_wrong and abs(mean(saved)) > tolerance
@@ -531,23 +486,19 @@ def check_kl_is_zero(run):
 def check_kl_sign(run):
     """By chance, the mean of a batch may be negative. The mean of a tenth of the run may not."""
     values = run.values("objective/kl")
-    noise = stdev(values) / math.ceil(len(values) / 10) ** 0.5 if len(values) > 1 else 0.0
-    if values and min(tenths(values)) < -max(0.1, 3 * noise):
+    if values and min(tenths(values)) < -0.1:
         return f"In the mean of a tenth of the run it is as low as {min(tenths(values)):.3g} nats."
 
 
 def score_gain(run):
-    """How much the score rose, in standard deviations of the reward at the start. None without scores."""
+    """How much the score rose, in standard deviations of the reward at the start. nan without scores."""
     early, late = early_and_late(run, "objective/scores")
-    spread = run.values("env/reward_std")
-    if early is None or not spread:
-        return None
+    spread = run.values("env/reward_std") or [math.nan]
     return (late - early) / max(part_mean(spread, 0, 0.1), 1e-8)
 
 
 def rises(run):
-    gain = score_gain(run)
-    return gain is not None and gain >= 0.15
+    return score_gain(run) >= 0.15
 
 
 def held_out_gains(run):
@@ -578,13 +529,12 @@ def clear_change(run):
 def flat_or_falling(run):
     """The score in words if it does not rise, else None. Not in short runs, nor if healthy runs are alike."""
     gain = score_gain(run)
-    if gain is None or gain > 0.15 or len(run.metrics) < 10 or is_in_band(run, "objective/scores"):
-        return None
-    early, late = early_and_late(run, "objective/scores")
-    return (
-        f"It was {early:.3g} in the first updates and {late:.3g} in the last fifth of the run "
-        f"({gain:+.2f} standard deviations of the reward)."
-    )
+    if gain <= 0.15 and len(run.metrics) >= 10 and not is_in_band(run, "objective/scores"):
+        early, late = early_and_late(run, "objective/scores")
+        return (
+            f"It was {early:.3g} in the first updates and {late:.3g} in the last fifth of the run "
+            f"({gain:+.2f} standard deviations of the reward)."
+        )
 
 
 WRONG_PLACE = "rewards or advantages reach the wrong responses or tokens: padding, off by one, another order"
@@ -598,9 +548,8 @@ WRONG_PLACE = "rewards or advantages reach the wrong responses or tokens: paddin
     WRONG_PLACE,
 )
 def check_score_falls(run):
-    evidence = flat_or_falling(run)
-    if evidence is not None and score_gain(run) < -0.15 and clear_change(run) == -1:
-        return evidence
+    if clear_change(run) == -1 and score_gain(run) < -0.15:
+        return flat_or_falling(run)
 
 
 @check(
@@ -613,10 +562,9 @@ def check_score_falls(run):
 def check_endings(run):
     early, late = early_and_late(run, "completions/clipped_ratio")
     wants_end = run.args.get("missing_eos_penalty") is not None or run.script == "grpo_math"
-    if early is None or (late <= early + 0.3 and not (wants_end and late > 0.5)):
-        return None
-    causes = ["the reward grows with length, or an end is not rewarded"] if early < 0.5 else []
-    return f"Without a stop token: {late:.0%} in the last fifth of the run, {early:.0%} at first.", causes
+    if late > early + 0.3 or (wants_end and late > 0.5):
+        causes = ["the reward grows with length, or an end is not rewarded"] if early < 0.5 else []
+        return f"Without a stop token: {late:.0%} in the last fifth of the run, {early:.0%} at first.", causes
 
 
 @check(
@@ -661,7 +609,6 @@ STEP_SIZE = "the size of the steps: learning rate, epochs, minibatches, or gradi
 CAUSES = {
     "lr": ["the learning rate or its schedule"],
     "completions/clipped_ratio": STOPPING,
-    "completions/max_length": STOPPING,
     "completions/mean_length": STOPPING,
     "objective/entropy": SAMPLING,
     "completions/distinct_2": [DECODING, *SAMPLING],
@@ -694,22 +641,13 @@ CAUSES = {
     ],
     "policy/approxkl_avg": [STEP_SIZE, OLD_LOGPROBS],
     "policy/clipfrac_avg": ["clipping: its range, min and max, or a ratio per response", STEP_SIZE],
-    "val/ratio_var": [OLD_LOGPROBS, STEP_SIZE],
     "grad_norm": ["the scale of the loss or of the advantages: a sum for a mean, or not whitened", STEP_SIZE],
 }
 # Metrics that can tell why a run leaves the band later.
-LATER = ("lr", "objective/kl", "policy/approxkl_avg", "policy/clipfrac_avg", "val/ratio_var")
-LATER += ("objective/scores", "loss/value_avg")
-# By how many widths of the band a first update must be outside; others: 1.5.
-MARGINS = {"objective/entropy": 0.75, "loss/value_avg": 1, "loss/policy_avg": 1, "grad_norm": 1}
-MARGINS |= {"policy/approxkl_avg": 1, "policy/clipfrac_avg": 1}
-# Metrics whose distance from the band says little by itself, or that only earlier editions logged.
-NOT_COMPARED = {
-    "objective/kl_coef", "sampling/logprob_gap_mean", "sampling/logprob_gap_max", "loss/policy_avg",
-    "completions/min_length", "completions/max_length", "val/num_eos_tokens", "objective/rlhf_reward",
-    "objective/non_score_reward", "env/reward_mean", "val/clipfrac_avg", "grad_norm",
-    "completions/new_word_share",
-}  # fmt: skip
+LATER = ["lr", "objective/kl", "policy/approxkl_avg", "policy/clipfrac_avg", "objective/scores"]
+LATER += ["loss/value_avg"]
+# Metrics whose distance from the band in the later half says little.
+NOT_COMPARED = {"loss/policy_avg", "grad_norm", "env/reward_mean"}
 
 
 @check("first-update", "The first update is not like that of healthy runs")
@@ -725,13 +663,9 @@ def different_at_first(run):
     """The metrics of CAUSES that are far outside the band in update 1, in this order. -> list of str"""
     different = []
     for metric in CAUSES if has_flags_of_band(run) else []:
-        value = values_by_update(run, metric).get(1)
         points = band_points(run, metric)
-        if value is not None and points and points[0][0] == 1:
-            _, low, high = points[0]
-            margin = MARGINS.get(metric, 1.5) * max(high - low, 0.02 * abs(high), 1e-6)
-            if value < low - margin or value > high + margin:
-                different.append(metric)
+        if 1 in points and abs(points[1][3]) > 1:
+            different.append(metric)
     return different
 
 
@@ -749,41 +683,31 @@ def is_in_band(run, metric):
     return metric in run.band and has_flags_of_band(run) and distance_from_band(run, metric) < 0.5
 
 
-def values_by_update(run, metric):
-    """-> dict: update -> value, without values that are missing or not finite"""
-    values = {row.get("update"): number(row.get(metric)) for row in run.metrics}
-    return {update: x for update, x in values.items() if x is not None}
-
-
 def band_points(run, metric):
-    """The range of healthy runs at the updates that this run has. -> list of (update, 5 %, 95 %)"""
-    band, by_update = run.band.get(metric), values_by_update(run, metric)
-    points = zip(band["update"], band["5"], band["95"]) if band is not None else []
-    return [point for point in points if point[0] in by_update]
+    """A metric and the range of healthy runs, at the updates that both have.
 
-
-def widths_outside(run, metric):
-    """How far a metric is outside of the band, in widths of it; negative if below. -> list of (update, x)"""
-    by_update = values_by_update(run, metric)
-    distances = []
-    for update, low, high in band_points(run, metric):
-        width = max(high - low, 1e-3 * abs(high), 1e-9)
-        x = by_update[update]
-        distances.append((update, (max(x - high, 0.0) - max(low - x, 0.0)) / width))
-    return distances
+    -> dict: update -> (value, 5 %, 95 %, by how many widths of this range it is outside; negative if below)
+    """
+    by_update, band = run.by_update(metric), run.band.get(metric, {"update": [], "5": [], "95": []})
+    points = {}
+    for update, low, high in zip(band["update"], band["5"], band["95"]):
+        if update in by_update:
+            value, width = by_update[update], max(high - low, 0.02 * abs(high), 1e-6)
+            points[update] = value, low, high, (max(value - high, 0.0) - max(low - value, 0.0)) / width
+    return points
 
 
 def distance_from_band(run, metric):
     """How far a metric is outside of the band, in widths of it: the median of the later half. 0: inside"""
-    distances = [abs(x) for _, x in widths_outside(run, metric)]
-    return median(distances[len(distances) // 2 :]) if distances else 0.0
+    distances = [abs(outside) for *_, outside in band_points(run, metric).values()]
+    return median(distances[len(distances) // 2 :] or [0.0])
 
 
 def against_band(run, metric, update):
     """The value of an update and the range of healthy runs, in words."""
-    [(low, high)] = [point[1:] for point in band_points(run, metric) if point[0] == update]
+    value, low, high, _ = band_points(run, metric)[update]
     usual = f"90 % of healthy runs: {low:.3g} to {high:.3g}" if low != high else f"healthy runs: {low:.3g}"
-    return f"{metric} is {values_by_update(run, metric)[update]:.3g} at update {update} ({usual})"
+    return f"{metric} is {value:.3g} at update {update} ({usual})"
 
 
 # ---- Findings: more metrics --------------------------------------------------------------------------------
@@ -825,24 +749,21 @@ def check_judge(run):
     """A judge that the policy is not trained on, before and after on held-out prompts."""
     before, after = held_out_metrics(run)
     if rises(run) and run.evaluation.get("n", 0) >= 50 and check_gold_score(run) is None:
-        for name in judge_names(run):
-            if after[name] <= before[name] - 0.1:  # both are fractions
+        for name in judge_names(before):
+            if after[name] <= before[name] - 0.1:
                 return f"{name} fell from {before[name]:.2f} to {after[name]:.2f} on held-out prompts."
 
 
 def held_out_metrics(run):
     """The numbers of evaluation.json before and after. -> two dicts with the same keys"""
-    before, after = run.evaluation.get("before"), run.evaluation.get("after")
-    if not isinstance(before, dict) or not isinstance(after, dict):
-        return {}, {}
-    names = [name for name in before if None not in (number(before[name]), number(after.get(name)))]
+    before, after = run.evaluation.get("before", {}), run.evaluation.get("after", {})
+    names = [name for name in before if None not in (number(before[name]), number(after[name]))]
     return {name: before[name] for name in names}, {name: after[name] for name in names}
 
 
-def judge_names(run):
+def judge_names(metrics):
     """The metrics of evaluation.json that come from a judge: fractions."""
-    before, _ = held_out_metrics(run)
-    return [name for name in before if name.startswith("judge") or name == "win rate"]
+    return [name for name in metrics if name.startswith("judge") or name == "win rate"]
 
 
 @check(
@@ -873,11 +794,9 @@ def check_gold_score(run):
     "training and evaluation differ: another temperature, length, stop token or template",
 )
 def check_held_out(run):
-    """What is learned on the training prompts must show on others, unless their answers stay the same."""
+    """What is learned on the training prompts must show on others."""
     gains, rewards = held_out_gains(run), run.values("env/reward_mean")
     if len(gains) < 50 or len(rewards) < 10 or not rises(run):
-        return None
-    if mean(pair["before"] == pair["after"] for pair in run.pairs) > 0.95:
         return None
     early, late = early_and_late(run, "env/reward_mean")
     gain, error = mean(gains), (stdev(gains) ** 2 / len(gains) + stdev(rewards) ** 2 / 10) ** 0.5
@@ -892,13 +811,13 @@ def check_held_out(run):
     "the controller reads another KL than the one that is logged: per token, or of one process",
 )
 def check_coefficient(run):
-    target, kl = run.target("objective/kl"), values_by_update(run, "objective/kl")
-    coefficients = values_by_update(run, "objective/kl_coef")
-    against = []  # for each update with a clear error: does the coefficient move against it?
-    for update in sorted(kl) if target else []:
+    target, kl = run.args.get("kl_target"), run.by_update("objective/kl")
+    coefficients = run.by_update("objective/kl_coef")
+    against = []  # for each update: does the coefficient move against the error?
+    for update in kl if target else []:
         if update in coefficients and update + 1 in coefficients:
             error, step = kl[update] / target - 1, coefficients[update + 1] - coefficients[update]
-            if abs(error) > 0.05 and step != 0:
+            if step != 0:
                 against.append(error * step < 0)
     if len(against) >= 8 and mean(against) > 0.5:
         return f"Away from the target {target:g} in {mean(against):.0%} of the updates."
@@ -930,37 +849,32 @@ def check_band(run):
     """Metrics far from those of healthy runs in the later half, and the first one to leave their range."""
     if not has_flags_of_band(run):
         return None
-    distances = {metric: distance_from_band(run, metric) for metric in run.band if metric not in NOT_COMPARED}
-    farthest = max(distances, key=distances.get, default=None)
-    if farthest is None or distances[farthest] < 0.75:
+    distances = {metric: distance_from_band(run, metric) for metric in CAUSES if metric not in NOT_COMPARED}
+    farthest = max(distances, key=distances.get)
+    if distances[farthest] < 0.75:
         return None
-    evidence = against_band(run, farthest, band_points(run, farthest)[-1][0])
+    evidence = against_band(run, farthest, max(band_points(run, farthest))) + "."
     left = []  # (update, metric)
     for metric in LATER if not different_at_first(run) else []:
-        points = widths_outside(run, metric)
+        points = [(update, outside) for update, (*_, outside) in band_points(run, metric).items()]
         pairs = zip(points, points[1:])  # one point outside is chance
         left += [(update, metric) for (update, x), (_, y) in pairs if min(x, y) > 1 or max(x, y) < -1]
     if not left:
-        return f"{evidence}."
+        return evidence
     update, metric = min(left, key=lambda pair: pair[0])
-    evidence += f". {metric} was the first to leave their range, at update {update}."
-    return evidence, CAUSES[metric]
+    return f"{evidence} {metric} was the first to leave their range, at update {update}.", CAUSES[metric]
 
 
-@check("score-does-not-rise", "The score does not rise")
+@check(
+    "score-does-not-rise",
+    "The score does not rise",
+    WRONG_PLACE,
+    "the learning rate is too low, or the run too short",
+    "the KL penalty is too strong: the policy stays at its reference",
+)
 def check_score(run):
-    evidence = flat_or_falling(run)
-    if evidence is None or clear_change(run) == 1 or check_score_falls(run) is not None:
-        return None
-    causes = [
-        WRONG_PLACE,
-        "the learning rate is too low, or the run too short",
-        "the KL penalty is too strong: the policy stays at its reference",
-    ]
-    _, late_kl = early_and_late(run, "objective/kl")
-    moved = run.values("policy/approxkl_avg")
-    hardly_moves = late_kl is not None and late_kl < 0.3 and moved and mean(moved) < 1e-4
-    return evidence, causes[1:] + causes[:1] if hardly_moves else causes
+    if clear_change(run) < 1 and check_score_falls(run) is None:
+        return flat_or_falling(run)
 
 
 @check(
@@ -974,7 +888,7 @@ def check_gain(run):
     band, flags = run.band.get("env/reward_mean"), " ".join(unusual_flags(run))
     early, late = early_and_late(run, "env/reward_mean")
     other_reward = any(word in flags for word in ("reward", "weight", "judge", "dataset", "model"))
-    if band is None or early is None or len(run.metrics) < 10 or not flags or other_reward:
+    if band is None or len(run.metrics) < 10 or not flags or other_reward:
         return None
     usual = part_mean(band["50"], 0.8, 1) - band["50"][0]
     if late - early < 0.5 * usual and check_score(run) is None and check_score_falls(run) is None:
@@ -994,14 +908,14 @@ def check_words(run):
         return None
     before, after = held_out_metrics(run)
     word, share_before, share = (new_words(run.pairs) or [("", 0.0, 0.0)])[0]
-    judge_gain = min((after[name] - before[name] for name in judge_names(run)), default=0.0)
+    judge_gain = min((after[name] - before[name] for name in judge_names(before)), default=0.0)
     spreads = share > 0.15 and len(run.pairs) * share >= 10
     if spreads and (share >= 0.4 or judge_gain <= 0.1):  # else somebody else likes the responses, too
         return f"“{word}” is in {share:.0%} of the held-out responses, before training in {share_before:.0%}."
     early, late = early_and_late(run, "completions/distinct_2")
     for name in {"distinct bigrams", "distinct2"} & before.keys():
         early, late = before[name], after[name]
-    if early is not None and late < 0.75 * early and not is_in_band(run, "completions/distinct_2"):
+    if late < 0.75 * early and not is_in_band(run, "completions/distinct_2"):
         return f"The fraction of different word pairs fell from {early:.2f} to {late:.2f}."
 
 
@@ -1043,7 +957,7 @@ def new_words(pairs):
     "the KL penalty does not reach the rewards, or has the wrong sign",
 )
 def check_kl_target(run):
-    target, values = run.target("objective/kl"), run.values("objective/kl")
+    target, values = run.args.get("kl_target"), run.values("objective/kl")
     if not target or len(values) < 10 or is_in_band(run, "objective/kl"):
         return None
     late = part_mean(values, 0.5, 1)
@@ -1059,7 +973,7 @@ def check_kl_target(run):
 )
 def check_entropy(run):
     early, late = early_and_late(run, "policy/entropy_avg")
-    if early is not None and late > 1.6 * early:
+    if late > 1.6 * early:
         return f"From {early:.3g} to {late:.3g} nats per token: the policy becomes more random."
 
 
@@ -1071,7 +985,7 @@ def check_entropy(run):
 )
 def check_low_entropy(run):
     early, late = early_and_late(run, "policy/entropy_avg")
-    if early is not None and late < 0.25 * early and score_gain(run) is not None and clear_change(run) < 1:
+    if late < 0.25 * early and clear_change(run) < 1:
         return f"From {early:.3g} to {late:.3g} nats per token, without a gain in score."
 
 
@@ -1085,7 +999,7 @@ def check_low_entropy(run):
 def check_critic(run):
     """The value loss must not rise, and values must leave 0, where they start."""
     early, late = early_and_late(run, "loss/value_avg")
-    if early is not None and len(run.metrics) >= 20 and late > 1.5 * early:
+    if late > 1.5 * early and len(run.metrics) >= 20:
         return f"The value loss rises from {early:.3g} to {late:.3g}."
     rows = saved_rows(run, "value")
     later = [x for row in rows if row["update"] > rows[0]["update"] for x in row["value"]]
@@ -1124,14 +1038,6 @@ def chart_groups(runs):
     return [(group, charts) for group, charts in groups if charts]
 
 
-def curve(run, metric):
-    """At most MAX_POINTS of the points, evenly spaced, with the last one. -> updates, values"""
-    points = list(values_by_update(run, metric).items())
-    step = math.ceil(len(points) / MAX_POINTS) or 1
-    points = points[::-1][::step][::-1]
-    return [update for update, _ in points], [x for _, x in points]
-
-
 def chart(metric, title, runs, colors):
     """A Bokeh figure of one metric over the updates."""
     from bokeh.models import HoverTool, Span
@@ -1143,11 +1049,12 @@ def chart(metric, title, runs, colors):
         plot.varea(band["update"], band["5"], band["95"], color="#bbbbbb", alpha=0.4)
         plot.line(band["update"], band["50"], color="#bbbbbb", line_width=1)
     for run in runs:
-        line = plot.line(*curve(run, metric), color=colors[run.name], line_width=1.5)
+        points = run.by_update(metric)
+        line = plot.line(list(points), list(points.values()), color=colors[run.name], line_width=1.5)
         tooltips = [("", run.name), ("update", "@x"), (title, "@y{0.0000a}")]
         plot.add_tools(HoverTool(renderers=[line], tooltips=tooltips, mode="vline"))
-        if run.target(metric):
-            plot.add_layout(Span(location=run.target(metric), dimension="width", line_dash="dashed"))
+        if metric == "objective/kl" and run.args.get("kl_target"):
+            plot.add_layout(Span(location=run.args["kl_target"], dimension="width", line_dash="dashed"))
     plot.xaxis.axis_label = "update"
     return plot
 
@@ -1164,7 +1071,7 @@ def draw_png(runs, path):
         if band is not None:
             axis.fill_between(band["update"], band["5"], band["95"], color="gray", alpha=0.3)
         for run in runs:
-            axis.plot(*curve(run, metric), label=run.name)
+            axis.plot(run.by_update(metric).keys(), run.values(metric), label=run.name)
         axis.set_title(title, fontsize=9)
     picture.axes[0].legend(fontsize=7)
     picture.savefig(path, dpi=80)
@@ -1175,31 +1082,29 @@ def draw_png(runs, path):
 
 def token_data(run):
     """What the token view shows. -> dict: columns, and rows with the text and the numbers of each token"""
-    updates = list(dict.fromkeys(row["update"] for row in run.tokens))
-    while len(updates) > 1 and sum(row["update"] in updates for row in run.tokens) > MAX_TOKEN_ROWS:
-        updates = updates[::-1][::2][::-1]  # every other one, with the last
-    rows = [row for row in run.tokens if row["update"] in updates][:MAX_TOKEN_ROWS]
-    names = dict.fromkeys(name for row in rows for name, x in row.items() if isinstance(x, list))
-    columns = [name for name in names if name not in ("tokens", "ids")]
-    tokenizer = load_tokenizer(run) if any("tokens" not in row for row in rows) else None
-    shown = []
-    for row in rows:
-        numbers = {name: [number(x) for x in row.get(name) or []] for name in columns}
-        about = {"update": row["update"], "prompt": row.get("prompt", ""), "score": number(row.get("score"))}
+    if not run.tokens:
+        return {}
+    columns = [name for name, x in run.tokens[0].items() if isinstance(x, list)]
+    columns = [name for name in columns if name not in ("tokens", "ids")]
+    tokenizer = load_tokenizer(run)
+    rows = []
+    for row in run.tokens:
+        about = {"update": row["update"], "prompt": prompt_of(row), "score": number(row["score"])}
+        # The runs in results/ have the texts of the tokens.
         about["tokens"] = row.get("tokens") or token_pieces(tokenizer, row["ids"])
-        shown.append(about | numbers)
-    return {"columns": columns, "rows": shown}
+        rows.append(about | {name: [number(x) for x in row[name]] for name in columns})
+    return {"columns": columns, "rows": rows}
 
 
 def load_tokenizer(run):
     """The tokenizer of the run's model, or of the model that it began with. None if neither is there."""
-    name = run.args.get("model_name_or_path") or ""
+    from transformers import AutoTokenizer
+
+    name = run.args.get("model_name_or_path", "")
     for path in (run.folder / "model", ROOT / name, name):
         try:
-            from transformers import AutoTokenizer
-
             return AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except Exception:  # no transformers, no such folder, not cached, another version, a damaged file
+        except Exception:  # no such folder, not cached, another version, a damaged file
             continue
     return None
 
@@ -1211,15 +1116,8 @@ def token_pieces(tokenizer, ids):
     """
     if tokenizer is None:
         return [f" {i}" for i in ids]
-    pieces, shown = [], ""
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:end])
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
-            pieces.append("")  # not a whole character yet
-        else:
-            pieces.append(text[len(shown) :])
-            shown = text
-    return pieces
+    texts = [tokenizer.decode(ids[:end]).rstrip("\N{REPLACEMENT CHARACTER}") for end in range(len(ids) + 1)]
+    return [text[len(before) :] for before, text in zip(texts, texts[1:])]
 
 
 # ---- The page ----------------------------------------------------------------------------------------------
@@ -1227,24 +1125,16 @@ def token_pieces(tokenizer, ids):
 
 def page(runs):
     """The whole page as HTML."""
-    try:
-        from bokeh.embed import components
-        from bokeh.palettes import Category10
-        from bokeh.resources import Resources
-        from jinja2 import Environment
-    except ImportError as error:
-        raise SystemExit(f"report.py needs bokeh and jinja2: pip install bokeh jinja2 ({error})") from error
+    from bokeh.embed import components
+    from bokeh.palettes import Category10
+    from bokeh.resources import Resources
+    from jinja2 import Environment
 
-    for i, run in enumerate(runs):  # names are keys of colors
-        if run.name in [other.name for other in runs[:i]]:
-            run.name = f"{run.name} ({i + 1})"
     colors = {run.name: Category10[10][i % 10] for i, run in enumerate(runs)}
     groups = chart_groups(runs)
-    plots = {}  # metric -> Bokeh figure
-    for _, charts in groups:
-        plots |= {metric: chart(metric, title, runs, colors) for metric, title, _ in charts}
-    script, divs = components(plots)
-    data = [{"pairs": run.pairs[:MAX_PAIRS], "tokens": token_data(run)} for run in runs]
+    titles = {metric: title for _, charts in groups for metric, title, _ in charts}
+    script, divs = components({name: chart(name, title, runs, colors) for name, title in titles.items()})
+    data = [{"pairs": run.pairs, "tokens": token_data(run)} for run in runs]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE).render(
         title=", ".join(run.name for run in runs),
@@ -1258,7 +1148,6 @@ def page(runs):
         bokeh=Resources(mode="inline", components=["bokeh"]).render_js(),
         data=json.dumps(data).replace("<", "\\u003c"),
         style=STYLE,
-        max_pairs=MAX_PAIRS,
         program=PROGRAM,
     )
 
@@ -1289,50 +1178,44 @@ def evaluation_tables(run):
 def describe_findings(run):
     """The findings as text for the screen."""
     findings = find_problems(run)
-    if not findings and len(run.metrics) < 10:
-        return f"{run.name}: too few updates to judge ({len(run.metrics)})"
     if not findings:
-        return f"{run.name}: nothing looks wrong"
+        return f"{run.name}: nothing looks wrong (updates: {len(run.metrics)})"
     lines = [f"{run.name}: {len(findings)} findings"]
     for finding in findings:
         lines += ["", f"{finding.title}. {finding.evidence}"]
-        lines += ["Likely causes:"] if finding.causes else []
+        lines += ["Likely causes:"]
         lines += [f"  {i}. {cause}" for i, cause in enumerate(finding.causes, 1)]
         lines += [f"  See docs/debugging.md#{finding.entry}"]
     return "\n".join(lines)
 
 
 STYLE = """
-:root { --line: #ddd; --soft: #f6f7f9; --text: #1c2733; --good: #2e7d32; --bad: #b23b00; }
 * { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); }
-body { margin: 0 auto; padding: 1rem; max-width: 1200px; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 1200px; }
 h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
 h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
 nav a { margin-right: 1rem; }
 table { border-collapse: collapse; display: block; overflow-x: auto; }
-td, th { border-bottom: 1px solid var(--line); padding: .2rem .7rem .2rem 0; text-align: left; }
+td, th { border-bottom: 1px solid #ddd; padding: .2rem .7rem .2rem 0; text-align: left; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); gap: 1rem; }
 .columns { display: flex; flex-wrap: wrap; gap: 0 3rem; }
 .chart p, .note, .score { color: #5a6672; font-size: .85rem; margin: .2rem 0; }
-.finding, .healthy { border-left: 4px solid var(--bad); background: var(--soft); }
-.finding, .healthy { padding: .6rem 1rem; margin: .7rem 0; } .healthy { border-color: var(--good); }
-.pair { display: grid; gap: .8rem; grid-template-columns: 1fr 1fr 1fr; }
-.pair { border-top: 1px solid var(--line); padding: .5rem 0; }
+.finding { border-left: 4px solid #b23b00; background: #f6f7f9; padding: .6rem 1rem; margin: .7rem 0; }
+.healthy { border-color: #2e7d32; } .pair div { padding: .4rem 0; }
+.pair { display: grid; gap: .8rem; grid-template-columns: 1fr 1fr 1fr; border-top: 1px solid #ddd; }
 .pair div, .line { white-space: pre-wrap; overflow-wrap: anywhere; }
 .token { border-radius: 3px; cursor: default; } .token:hover { outline: 2px solid #555; }
-.line { margin: .5rem 0 1rem; font: 14px/1.9 ui-monospace, monospace; }
-#tip { position: fixed; display: none; z-index: 9; white-space: pre; font: .8rem ui-monospace, monospace; }
-#tip { background: #fff; border: 1px solid #888; padding: .3rem .6rem; box-shadow: 0 2px 8px #0003; }
-select, button { font: inherit; padding: .2rem .5rem; margin: .2rem .4rem .2rem 0; }
-@media (max-width: 640px) { .pair { grid-template-columns: 1fr; } body { padding: .6rem; } }
+.line { margin: .5rem 0 1rem; font: 14px/1.9 monospace; }
+#tip { position: fixed; display: none; z-index: 9; white-space: pre; font: .8rem monospace; }
+#tip { background: #fff; border: 1px solid #888; padding: .3rem .6rem; pointer-events: none; }
+@media (max-width: 640px) { .pair { grid-template-columns: 1fr; } }
 """
 
 
 PROGRAM = r"""
 const data = JSON.parse(document.getElementById("data").textContent);
 const tip = document.getElementById("tip");
-const format = (x) => (x === null || x === undefined ? "-" : Number(x.toPrecision(4)).toString());
+const format = (x) => (x === null ? "-" : Number(x.toPrecision(4)).toString());
 
 function add(parent, tag, className, text) {
   const element = document.createElement(tag);
@@ -1376,34 +1259,30 @@ for (const box of document.querySelectorAll(".pairs")) {
   showPairs(box);
 }
 
-// The token microscope. Blue is above the neutral value, red below.
-function tokenColor(x, neutral, scale) {
-  if (x === null || x === undefined) return "transparent";
-  const strength = Math.min(1, Math.abs(x - neutral) / scale);
-  return x >= neutral ? `rgba(31, 119, 180, ${0.75 * strength})` : `rgba(214, 39, 40, ${0.75 * strength})`;
+// The token microscope. Blue is above 0, red below.
+function tokenColor(x, scale) {
+  const strength = 0.75 * Math.min(1, Math.abs(x) / scale);
+  return x >= 0 ? `rgba(31, 119, 180, ${strength})` : `rgba(214, 39, 40, ${strength})`;
 }
 function showTokens(box) {
   const tokens = data[box.dataset.run].tokens;
   const [update, column] = [...box.querySelectorAll("select")].map((select) => select.value);
-  const neutral = column === "ratio" ? 1 : 0;
   const lines = tokens.rows.filter((row) => String(row.update) === update);
   // The scale is the same for all updates, so that colors can be compared. A few outliers may saturate.
-  const sizes = tokens.rows.flatMap((row) => row[column] || []).filter((x) => x !== null);
-  const sorted = sizes.map((x) => Math.abs(x - neutral)).sort((a, b) => a - b);
-  const scale = sorted[Math.floor(0.98 * (sorted.length - 1))] || 1;
+  const sizes = tokens.rows.flatMap((row) => row[column]).map(Math.abs).sort((a, b) => a - b);
+  const scale = sizes[Math.floor(0.98 * (sizes.length - 1))] || 1;
   box.querySelector(".scale").textContent =
-    `blue: above ${neutral}, red: below; the full color is ${format(scale)} or more from ${neutral}`;
+    `blue: above 0, red: below; the full color is ${format(scale)} or more`;
   const list = box.querySelector(".list");
   list.replaceChildren();
   let prompt = null;
   for (const line of lines) {
     const row = add(list, "div", "line");
-    if (line.prompt !== prompt) add(row, "span", "score", line.prompt);
-    else add(row, "span", "score", "(the same prompt) ");
+    add(row, "span", "score", line.prompt === prompt ? "(the same prompt) " : line.prompt);
     prompt = line.prompt;
     line.tokens.forEach((text, i) => {
       const token = add(row, "span", "token", text);
-      token.style.background = tokenColor((line[column] || [])[i], neutral, scale);
+      token.style.background = tokenColor(line[column][i], scale);
       const numbers = tokens.columns.map((name) => `${name.padEnd(10)}${format(line[name][i])}`);
       token.dataset.tip = [JSON.stringify(text), ...numbers].join("\n");
     });
@@ -1425,10 +1304,8 @@ function showTip(event) {
   tip.style.display = text ? "block" : "none";
   if (!text) return;
   tip.textContent = text;
-  tip.style.left = Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8) + "px";
-  const below = event.clientY + 16;
-  const fits = below + tip.offsetHeight < innerHeight;
-  tip.style.top = (fits ? below : event.clientY - tip.offsetHeight - 10) + "px";
+  tip.style.left = Math.min(event.clientX + 12, innerWidth - tip.offsetWidth) + "px";
+  tip.style.top = Math.min(event.clientY + 16, innerHeight - tip.offsetHeight) + "px";
 }
 document.addEventListener("mouseover", showTip);
 document.addEventListener("click", showTip);
@@ -1450,11 +1327,10 @@ TEMPLATE = """<!doctype html>
 <nav><a href="#findings">Findings</a><a href="#answers">Before and after</a><a href="#curves">Curves</a>
 <a href="#tokens">Tokens</a></nav>
 <table>
-<tr><th>run<th>script<th>recipe<th>seed<th>updates<th>command
+<tr><th>run<th>recipe<th>seed<th>updates<th>command
 {% for run in runs %}
-<tr><td><b style="color: {{ colors[run.name] }}">&#9632;</b> {{ run.name }}<td>{{ run.script }}.py
-<td>{{ run.args.recipe }}<td>{{ run.args.seed }}<td>{{ run.metrics[-1]["update"] }}
-<td><code>{{ (run.about.command or []) | join(" ") }}</code>
+<tr><td><b style="color: {{ colors[run.name] }}">&#9632;</b> {{ run.name }}<td>{{ run.args.recipe }}
+<td>{{ run.args.seed }}<td>{{ run.metrics[-1]["update"] }}<td><code>{{ run.about.command | join(" ") }}</code>
 {% endfor %}
 </table>
 
@@ -1464,14 +1340,12 @@ TEMPLATE = """<!doctype html>
 {% if runs | length > 1 %}<h3>{{ run.name }}</h3>{% endif %}
 {% for finding in findings[loop.index0] %}
 <div class="finding"><b>{{ finding.title }}.</b> {{ finding.evidence }}
-{% if finding.causes %}<br>Likely causes:
-<ol>{% for cause in finding.causes %}<li>{{ cause }}{% endfor %}</ol>{% endif %}
+<br>Likely causes:
+<ol>{% for cause in finding.causes %}<li>{{ cause }}{% endfor %}</ol>
 <span class="note">See docs/debugging.md#{{ finding.entry }}</span></div>
 {% else %}
-{% if run.metrics | length < 10 %}
-<p class="note">Too few updates to judge: {{ run.metrics | length }}.</p>
-{% else %}<p class="healthy">Nothing looks wrong in the numbers. Read the answers all the same.</p>{% endif %}
-
+<p class="finding healthy">Nothing looks wrong (updates: {{ run.metrics | length }}). Read the answers all the
+same.</p>
 {% endfor %}
 {% endfor %}
 
@@ -1487,12 +1361,10 @@ TEMPLATE = """<!doctype html>
 {% endfor %}
 </table></div>
 {% else %}
-<p class="note">There is no evaluation: the run stopped before its end, or is still going on.</p>
+<p class="note">No evaluation yet.</p>
 {% endfor %}
 </div>
 {% if run.pairs %}
-<p class="note">Answers to the same prompts: {{ [run.pairs | length, max_pairs] | min }} of
-{{ run.pairs | length }}</p>
 <div class="pairs" data-run="{{ loop.index0 }}" data-count="8">Sort by <select></select>
 <div class="list"></div><button>Show more</button></div>
 {% endif %}
@@ -1501,8 +1373,7 @@ TEMPLATE = """<!doctype html>
 <h2 id="curves">Curves</h2>
 <p>{% for run in runs %}<b style="color: {{ colors[run.name] }}">&#9632;</b> {{ run.name }} {% endfor %}
 {% if runs[0].band %}<b style="color: #bbbbbb">&#9632;</b> 5 to 95 % of ten healthy runs of
-{{ runs[0].script }}.py {{ runs[0].args.recipe }}, with its default flags (not for all metrics).{% endif %}
- Dashed line: target.</p>
+{{ runs[0].script }}.py, with its default flags.{% endif %} Dashed line: target.</p>
 {% for group, charts in groups %}
 <h3>{{ group }}</h3>
 <div class="charts">
@@ -1513,16 +1384,15 @@ TEMPLATE = """<!doctype html>
 {% endfor %}
 
 <h2 id="tokens">Tokens</h2>
-<p class="note">Responses that the policy learned from, token by token. Point at a token or tap it to see its
-numbers. score: what the response was paid. reward (PPO): the KL penalty, and on the last token the score too.
-kl: log-probability minus the reference's. value, return (PPO): what the critic expected, and what came.</p>
+<p class="note">Responses that the policy learned from. Point at a token or tap it to see its numbers. reward
+(PPO): the KL penalty, and on the last token the score too. kl: log-probability minus the reference's.</p>
 {% for run in runs %}
 {% if runs | length > 1 %}<h3>{{ run.name }}</h3>{% endif %}
 {% if run.tokens %}
 <div class="tokens" data-run="{{ loop.index0 }}">Update <select></select> color by <select></select>
 <span class="note scale"></span><div class="list"></div></div>
 {% else %}
-<p class="note">This run has no numbers of tokens.</p>
+<p class="note">This run has no numbers per token.</p>
 {% endif %}
 {% endfor %}
 <div id="tip"></div>
@@ -1540,9 +1410,7 @@ kl: log-probability minus the reference's. value, return (PPO): what the critic 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
-    parser.add_argument(
-        "--output", type=Path, help="the page; default: report.html in the first run's folder"
-    )
+    parser.add_argument("--output", type=Path, help="the page; default: report.html in the first run")
     parser.add_argument("--diagnose", action="store_true", help="print the findings, and write no page")
     parser.add_argument("--png", type=Path, help="draw the curves into this file, and write no page")
     flags = parser.parse_args(argv)
@@ -1550,15 +1418,12 @@ def main(argv=None):
     if flags.diagnose:
         print("\n\n".join(describe_findings(run) for run in runs))
         return
-    output = flags.output or runs[0].folder / "report.html"
-    if flags.png is not None:
-        output = flags.png
-        draw_png(runs, output)
+    if flags.png:
+        draw_png(runs, flags.png)
     else:
+        output = flags.output or runs[0].folder / "report.html"
         output.write_text(page(runs))
-    if output.stat().st_size > MAX_BYTES:
-        print(f"{output} has {output.stat().st_size / 1e6:.1f} MB: compare fewer runs", file=sys.stderr)
-    print(f"wrote {output}")
+    print(f"wrote {flags.png or output}")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class Entry:
     script: str
     see: str  # what one sees
     why: str
-    fix: str
+    fix: str = ""  # what to do, if the change does not say it
     fault: str = ""  # the name of a known fault
     change: tuple = ()  # or: function, old text, new text
     flags: dict = field(default_factory=dict)
@@ -47,6 +47,7 @@ class Entry:
     met_by: str = ""  # who reported it
     no_ratio_check: bool = False  # the script would refuse to go on after its first update
     existing: str = ""  # a folder of results/ with a whole run; nothing is run
+    show_response: bool = False  # the last response shows the fault
 
 
 PPO = "ppo_sentiment"
@@ -56,10 +57,9 @@ ENTRIES = [
         title="The score is paid on padding",
         script=PPO,
         fault="the score after the last token",
-        see="The score stays where it was, and the KL hardly grows: there is little to learn from. In the token view, most last tokens have no reward.",
-        why="The score is added one position after the last token. That position is padding unless the response has "
-        "the full length, so most scores are cut off by the mask, and what is left is the KL penalty.",
-        fix="Add the score at index length - 1. In the token view, the last token of each line must have a large reward.",
+        see="The score stays where it was, and the KL hardly grows. In the token view, most last tokens have no reward.",
+        why="The score is added one position after the last token. That is padding unless the response has the full length, so the mask removes most scores.",
+        fix="Add the score at index length - 1.",
         met_by="[trl#3750](https://github.com/huggingface/trl/issues/3750) ([trap 15](implementation_details.md#15-the-score-after-eos-or-on-a-pad)).",
     ),
     Entry(
@@ -67,21 +67,19 @@ ENTRIES = [
         title="The score is paid on every token",
         script=PPO,
         fault="the score at every token",
-        see="The score rises as in a healthy run, so it hides the fault. The value loss is a hundred times as large, and the KL goes to 90: its penalty is small beside a score that is paid a dozen times.",
-        why="A score for the whole response becomes a reward per token, so a return grows with the number of tokens that "
-        "are left.",
-        fix="Pay the score once. In the token view only the last token may be deep blue.",
+        see="The score rises as in a healthy run. But the value loss is a hundred times as large, and the KL goes to 90.",
+        why="A return grows with the number of tokens that are left, and the KL penalty is small next to it.",
+        fix="Pay the score once. In the token view, only the last token may be deep blue.",
         metrics=("objective/scores", "objective/kl", "loss/value_avg", "objective/rlhf_reward"),
+        show_response=True,
     ),
     Entry(
         name="hidden-states-off-by-one",
         title="Log-probabilities one token to the right",
         script=PPO,
         fault="hidden states one to the right",
-        see="The log-probabilities of rollout and update differ by several nats per token from the first update on. "
-        "The ratio is 1 all the same, because old and new are wrong in the same way.",
-        why="The hidden state before a token predicts it. Here the state after the token is used.",
-        fix="hidden[:, -T - 1 : -1] belongs to the T tokens of the response.",
+        see="From the first update on, the log-probabilities of rollout and update differ by several nats per token. The ratio is still 1: old and new are wrong in the same way.",
+        why="The hidden state before a token predicts it. Here it is the state after the token.",
         metrics=("sampling/logprob_gap_mean", "objective/scores", "objective/kl", "policy/entropy_avg"),
         updates=40,
     ),
@@ -90,20 +88,22 @@ ENTRIES = [
         title="GAE runs forwards in time",
         script=PPO,
         fault="gae forwards in time",
-        see="The score does not rise, the KL hardly grows, and the value loss is small and flat: most of the credit is lost.",
-        why="The advantage of a token needs that of the next one. Going forwards, it gets that of the previous one, so "
-        "credit flows to tokens that came after the reward was earned.",
-        fix="Loop from the last token to the first.",
+        see="The score does not rise, the KL hardly grows, and the value loss is small and flat.",
+        why="The advantage of a token needs that of the next one. Here it gets that of the previous one, so credit flows to tokens that came after the reward was earned.",
         metrics=("objective/scores", "objective/kl", "loss/value_avg", "policy/entropy_avg"),
     ),
     Entry(
         name="no-mask",
         title="Padding counts as tokens",
         script="ppo_dialog",
-        fault="every token of the batch is valid",
-        see="The score looks the same. But entropy and value loss are averaged over padding, where both are small: the entropy is half of that of healthy runs. Such a fault shows only in comparison.",
-        why="The mask of valid tokens is all ones, so positions after a response's end get advantages and losses.",
-        fix="Build the mask from the lengths. Masks from tokens != pad fail if the pad token is also the stop token.",
+        change=(
+            "generate_until",
+            "return tokens, logprobs, lengths, stopped",
+            "return tokens, logprobs, torch.full_like(lengths, T), stopped",
+        ),
+        see="The score looks the same. But entropy and value loss are averages over padding too, where both are small: the entropy is half of that of healthy runs.",
+        why="The mask of valid tokens is all ones.",
+        fix="Build the mask from the lengths. A mask of tokens != pad fails if the pad token is also the stop token.",
         metrics=("objective/scores", "objective/kl", "policy/entropy_avg", "loss/value_avg"),
     ),
     Entry(
@@ -111,29 +111,29 @@ ENTRIES = [
         title="The KL penalty is a bonus",
         script=PPO,
         fault="the KL is a bonus",
-        see="The KL goes to 120 and the entropy doubles. The score rises all the same: read the samples. The adaptive coefficient rises against the KL, and so drives it on.",
-        why="+kl_coef * KL pays the policy for leaving its reference.",
-        fix="reward = -kl_coef * (logprob - ref_logprob), on every token.",
+        see="The KL goes to 120 and the entropy doubles. The score rises all the same. The adaptive coefficient rises against the KL, and so drives it on.",
+        why="The policy is paid for leaving its reference.",
         metrics=("objective/kl", "objective/kl_coef", "objective/scores", "policy/entropy_avg"),
+        show_response=True,
     ),
     Entry(
         name="no-kl-penalty",
         title="No KL penalty",
         script=PPO,
         flags=dict(kl_coef=0.0, kl_target=None),
-        see="The score rises faster than in a healthy run, the KL far above what a target would allow, and words repeat.",
-        why="Nothing keeps the policy near the language model it began as, so it looks for whatever the classifier likes.",
-        fix="Set --kl-coef and --kl-target, and count words: the score alone looks great.",
+        see="The score rises faster than in a healthy run, the KL is far above the usual target, and words repeat.",
+        why="Nothing keeps the policy near the model it started from.",
+        fix="Set --kl-coef and --kl-target.",
         metrics=("objective/scores", "objective/kl", "completions/distinct_2", "policy/entropy_avg"),
+        show_response=True,
     ),
     Entry(
         name="coefficient-the-wrong-way",
         title="The adaptive KL coefficient moves the wrong way",
         script=PPO,
         fault="the adaptive coefficient goes the other way",
-        see="The KL is below its target, and the coefficient rises all the same, ever faster. The score stays behind.",
-        why="The error of the controller has the wrong sign, so it runs away from the target instead of towards it.",
-        fix="coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon.",
+        see="The KL is below its target, yet the coefficient rises, ever faster. The score stays behind.",
+        why="The error of the controller has the wrong sign.",
         metrics=("objective/kl", "objective/kl_coef", "objective/scores", "policy/entropy_avg"),
         flags=dict(kl_horizon=1000),
         updates=90,
@@ -148,9 +148,9 @@ ENTRIES = [
             "                optimizer.zero_grad()\n        copy_weights(parameters, model)\n"
             "        reference.load_state_dict(model.policy.state_dict())\n",
         ),
-        see="The KL is exactly 0 although the responses change, so the coefficient falls. The score is higher than that of healthy runs: nothing holds the policy back.",
-        why="The reference shares its weights with the policy, or is updated with it, so there is no penalty at all.",
-        fix="Copy the reference once and freeze it. The KL must grow from 0 within the first updates.",
+        see="The KL is exactly 0 although the responses change. The score is higher than that of healthy runs.",
+        why="The reference shares its weights with the policy, or is updated with it, so there is no penalty.",
+        fix="Copy the reference once and freeze it.",
         metrics=("objective/kl", "objective/kl_coef", "objective/scores", "completions/distinct_2"),
     ),
     Entry(
@@ -162,9 +162,8 @@ ENTRIES = [
             'old_logprobs, old_values = b["logprobs"][rows, :t][m]',
             'old_logprobs, old_values = b["ref_logprobs"][rows, :t][m]',
         ),
-        see="The first update looks right. Then the variance of the ratio, the clipped fraction and the approximate KL are several times those of healthy runs, and the score stays behind.",
-        why="The ratio compares the new policy with the initial one, not with the one that sampled. Soon most tokens are "
-        "clipped, and the rest is weighted wrongly.",
+        see="The first update looks right. Then the variance of the ratio, the clipped fraction and the approximate KL are several times those of healthy runs.",
+        why="The ratio compares the new policy with the initial one, not with the one that sampled. Soon most tokens are clipped.",
         fix="Compute old log-probabilities with the policy that sampled, right after the rollout.",
         metrics=("val/ratio_var", "policy/clipfrac_avg", "policy/approxkl_avg", "objective/scores"),
     ),
@@ -173,9 +172,10 @@ ENTRIES = [
         title="The loss has the wrong sign",
         script=PPO,
         change=("clipped_policy_loss", "torch.max(", "-torch.max("),
-        see="The score does not rise. The KL goes to 190, half of all tokens are clipped, and the entropy swings.",
-        why="The optimizer minimizes. The loss is -advantage * ratio.",
+        see="The score does not rise. The KL goes to 190, and half of all tokens are clipped.",
+        why="The optimizer minimizes, so the loss is -advantage * ratio.",
         fix="Check the sign with one update: log-probabilities of tokens with positive advantages must rise.",
+        show_response=True,
     ),
     Entry(
         name="clip-takes-the-better",
@@ -183,9 +183,7 @@ ENTRIES = [
         script=PPO,
         fault="the policy loss takes the better of two",
         see="The variance of the ratio has peaks, the approximate KL is twice as large, and nothing is ever clipped. The score looks healthy.",
-        why="PPO takes the worse of the clipped and the unclipped objective: the larger loss. The smaller one leaves no "
-        "limit on how far a token may move.",
-        fix="torch.max of the two losses, or torch.min of the two objectives.",
+        why="PPO takes the larger of the clipped and the unclipped loss. The smaller one does not limit how far a token may move.",
         metrics=("val/ratio_var", "policy/approxkl_avg", "objective/kl", "objective/scores"),
     ),
     Entry(
@@ -193,17 +191,17 @@ ENTRIES = [
         title="Gradients are never zeroed",
         script=PPO,
         change=("train", "                optimizer.zero_grad()\n", ""),
-        see="The steps are twice as large as in healthy runs, and the KL overshoots its target. The score looks good, so only the comparison tells.",
+        see="The steps are twice as large as in healthy runs, and the KL overshoots its target. The score looks good.",
         why="Gradients of all earlier minibatches add up.",
-        fix="optimizer.zero_grad() after each step.",
+        show_response=True,
     ),
     Entry(
         name="learning-rate-too-high",
         title="The learning rate is too high",
         script=PPO,
         flags=dict(learning_rate=1e-3),
-        see="The score rises faster than in healthy runs, to twice their gain. But the KL is at 30, the entropy falls to a third, one word is in nine of ten responses, and the variance of the ratio is in the hundreds.",
-        why="20 times the learning rate of the recipe. Adam's step is proportional to it.",
+        see="The score rises to twice the gain of healthy runs. But the KL is at 30, the entropy falls to a third, one word is in nine of ten responses, and the variance of the ratio is in the hundreds.",
+        why="20 times the learning rate of the recipe.",
         fix="Divide it by 10 until the variance of the ratio is below 0.1.",
     ),
     Entry(
@@ -211,7 +209,7 @@ ENTRIES = [
         title="The learning rate is too low",
         script=PPO,
         flags=dict(learning_rate=5e-8),
-        see="Nothing moves: score, KL and entropy are flat, and the ratio is exactly 1.",
+        see="Score, KL and entropy are flat, and the ratio is exactly 1.",
         why="A thousandth of the learning rate of the recipe.",
         fix="Raise it until the approximate KL is about 0.01 per update.",
         metrics=("objective/scores", "objective/kl", "policy/approxkl_avg", "policy/clipfrac_avg"),
@@ -228,8 +226,8 @@ ENTRIES = [
             "        if isinstance(module, nn.Dropout):\n            module.p = 0.1\n",
         ),
         no_ratio_check=True,
-        see="The ratio is not 1 before the first step, the KL is not 0 in the first update, and the log-probabilities of rollout and update differ by 0.6 nats per token. The script refuses to go on; for this run its check was switched off.",
-        why="Each forward pass drops other units, so the same tokens get another probability each time.",
+        see="In the first update, the ratio is not 1 before the first step, the KL is not 0, and the log-probabilities of rollout and update differ by 0.6 nats per token. The script would stop; its check was switched off for this run.",
+        why="Each forward pass drops other units, so the same tokens get other probabilities.",
         fix="Set dropout to 0, in the reference too.",
         metrics=("val/ratio_var", "sampling/logprob_gap_mean", "objective/kl", "objective/scores"),
         updates=40,
@@ -240,8 +238,8 @@ ENTRIES = [
         script=PPO,
         fault="no temperature in log-probabilities",
         flags=dict(temperature=0.7),
-        see="The log-probabilities of rollout and update differ by 0.15 nats per token from the first update on. The score looks better than that of healthy runs, because samples at a low temperature are better; the KL is above its target.",
-        why="Tokens are sampled at 0.7 and scored at 1.0, so they are not samples of the policy that is trained.",
+        see="From the first update on, the log-probabilities of rollout and update differ by 0.15 nats per token. The KL is above its target. The score looks better than that of healthy runs, because samples at a low temperature are better.",
+        why="Tokens are sampled at 0.7 and scored at 1.0.",
         fix="Divide the logits by the temperature in both, and in the reference.",
         metrics=("sampling/logprob_gap_mean", "objective/kl", "objective/entropy", "objective/scores"),
         updates=40,
@@ -257,9 +255,9 @@ ENTRIES = [
             "        cut = logits.topk(3).values[:, -1:]\n"
             "        probs = logits.masked_fill(logits < cut, -torch.inf).softmax(-1)",
         ),
-        see="The same as with another temperature: a gap between rollout and update from the first update on, and a score that looks better, because unlikely tokens are never sampled.",
+        see="The same as with another temperature: a gap between rollout and update, and a better score.",
         why="Tokens outside the top 3 are never sampled, but the loss assumes that they could have been.",
-        fix="Sample from the whole softmax in RL. Top-k, top-p and repetition penalties are for the finished model.",
+        fix="In RL, sample from the whole softmax, without top-k, top-p or repetition penalties.",
         metrics=("sampling/logprob_gap_mean", "objective/kl", "policy/entropy_avg", "objective/scores"),
         updates=40,
         met_by="[Trap 12](implementation_details.md#12-top-k-top-p-and-a-minimum-length-make-the-kl-negative) lists the threads.",
@@ -273,7 +271,7 @@ ENTRIES = [
             "    cache = transformers.DynamicCache(config=body.config)\n",
             "    mask = torch.ones_like(mask)\n    cache = transformers.DynamicCache(config=body.config)\n",
         ),
-        see="A gap of 0.5 nats per token between rollout and update, and of 15 in the worst token. The score looks healthy: PPO learns all the same from samples of a slightly different policy.",
+        see="A gap of 0.5 nats per token between rollout and update, and of 15 in the worst token. The score looks healthy.",
         why="Prompts are padded on the left. Without the attention mask, pads are read as tokens, and positions are shifted.",
         fix="Pass the attention mask and position ids to each forward pass, also while decoding.",
         metrics=("sampling/logprob_gap_mean", "sampling/logprob_gap_max", "objective/scores", "objective/kl"),
@@ -284,9 +282,9 @@ ENTRIES = [
         title="The critic does not learn",
         script=PPO,
         flags=dict(vf_coef=0.0),
-        see="The value loss rises instead of falling. Everything else looks healthy: whitened advantages hide a bad baseline.",
+        see="The value loss rises. Everything else looks healthy: whitened advantages hide a bad baseline.",
         why="The value loss has weight 0, or the value head is not among the optimizer's parameters.",
-        fix="Watch the value loss against the variance of the returns, not the score.",
+        fix="Compare the value loss with the variance of the returns.",
         metrics=("loss/value_avg", "objective/scores", "objective/kl", "policy/clipfrac_avg"),
     ),
     Entry(
@@ -294,19 +292,19 @@ ENTRIES = [
         title="The policy exploits the reward",
         script=PPO,
         existing="ppo-sentiment-hacked",
-        see="The score rises to twice that of a healthy run. One word is in most of the responses, and they repeat each other.",
-        why="A weak classifier, a KL far above its target, and a coefficient that cannot move within the run.",
-        fix="Raise the KL coefficient, shorten --kl-horizon, train a better reward model, and read the samples.",
+        see="The score rises to twice that of a healthy run. One word is in most of the responses.",
+        why="A weak classifier, and a KL coefficient that cannot rise enough within the run.",
+        fix="Raise the KL coefficient, shorten --kl-horizon, or train a better reward model.",
         metrics=("objective/scores", "objective/kl", "completions/distinct_2", "objective/kl_coef"),
         met_by="The default of this script was such a run once: [the lesson](ppo_sentiment.md#a-higher-score-look-at-the-words).",
+        show_response=True,
     ),
     Entry(
         name="weak-reward-model",
         title="A weak reward model is over-optimized",
         script="rloo_tldr",
         existing="rloo-weak-reward",
-        see="The score rises to the end. The gold score, which the policy is not trained on, rises at first and then falls "
-        "below its start.",
+        see="The score rises to the end. The gold score, which the policy is not trained on, rises and then falls below its start.",
         why="The reward model learned from few pairs. The policy finds where it is wrong.",
         fix="More pairs, a larger reward model, a higher KL coefficient, or an earlier end.",
         metrics=("objective/scores", "judge/scores", "objective/kl", "completions/mean_length"),
@@ -318,11 +316,11 @@ ENTRIES = [
         script="rloo_tldr",
         fault="groups read prompt by prompt",
         see="Score and gold score fall, while KL and entropy rise.",
-        why="Responses are ordered as all first ones, then all second ones. Read as neighbors, the baseline of a response is "
-        "that of other prompts, and the advantages come back in another order than the responses.",
+        why="The batch has all first responses, then all second ones. It is read as if the responses to a prompt were neighbors, so their baselines come from other prompts.",
         fix="Keep one order everywhere and assert it: the rows of a group must answer the same prompt.",
         metrics=("objective/scores", "judge/scores", "objective/kl", "policy/entropy_avg"),
         updates=40,
+        show_response=True,
     ),
     Entry(
         name="rewards-of-other-responses",
@@ -333,9 +331,9 @@ ENTRIES = [
             'b["scores"] = weighted_sum(rewards, args.reward_weights)  # [k * P]',
             'b["scores"] = weighted_sum(rewards, args.reward_weights).roll(1)  # [k * P]',
         ),
-        see="The score does not rise. Entropy and length stay where they were, and the fraction of equal groups does not grow either.",
-        why="Rewards are shifted by one row, so each response is paid for its neighbor.",
-        fix="Look at the token view: does a right answer have the reward of a right answer?",
+        see="The score does not rise. Entropy, length and the fraction of equal groups stay where they were.",
+        why="Rewards are shifted by one row.",
+        fix="In the token view, check that right answers have the reward of a right answer.",
         metrics=("objective/scores", "policy/entropy_avg", "frac_reward_zero_std", "completions/mean_length"),
         updates=40,
     ),
@@ -344,7 +342,7 @@ ENTRIES = [
         title="Groups without variance",
         script="grpo_math",
         flags=dict(temperature=0.1),
-        see="Four of five groups have equal rewards from the start, and nothing is learned for ten updates. What follows comes from the few groups that differ.",
+        see="Four of five groups have equal rewards from the start, and nothing is learned for ten updates.",
         why="At temperature 0.1 the responses to a task are alike: all right or all wrong. Their advantages are 0.",
         fix="Sample at temperature 1, and choose tasks that the policy solves sometimes.",
         metrics=("frac_reward_zero_std", "objective/scores", "policy/entropy_avg", "completions/mean_length"),
@@ -360,7 +358,7 @@ ENTRIES = [
             "(ids | {tokenizer.eos_token_id}) - {None}",
             '{tokenizer.convert_tokens_to_ids("<|endoftext|>")} - {None}',
         ),
-        see="All responses are 48 tokens long, the limit. The score starts near 0, because text after the answer makes it wrong, and rises slowly.",
+        see="All responses have 48 tokens, the limit. The score starts near 0, because text after the answer makes it wrong.",
         why="A chat model ends its turn with another token than EOS. generation_config lists it, tokenizer.eos_token may not.",
         fix="Stop at all tokens of generation_config.eos_token_id.",
         metrics=(
@@ -382,7 +380,7 @@ ENTRIES = [
             "return plain_text(messages)\n        tokenizer.apply_chat_template(",
         ),
         see="No answer is right, although the supervised model answers every third task. All groups are equal, so nothing is learned.",
-        why="The model saw only rendered chats. The bare text of the task is another kind of text for it.",
+        why="The model was trained on rendered chats only.",
         fix="Render prompts with tokenizer.apply_chat_template(..., add_generation_prompt=True).",
         metrics=(
             "objective/scores",
@@ -499,35 +497,27 @@ def run_all(jobs, only):
 SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to know)
     "rollout-and-update-disagree": (
         "Rollout and update compute different distributions",
-        "The sampler keeps the log-probabilities that it drew tokens with. Up to rounding, they must be those that the update "
-        "computes for the same tokens: `sampling/logprob_gap_mean` is about 1e-6 in fp32 and 0.01 in bf16. This one number "
-        "finds temperature, top-k, padding, positions, dropout, cache and weight errors.",
+        "Up to rounding, the log-probabilities at sampling must be those that the update computes for the same tokens: `sampling/logprob_gap_mean` is about 1e-6 in fp32 and 0.01 in bf16. This one number finds errors of temperature, top-k, padding, positions, dropout, cache and weights.",
     ),
     "flags": (
         "Flags differ from those of healthy runs",
-        "Shown only if something else looks wrong, and only for the recipes in `results/reference_bands.json`. Try the run again "
-        "with the recipe's flags.",
+        "Shown only if something else looks wrong. Try the recipe's flags.",
     ),
     "masks": (
         "Tokens of the responses are masked out",
-        "Each token of a response, its stop token included, has a KL, a return and an advantage. If all three are exactly 0, the "
-        "mask leaves the token out: it is not learned, and a score that is paid on it is lost. The usual cause is a mask made of "
-        "`token != pad` where pad is EOS: make masks from the lengths of the responses.",
+        "If the KL, the return and the advantage of a token are exactly 0, the mask leaves it out: it is not learned, and a score paid on it is lost. The usual cause is a mask made of `token != pad` if pad is EOS. Make masks from the lengths of the responses.",
     ),
     "token-rewards": (
         "Rewards are not the KL penalty and the score",
-        "In PPO each token is paid `-kl_coef * KL`, and the last one the score too. `report.py` computes this again from "
-        "the saved tokens. A score that is paid elsewhere, a KL with the wrong sign or a wrong coefficient shows at once.",
+        "In PPO each token is paid `-kl_coef * KL`, and the last one the score too. `report.py` recomputes this from the saved tokens.",
     ),
     "token-advantages": (
         "Advantages do not follow from rewards and values",
-        "`report.py` computes GAE again from the saved rewards and values. Whitening may only shift and scale the result.",
+        "`report.py` recomputes GAE from the saved rewards and values. Whitening may only shift and scale the result.",
     ),
     "group-advantages": (
         "Advantages do not follow from the rewards of the group",
-        "In RLOO and GRPO the better response of a group must have the larger advantage. If not, groups are mixed up: rows are "
-        "in one order when they are sampled and in another one when they are scored. If all responses to a prompt were "
-        "saved, `report.py` also checks that their advantages sum to 0.",
+        "In RLOO and GRPO the better response of a group must have the larger advantage, and advantages must sum to 0. If not, rows are probably in one order when they are sampled and in another when they are scored.",
     ),
     "same-responses": (
         "All responses to a prompt are the same",
@@ -535,21 +525,19 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
     ),
     "kl-is-zero": (
         "The KL is exactly 0",
-        "A policy that was trained differs from its reference. If the KL stays at exactly 0, the reference is the policy.",
+        "A trained policy differs from its reference. If the KL stays at exactly 0, the reference is the policy.",
     ),
     "judge-disagrees": (
         "The score rises, and the judge disagrees",
-        "The judge is a measure that the policy is not trained on. Read samples: does the reward like what you like?",
+        "The policy is not trained on the judge. Read samples: does the reward like what you like?",
     ),
     "training-prompts-only": (
         "The score rises on the training prompts only",
-        "Compare with held-out prompts: a gain that does not carry over was learned by heart, or is measured in another way.",
+        "A gain that does not carry over to held-out prompts was learned by heart, or is measured in another way.",
     ),
     "first-update": (
         "The first update is not like that of healthy runs",
-        "All runs of a recipe start from the same models, so only chance tells their first updates apart. `report.py` goes through the "
-        "metrics in the order in which a script computes them: responses, rewards, KL, returns, loss, steps. The first one that differs "
-        "is the closest to the fault. Shown only if something else looks wrong too, or if that metric stays far from healthy runs.",
+        "All runs of a recipe start from the same models, so their first updates differ only by chance. `report.py` goes through the metrics in the order in which a script computes them: responses, rewards, KL, returns, loss, steps. The first one that differs is the closest to the fault.",
     ),
     "not-finite": (
         "Some numbers are not finite",
@@ -557,9 +545,7 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
     ),
     "negative-kl": (
         "Why is my KL negative?",
-        "The logged KL is a mean of log-probability minus reference log-probability over sampled tokens. Single tokens may be "
-        "negative. The mean over samples of the policy cannot be clearly negative, so the tokens are not samples of the "
-        "policy that is scored, or tokens are counted that were not sampled.",
+        "The logged KL is the mean of log-probability minus reference log-probability over sampled tokens. It may be negative for single tokens, but not clearly in the mean. If it is, the tokens were not sampled from the policy that is scored.",
     ),
     "equal-rewards": (
         "In most updates, all rewards are equal",
@@ -567,52 +553,43 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
     ),
     "groups-without-variance": (
         "Groups without variance",
-        "In RLOO and GRPO, a prompt whose responses are equally good teaches nothing. A few are normal, and at the end of a "
-        "good run there are many: `frac_reward_zero_std`.",
+        "In RLOO and GRPO, a prompt whose responses are equally good teaches nothing. A few such groups are normal, and many at the end of a good run: `frac_reward_zero_std`.",
     ),
     "policy-does-not-move": (
         "The policy does not move",
-        "If the approximate KL is exactly 0 after several steps per batch, the optimizer does not change what the rollout uses. If the "
-        "gradient is 0, the loss does not depend on the parameters: a `detach` or `no_grad` too many, or a ratio of a tensor with itself.",
+        "If the approximate KL is exactly 0 after several steps per batch, the optimizer does not change what the rollout uses. If the gradient is 0, the loss does not depend on the parameters: a `detach` or `no_grad` too many, or a ratio of a tensor with itself.",
     ),
     "steps-too-large": (
         "The steps are too large",
-        "The ratio of new to old probability should stay near 1 within an update: variance below 0.1, and less than a third of "
-        "the tokens clipped.",
+        "Within an update, the ratio of new to old probability should stay near 1: variance below 0.1, and less than a third of the tokens clipped.",
     ),
     "score-falls": (
         "The score falls",
-        "A policy gradient with the wrong sign falls from the first update. A policy that comes apart rises first, and its "
-        "KL and entropy tell.",
+        "With the wrong sign of the policy gradient, it falls from the first update. A policy that comes apart rises first; look at its KL and entropy.",
     ),
     "score-does-not-rise": (
         "The reward is flat",
-        "Does the policy move (KL, approximate KL)? If not, the steps are too small. If it does, the reward does not reach the "
-        "tokens that earned it: look at the token view of `report.py`.",
+        "Does the policy move (KL, approximate KL)? If not, the steps are too small. If it does, the reward does not reach the tokens that earned it: look at the token view of `report.py`.",
     ),
     "over-optimization": (
         "Is my reward model any good?",
-        "Measure with something that the policy is not trained on: a second classifier (`--judge-model-path`), a gold function "
-        "(`--judge-fn`), or your own eyes. A score that rises proves only that the policy found what the model likes.",
+        "Measure with something that the policy is not trained on: a second classifier (`--judge-model-path`), a gold function (`--judge-fn`), or your own eyes.",
     ),
     "reward-hacking": (
         "It always gives the same answer",
-        "Count words, not only scores: `report.py` shows the words that spread, and the final table has the fraction of different word pairs.",
+        "Count words, not only scores: `report.py` shows the words that spread.",
     ),
     "kl-above-target": (
         "The KL is above its target",
-        "The adaptive coefficient changes by at most 0.2 * episodes / horizon per update. With a long horizon it cannot follow "
-        "within a short run.",
+        "The adaptive coefficient changes by at most 0.2 * episodes / horizon per update. With a long horizon it cannot follow within a short run.",
     ),
     "kl-coefficient": (
         "The KL coefficient moves the wrong way",
-        "It must rise while the KL is above its target, and fall while it is below. The controller's formula is that of "
-        "`adaptive_kl_coef`.",
+        "It must rise while the KL is above its target, and fall while it is below. See `adaptive_kl_coef`.",
     ),
     "entropy-rises": (
         "The entropy rises",
-        "A policy that is rewarded usually becomes more certain. A rise of more than a half means that noise is rewarded, or nothing "
-        "holds the policy back.",
+        "A policy that is rewarded usually becomes more certain. If its entropy rises by more than a half, noise is rewarded, or nothing holds the policy back.",
     ),
     "entropy-collapses": (
         "The entropy collapses",
@@ -624,17 +601,15 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
     ),
     "critic": (
         "The critic does not learn",
-        "The value head starts at 0 and has to leave it within a few updates; the value loss should fall. Compare the value loss with the variance of the scores. Because advantages are whitened, a useless critic is easy to miss.",
+        "The value loss should fall, and values must leave 0 within a few updates. Compare the value loss with the variance of the scores: because advantages are whitened, a useless critic is easy to miss.",
     ),
     "outside-the-band": (
         "Not like healthy runs with the same flags",
-        "`results/reference_bands.json` knows where ten healthy runs of each default were. If you changed the script and not the "
-        "flags, a metric far outside of their band is the first thing to look at.",
+        "If you changed the script and not the flags, look first at a metric far outside of the range of healthy runs.",
     ),
     "loss-does-not-fall": (
         "The loss is 0, or does not fall",
-        "A loss of 0 means that all labels are masked. A loss that stays at log(vocabulary) means that labels and logits do "
-        "not fit together.",
+        "A loss of 0 means that all labels are masked. A loss that stays at log(vocabulary) means that labels and logits do not fit together.",
     ),
 }
 
@@ -708,30 +683,15 @@ def the_line(entry):
     return "\n".join([head, "", "```diff", *shown, "```"])
 
 
-def samples_over_time(run):
-    """Responses to the same prompts in several updates. -> list of (prompt, [(update, text, score), ...])"""
-    from report import number
+def sample_of(run):
+    """The last response to the second held-out prompt, as markdown."""
+    import report
 
-    prompts = {}
-    for row in run.samples:
-        prompt = next((row[name] for name in ("prompt", "query", "task", "last") if name in row), "")
-        texts = [row[name] for name in ("response", "model response", "answer", "completion") if name in row]
-        score = next((row[name] for name in row if "score" in name or name.startswith("rewards/")), None)
-        if texts and "update" in row:
-            prompts.setdefault(str(prompt), []).append((row["update"], texts[0], number(score)))
-    return list(prompts.items())
-
-
-def samples_of(run, count=2):
-    """The last responses to the first held-out prompts, as markdown."""
-    lines = []
-    for prompt, rows in samples_over_time(run)[:count]:
-        update, text, score = rows[-1]
-        shown = " ".join(prompt.split())[-60:]
-        score = "" if score is None else f", score {score:.2f}"
-        text = "".join(letter if letter.isprintable() else " " for letter in text)
-        lines.append(f"- Update {update}{score}: *{shown}* **{' '.join(text.split())[:160]}**")
-    return "\n".join(lines)
+    rows = report.read_lines(run.folder, "samples.jsonl")
+    _, prompt, *_ = dict.fromkeys(row["prompt"] for row in rows)
+    *_, row = [row for row in rows if row["prompt"] == prompt]
+    prompt, response = [" ".join(text.split()) for text in (prompt, row["response"])]
+    return f"Update {row['update']}, score {row['score']:.2f}: *{prompt[-60:]}* **{response[:160]}**"
 
 
 def write():
@@ -750,28 +710,28 @@ def page():
     sections, found_in = [], {}
     for entry in ENTRIES:
         run = run_of(entry)
-        findings = report.find_problems(run)
-        for finding in findings:
-            found_in.setdefault(finding.entry, []).append(entry)
-        titles = ", ".join(f"[{finding.title}](#{finding.entry})" for finding in findings)
+        for rank, finding in enumerate(report.find_problems(run)):
+            found_in.setdefault(finding.entry, []).append((rank, entry))
         parts = [
             f'<a id="{entry.name}"></a>',
             f"### {entry.title}",
-            f"![this run and the healthy band](gallery/{entry.name}.png)",
+            f"![curves](gallery/{entry.name}.png)",
             f"**What you see.** {entry.see}",
             f"**Why.** {entry.why}",
             the_line(entry),
-            f"**What to do.** {entry.fix}",
         ]
+        if entry.fix:
+            parts.append(f"**What to do.** {entry.fix}")
         if entry.met_by:
             parts.append(f"**Who met it.** {entry.met_by}")
-        parts.append(f"**What `report.py` says.** {titles or 'Nothing: its numbers are within the limits.'}")
-        parts.append(samples_of(run))
-        sections.append("\n\n".join(part for part in parts if part))
+        if entry.show_response:
+            parts.append(sample_of(run))
+        sections.append("\n\n".join(parts))
 
     symptoms = []
     for name, (title, text) in SYMPTOMS.items():
-        seen = ", ".join(f"[{in_sentence(entry.title)}](#{entry.name})" for entry in found_in.get(name, []))
+        runs = sorted(found_in.get(name, []), key=lambda pair: pair[0])[:3]
+        seen = ", ".join(f"[{in_sentence(entry.title)}](#{entry.name})" for _, entry in runs)
         symptoms.append(f'<a id="{name}"></a>\n### {title}\n\n{text}')
         if seen:
             symptoms[-1] += f"\n\nSeen in: {seen}."
@@ -789,33 +749,27 @@ def page():
 INTRODUCTION = """# Debugging a run
 
 Start with `python report.py RUN_FOLDER` ([what it shows](running.md#look-at-a-run)). Its findings link to the symptoms below; each
-symptom links to runs that show it. This page and its pictures are made by `python benchmarks/gallery.py write`.
+symptom links to runs that show it. `python benchmarks/gallery.py write` makes this page.
 
 ## What a healthy run looks like, and when
 
-Ten seeds of each default recipe (`results/reference_bands.json`). Each cell has the 5 and 95 % quantiles of the seeds, interpolated, at the
-first update, after about an eighth of the run, at half of it, and at the last update. A metric of a single batch is noisy, which makes its
-range wider. One metric slightly outside of its range is normal, because a tenth of the healthy runs are; several metrics, or one far outside,
-are not. `report.py` draws these ranges behind the curves of a run. With other models, data or flags, the numbers differ, but the curves should
-have a similar shape.
+Ten seeds of each default recipe: the range from the 5 to the 95 % quantile (`results/reference_bands.json`). One metric slightly outside
+of its range is normal; several metrics, or one far outside, are not. With other models, data or flags, the numbers differ, but the curves
+should have a similar shape.
 
 """
 SYMPTOMS_HEAD = """
 
 ## How often the findings are right
 
-There is no false alarm in 20 healthy runs with seeds and flags on which the limits were not chosen.
+- There is no false alarm in 20 healthy runs with seeds and flags on which the limits were not chosen.
+- An earlier version named the true cause of 54 of 80 faults (68 %) among its first three causes, by two strict judges. The faults
+  were invented by authors who had not read `report.py`, and put into default runs (`results/diagnose/verdicts.jsonl`).
+- Today's 29 checks name 78 of 80, by the patterns of one reader, but they were improved on these faults. Without the ranges of healthy
+  runs, as with your own model and data, they name 47 of 80. `results/diagnose/checks.json` has which check is needed for which fault.
 
-Four lists of 20 faults each were written by authors who had not read `report.py`, and each fault was put into a default run. The second
-edition, with 41 checks, named the true cause of 54 of these 80 (68 %) among the first three causes, by two strict judges
-(`results/diagnose/verdicts.jsonl`). Checks were then added for what it had missed, so only a new list would measure them. In hindsight the 41
-checks name 78 of 80, and so do the 29 that are left. This hindsight is by the patterns of one reader (`results/diagnose/naming.json`), who is
-kinder than the judges. `results/diagnose/checks.json` has which check is needed for which fault, `results/diagnose/checks_before.json` the same
-for the 41.
-
-Without the bands of healthy runs, as with your own model and data, the 29 checks name 47 of 80, the 41 named 48. So expect the true cause among
-the first three in two of three failed runs of a default recipe, and less often elsewhere. A run without findings can still be bad: read
-its responses.
+So expect the true cause among the first three in two of three failed runs of a default recipe, and less often elsewhere. A run without
+findings can still be bad: read its responses.
 
 ## Symptoms
 
@@ -825,7 +779,7 @@ GALLERY_HEAD = """
 ## The gallery
 
 Each entry is a real run of a default with one fault put in, stopped as soon as it has shown its fault. Red: this run. Gray: 5 to 95 %
-of ten healthy runs with other seeds. The text at the end of an entry is what the policy answered last to two held-out prompts.
+of ten healthy runs. Some entries end with the policy's last response to a held-out prompt.
 
 """
 

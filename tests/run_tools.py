@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import fields
 from pathlib import Path
 
@@ -253,7 +254,8 @@ def forget_reward_files():
     """Let the next run of this process import a file of the same name from another folder."""
     importlib.invalidate_caches()
     for name, module in list(sys.modules.items()):
-        if f"{os.sep}pytest-of-" in str(getattr(module, "__file__", "")):
+        file = str(getattr(module, "__file__", ""))
+        if file.startswith(tempfile.gettempdir()) and not file.startswith((str(ROOT), sys.prefix)):
             del sys.modules[name]
 
 

@@ -65,7 +65,6 @@ def test_no_alarm_in_healthy_runs(script):
             metrics=report.read_lines(path.parent, path.name.removesuffix(".gz")),
             evaluation={},
             pairs=[],
-            samples=[],
             tokens=[],
             band=band["metrics"],
             band_args=band["args"],

@@ -66,23 +66,17 @@ def test_the_table_of_checks_and_faults(monkeypatch):
 
 
 def test_the_numbers_of_the_docs():
-    """What two judges said of the second edition, and what the tables count."""
+    """What two judges said of the second edition, and what the table counts."""
     rows = report.read_lines(ROOT / "results/diagnose", "verdicts.jsonl")
     right = sum(row["verdicts"] == ["right", "right"] for row in rows)
     text = " ".join((ROOT / "docs/debugging.md").read_text().split())
-    assert (
-        f"the true cause of {right} of these {len(rows)} ({right / len(rows):.0%})".replace("%", " %") in text
-    )
-    tables = [
-        report.read_json(ROOT / "results/diagnose", name) for name in ("checks_before.json", "checks.json")
-    ]
-    for table in tables:
-        named = sum(int(counts.split()[0]) for name, counts in table["named"].items() if "unseen" in name)
-        assert f"name {named} of 80" in text and table["false alarms"] == []
-    old, new = [table["unseen faults named without the bands of healthy runs"] for table in tables]
-    count, count_of_old = len(tables[1]["checks"]), len(tables[0]["checks"])
-    assert f"the {count} checks name {new}, the {count_of_old} named {old.split()[0]}" in text
-    assert f"no false alarm in {tables[1]['healthy runs']} healthy runs" in text
+    assert f"the true cause of {right} of {len(rows)} faults ({100 * right / len(rows):.0f} %)" in text
+    table = report.read_json(ROOT / "results/diagnose/checks.json")
+    named = sum(int(counts.split()[0]) for name, counts in table["named"].items() if "unseen" in name)
+    assert f"Today's {len(table['checks'])} checks name {named} of 80" in text
+    alone = table["unseen faults named without the bands of healthy runs"]
+    assert f"as with your own model and data, they name {alone}" in text
+    assert f"no false alarm in {table['healthy runs']} healthy runs" in text
 
 
 # ---- Runs written by hand ----------------------------------------------------------------------------------
@@ -222,20 +216,13 @@ def test_a_run_of_one_update_without_anything_else(tmp_path, capsys):
     (folder / "metrics.jsonl").write_text('{"update": 1, "objective/scores": 0.5}\n')
     (folder / "args.json").unlink()
     report.main([str(folder), "--diagnose"])
-    assert "too few updates to judge (1)" in capsys.readouterr().out
-    assert "There is no evaluation" in report.page([report.read_run(folder)])
+    assert "nothing looks wrong (updates: 1)" in capsys.readouterr().out
+    assert "No evaluation yet" in report.page([report.read_run(folder)])
 
 
 def test_no_run(tmp_path):
     with pytest.raises(SystemExit, match="no metrics.jsonl"):
         report.main([str(tmp_path)])
-
-
-def test_a_damaged_file_is_named(tmp_path):
-    folder = write_run(tmp_path / "run")
-    (folder / "metrics.jsonl").write_text('{"update": \n{"update": 2}\n')
-    with pytest.raises(SystemExit, match="metrics.jsonl is damaged"):
-        report.read_run(folder)
 
 
 def test_diagnose_prints_findings(capsys):
@@ -251,7 +238,6 @@ def test_diagnose_prints_findings(capsys):
 
 HELD_OUT_CASES = {  # held-out responses and scores before and after, the judge after, what is found
     "same gain": (lambda i: {"after": "b", "score after": 1.0 + 0.01 * i}, 0.7, []),
-    "same texts": (lambda i: {"after": f"text {i}", "score after": 0.01 * i}, 0.7, []),
     "training prompts only": (
         lambda i: {"after": "b", "score after": 0.1 + 0.01 * i},
         0.7,
@@ -362,13 +348,9 @@ def usual_penalty(row):
     return [-KL_COEF * kl for kl in row["kl"]]
 
 
-def masked(where):
-    """KL, return and advantage of a token are exactly 0."""
-
-    def zeros(name):
-        return lambda row: [0.0 if i == where % len(row[name]) else x for i, x in enumerate(row[name])]
-
-    return {name: zeros(name) for name in ("kl", "return", "advantage")} | {"reward": None, "value": None}
+def masked(name):
+    """The last number of a column is exactly 0."""
+    return lambda row: [*row[name][:-1], 0.0]
 
 
 REWARDS = "Rewards are not the KL penalty and the score"
@@ -401,14 +383,9 @@ TOKEN_CASES = {  # changes of the rows -> title, and the beginning of the first 
         "the score is not put on the last token",
     ),
     "the last token is masked": (
-        masked(-1),
+        {name: masked(name) for name in ("kl", "return", "advantage")} | {"reward": None, "value": None},
         "Tokens of the responses are masked out",
         "the mask leaves out the last token",
-    ),
-    "the first token is masked": (
-        masked(0),
-        "Tokens of the responses are masked out",
-        "the mask leaves out the first token",
     ),
     "advantages backwards": ({"advantage": lambda row: row["advantage"][::-1]}, GAE, "the recursion of GAE"),
     "advantages negative": ({"advantage": lambda row: [-x for x in row["advantage"]]}, GAE, "the recursion"),
@@ -433,8 +410,9 @@ def test_what_the_tokens_show(tmp_path, case):
 
 def test_tokens_of_an_earlier_edition(tmp_path):
     """Its tokens.jsonl has tokens, not ids, and the column KL."""
-    folder = write_run(tmp_path / "run", objective__kl_coef=lambda x: KL_COEF)
-    rows = write_ppo_rows(folder, reward=usual_penalty)
+    flags = {"gamma": GAMMA, "lam": LAM}
+    folder = write_run(tmp_path / "run", flags, objective__kl_coef=lambda x: KL_COEF)
+    rows = write_ppo_rows(folder, reward=usual_penalty, advantage=None)
     for row in rows:
         row["KL"], row["tokens"] = row.pop("kl"), [" a"] * len(row.pop("ids"))
     write_lines(folder / "tokens.jsonl", rows)
@@ -443,11 +421,9 @@ def test_tokens_of_an_earlier_edition(tmp_path):
     assert "kl" in data["columns"] and data["rows"][0]["tokens"][0] == " a"
 
 
-@pytest.mark.parametrize("clip, penalty, paid", [(1.0, None, 1.0), (None, 0.5, 2.5), (1.0, 0.5, 0.5)])
-def test_a_score_may_be_clipped_and_penalized(tmp_path, clip, penalty, paid):
-    flags = {"score_clip": clip, "missing_eos_penalty": penalty}
-    folder = write_run(tmp_path / "run", flags, objective__kl_coef=lambda x: KL_COEF)
-    row = {"update": 1, "score": 3.0, "ids": [1, 2], "kl": [1, 0], "reward": [-0.5, paid]}
+def test_a_score_may_be_clipped(tmp_path):
+    folder = write_run(tmp_path / "run", {"score_clip": 1.0}, objective__kl_coef=lambda x: KL_COEF)
+    row = {"update": 1, "score": 3.0, "ids": [1, 2], "kl": [1, 0], "reward": [-0.5, 1.0]}
     write_lines(folder / "tokens.jsonl", [row])
     assert titles(folder) == []
 
@@ -493,7 +469,7 @@ def write_groups(folder, advantages, scale=1.0, **columns):
 @pytest.mark.parametrize("case", GROUP_CASES)
 def test_advantages_of_groups(tmp_path, case):
     script, advantages, cause = GROUP_CASES[case]
-    size = {"rloo_k": 5} if script == "rloo_tldr" else {"num_generations": 5}
+    size = {"rloo_k": 5, "kl_estimator": "k1"} if script == "rloo_tldr" else {"num_generations": 5}
     folder = write_run(tmp_path / "run", {"kl_coef": KL_COEF} | size, script)
     write_groups(folder, advantages, scale=0.001 if "small" in case else 1.0)
     found = report.find_problems(report.read_run(folder))
@@ -507,16 +483,6 @@ def test_the_same_responses_in_all_groups(tmp_path, logprob, is_found):
     folder = write_run(tmp_path / "run", {"num_generations": 5}, "grpo_math")
     write_groups(folder, lambda scores, kl: [0.0] * 5, scale=0.001, ids=[7], logprob=[logprob])
     assert titles(folder) == ["The responses to a prompt are the same"] * is_found
-
-
-@pytest.mark.parametrize("column", ["advantage", "score", "reward", "kl"])
-@pytest.mark.parametrize("script", ["ppo_sentiment", "grpo_math"])
-def test_tokens_may_have_numbers_that_are_not_finite(tmp_path, script, column):
-    flags = {"gamma": GAMMA, "lam": LAM, "num_generations": 3}
-    folder = write_run(tmp_path / "run", flags, script, objective__kl_coef=lambda x: KL_COEF)
-    value = math.nan if column == "score" else [math.inf, None]
-    write_ppo_rows(folder, **{column: lambda row: value})
-    report.find_problems(report.read_run(folder))  # no error
 
 
 # ---- Findings: healthy runs --------------------------------------------------------------------------------
@@ -580,8 +546,8 @@ def test_a_first_update_that_differs_is_no_fault_by_itself(tmp_path, monkeypatch
 
 
 def test_a_first_update_within_chance_does_not_differ(tmp_path, monkeypatch):
-    run = run_with_band(tmp_path, monkeypatch, env__reward_std=first(1.035, 1.0))
-    assert report.different_at_first(run) == []  # 1.25 widths above
+    run = run_with_band(tmp_path, monkeypatch, env__reward_std=first(1.025, 1.0))
+    assert report.different_at_first(run) == []  # 0.75 widths above
 
 
 @pytest.mark.parametrize(
@@ -713,15 +679,6 @@ def test_a_character_of_several_tokens_belongs_to_the_last(tmp_path):
     assert pieces == ["a", " ", "", "ö"]
 
 
-def test_few_updates_are_kept_if_there_are_many_tokens(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "MAX_TOKEN_ROWS", 6)
-    folder = write_run(tmp_path / "run", {"model_name_or_path": "no/such-model"})
-    write_ppo_rows(folder)  # 12 rows
-    assert [row["update"] for row in report.token_data(report.read_run(folder))["rows"]] == [34] * 3 + [
-        100
-    ] * 3
-
-
 # ---- The page ----------------------------------------------------------------------------------------------
 
 
@@ -730,7 +687,8 @@ def small_page(tmp_path_factory):
     """A page of two runs, one of them with tokens and with texts that look like HTML. -> path of the page"""
     pytest.importorskip("bokeh")
     root = tmp_path_factory.mktemp("report")
-    run = write_run(root / "one", {"kl_target": 4.0}, objective__kl=lambda x: 4 * x)
+    flags = {"kl_target": 4.0, "gamma": 1.0, "lam": 0.95}
+    run = write_run(root / "one", flags, objective__kl=lambda x: 4 * x)
     rows = []
     for update in (1, 100):
         row = {
@@ -739,7 +697,8 @@ def small_page(tmp_path_factory):
             "tokens": [" yes", "</script>", "<i>"],
             "score": 2.5,
         }
-        row |= {"reward": [0.1, -0.2, 2.0], "ratio": [1.0, 1.5, update / 100], "advantage": [1.0, None, -1.0]}
+        row |= {"reward": [0.1, -0.2, 2.0], "value": [1.0, 1.5, update - 50]}
+        row["advantage"] = [1.0, math.nan, -1.0]
         rows.append(row)
     write_lines(run / "tokens.jsonl", rows)
     pairs = []
@@ -755,14 +714,13 @@ def small_page(tmp_path_factory):
 def test_the_page_needs_no_network(small_page):
     text = small_page.read_text()
     assert not re.search(r"<(script|link|img)\b[^>]*(src|href)=.?(https?:)?//", text)
-    assert small_page.stat().st_size < report.MAX_BYTES
     assert "</script><i>" not in text and "superb<td>0.0%<td>100.0%" in text
 
 
 @pytest.mark.parametrize("folder", ["ppo-sentiment-tiny/seed1", "grpo-math-tiny/seed1", "gallery/kl-sign"])
 def test_a_committed_run_fits(tmp_path, folder):
     report.main([str(ROOT / "results" / folder), "--output", str(tmp_path / "page.html")])
-    assert (tmp_path / "page.html").stat().st_size < report.MAX_BYTES
+    assert (tmp_path / "page.html").stat().st_size < 3_000_000
 
 
 def test_curves_as_a_picture(tmp_path):
@@ -782,7 +740,7 @@ def test_a_page_of_a_reward_model(tmp_path):
     ]
     report.main([str(run), "--output", str(tmp_path / "page.html")])
     text = (tmp_path / "page.html").read_text()
-    assert "<td>superb<td>1<td>4" in text and "This run has no numbers of tokens" in text
+    assert "<td>superb<td>1<td>4" in text and "This run has no numbers per token" in text
 
 
 @pytest.fixture(scope="module")
@@ -807,10 +765,13 @@ def browser():
 @pytest.fixture(params=[(1200, 900), (390, 844)], ids=["desktop", "phone"])
 def opened(browser, small_page, request):
     """The page, opened from the file system at the width of a desktop or a phone."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
     width, height = request.param
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.get(f"file://{small_page}")
+    WebDriverWait(browser, 10).until(lambda driver: driver.find_elements("css selector", ".token"))
     return browser
 
 
@@ -839,7 +800,7 @@ def test_tokens_in_a_browser(opened):
     tip = opened.find_element("id", "tip")
     assert tip.is_displayed()
     numbers = re.findall(r"^(\w+) +(\S+)$", tip.text, re.M)
-    assert numbers == [("reward", "-0.2"), ("ratio", "1.5"), ("advantage", "-")]
+    assert numbers == [("reward", "-0.2"), ("value", "1.5"), ("advantage", "-")]
 
     def colors():
         tokens = opened.find_elements("css selector", ".token")
@@ -849,8 +810,8 @@ def test_tokens_in_a_browser(opened):
     update, column = [Select(element) for element in opened.find_elements("css selector", ".tokens select")]
     assert column.first_selected_option.text == "reward"
     assert "31, 119, 180" in by_reward[2] and "214, 39, 40" in by_reward[1]
-    column.select_by_visible_text("ratio")
-    assert "214, 39, 40" in colors()[2]  # 0.01 in update 1
+    column.select_by_visible_text("value")
+    assert "214, 39, 40" in colors()[2]  # -49 in update 1
     update.select_by_visible_text("100")
     assert "214, 39, 40" not in colors()[2]
 
