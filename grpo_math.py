@@ -121,7 +121,7 @@ class Args:
 
     # Model
     model_name_or_path: str = "Qwen/Qwen2.5-0.5B-Instruct"  # initial policy: Hub name, folder, or LoRA folder
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmuls; on a GPU float32 is TF32, auto is bf16
     load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -1677,7 +1677,12 @@ def start_accelerator(args):
             train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
             gradient_accumulation_steps=1,  # train accumulates
             gradient_clipping=args.max_grad_norm or 0.0,
-            torch_autocast=dict(enabled=wants_bf16(args, accelerator.device), dtype="bfloat16"),
+            # No module is "safe in bf16", so weights are gathered, and gradients added up, in fp32.
+            torch_autocast=dict(
+                enabled=wants_bf16(args, accelerator.device),
+                dtype="bfloat16",
+                lower_precision_safe_modules=[],
+            ),
         )
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else it loads models in shards
     torch.manual_seed(args.seed % 2**64)  # for weights that start at random, such as LoRA's

@@ -117,7 +117,7 @@ class Args:
     reward_model_path: str | None = "rajkumarrrk/roberta-daily-dialog-intent-classifier"  # None: no intent
     reward_fn: list[str] | None = None  # FILE.py:function ..., more parts of the reward, in TRL's form
     value_model_path: str | None = None  # a causal critic with its own weights; None: a head on the policy
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmuls; on a GPU float32 is TF32, auto is bf16
     load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -782,11 +782,9 @@ class PolicyAndValue(nn.Module):
         super().__init__()
         self.policy = policy
         self.critic = critic  # None: the value head reads the policy's hidden states
-        if critic is None:
-            hidden_size = policy.get_output_embeddings().weight.shape[1]
-        else:
-            hidden_size = critic.config.get_text_config().hidden_size
-        self.value_head = nn.Linear(hidden_size, 1)
+        # Not config.hidden_size: OPT-350m, for example, projects its last states to the embeddings' size.
+        embeddings = policy.get_output_embeddings() if critic is None else critic.get_input_embeddings()
+        self.value_head = nn.Linear(embeddings.weight.shape[1], 1)
         # Values start at 0, so the first advantages are the rewards to come, discounted by gamma * lam.
         # (load_policy_and_value loads the head of an earlier run, if there is one.)
         nn.init.zeros_(self.value_head.weight)
@@ -1746,7 +1744,12 @@ def start_accelerator(args):
             train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
             gradient_accumulation_steps=1,  # train accumulates
             gradient_clipping=args.max_grad_norm or 0.0,
-            torch_autocast=dict(enabled=wants_bf16(args, accelerator.device), dtype="bfloat16"),
+            # No module is "safe in bf16", so weights are gathered, and gradients added up, in fp32.
+            torch_autocast=dict(
+                enabled=wants_bf16(args, accelerator.device),
+                dtype="bfloat16",
+                lower_precision_safe_modules=[],
+            ),
         )
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else it loads models in shards
     torch.manual_seed(args.seed % 2**64)  # for weights that start at random, such as LoRA's

@@ -131,7 +131,7 @@ class Args:
     model_name_or_path: str = "distilbert/distilbert-base-uncased"  # a language model gets a new head
     from_config: str | None = None  # random weights instead: "gpt2 n_layer=2 n_embd=64", or a folder
     tokenizer_name_or_path: str | None = None  # None: the tokenizer of model_name_or_path
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmuls; on a GPU float32 is TF32, auto is bf16
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved weights; bfloat16 halves the file
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights); the head is trained as a whole
@@ -1240,7 +1240,12 @@ def start_accelerator(args):
             train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
             gradient_accumulation_steps=1,  # train accumulates
             gradient_clipping=args.max_grad_norm or 0.0,
-            torch_autocast=dict(enabled=wants_bf16(args, accelerator.device), dtype="bfloat16"),
+            # No module is "safe in bf16", so weights are gathered, and gradients added up, in fp32.
+            torch_autocast=dict(
+                enabled=wants_bf16(args, accelerator.device),
+                dtype="bfloat16",
+                lower_precision_safe_modules=[],
+            ),
         )
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else it loads models in shards
     torch.manual_seed(args.seed % 2**64)  # for weights that start at random, such as LoRA's

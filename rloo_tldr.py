@@ -117,7 +117,7 @@ class Args:
     reward_model_path: str = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"  # classifier with 1 output
     reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the reward model, in TRL's form
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmul precision; auto: bf16 if the GPU has it
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmuls; on a GPU float32 is TF32, auto is bf16
     bf16: bool = False  # the same as --dtype bfloat16 (TRL's spelling)
     load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
@@ -427,7 +427,7 @@ def train(args):
             # The fraction of groups with equal raw scores. Only penalties (KL, EOS) can tell their rows
             # apart.
             "frac_reward_zero_std": (score_std_of_groups < 1e-6).float().mean(),
-            **reward_means(b),
+            **reward_means(b),  # rewards/NAME/mean, one for each reward function
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
@@ -1875,7 +1875,12 @@ def start_accelerator(args):
             train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
             gradient_accumulation_steps=1,  # train accumulates
             gradient_clipping=args.max_grad_norm or 0.0,
-            torch_autocast=dict(enabled=wants_bf16(args, accelerator.device), dtype="bfloat16"),
+            # No module is "safe in bf16", so weights are gathered, and gradients added up, in fp32.
+            torch_autocast=dict(
+                enabled=wants_bf16(args, accelerator.device),
+                dtype="bfloat16",
+                lower_precision_safe_modules=[],
+            ),
         )
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else it loads models in shards
     torch.manual_seed(args.seed % 2**64)  # for weights that start at random, such as LoRA's

@@ -169,22 +169,32 @@ def seeds_of(name):
     return MORE_SEEDS if name == "GRPO" else SEEDS
 
 
+def updates_to_reward(folder, level=0.75):
+    """The first update at which the reward for right answers, a mean over five updates, is this high. -> text"""
+    lines = gzip.decompress((folder / "metrics.jsonl.gz").read_bytes()).decode().splitlines()
+    rewards = [json.loads(line)["rewards/correct/mean"] for line in lines]
+    for i in range(5, len(rewards) + 1):
+        if sum(rewards[i - 5 : i]) / 5 >= level:
+            return str(i)
+    return "never"
+
+
 def row(name):
     """The cells of a variant: for each column its values, seed by seed."""
     cells = []
     found = [folder_of(name, seed) for seed in seeds_of(name)]
-    found = [
-        json.loads((f / "evaluation.json").read_text()) for f in found if (f / "evaluation.json").exists()
-    ]
+    found = [folder for folder in found if (folder / "evaluation.json").exists()]
+    evaluations = [json.loads((folder / "evaluation.json").read_text()) for folder in found]
     for column in COLUMNS:
         digits = 1 if "tokens" in column else 3
-        cells.append(", ".join(f"{evaluation['after'][column]:.{digits}f}" for evaluation in found))
+        cells.append(", ".join(f"{evaluation['after'][column]:.{digits}f}" for evaluation in evaluations))
+    cells.append("" if name in HACKS else ", ".join(updates_to_reward(folder) for folder in found))
     return cells
 
 
 def table():
     """The markdown table of the variants that have results."""
-    lines = [["variant", *COLUMNS], ["---"] * (len(COLUMNS) + 1)]
+    lines = [["variant", *COLUMNS, "updates to a reward of 0.75"], ["---"] * (len(COLUMNS) + 2)]
     lines += [[name, *row(name)] for name in VARIANTS if any(row(name))]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 

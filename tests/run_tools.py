@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from dataclasses import fields
 from pathlib import Path
 
@@ -250,12 +249,14 @@ def is_trial(optimizer):
     return optimizer.param_groups[0]["params"][0].shape == (2, 2)
 
 
+BASETEMP = ["/nowhere"]  # then pytest's folder for temporary files
+
+
 def forget_reward_files():
     """Let the next run of this process import a file of the same name from another folder."""
     importlib.invalidate_caches()
     for name, module in list(sys.modules.items()):
-        file = str(getattr(module, "__file__", ""))
-        if file.startswith(tempfile.gettempdir()) and not file.startswith((str(ROOT), sys.prefix)):
+        if str(getattr(module, "__file__", "")).startswith(str(BASETEMP[-1])):
             del sys.modules[name]
 
 

@@ -64,7 +64,7 @@ JOBS = {  # name -> script, flags, flags of one process, flags of two; at least 
     ),
     "rloo_tldr": (
         "rloo_tldr",
-        dict(total_episodes=24, whiten_rewards=True, kl_coef=0.2, num_examples=5, learning_rate=0.03),
+        dict(total_episodes=24, whiten_rewards=True, kl_coef=0.2, num_examples=5, learning_rate=0.02),
         ONE,
         TWO,
     ),
