@@ -106,6 +106,11 @@ class Model:
         """Operations per layer and token step of prompts with padding, counted on a CPU."""
         return {"gpt2": 17, "gpt_neox": 35, "llama": 55}[self.family]
 
+    @property
+    def other_operations(self):
+        """Operations per token step outside of the layers: masks, positions, output layer, sampling."""
+        return {"gpt2": 61, "gpt_neox": 66, "llama": 71}[self.family]
+
 
 MODELS = {
     "gpt2": Model("gpt2", 12, 768, 12, 12, 3072, 50257, 1024),
@@ -483,7 +488,8 @@ def generation_seconds(case, is_engine=False):
     moved = (engine_step_bytes if is_engine else token_step_bytes)(case, rows, context)
     memory_seconds = moved / (MEMORY_UTILIZATION * gpu.bandwidth)
     product_seconds = forward_seconds(case, m, rows, context, rows)
-    python_seconds = 0 if is_engine else m.layers * m.operations * LAUNCH_SECONDS
+    operations = m.layers * m.operations + m.other_operations
+    python_seconds = 0 if is_engine else operations * LAUNCH_SECONDS
     step = max(memory_seconds, product_seconds, python_seconds)
     chunks = math.ceil(case.local_batch / rows)
     return prompts + chunks * case.response_length * step

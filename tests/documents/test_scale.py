@@ -347,6 +347,22 @@ def test_a_token_step_starts_the_counted_operations(arch):
     assert counts[1] - counts[0] == case.model.operations
 
 
+@EACH
+def test_a_token_step_starts_other_operations_too(arch):
+    """Counted by the sampler: a longer response has one step more."""
+    case = small_case(arch)
+    model, _ = built(case)
+    ids, mask = batch()
+    counts = []
+    for length in (8, 9):
+        uniforms = torch.linspace(0.1, 0.9, len(ids) * 2 * length).view(len(ids), 2, length)
+        with torch.no_grad(), autocast(case), Operations() as operations:
+            rloo.generate_groups(model, ids, mask, uniforms, torch.tensor([], dtype=torch.long), 1.0)
+        counts.append(operations.count)
+    other = counts[1] - counts[0] - case.model.layers * case.model.operations
+    assert other == case.model.other_operations
+
+
 def test_the_peaks_of_whole_runs_are_those_of_the_file():
     """results/memory.json, less the libraries: the smallest peak of a policy of almost no size."""
     rows = json.loads((ROOT / "results/memory.json").read_text())["rows"]
@@ -397,7 +413,7 @@ def test_the_time_of_a_step_by_hand():
     prompts = scale.forward_flops(case.model, 16 * 512, 512, 0) / (0.4 * 989e12)
     assert scale.generation_seconds(case) == pytest.approx(prompts + 512 * step)
     slow = replace(case, prompt_length=1, response_length=2)  # a short cache: Python is the slowest part
-    assert scale.generation_seconds(slow) == pytest.approx(2 * 32 * 55 * 10e-6, rel=0.05)
+    assert scale.generation_seconds(slow) == pytest.approx(2 * (32 * 55 + 71) * 10e-6, rel=0.05)
 
 
 # ---- The page ----------------------------------------------------------------------------------------------
@@ -426,8 +442,9 @@ def test_the_numbers_in_the_text_are_those_of_the_program():
     assert "fits 80 GB if it needs at most 72.0, and 141 GB if at most 126.9." in text
     assert [round(scale.USABLE * size, 1) for size in scale.GPUS] == [72.0, 126.9]
     assert "40 % of the peak rate" in text and scale.MATMUL_UTILIZATION == 0.4
-    assert "55 per layer in a Llama, 10 µs each" in text
-    assert (scale.MODELS["llama-7b"].operations, scale.LAUNCH_SECONDS) == (55, 10e-6)
+    assert "55 per layer in a Llama, 10 µs each, and 71 outside of the layers" in text
+    llama = scale.MODELS["llama-7b"]
+    assert (llama.operations, llama.other_operations, scale.LAUNCH_SECONDS) == (55, 71, 10e-6)
 
 
 def test_the_advice_of_the_page_is_what_the_program_chooses():
