@@ -2136,6 +2136,14 @@ def check_grpo_args(args):
         )
 
 
+def without_foreign_tasks(args):
+    """Drop the harder tasks of the recipe tiny if the data is another: your reward may not understand them."""
+    tiny = RECIPES["tiny"]
+    if args.hard_dataset_name == tiny.hard_dataset_name and args.dataset_name != tiny.dataset_name:
+        return replace(args, hard_dataset_name=None)
+    return args
+
+
 def parse_args(argv):
     """The command line: an optional recipe, then flags. -> Args
 
@@ -2213,7 +2221,7 @@ def run_command_line(function, *inputs):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    run_command_line(lambda: train(parse_args(argv)))
+    run_command_line(lambda: train(without_foreign_tasks(parse_args(argv))))
 
 
 if __name__ == "__main__":

@@ -449,6 +449,21 @@ def test_a_judge_is_none_of_the_rewards(grpo, tmp_path):
 # ---- Recipes and published data ----------------------------------------------------------------------------
 
 
+def test_the_harder_tasks_of_tiny_are_for_its_own_data(script, monkeypatch):
+    """With other training data they are dropped. Other harder tasks stay."""
+    started = []
+    monkeypatch.setattr(script, "train", started.append)
+    own = script.RECIPES["tiny"].hard_dataset_name
+    for flags in (
+        [],
+        ["--dataset-name", "other"],
+        ["--dataset-name", "other", "--hard-dataset-name", "mine"],
+    ):
+        script.main(["tiny", *flags])
+    assert [args.hard_dataset_name for args in started] == [own, None, "mine"]
+    assert [args.dataset_name for args in started] == ["data/arithmetic", "other", "other"]
+
+
 def test_every_recipe_can_start(script):
     """Its batch is whole groups, its reward functions exist, and no flag is wrong."""
     for name in script.RECIPES:
