@@ -41,7 +41,7 @@ def of_run(folder):
     }
     for title, name in {
         "entropy per token, last 10 updates": "policy/entropy_avg",
-        "groups with equal rewards, last 10 updates": "frac_reward_zero_std",
+        "groups of equal rewards, last 10": "frac_reward_zero_std",
     }.items():
         numbers[title] = sum(row[name] for row in last) / 10 if name in last[0] else None
     return numbers
