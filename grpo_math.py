@@ -2137,7 +2137,7 @@ def check_grpo_args(args):
 
 
 def without_foreign_tasks(args):
-    """Drop the harder tasks of the recipe tiny if the data is another: your reward may not understand them."""
+    """Drop the harder tasks of the recipe tiny if the data is another: your reward may not fit them."""
     tiny = RECIPES["tiny"]
     if args.hard_dataset_name == tiny.hard_dataset_name and args.dataset_name != tiny.dataset_name:
         return replace(args, hard_dataset_name=None)
