@@ -121,7 +121,7 @@ class Args:
 
     # Model
     model_name_or_path: str = "Qwen/Qwen2.5-0.5B-Instruct"  # initial policy: Hub name, folder, or LoRA folder
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmuls; on a GPU float32 is TF32, auto is bf16
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmuls; on GPUs, float32: TF32, auto: bf16
     load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -141,7 +141,7 @@ class Args:
         default_factory=lambda: ["data/math_rewards.py:correct"]
     )
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
-    judge_fn: str | None = None  # evaluation: right is what it gives 1 or more; None: the first reward_fn
+    judge_fn: str | None = None  # in evaluation, 1 or more is right; None: the first reward_fn
     max_prompt_length: int = 512  # tasks whose prompt has more tokens are skipped
     response_length: int = 512  # longest response, in tokens
     stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
@@ -572,7 +572,7 @@ def sample_texts(prompts, responses, scores):
 
 
 def distinct_bigrams(texts):
-    """Different pairs of neighboring words / all pairs, in all texts (as in Li et al. 2016). -> float
+    """Different pairs of neighboring words / all pairs, in all texts (compare Li et al. 2016). -> float
 
     It falls if a policy repeats itself, even if no two responses are equal. It also falls as the number of
     texts grows, so compare only equal numbers of texts.
@@ -907,8 +907,8 @@ def sample_tokens(probs, uniforms):
     sums = blocks.sum(2).to(dtype)  # [B, blocks]
     ends = sums.cumsum(1)  # [B, blocks]
     target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
-    # right=True never selects what has probability 0. With NaN it selects past the end, and so do the lines
-    # below: clamp. (Then the loss is NaN, and the run ends with one line.)
+    # right=True never selects what has probability 0. NaN selects past the end, here and below: clamp.
+    # (Then the loss is NaN, and the run ends with one line.)
     block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[1] - 1)  # [B, 1]
     # The part of the block that lies before the target, from 0 to 1. Rounding may leave this range.
     share = (target - (ends - sums).gather(1, block)) / sums.gather(1, block)  # [B, 1]
@@ -1139,7 +1139,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     adapter = load(peft.PeftConfig.from_pretrained, name)
     if not adapter.base_model_name_or_path:
         raise UserError(f"{name}: its adapter_config.json does not name the base model")
-    holds_head = adapter.task_type == "SEQ_CLS"
+    holds_head = adapter.task_type == "SEQ_CLS"  # then peft saves the head with the adapter
     base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or holds_head, **kwargs)
     base.has_new_head = base.has_new_head and not holds_head
     with warnings.catch_warnings():
@@ -1177,7 +1177,8 @@ def load_tokenizer(name, for_prompts=True):
     """
     tokenizer = load(AutoTokenizer.from_pretrained, name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    if not tokenizer("word").input_ids:  # without tokenizer files, transformers returns an empty tokenizer
+    # Without tokenizer files, transformers returns a tokenizer that has nothing but special tokens.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise UserError(f"{name} has no tokenizer")
     if for_prompts and appends_eos(tokenizer):
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
@@ -1206,9 +1207,9 @@ def add_lora(model, args):
     starts at 0."""
     import peft
 
-    target_modules, names = args.lora_target_modules, []
-    if target_modules != "all-linear":
-        target_modules = names = target_modules.replace(" ", "").split(",")
+    names = args.lora_target_modules.replace(" ", "").split(",")
+    is_all = names == ["all-linear"]
+    target_modules = "all-linear" if is_all else names
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target_modules)
     try:
         model = peft.get_peft_model(model, config)
@@ -1216,7 +1217,7 @@ def add_lora(model, args):
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: {error}") from error
     layers = model.targeted_module_names
     for name in names:
-        if not any(f".{layer}".endswith(f".{name}") for layer in layers):
+        if not is_all and not any(f".{layer}".endswith(f".{name}") for layer in layers):
             raise UserError(f"--lora-target-modules: no layer is called {name!r}")
     base = model.get_base_model()
     # Merged into an embedding, an adapter would also change the output layer, which may share its weights.
@@ -1575,7 +1576,7 @@ def choose_tasks(tasks, args):
 
 
 def is_chat(value):
-    """True for a list (of messages, dicts with role and content), False for a text."""
+    """True for a list of messages (dicts with role and content), False for a text."""
     return isinstance(value, list) and len(value) > 0
 
 

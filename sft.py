@@ -125,7 +125,7 @@ class Args:
     model_name_or_path: str = "openai-community/gpt2"  # model and tokenizer: Hub name, folder, LoRA folder
     from_config: str | None = None  # random weights instead: a model type and name=value pairs (JSON values)
     train_tokenizer: int = 0  # with from_config: train a tokenizer of this size; 0: load model_name_or_path's
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmuls; on a GPU float32 is TF32, auto is bf16
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmuls; on GPUs, float32: TF32, auto: bf16
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model; bfloat16: half the size
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights)
@@ -885,7 +885,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     adapter = load(peft.PeftConfig.from_pretrained, name)
     if not adapter.base_model_name_or_path:
         raise UserError(f"{name}: its adapter_config.json does not name the base model")
-    holds_head = adapter.task_type == "SEQ_CLS"
+    holds_head = adapter.task_type == "SEQ_CLS"  # then peft saves the head with the adapter
     base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or holds_head, **kwargs)
     base.has_new_head = base.has_new_head and not holds_head
     with warnings.catch_warnings():
@@ -949,7 +949,8 @@ def load_tokenizer(name, for_prompts=True):
     """
     tokenizer = load(AutoTokenizer.from_pretrained, name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    if not tokenizer("word").input_ids:  # without tokenizer files, transformers returns an empty tokenizer
+    # Without tokenizer files, transformers returns a tokenizer that has nothing but special tokens.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise UserError(f"{name} has no tokenizer")
     if for_prompts and appends_eos(tokenizer):
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
@@ -1041,9 +1042,9 @@ def add_lora(model, args):
     starts at 0."""
     import peft
 
-    target_modules, names = args.lora_target_modules, []
-    if target_modules != "all-linear":
-        target_modules = names = target_modules.replace(" ", "").split(",")
+    names = args.lora_target_modules.replace(" ", "").split(",")
+    is_all = names == ["all-linear"]
+    target_modules = "all-linear" if is_all else names
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target_modules)
     try:
         model = peft.get_peft_model(model, config)
@@ -1051,7 +1052,7 @@ def add_lora(model, args):
         raise UserError(f"--lora-target-modules {args.lora_target_modules}: {error}") from error
     layers = model.targeted_module_names
     for name in names:
-        if not any(f".{layer}".endswith(f".{name}") for layer in layers):
+        if not is_all and not any(f".{layer}".endswith(f".{name}") for layer in layers):
             raise UserError(f"--lora-target-modules: no layer is called {name!r}")
     base = model.get_base_model()
     # Merged into an embedding, an adapter would also change the output layer, which may share its weights.
@@ -1267,9 +1268,9 @@ def load_dialogs(rows):
         utterances, acts = row["dialog"], row.get("act")
         if not isinstance(utterances, list) or not all(isinstance(text, str) for text in utterances):
             continue
-        if len(utterances) >= 2 and all(text.strip() for text in utterances):
+        utterances = [text.strip() for text in utterances]  # DailyDialog's end with a space
+        if len(utterances) >= 2 and all(utterances):
             has_acts = isinstance(acts, list) and len(acts) == len(utterances)
-            utterances = [text.strip() for text in utterances]  # DailyDialog's end with a space
             dialogs.append((row, utterances, acts if has_acts else None))
     return dialogs
 

@@ -1,5 +1,6 @@
-"""A chat model as the reward: it grades each response by a rubric, from 0 to 10. For --reward-fn of all RL scripts.
+"""A chat model as the reward of any RL script (--reward-fn): it grades each response from 0 to 10.
 
+    pip install openai
     vllm serve Qwen/Qwen2.5-7B-Instruct --port 8000       # or any other OpenAI-compatible server
     export JUDGE_URL=http://localhost:8000/v1 JUDGE_MODEL=Qwen/Qwen2.5-7B-Instruct
     python grpo_math.py --reward-fn examples/rubric_reward.py:rubric --judge-fn data/math_rewards.py:correct

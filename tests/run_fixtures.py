@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from run_tools import ALL, BASETEMP, BY_HEART, forget_reward_files, maker, rows_of, write_rows
+from run_tools import ALL, BY_HEART, forget_reward_files, maker, rows_of, write_rows
 
 
 @contextmanager
@@ -37,10 +37,9 @@ def signal_handlers():
 def reward_files(tmp_path_factory):
     """Every test may have a file reward.py of its own."""
     path = list(sys.path)
-    BASETEMP.append(tmp_path_factory.getbasetemp())
     yield
     sys.path[:] = path
-    forget_reward_files()
+    forget_reward_files(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

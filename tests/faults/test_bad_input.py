@@ -373,7 +373,7 @@ def test_an_output_folder_that_is_a_file(script, small, capsys, tmp_path):
     "body, word",
     [
         ("return None", "reward reward failed: TypeError(\"'NoneType'"),
-        ("return ['a'] * len(prompts)", "reward reward failed: ValueError(\"could not convert"),
+        ("return ['a'] * len(prompts)", 'reward reward failed: ValueError("could not convert'),
         ("return [1.0]", "reward reward: 1 numbers for 4 responses"),
         ("return [float('inf')] * len(prompts)", "inf is not a finite number"),
         ("return [1e39] * len(prompts)", "1e+39 is not a finite number"),

@@ -1,4 +1,4 @@
-"""group_logprobs reads the prompt of a group once. It is compared with response_logprobs, which reads all rows."""
+"""group_logprobs reads the prompt of a group once. It is compared with response_logprobs."""
 
 import peft
 import pytest

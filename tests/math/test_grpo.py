@@ -415,7 +415,8 @@ def trls_trainer(
         # Off by default: tools, environments, pictures, vLLM, entropy bonus, mixtures of experts, ...
         **dict.fromkeys(
             "environment_factories environments tools _is_vlm _image_pad_token_id _video_pad_token_id "
-            "eos_token_ids mask_truncated_completions pad_to_multiple_of use_vllm vllm_importance_sampling_correction "
+            "eos_token_ids mask_truncated_completions pad_to_multiple_of use_vllm "
+            "vllm_importance_sampling_correction "
             "off_policy_mask_threshold _entropy_bonus_enabled aux_loss_enabled log_multimodal "
             "chat_template_kwargs num_generations_eval ref_model".split()
         ),

@@ -115,6 +115,20 @@ def test_values_are_in_fp32_under_autocast(tiny_lm, critic):
     close(values, (hidden.double() @ model.value_head.weight.double().T)[:, 0], rtol=1e-5, atol=1e-3)
 
 
+def test_a_critic_may_project_its_states(tiny_lm):
+    """OPT-350m's last states have the embeddings' width, which is not its config's hidden_size."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, ffn_dim=WIDTH)
+    policy = ppo.load_model(transformers.AutoModelForCausalLM, tiny_lm())
+    sizes |= dict(vocab_size=policy.config.vocab_size, word_embed_proj_dim=WIDTH // 2)
+    config = transformers.OPTConfig(**sizes)
+    model = ppo.PolicyAndValue(policy, transformers.AutoModel.from_config(config))
+    ids, mask, _, T = padded_batch()
+    logprobs, _, values = model(ids, mask, T, 1.0)
+    assert model.value_head.weight.shape == (1, WIDTH // 2)
+    assert values.shape == logprobs.shape == (mask[:, -T:].sum(),)
+
+
 # ---- Loading -----------------------------------------------------------------------------------------------
 
 

@@ -160,7 +160,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
     run.lm = wordy(eos_prone(tiny_lm, root / "lm"))
 
     def recorded_run(script, folder, changes):
-        forget_reward_files()
+        forget_reward_files(folder.parent)
         path = folder / "functions.py"
         path.write_text(FUNCTIONS)
         places = dict(

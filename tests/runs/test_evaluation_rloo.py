@@ -129,7 +129,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
     run.lm = wordy(eos_prone(tiny_lm, root / "lm"))
 
     def recorded_run(script, folder, changes):
-        forget_reward_files()
+        forget_reward_files(folder.parent)
         places = dict(
             dataset_name=run.data,
             model_name_or_path=run.lm,
@@ -796,7 +796,7 @@ def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, m
     run = trained()
     for part, policy in (("before", trained.lm), ("after", str(run.folder / "model"))):
         (tmp_path / part).mkdir()
-        forget_reward_files()
+        forget_reward_files(tmp_path)
         [judge] = reward_file(tmp_path / part, CALLS.format(score=JUDGE.strip()))
         flags = dict(judge_fn=judge, sft_model_path=policy, output_dir=None, reward_fn=["no.py:f"])
         args = replace(run.args, **flags)

@@ -144,6 +144,12 @@ def test_a_prompt_is_the_end_of_a_dialog(script, count, max_length, bos, prompt)
     assert script.context_ids([[1, 2], [3], [4, 5, 6], [7]], args, bos) == prompt
 
 
+def test_utterances_lose_their_outer_spaces(script):
+    """DailyDialog's end with one. A dialog with a blank utterance is left out."""
+    rows = [dict(dialog=["Hi . ", " \tHello ?"], act=[1, 2]), dict(dialog=["Hi .", " "], act=[1, 2])]
+    assert script.load_dialogs(rows) == [(rows[0], ["Hi .", "Hello ?"], [1, 2])]
+
+
 def test_a_long_utterance_loses_its_beginning(script):
     """If the last utterance alone is too long, its end is the prompt."""
     args = script.Args(num_context_utterances=3, max_prompt_length=4)
