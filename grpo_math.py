@@ -832,7 +832,7 @@ def group_logprobs(lm, ids, mask, T, temperature):
         # The state at position t - 1 predicts token t, and the prompt's last state predicts the first one.
         first_hidden = prompt_hidden[:, -1:].index_select(0, prompt_of_row)  # [B, 1, H]
         hidden = torch.cat([first_hidden, response_hidden[:, :-1]], 1)  # [B, T, H]
-    valid = mask[:, -T:]  # [B, T]
+    valid = mask[:, -T:].nonzero(as_tuple=True)  # rows and columns, found once: the CPU waits for the GPU
     # The output layer is large, so only valid tokens go through it.
     return token_logprobs(hidden[valid], head.weight, ids[:, -T:][valid], temperature, head.bias)
 

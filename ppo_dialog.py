@@ -822,7 +822,7 @@ def response_logprobs(lm, ids, mask, T, temperature):
     hidden states that predict these tokens [number of valid tokens, H]
     """
     body, head = body_and_head(lm)
-    valid = mask[:, -T:]  # [B, T]
+    valid = mask[:, -T:].nonzero(as_tuple=True)  # rows and columns, found once: the CPU waits for the GPU
     # The state at position t - 1 predicts token t. The output layer is large, so only valid tokens go
     # through it.
     hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1][valid]  # [number of valid tokens, H]

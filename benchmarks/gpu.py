@@ -14,9 +14,10 @@ and the file is written after each of them, so whatever stops the program leaves
     episodes    ppo_sentiment.py's recipe gpt2-imdb on GPT-2 with random weights: seconds per update, memory
     decode      tokens per second of generate, and of transformers' model.generate
     mfu         how much of the GPU's matrix product rate an update of pythia-1b's shape reaches
+    shapes      updates of lengths that the process has not seen before, and its memory after 1,000 shapes
     launches    kernels, waits for the GPU and casts of weights per generated token; the longest kernels
     memory      peak memory of an update of rloo_tldr.py for three sizes, with LoRA and with checkpointing
-    launch      accelerate launch, 8-bit weights, and a run that is resumed
+    launch      accelerate launch, 8-bit weights, a run that is resumed; DDP, FSDP2 and ZeRO on two GPUs
     whole       the default runs of the RL scripts from beginning to end, all at once, as far as time allows
 
 A section consists of items. An item that raises is recorded with the end of its traceback, and the next one
@@ -33,6 +34,7 @@ import gc
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -49,6 +51,7 @@ from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -552,17 +555,18 @@ def math_functions(device, toy, seconds):
 
 
 def chosen_attention(device):
-    """Which attention runs in a forward pass with a mask, by dtype and size of a head."""
+    """Which attention runs, by dtype, size of a head, number of queries (1: decoding), with or without mask."""
     from torch.nn.attention import SDPBackend
 
     names = {int(backend.value): name for name, backend in SDPBackend.__members__.items()}
     found = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        for size in (64, 256):
-            states = torch.randn(2, 4, 40, size, device=device, dtype=dtype)
-            mask = torch.ones(2, 1, 40, 40, dtype=torch.bool, device=device)
-            choice = torch._fused_sdp_choice(states, states, states, attn_mask=mask)
-            found[f"{dtype}, heads of {size}"] = names.get(int(choice), int(choice))
+    for dtype, size, queries in itertools.product((torch.float32, torch.bfloat16), (64, 256), (40, 1)):
+        states = torch.randn(2, 4, 40, size, device=device, dtype=dtype)
+        mask = torch.ones(2, 1, queries, 40, dtype=torch.bool, device=device)
+        for name, chosen_mask in (("a mask", mask), ("no mask", None)):
+            choice = torch._fused_sdp_choice(states[:, :, :queries], states, states, attn_mask=chosen_mask)
+            name = f"{dtype}, heads of {size}, queries: {queries}, {name}"
+            found[name] = names.get(int(choice), int(choice))
     return found
 
 
@@ -949,7 +953,77 @@ def update_rate(model, rows, is_padded, toy, device, peak):
     return found | memory
 
 
-# ---- 8. launches -------------------------------------------------------------------------------------------
+# ---- 8. shapes ---------------------------------------------------------------------------------------------
+
+
+def shapes(device, toy, seconds):
+    """What a new shape costs. Elsewhere in this file, shapes are warm before they are timed."""
+    import ppo_sentiment
+
+    model = make_model(ppo_sentiment, "gpt2-124m", toy, device)
+    name = name_of("gpt2-124m", toy)
+    yield attempt(f"{name}, updates of 32 lengths", first_sight, model, toy, device)
+    yield attempt(f"{name}, passes of new shapes", memory_of_shapes, model, toy, device)
+
+
+def gradient_of(model, rows, L, device):
+    """Forward and backward of response_logprobs, with padding on the left as in real batches."""
+    from ppo_sentiment import response_logprobs
+
+    ids = torch.randint(0, 1000, (rows, L), generator=torch.Generator().manual_seed(L)).to(device)
+    mask = (torch.arange(L) >= torch.arange(rows)[:, None] % (L // 2)).to(device)
+    with bf16_autocast(device):
+        logprobs = response_logprobs(model, ids, mask, L // 2, 1.0)[0]
+    logprobs.mean().backward()
+    model.zero_grad()
+    synchronize()
+
+
+def first_sight(model, toy, device):
+    """Seconds of 32 gradients, each of another length, on first sight and again."""
+    lengths = range(10, 42) if toy else range(40, 40 + 32 * 13, 13)
+    gradient_of(model, 8, 8, device)  # starts the libraries
+    passes = []
+    for _ in range(2):
+        times = []
+        for L in lengths:
+            start = time.perf_counter()
+            gradient_of(model, 8, L, device)
+            times.append(time.perf_counter() - start)
+        passes.append(times)
+    first, again = passes
+    extra = [a - b for a, b in zip(first, again)]
+    return {
+        "lengths": [lengths[0], lengths[-1]],
+        "seconds, first": sum(first),
+        "seconds, again": sum(again),
+        "largest extra time of a new length": max(extra),
+    }
+
+
+def memory_of_shapes(model, toy, device):
+    """Memory of the process, which holds plans of kernels, and of the allocator, before and after many shapes."""
+    generator = torch.Generator().manual_seed(0)
+    count = 20 if toy else 1000
+    sizes = torch.stack([
+        torch.randint(1, 9, (count,), generator=generator),  # rows
+        torch.randint(8, 42 if toy else 400, (count,), generator=generator),  # tokens
+    ], 1)  # fmt: skip
+    found = {}
+    for i, (rows, L) in enumerate(sizes.tolist()):
+        gradient_of(model, rows, L, device)
+        if i + 1 in (count // 10, count // 2, count):
+            found[f"after {i + 1} passes"] = {"process, MiB": process_memory(), **peak_memory()}
+    return {"different shapes": len(sizes.unique(dim=0))} | found
+
+
+def process_memory():
+    """What the process holds in main memory now, MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+# ---- 9. launches -------------------------------------------------------------------------------------------
 
 
 class Operators(TorchDispatchMode):
@@ -966,7 +1040,13 @@ class Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         name = function.overloadpacket.__name__
         self.counts["operators, with views"] += 1
-        if name in self.WAITS:
+        is_selection = (
+            name.startswith("index")
+            and any(  # by a boolean mask
+                isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in tree_leaves(args[1:])
+            )
+        )
+        if name in self.WAITS or is_selection:
             self.counts["operators that wait for the device"] += 1
         if name == "_to_copy" and kwargs.get("dtype") == torch.bfloat16:
             if args[0].untyped_storage().data_ptr() in self.weights:
@@ -981,6 +1061,7 @@ def launches(device, toy, seconds):
     for shape in ("gpt2-124m", "pythia-1b"):
         model = make_model(ppo_sentiment, shape, toy, device)
         yield attempt(f"{name_of(shape, toy)}, operators per token", operators_per_token, model, toy, device)
+        yield attempt(f"{name_of(shape, toy)}, operators of a gradient", operators_of_gradient, model, device)
         if device == "cuda":
             yield attempt(f"{name_of(shape, toy)}, kernels per token", kernels_per_token, model, toy, device)
             yield attempt(
@@ -1011,6 +1092,13 @@ def operators_per_token(model, toy, device):
         counts.append(operators.counts)
     short, long = counts
     return {name: (long[name] - short[name]) / 8 for name in long}
+
+
+def operators_of_gradient(model, device):
+    """One forward and backward pass of response_logprobs."""
+    with Operators(model) as operators:
+        gradient_of(model, 8, 24, device)
+    return operators.counts
 
 
 def profiled(function):
@@ -1079,7 +1167,7 @@ def kernels_of_update(model, toy, device):
     }
 
 
-# ---- 9. memory ---------------------------------------------------------------------------------------------
+# ---- 10. memory --------------------------------------------------------------------------------------------
 
 MEMORY_FLAGS = ["", "--gradient-checkpointing", "--lora-r 16", "--lora-r 16 --gradient-checkpointing"]
 
@@ -1108,7 +1196,7 @@ def memory(device, toy, seconds):
             yield attempt(name, update_memory, shape, changes, toy, device)
 
 
-# ---- 10. launch --------------------------------------------------------------------------------------------
+# ---- 11. launch --------------------------------------------------------------------------------------------
 
 
 def launch(device, toy, seconds):
@@ -1157,8 +1245,18 @@ def launch(device, toy, seconds):
         ]
         yield attempt("ppo_sentiment.py --resume, more updates", run_script, words, folder, 60)
 
+        for kind in ("ddp", "fsdp2", "zero2", "zero3"):
+            if torch.cuda.device_count() < 2:
+                yield f"two processes, {kind}", "skipped: there are not two GPUs"
+                continue
+            folder = Path(root, kind)
+            config = ["--config_file", f"accelerate_configs/{kind}.yaml", "--num_processes", 2]
+            words = [sys.executable, "-m", "accelerate.commands.launch", *config, "rloo_tldr.py"]
+            words += ["--output-dir", folder, "--total-episodes", 1, *batch, *SHORT_EVALUATION["rloo_tldr"]]
+            yield attempt(f"two processes, {kind}", run_script, words, folder, 60)
 
-# ---- 11. whole ---------------------------------------------------------------------------------------------
+
+# ---- 12. whole ---------------------------------------------------------------------------------------------
 
 
 def whole(device, toy, seconds):
@@ -1204,6 +1302,7 @@ SECTIONS = {  # in the order of importance: name -> function and time limit in s
     "episodes": (episodes, 90),
     "decode": (decode, 90),
     "mfu": (mfu, 45),
+    "shapes": (shapes, 75),
     "launches": (launches, 45),
     "memory": (memory, 90),
     "launch": (launch, 80),
