@@ -73,7 +73,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -1223,7 +1222,7 @@ def check_texts(rows, column, name):
 
 
 def is_chat(value):
-    """True for a list (of messages, dicts with role and content), False for a text."""
+    """True for a list of messages (dicts with role and content), False for a text."""
     return isinstance(value, list) and len(value) > 0
 
 
@@ -1564,13 +1563,10 @@ class Run:
                 raise UserError(f"--resume: that run had {state['fixed']}, this one has {self.fixed}")
             self.load_checkpoint(state)
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
-        # By a shell: without git it returns an error, while Python alone would raise one.
-        git = subprocess.run("git rev-parse HEAD", shell=True, cwd=HERE, capture_output=True, text=True)
         about = {
             "args": asdict(self.args),
             "command": sys.argv,
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
-            "commit": git.stdout.strip(),  # "" without git
             "world_size": self.accelerator.num_processes,
         }
         if self.is_main:

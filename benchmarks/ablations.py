@@ -151,7 +151,8 @@ def run(change, seed, extra, work):
         print(f"{folder.name} was refused: {said}", flush=True)
         return None
     about = json.loads((folder / "args.json").read_text())
-    line |= dict(commit=about["commit"], torch=about["versions"]["torch"])
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    line |= dict(commit=commit.strip(), torch=about["versions"]["torch"])
     line["metrics"] = summary(
         [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
     )

@@ -16,7 +16,7 @@ smollm2-word-problems reads RAW/word_problems with the columns question, equatio
 train from MAWPS and ASDiv-A, test from SVAMP. They are data/mawps-asdiv-a_svamp of arkilpatel/SVAMP on GitHub,
 after the numbers have been put back into the texts. It writes
     OUT/word-problems-sft    train: half of the training problems with their solutions, for fine-tuning
-    OUT/word-problems        train: the other half with their answers, for GRPO
+    OUT/word-problems        train: the other half with their answers and equations, for GRPO
 Both have SVAMP as their split test. Nothing is trained on it.
 """
 
@@ -66,6 +66,7 @@ def chat(row):
         "prompt": [{"role": "user", "content": row["question"]}],
         "completion": [{"role": "assistant", "content": solution}],
         "answer": row["answer"],
+        "equation": row["equation"],
     }
 
 
@@ -74,13 +75,13 @@ def write_word_problems(raw, out):
     by_question = {row["question"]: chat(row) for row in splits["train"]}  # each problem once
     train = shuffled(by_question.values())
     half = len(train) // 2
-    for folder, rows, column in (
-        ("word-problems-sft", train[:half], "completion"),
-        ("word-problems", train[half:], "answer"),
+    test = [chat(row) for row in splits["test"]]
+    for folder, rows, columns in (
+        ("word-problems-sft", train[:half], ["prompt", "completion"]),
+        ("word-problems", train[half:], ["prompt", "answer", "equation"]),  # real_results.py: the equation
     ):
-        write([{"prompt": row["prompt"], column: row[column]} for row in rows], out / folder / "train.jsonl")
-        test = [chat(row) for row in splits["test"]]
-        write([{"prompt": row["prompt"], column: row[column]} for row in test], out / folder / "test.jsonl")
+        write([{name: row[name] for name in columns} for row in rows], out / folder / "train.jsonl")
+        write([{name: row[name] for name in columns} for row in test], out / folder / "test.jsonl")
 
 
 WRITERS = {"smollm2-imdb": write_imdb, "smollm2-word-problems": write_word_problems}

@@ -3,7 +3,8 @@
     python benchmarks/real_results.py smollm2-imdb          # docs/real-smollm2-imdb.png, tables to the screen
     python benchmarks/real_results.py smollm2-imdb OUT      # first copy the finished runs of OUT to results/
 
-Copied are numbers and the samples of the evaluation. Models and data stay in OUT.
+The other job is smollm2-word-problems. Copied are numbers and the samples of the evaluation; of word problems,
+only a few with their texts. Models and data stay in OUT.
 """
 
 import gzip
@@ -17,25 +18,50 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import health  # noqa: E402
 
-PANELS = {  # metric -> title
-    "objective/scores": "score: the classifier's logit for positive",
-    "objective/kl": "KL to the start, nats per response",
-    "completions/distinct_2": "distinct bigrams of the 64 responses",
+PANELS = {  # job -> metric -> title
+    "smollm2-imdb": {
+        "objective/scores": "score: the classifier's logit for positive",
+        "objective/kl": "KL to the start, nats per response",
+        "completions/distinct_2": "distinct bigrams of the 64 responses",
+    },
+    "smollm2-word-problems": {
+        "objective/scores": "reward: share of right answers, training problems",
+        "frac_reward_zero_std": "groups with equal rewards",
+        "policy/entropy_avg": "entropy, nats per token",
+    },
 }
+OPERATORS = {"+": "addition", "-": "subtraction", "*": "multiplication", "/": "division"}
+NUM_TEXTS = 20  # word problems whose texts are copied
 
 
 def copy_results(out, results):
     """Copy what finished runs wrote, without models and data, and without paths of this machine."""
     for run in sorted(path.parent for path in out.glob("*/finished")):
-        folder = results / run.name.removeprefix("ppo-")
+        folder = results / run.name.removeprefix("ppo-").removeprefix("grpo-")
         folder.mkdir(parents=True, exist_ok=True)
         about = (run / "args.json").read_text().replace(f"{ROOT}/", "")
         (folder / "args.json").write_text(about + "\n")
         metrics = (run / "metrics.jsonl").read_bytes()
         (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(metrics, mtime=0))
-        for name in ("evaluation.json", "evaluation_samples.jsonl"):
-            if (run / name).exists():
-                (folder / name).write_text((run / name).read_text())
+        (folder / "evaluation.json").write_text((run / "evaluation.json").read_text())
+        if run.name.startswith("grpo-"):
+            copy_tasks(run, out / "word-problems/test.jsonl", folder / "evaluation_samples.jsonl.gz")
+        elif (run / "evaluation_samples.jsonl").exists():
+            samples = (run / "evaluation_samples.jsonl").read_text()
+            (folder / "evaluation_samples.jsonl").write_text(samples)
+
+
+def copy_tasks(run, data, path):
+    """Copy the samples of a GRPO run with the operators of each task, most of them without the text."""
+    problems = [json.loads(line) for line in data.read_text().splitlines()]
+    equations = {row["prompt"][0]["content"]: row["equation"] for row in problems}
+    rows = [json.loads(line) for line in (run / "evaluation_samples.jsonl").read_text().splitlines()]
+    for i, row in enumerate(rows):
+        row["operators"] = [x for x in equations[row["task"]].split() if x in OPERATORS]
+        if i >= NUM_TEXTS:
+            del row["task"]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_bytes(gzip.compress(lines.encode(), mtime=0))
 
 
 def read_metrics(folder):
@@ -58,9 +84,10 @@ def smooth(values, width=8):
     return [sum(values[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(values))]
 
 
-def draw(seeds, title, path):
+def draw(job, seeds, path):
     figure = Figure(figsize=(12, 3.5), layout="constrained")
-    for axis, (name, label) in zip(figure.subplots(1, len(PANELS)), PANELS.items()):
+    panels = PANELS[job]
+    for axis, (name, label) in zip(figure.subplots(1, len(panels)), panels.items()):
         for folder in seeds:
             rows = read_metrics(folder)
             episodes = [row["episode"] for row in rows]
@@ -74,7 +101,7 @@ def draw(seeds, title, path):
         axis.set_ylim(bottom=0 if name != "objective/scores" else None)
         axis.grid(alpha=0.3)
     figure.axes[1].legend()
-    figure.suptitle(title)
+    figure.suptitle(f"{job}: thin line per update, thick line mean of 8 updates")
     figure.savefig(path, dpi=110)
 
 
@@ -124,13 +151,50 @@ def stages(results, seeds):
     losses = f"{sft['before']['loss']:.3f} → {sft['after']['loss']:.3f} nats per token"
     lines.append(f"| `sft` | loss {losses} | {minutes(results / 'sft'):.0f} |")
     for name in ("reward", "judge"):
+        if not (results / name).exists():  # word problems need none
+            continue
         evaluation = read_json(results / name / "evaluation.json")
         accuracy = f"accuracy {evaluation['accuracy']:.3f} on {evaluation['n']:,} reviews"
         lines.append(f"| `{name}` | {accuracy} | {minutes(results / name):.0f} |")
     for folder in seeds:
         evaluation = read_json(folder / "evaluation.json")
-        scores = [f"{evaluation[side]['score mean']:.3f}" for side in ("before", "after")]
-        lines.append(f"| `{folder.name}` | score {' → '.join(scores)} | {minutes(folder):.0f} |")
+        label, name = ("pass@1", "held-out: pass@1")
+        if name not in evaluation["before"]:
+            label, name = ("score", "score mean")
+        scores = [f"{evaluation[side][name]:.3f}" for side in ("before", "after")]
+        lines.append(f"| `{folder.name}` | {label} {' → '.join(scores)} | {minutes(folder):.0f} |")
+    return "\n".join(lines)
+
+
+def by_operators(folder):
+    """pass@1 by the operators that a problem needs, in markdown."""
+    rows = [json.loads(line) for line in health.read(folder, "evaluation_samples.jsonl").splitlines()]
+    kinds = {}  # label -> rows
+    for row in rows:
+        operators = row["operators"]
+        if row["set"] == "held-out" and operators:
+            label = OPERATORS[operators[0]] if len(operators) == 1 else f"{len(operators)} operations"
+            kinds.setdefault(label, []).append(row)
+    lines = ["| held-out problems | number | pass@1 before | after |", "|---|---|---|---|"]
+    for label, rows in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        shares = []
+        for side in ("before", "after"):
+            right = [x for row in rows for x in row[side]["right"]]
+            shares.append(f"{sum(right) / len(right):.3f}")
+        lines.append(f"| {label} | {len(rows)} | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
+def first_tasks(folder, count=4):
+    """The first word problems with the first response to each, in markdown."""
+    lines = ["| problem | before | after |", "|---|---|---|"]
+    for line in health.read(folder, "evaluation_samples.jsonl").splitlines()[:count]:
+        row = json.loads(line)
+        cells = [cell(row["task"])]
+        for side in ("before", "after"):
+            verdict = "right" if row[side]["right"][0] else "wrong"
+            cells.append(f"{cell(row[side]['responses'][0])} ({verdict})")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -138,7 +202,12 @@ def tables(job):
     """All tables of the page about a job. -> list of str"""
     results = ROOT / "results" / job
     seeds = sorted(results.glob("seed*"))
-    blocks = [stages(results, seeds), health.table(seeds)]
+    blocks = [stages(results, seeds)]
+    if job == "smollm2-word-problems":
+        for folder in seeds:
+            blocks += [before_and_after(folder), by_operators(folder), first_tasks(folder)]
+        return blocks
+    blocks.append(health.table(seeds))
     for folder in seeds:
         blocks += [before_and_after(folder), scores_and_words(folder), first_samples(folder)]
     return blocks
@@ -149,5 +218,5 @@ if __name__ == "__main__":
     if out:
         copy_results(Path(out[0]), ROOT / "results" / job)
     seeds = sorted((ROOT / "results" / job).glob("seed*"))
-    draw(seeds, f"{job}: thin line per update, thick line mean of 8 updates", ROOT / f"docs/real-{job}.png")
+    draw(job, seeds, ROOT / f"docs/real-{job}.png")
     print("\n\n".join(tables(job)))

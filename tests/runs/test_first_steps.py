@@ -22,17 +22,6 @@ pytest_plugins = ["run_fixtures"]
 # ---- The machine -------------------------------------------------------------------------------------------
 
 
-def test_the_commit_in_args_json(sft, monkeypatch, tmp_path):
-    """It is that of the script's folder, not of the working directory; without git there is none."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    monkeypatch.chdir(tmp_path)
-    _, folder, _ = sft("with git")
-    assert json.loads((folder / "args.json").read_text())["commit"] == git.stdout.strip()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    _, folder, _ = sft("without git")
-    assert json.loads((folder / "args.json").read_text())["commit"] == ""
-
-
 def test_a_script_alone(tmp_path):
     """A copy without checkpoints/ beside it names the folder that is missing, in one line."""
     shutil.copy(ROOT / "ppo_sentiment.py", tmp_path)
