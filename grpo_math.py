@@ -23,7 +23,7 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
 7. Before and after training, held-out tasks are solved several times each. pass@1 is the share of responses
    that are right; pass@k, the share of tasks with at least one right response among k.
 8. As in rloo_tldr.py, the k responses to a prompt have the same beginning, so the prompt is read only once,
-   in generation as in training (`generate_groups`, `group_logprobs`).
+   in generation as in training (`generate_groups`, `group_logprobs`; not with gradient checkpointing).
 
     python grpo_math.py                              # recipe tiny: no download, no GPU, minutes on 2 cores
     python grpo_math.py --learning-rate 1e-4         # tiny with one change; every field of Args is a flag
@@ -120,7 +120,7 @@ class Args:
 
     # Model
     model_name_or_path: str = "Qwen/Qwen2.5-0.5B-Instruct"  # initial policy: Hub name, folder, or LoRA folder
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmuls; on GPUs, float32: TF32, auto: bf16
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 on a GPU
     load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -140,7 +140,7 @@ class Args:
         default_factory=lambda: ["data/math_rewards.py:correct"]
     )
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
-    judge_fn: str | None = None  # in evaluation, 1 or more is right; None: the first reward_fn
+    judge_fn: str | None = None  # FILE.py:function, right if 1 or more; None: reward_fn[0]
     max_prompt_length: int = 512  # tasks whose prompt has more tokens are skipped
     response_length: int = 512  # longest response, in tokens
     stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
@@ -325,11 +325,12 @@ def train(args):
     for update in range(state["update"] + 1, updates + 1):
         # 1. Rollout. All random numbers are drawn for the global batch. Each process generates all k
         #    responses to its share of the tasks; then every process gets the tensors of all responses. (The
-        #    texts stay where they were made.) For a given B, the result does not depend on the number of
-        #    processes, up to rounding.
+        #    texts stay where they were made, except for a metric in step 4.) For a given B, the result does
+        #    not depend on the number of processes, up to rounding.
         start_time = time.time()
         trainer_state.global_step = update - 1
-        set_global_seed(args.seed, update)  # for random numbers in your own reward function
+        # For random numbers in your own reward function. They do depend on the process.
+        set_global_seed(args.seed, update, accelerator.process_index)
         # The next P tasks of an endless stream of shuffled epochs.
         task_numbers = stream_rows(len(train_tasks), (update - 1) * P, P, args.seed)
         prompt_batch = draw_groups([train_tasks[i] for i in task_numbers], k, args, update)
@@ -395,6 +396,7 @@ def train(args):
                         token_metrics = {
                             "loss/policy_avg": policy_loss,
                             "policy/approxkl_avg": 0.5 * log_ratio**2,
+                            # Clipped: the other term of the maximum is larger.
                             "policy/clipfrac_avg": policy_loss > -token_advantages * ratio,
                             "policy/entropy_avg": entropies,
                             "val/ratio": ratio,
@@ -414,8 +416,8 @@ def train(args):
                 optimizer.zero_grad()
         copy_weights(parameters, model)
 
-        # 4. Log. Names are those of TRL: of RLOOTrainer 0.11, so that curves of rloo_tldr.py overlay, and of
-        #    GRPOTrainer (completions/*, rewards/*, frac_reward_zero_std).
+        # 4. Log. What TRL logs too has TRL's name: RLOOTrainer 0.11's, so curves of rloo_tldr.py overlay,
+        #    and GRPOTrainer's (completions/*, rewards/*, frac_reward_zero_std).
         tokens_trained = valid.sum() * args.num_ppo_epochs
         metric_sums = accelerator.reduce(dict(metric_sums))
         update_metrics = {name: x / tokens_trained for name, x in metric_sums.items()}
@@ -456,7 +458,8 @@ def train(args):
             # The responses to the first task. On the main process, that is also the first of its own tasks.
             first_task = [plain_text(prompt_batch["rows"][0]["prompt"])] * k
             first = {name: x[::P] for name, x in b.items()}  # [k, ...] each
-            texts = sample_texts(first_task, responses[:: P // world], first["scores"])
+            own_count = len(prompt_batch["rows"])  # b has all P tasks, responses only those of this process
+            texts = sample_texts(first_task, responses[::own_count], first["scores"])
             with torch.no_grad(), autocast:
                 _, entropies = model(first["ids"], first["mask"], T, args.temperature)
             token_columns = {
@@ -831,7 +834,7 @@ def group_logprobs(lm, ids, mask, T, temperature):
         # The state at position t - 1 predicts token t, and the prompt's last state predicts the first one.
         first_hidden = prompt_hidden[:, -1:].index_select(0, prompt_of_row)  # [B, 1, H]
         hidden = torch.cat([first_hidden, response_hidden[:, :-1]], 1)  # [B, T, H]
-    valid = mask[:, -T:].nonzero(as_tuple=True)  # rows and columns, found once: the CPU waits for the GPU
+    valid = mask[:, -T:].nonzero(as_tuple=True)  # rows and columns; nonzero waits for the GPU, so only once
     # The output layer is large, so only valid tokens go through it.
     return token_logprobs(hidden[valid], head.weight, ids[:, -T:][valid], temperature, head.bias)
 
@@ -907,13 +910,15 @@ def sample_tokens(probs, uniforms):
     ends = sums.cumsum(1)  # [B, blocks]
     target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
     # right=True never selects what has probability 0. NaN selects past the end, here and below: clamp.
-    # (Then the loss is NaN, and the run ends with one line.)
+    # (Then the loss is NaN too, and the run ends with an error message.)
     block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[1] - 1)  # [B, 1]
-    # The part of the block that lies before the target, from 0 to 1. Rounding may leave this range.
-    share = (target - (ends - sums).gather(1, block)) / sums.gather(1, block)  # [B, 1]
-    share = share.clamp(0, 1 - torch.finfo(dtype).eps)
+    # How far the target is into its block, as a fraction of the block's sum. (target - starts would not fit
+    # token_ends, which add up the same tokens in fp64, not fp32.) Rounding may push it out of [0, 1).
+    starts = ends - sums
+    position = (target - starts.gather(1, block)) / sums.gather(1, block)  # [B, 1]
+    position = position.clamp(0, 1 - torch.finfo(dtype).eps)
     token_ends = blocks.take_along_dim(block[:, :, None], 1).squeeze(1).cumsum(1, dtype=dtype)  # [B, 256]
-    token = torch.searchsorted(token_ends, share * token_ends[:, -1:], right=True)
+    token = torch.searchsorted(token_ends, position * token_ends[:, -1:], right=True)
     return (block * 256 + token).squeeze(1).clamp(max=V - 1)
 
 
@@ -1033,7 +1038,7 @@ class OutputLayer(torch.autograd.Function):
     def log_softmax(hidden, weight, bias):
         """[128, H], [V, H], [V] or None -> [128, V]"""
         logits = F.linear(hidden, weight, bias)
-        return torch.log_softmax(logits, 1, out=logits)  # in place, row by row, since the logits are large
+        return torch.log_softmax(logits, 1, out=logits)  # in place, because they are large
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, tokens):
@@ -1109,7 +1114,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. BERT's pooler is inside, but many files lack it.
+    # What is outside of the transformer is the head. BERT's pooler counts as head: language models lack it.
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -1118,7 +1123,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     if missing:
         raise UserError(f"{name}: {len(missing)} weights are not in the files, such as {min(missing)}")
     if not getattr(model, "is_quantized", False):
-        model.float()  # weights that were dequantized while loading are not in the dtype that we asked for
+        model.float()  # a format that transformers dequantizes while loading (fp8) ignores the dtype above
     for module in model.modules():
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
@@ -1144,7 +1149,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    model = model.merge_and_unload()
+    model = load(lambda path: model.merge_and_unload(), name)  # some kinds of adapters cannot be merged
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
     model.name_or_path = resolve_path(name)  # a new adapter trained on top will name this as its base
@@ -1159,7 +1164,8 @@ def clean_generation_config(model):
     try:
         settings.validate(strict=True)
     except ValueError:
-        token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
+        settings = settings.to_dict()
+        token_ids = {name: x for name, x in settings.items() if name.endswith("_token_id") and x != -1}
         model.generation_config = transformers.GenerationConfig(**token_ids)
 
 
@@ -1176,8 +1182,8 @@ def load_tokenizer(name, for_prompts=True):
     """
     tokenizer = load(AutoTokenizer.from_pretrained, name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    # Without tokenizer files, transformers returns a tokenizer that has nothing but special tokens.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+    # Without tokenizer files, transformers returns a tokenizer with nothing but special and added tokens.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
         raise UserError(f"{name} has no tokenizer")
     if for_prompts and appends_eos(tokenizer):
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
@@ -1187,7 +1193,7 @@ def load_tokenizer(name, for_prompts=True):
 def appends_eos(tokenizer):
     """True if a tokenizer ends every text with EOS."""
     word = tokenizer("word", add_special_tokens=False).input_ids
-    # Two tokens, because a word of a small vocabulary may itself be EOS, which is GPT-2's unknown token.
+    # Not only the last token: a small vocabulary may turn "word" into EOS, GPT-2's unknown token.
     return tokenizer("word").input_ids[-2:] == [word[-1], tokenizer.eos_token_id]
 
 
@@ -1234,11 +1240,14 @@ def check_gradients(model):
     ids = torch.arange(6, device=model.device)[None]  # [1, 6]
     with torch.no_grad():
         model.eval()(input_ids=ids)
-    model.train()(input_ids=ids).logits[..., 0].sum().backward()
-    grads = [p.grad for name, p in model.named_parameters() if "lora_B" in name]  # A's is 0 while B is 0
-    if not all(grad.any() for grad in grads):
+    loss = model.train()(input_ids=ids).logits[..., 0].sum()
+    # Only B: the gradient of A is 0 as long as B is 0, as it is now.
+    weights = [p for name, p in model.named_parameters() if "lora_B" in name]
+    grads = []
+    if loss.requires_grad:
+        grads = torch.autograd.grad(loss, weights, materialize_grads=True)
+    if not grads or not all(grad.any() for grad in grads):
         raise UserError("LoRA: some layers get no gradient; are weights behind them quantized, on a CPU?")
-    model.zero_grad()
 
 
 def share_layers(policy, count):
@@ -1273,7 +1282,8 @@ def check_model(lm, name, max_tokens):
     mask = torch.arange(L + 2, device=lm.device).expand(2, -1) >= 2
     try:
         body, head = body_and_head(lm.eval())
-        head.weight.mul_(64)  # a soft cap shows only in large logits; tied embeddings grow too, in both lines
+        # A soft cap shows only in large logits. Tied embeddings grow too, but for both lines alike.
+        head.weight.mul_(64)
         logits = lm(short_ids).logits[0].float()  # [6, V]
         product = token_logits(hidden_states(body, short_ids, short_ids >= 0)[0], head.weight, bias=head.bias)
         head.weight.div_(64)  # exact, because 64 is a power of 2
@@ -1314,6 +1324,8 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
         eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
     check_model(policy, name, max_tokens)
+    if not all(p.is_floating_point() for p in policy.parameters()) and not args.lora_r:
+        raise UserError(f"{name}: quantized weights cannot be trained: add --lora-r 16")
     ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
@@ -1325,7 +1337,7 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
     if ref_model is not None:
         ref_model.requires_grad_(False).eval()
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # the new name in transformers 5
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing
     return policy, ref_model if needs_reference else None
 
 
@@ -1373,13 +1385,13 @@ def load_functions(flag, names):
     functions = {}
     for name in names:
         path, _, function_name = name.rpartition(":")
-        path = Path(resolve_path(path)).resolve()
+        path = Path(resolve_path(path)).absolute()
         if not path.is_file():
             raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
         try:
-            with chdir("."):  # come back to this directory, wherever the file goes
+            with chdir("."), torch.enable_grad():  # at the end, they undo what the file does
                 function = getattr(import_file(path), function_name, None)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # SystemExit too
             raise UserError(f"{flag} {name}: the file cannot be imported: {error!r}") from error
         if not callable(function) or function_name in functions:
             raise UserError(f"{flag} {name}: no such function, or two of this name")
@@ -1418,10 +1430,10 @@ def call_reward_functions(functions, rows, inputs, trainer_state, device):
         # A function may change what it gets, so every function and every response has a copy.
         own = {key: [copy.deepcopy(x) for x in values] for key, values in (columns | inputs).items()}
         try:
-            with torch.autocast(device.type, enabled=False):
+            with torch.autocast(device.type, enabled=False), torch.no_grad():
                 scores = list(function(**own, trainer_state=trainer_state))
             numbers = [math.nan if score is None else float(score) for score in scores]
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # SystemExit too
             traceback.print_exc()
             raise UserError(f"reward {name} failed: {error!r}") from error
         if len(numbers) != len(rows):
@@ -1463,9 +1475,10 @@ def read_splits(name):
     """All splits of a data set: see load_splits. -> dict: name of the split -> rows"""
     splits = {}
     for split in ("train", "validation", "test"):
-        paths = sorted(str(path) for path in Path(resolve_path(name)).glob(f"{split}*.jsonl*"))
+        folder = Path(resolve_path(name))
+        paths = [*sorted(folder.glob(f"{split}*.jsonl*")), *folder.glob(f"{split}.json")]
         if paths:
-            splits[split] = datasets.concatenate_datasets([load(read_rows, path) for path in paths])
+            splits[split] = datasets.concatenate_datasets([load(read_rows, str(path)) for path in paths])
     if splits:
         return splits
     if any(Path(resolve_path(name)).glob("train*.csv")):
@@ -1475,17 +1488,21 @@ def read_splits(name):
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed (.jsonl.gz).
+    """The rows of a jsonl file, which may be compressed (.jsonl.gz), or of a json file with a list.
 
-    Values stay as they are: the reader of `datasets` would turn "2024-01-15" into a timestamp.
+    Values stay as they are: the reader of `datasets` would turn "2024-01-15" into a timestamp, and a 1 beside
+    a 2.5 into 1.0.
     """
     with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
-        rows = [json.loads(line) for line in file if line.strip()]
+        text = file.read()
+    is_list = text.lstrip().startswith("[")
+    rows = json.loads(text) if is_list else [json.loads(line) for line in text.split("\n") if line.strip()]
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    return datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
+    # Encoded here, because Json would take a text such as "7" for json, and give it back as a number.
+    columns = {name: [json.dumps(row.get(name)) for row in rows] for name in names}
+    return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
 
 def decode(tokenizer, prompt_tokens, response_tokens):
@@ -1522,8 +1539,12 @@ def load_tasks(rows, tokenizer, args, name):
     """
     tasks = []
     for row in rows:
-        if "prompt" in row and not (row["prompt"] and isinstance(row["prompt"], (str, list))):
-            continue  # empty, null, or a number
+        if "prompt" in row:
+            sources = [row["prompt"] if isinstance(row["prompt"], (str, list)) else None]
+        else:
+            sources = [x for name, x in row.items() if f"{{{name}}}" in (args.prompt_template or "")]
+        if any(x in (None, "", []) for x in sources):
+            continue
         prompt = task_prompt(row, tokenizer, args, name)
         if is_chat(prompt):
             text = render_chat(tokenizer, prompt, args.date, is_prompt=True)
@@ -1592,7 +1613,7 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
         is_begun = is_prompt and messages[-1]["role"] == "assistant"
         # strftime_now('%d %B %Y') in a template would be another day when the run is resumed.
         day = datetime.date.fromisoformat(date)
-        call = r"strftime_now\(\s*['\"](.+?)['\"]\s*\)"
+        call = r"strftime_now\(\s*['\"]([^'\"\\]+)['\"]\s*\)"
         template = re.sub(call, lambda m: repr(day.strftime(m[1])), tokenizer.get_chat_template())
         if "strftime_now(" in template:
             raise ValueError("it calls strftime_now with something else than a text")
@@ -1659,7 +1680,7 @@ def start_accelerator(args):
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            # The other processes wait while the main one asks a judge or saves, which may take long.
+            # The others wait while the main process saves or, in rloo_tldr.py, asks a judge.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
@@ -1677,11 +1698,10 @@ def start_accelerator(args):
             train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
             gradient_accumulation_steps=1,  # train accumulates
             gradient_clipping=args.max_grad_norm or 0.0,
-            # No module is "safe in bf16", so weights are gathered, and gradients added up, in fp32.
             torch_autocast=dict(
                 enabled=wants_bf16(args, accelerator.device),
                 dtype="bfloat16",
-                lower_precision_safe_modules=[],
+                lower_precision_safe_modules=[],  # weights are gathered, and gradients added up, in fp32
             ),
         )
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else it loads models in shards
@@ -1708,13 +1728,15 @@ def make_optimizer(args, parameters):
     """The optimizer that --optimizer names, for a list of parameters."""
     optimizer_class = locate(args.optimizer)
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
-        raise UserError(f"--optimizer {args.optimizer}: it is not installed; try torch.optim.AdamW")
+        raise UserError(f"--optimizer {args.optimizer}: no such class; try torch.optim.AdamW")
     accepted = inspect.signature(optimizer_class).parameters
     options = dict(eps=args.adam_eps, fused=True) if "Adam" in args.optimizer else {}
     options = {name: value for name, value in options.items() if name in accepted}
     try:
-        return optimizer_class(parameters, lr=args.learning_rate, **options)
-    except Exception as error:  # Muon, for example, trains only matrices
+        optimizer = optimizer_class(parameters, lr=args.learning_rate, **options)
+        optimizer.step()  # changes nothing, since there are no gradients
+        return optimizer
+    except Exception as error:  # Muon, for example, trains only matrices, and LBFGS needs a closure
         raise UserError(f"--optimizer {args.optimizer} does not work here: {error}") from error
 
 
@@ -1722,15 +1744,14 @@ def make_learner(model, args, accelerator):
     """The module that is trained, its optimizer, and its parameters (dict: name -> parameter).
 
     One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
-    shards. Shards cannot generate, so every process keeps the whole model for sampling.
+    shards. Shards cannot generate, so every process keeps the whole model for sampling and scoring.
     """
-    if not all(p.is_floating_point() for p in model.parameters()) and not args.lora_r:
-        raise UserError("quantized weights cannot be trained: add --lora-r 16")
     plugin = accelerator.state.deepspeed_plugin
     learner = model
     if accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3):
         learner = copy.deepcopy(model)
-        learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]  # FSDP2's units
+        # accelerate reads this: FSDP2 gathers one layer of this class at a time.
+        learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]
     optimizer = make_optimizer(args, list(trainable(learner).values()))
     learner, optimizer = accelerator.prepare(learner, optimizer)
     # Only now, because prepare replaces the parameters if it shards the learner.
@@ -1852,7 +1873,7 @@ class Run:
         self.updates = updates
         self.status = status
         self.is_main = accelerator.is_main_process
-        self.console = Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())
+        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
         self.console.quiet = not self.is_main
         columns = "{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}"
         self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
@@ -1864,13 +1885,13 @@ class Run:
             self.print("no recipe: flags that are not given have the defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
+        [self.name] = accelerate.utils.broadcast_object_list([name])  # as it was given, for messages too
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
-            raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
+            raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def on_signal(self, number, frame):
-        """Finish the update, save, and stop. A second signal stops at once."""
+        """Finish the update (or the last evaluation), save, and stop. A second signal stops at once."""
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != self.pid:  # a worker that a reward function has forked
             signal.raise_signal(number)
@@ -1947,8 +1968,11 @@ class Run:
         self.learner, self.optimizer, self.parameters = learner, optimizer, parameters
         plugin = self.accelerator.state.deepspeed_plugin
         # A checkpoint of DeepSpeed fits only this stage and number of processes; ours fit any number.
-        sharding = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
-        self.fixed = {"batch_size": batch_size, "sharding": sharding}
+        deepspeed = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
+        self.fixed = {
+            "batch_size": batch_size,
+            "deepspeed": deepspeed,
+        }  # may not change when a run is resumed
         state = {"update": 0, "sizes": {}}
         checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
         if any(self.folder.glob("checkpoints/*/state.pt")):
@@ -1980,7 +2004,7 @@ class Run:
         return state
 
     def load_checkpoint(self, state):
-        if self.fixed["sharding"] is not None:
+        if self.fixed["deepspeed"] is not None:
             self.learner.load_checkpoint(str(self.folder / "checkpoints"), tag=f"{state['update']:06d}")
             return
         for name, p in self.parameters.items():
@@ -2010,7 +2034,7 @@ class Run:
         """Write checkpoints/<update>.pt. DeepSpeed's processes write shards to a folder of that name."""
         folder = self.folder / "checkpoints"
         tag = f"{state['update']:06d}"
-        if self.fixed["sharding"] is not None:
+        if self.fixed["deepspeed"] is not None:
             self.learner.save_checkpoint(str(folder), tag=tag, save_latest=False)
             self.accelerator.wait_for_everyone()
         else:
@@ -2146,9 +2170,10 @@ def parse_args(argv):
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # the last one: sft.py
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of any script
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
-    recipe, flags = "custom" if names_model else "tiny", argv
+    recipe = "custom" if names_model else "tiny"
+    flags = argv
     names_recipe = len(argv) > 0 and not argv[0].startswith("-")
     if names_recipe:
         recipe, flags = argv[0], argv[1:]
@@ -2181,6 +2206,7 @@ def resumed_args(resume, recipe, flags):
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
     # A run may be made longer, and judged by another judge. (With a falling learning rate, that is not the
     # same as a run that was longer from the start.)
+    # (num_train_epochs: of sft.py and reward_model.py, which have no total_episodes.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"

@@ -116,7 +116,7 @@ class Args:
     reward_model_path: str | None = "rajkumarrrk/roberta-daily-dialog-intent-classifier"  # None: no intent
     reward_fn: list[str] | None = None  # FILE.py:function ..., more parts of the reward, in TRL's form
     value_model_path: str | None = None  # a causal critic with its own weights; None: a head on the policy
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmuls; on GPUs, float32: TF32, auto: bf16
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 on a GPU
     load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -134,7 +134,7 @@ class Args:
 
     # Reward
     intent_weight: float = 1.0  # weight of the intent; 0: it is only logged
-    intent_reward: Literal["probability", "match"] = "match"  # of the right act; match: 1 if it is likeliest
+    intent_reward: Literal["probability", "match"] = "match"  # right act's probability, or 1 if likeliest
     meteor_weight: float = 1.0  # weight of METEOR against the reference
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
 
@@ -268,7 +268,8 @@ def train(args):
         #    on the number of processes, up to rounding.
         start_time = time.time()
         trainer_state.global_step = update - 1
-        set_global_seed(args.seed, update)  # for random numbers in your own reward function
+        # For random numbers in your own reward function. They do depend on the process.
+        set_global_seed(args.seed, update, accelerator.process_index)
         # The next B turns with their prompts, and the random numbers to sample answers with.
         prompt_batch = draw_prompts(train_turns, (update - 1) * B, B, args, update)
         turns = prompt_batch["turns"]
@@ -357,7 +358,7 @@ def train(args):
                 optimizer.zero_grad()
         copy_weights(parameters, model)
 
-        # 6. Log. The names of the metrics are TRL's: "objective/scores" are after clipping and penalty,
+        # 6. Log. What TRL logs too has TRL's name: "objective/scores" are after clipping and penalty,
         #    "env/reward_mean" is before.
         tokens_trained = valid.sum() * args.num_ppo_epochs
         metric_sums = accelerator.reduce(dict(metric_sums))
@@ -462,7 +463,7 @@ def evaluate_dialogs(model, ref_model, tokenizer, is_end, get_reward_parts, batc
 
 
 def custom_metrics(turns, answers):
-    """YOUR METRICS: what this returns is logged in every update, and is in the final table. -> dict of floats
+    """YOUR METRICS: logged in every update, and in the final table. -> dict of finite floats
 
     It gets the batch of all processes. turns[i].context, .reference and .act belong to answers[i]. For the
     last column of the table, it gets the references as answers.
@@ -821,7 +822,7 @@ def response_logprobs(lm, ids, mask, T, temperature):
     hidden states that predict these tokens [number of valid tokens, H]
     """
     body, head = body_and_head(lm)
-    valid = mask[:, -T:].nonzero(as_tuple=True)  # rows and columns, found once: the CPU waits for the GPU
+    valid = mask[:, -T:].nonzero(as_tuple=True)  # rows and columns; nonzero waits for the GPU, so only once
     # The state at position t - 1 predicts token t. The output layer is large, so only valid tokens go
     # through it.
     hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1][valid]  # [number of valid tokens, H]
@@ -901,13 +902,15 @@ def sample_tokens(probs, uniforms):
     ends = sums.cumsum(1)  # [B, blocks]
     target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
     # right=True never selects what has probability 0. NaN selects past the end, here and below: clamp.
-    # (Then the loss is NaN, and the run ends with one line.)
+    # (Then the loss is NaN too, and the run ends with an error message.)
     block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[1] - 1)  # [B, 1]
-    # The part of the block that lies before the target, from 0 to 1. Rounding may leave this range.
-    share = (target - (ends - sums).gather(1, block)) / sums.gather(1, block)  # [B, 1]
-    share = share.clamp(0, 1 - torch.finfo(dtype).eps)
+    # How far the target is into its block, as a fraction of the block's sum. (target - starts would not fit
+    # token_ends, which add up the same tokens in fp64, not fp32.) Rounding may push it out of [0, 1).
+    starts = ends - sums
+    position = (target - starts.gather(1, block)) / sums.gather(1, block)  # [B, 1]
+    position = position.clamp(0, 1 - torch.finfo(dtype).eps)
     token_ends = blocks.take_along_dim(block[:, :, None], 1).squeeze(1).cumsum(1, dtype=dtype)  # [B, 256]
-    token = torch.searchsorted(token_ends, share * token_ends[:, -1:], right=True)
+    token = torch.searchsorted(token_ends, position * token_ends[:, -1:], right=True)
     return (block * 256 + token).squeeze(1).clamp(max=V - 1)
 
 
@@ -1053,7 +1056,7 @@ class OutputLayer(torch.autograd.Function):
     def log_softmax(hidden, weight, bias):
         """[128, H], [V, H], [V] or None -> [128, V]"""
         logits = F.linear(hidden, weight, bias)
-        return torch.log_softmax(logits, 1, out=logits)  # in place, row by row, since the logits are large
+        return torch.log_softmax(logits, 1, out=logits)  # in place, because they are large
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, tokens):
@@ -1129,7 +1132,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. BERT's pooler is inside, but many files lack it.
+    # What is outside of the transformer is the head. BERT's pooler counts as head: language models lack it.
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -1138,7 +1141,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     if missing:
         raise UserError(f"{name}: {len(missing)} weights are not in the files, such as {min(missing)}")
     if not getattr(model, "is_quantized", False):
-        model.float()  # weights that were dequantized while loading are not in the dtype that we asked for
+        model.float()  # a format that transformers dequantizes while loading (fp8) ignores the dtype above
     for module in model.modules():
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
@@ -1164,7 +1167,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    model = model.merge_and_unload()
+    model = load(lambda path: model.merge_and_unload(), name)  # some kinds of adapters cannot be merged
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
     model.name_or_path = resolve_path(name)  # a new adapter trained on top will name this as its base
@@ -1179,7 +1182,8 @@ def clean_generation_config(model):
     try:
         settings.validate(strict=True)
     except ValueError:
-        token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
+        settings = settings.to_dict()
+        token_ids = {name: x for name, x in settings.items() if name.endswith("_token_id") and x != -1}
         model.generation_config = transformers.GenerationConfig(**token_ids)
 
 
@@ -1196,8 +1200,8 @@ def load_tokenizer(name, for_prompts=True):
     """
     tokenizer = load(AutoTokenizer.from_pretrained, name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    # Without tokenizer files, transformers returns a tokenizer that has nothing but special tokens.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+    # Without tokenizer files, transformers returns a tokenizer with nothing but special and added tokens.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
         raise UserError(f"{name} has no tokenizer")
     if for_prompts and appends_eos(tokenizer):
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
@@ -1207,7 +1211,7 @@ def load_tokenizer(name, for_prompts=True):
 def appends_eos(tokenizer):
     """True if a tokenizer ends every text with EOS."""
     word = tokenizer("word", add_special_tokens=False).input_ids
-    # Two tokens, because a word of a small vocabulary may itself be EOS, which is GPT-2's unknown token.
+    # Not only the last token: a small vocabulary may turn "word" into EOS, GPT-2's unknown token.
     return tokenizer("word").input_ids[-2:] == [word[-1], tokenizer.eos_token_id]
 
 
@@ -1254,11 +1258,14 @@ def check_gradients(model):
     ids = torch.arange(6, device=model.device)[None]  # [1, 6]
     with torch.no_grad():
         model.eval()(input_ids=ids)
-    model.train()(input_ids=ids).logits[..., 0].sum().backward()
-    grads = [p.grad for name, p in model.named_parameters() if "lora_B" in name]  # A's is 0 while B is 0
-    if not all(grad.any() for grad in grads):
+    loss = model.train()(input_ids=ids).logits[..., 0].sum()
+    # Only B: the gradient of A is 0 as long as B is 0, as it is now.
+    weights = [p for name, p in model.named_parameters() if "lora_B" in name]
+    grads = []
+    if loss.requires_grad:
+        grads = torch.autograd.grad(loss, weights, materialize_grads=True)
+    if not grads or not all(grad.any() for grad in grads):
         raise UserError("LoRA: some layers get no gradient; are weights behind them quantized, on a CPU?")
-    model.zero_grad()
 
 
 def share_layers(policy, count):
@@ -1293,7 +1300,8 @@ def check_model(lm, name, max_tokens):
     mask = torch.arange(L + 2, device=lm.device).expand(2, -1) >= 2
     try:
         body, head = body_and_head(lm.eval())
-        head.weight.mul_(64)  # a soft cap shows only in large logits; tied embeddings grow too, in both lines
+        # A soft cap shows only in large logits. Tied embeddings grow too, but for both lines alike.
+        head.weight.mul_(64)
         logits = lm(short_ids).logits[0].float()  # [6, V]
         product = token_logits(hidden_states(body, short_ids, short_ids >= 0)[0], head.weight, bias=head.bias)
         head.weight.div_(64)  # exact, because 64 is a power of 2
@@ -1334,6 +1342,8 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
         eight_bit = dict(quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
     check_model(policy, name, max_tokens)
+    if not all(p.is_floating_point() for p in policy.parameters()) and not args.lora_r:
+        raise UserError(f"{name}: quantized weights cannot be trained: add --lora-r 16")
     ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
@@ -1345,7 +1355,7 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
     if ref_model is not None:
         ref_model.requires_grad_(False).eval()
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # the new name in transformers 5
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing
     return policy, ref_model if needs_reference else None
 
 
@@ -1374,14 +1384,19 @@ def load_policy_and_value(args, max_tokens, device):
 
 @torch.no_grad()
 def check_critic(critic, name, vocab_size, max_tokens):
-    """Raise UserError if a critic cannot read the policy's tokens from left to right."""
+    """Raise UserError if a critic cannot read the policy's tokens from left to right, or left padding."""
     config = critic.config.get_text_config()
     if config.vocab_size < vocab_size or context_length(config) < max_tokens:
         raise UserError(f"--value-model-path {name}: its vocabulary or context is smaller than the policy's")
-    ids = torch.arange(6)[None]  # [1, 6]
-    full = critic(ids).last_hidden_state[:, :5]
-    if not torch.allclose(full, critic(ids[:, :5]).last_hidden_state, 1e-3, 1e-3):
-        raise UserError(f"--value-model-path {name}: it sees later tokens, which a critic must not see")
+    ids = torch.arange(8)[None]  # [1, 8], of which 0 and 1 are pads
+    try:
+        alone = critic(ids[:, 2:7]).last_hidden_state  # [1, 5, H]
+        padded = hidden_states(critic, ids, ids >= 2)[:, 2:7]
+        is_equal = torch.allclose(padded, alone, 1e-3, 1e-3)
+    except Exception:  # models fail in many ways: T5 needs inputs of a decoder
+        is_equal = False
+    if not is_equal:
+        raise UserError(f"--value-model-path {name}: it sees later tokens, or cannot read left-padded rows")
 
 
 def save_policy(policy, tokenizer, folder):
@@ -1415,6 +1430,7 @@ def load_classifier(args, name, device):
     tokenizer = load_tokenizer(name, for_prompts=False)
     tokenizer.truncation_side = "left"  # the response is at the end
     max_length = min(tokenizer.model_max_length, context_length(model.config))
+    check_classifier(model, tokenizer, name, min(max_length, 1024))
 
     def classify(texts):
         tokens = tokenizer(texts, truncation=True, max_length=max_length).input_ids
@@ -1434,6 +1450,23 @@ def score_tokens(model, texts, batch_size):
         ids = nn.utils.rnn.pad_sequence(ids, batch_first=True).to(model.device)  # [rows, L]
         logits[rows] = sequence_logits(model, ids, length_mask(lengths[rows], ids.shape[1]))
     return logits
+
+
+@torch.no_grad()
+def check_classifier(model, tokenizer, name, max_length):
+    """Raise UserError if a classifier cannot read max_length tokens, or if padding changes its logits.
+
+    Measured, not guessed: RoBERTa cannot use its last two positions, and XLNet reads the last pad.
+    """
+    short, long = tokenizer(["word", "word " * max_length]).input_ids
+    long = long[: max_length - 1] + long[-1:]
+    try:
+        alone = score_tokens(model, [short], 1)[0]  # [classes]
+        padded = score_tokens(model, [short, long], 2)[0]
+    except Exception as error:  # models fail in many ways
+        raise UserError(f"{name} cannot read {max_length} tokens: {error!r}") from error
+    if not torch.allclose(alone, padded, 0.01, 0.01):
+        raise UserError(f"{name}: this kind of classifier does not work here, padding changes its logits")
 
 
 def sequence_logits(model, ids, mask):
@@ -1459,13 +1492,13 @@ def load_functions(flag, names):
     functions = {}
     for name in names:
         path, _, function_name = name.rpartition(":")
-        path = Path(resolve_path(path)).resolve()
+        path = Path(resolve_path(path)).absolute()
         if not path.is_file():
             raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
         try:
-            with chdir("."):  # come back to this directory, wherever the file goes
+            with chdir("."), torch.enable_grad():  # at the end, they undo what the file does
                 function = getattr(import_file(path), function_name, None)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # SystemExit too
             raise UserError(f"{flag} {name}: the file cannot be imported: {error!r}") from error
         if not callable(function) or function_name in functions:
             raise UserError(f"{flag} {name}: no such function, or two of this name")
@@ -1504,10 +1537,10 @@ def call_reward_functions(functions, rows, inputs, trainer_state, device):
         # A function may change what it gets, so every function and every response has a copy.
         own = {key: [copy.deepcopy(x) for x in values] for key, values in (columns | inputs).items()}
         try:
-            with torch.autocast(device.type, enabled=False):
+            with torch.autocast(device.type, enabled=False), torch.no_grad():
                 scores = list(function(**own, trainer_state=trainer_state))
             numbers = [math.nan if score is None else float(score) for score in scores]
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # SystemExit too
             traceback.print_exc()
             raise UserError(f"reward {name} failed: {error!r}") from error
         if len(numbers) != len(rows):
@@ -1575,9 +1608,10 @@ def read_splits(name):
     """All splits of a data set: see load_splits. -> dict: name of the split -> rows"""
     splits = {}
     for split in ("train", "validation", "test"):
-        paths = sorted(str(path) for path in Path(resolve_path(name)).glob(f"{split}*.jsonl*"))
+        folder = Path(resolve_path(name))
+        paths = [*sorted(folder.glob(f"{split}*.jsonl*")), *folder.glob(f"{split}.json")]
         if paths:
-            splits[split] = datasets.concatenate_datasets([load(read_rows, path) for path in paths])
+            splits[split] = datasets.concatenate_datasets([load(read_rows, str(path)) for path in paths])
     if splits:
         return splits
     if any(Path(resolve_path(name)).glob("train*.csv")):
@@ -1587,17 +1621,21 @@ def read_splits(name):
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed (.jsonl.gz).
+    """The rows of a jsonl file, which may be compressed (.jsonl.gz), or of a json file with a list.
 
-    Values stay as they are: the reader of `datasets` would turn "2024-01-15" into a timestamp.
+    Values stay as they are: the reader of `datasets` would turn "2024-01-15" into a timestamp, and a 1 beside
+    a 2.5 into 1.0.
     """
     with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
-        rows = [json.loads(line) for line in file if line.strip()]
+        text = file.read()
+    is_list = text.lstrip().startswith("[")
+    rows = json.loads(text) if is_list else [json.loads(line) for line in text.split("\n") if line.strip()]
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    return datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
+    # Encoded here, because Json would take a text such as "7" for json, and give it back as a number.
+    columns = {name: [json.dumps(row.get(name)) for row in rows] for name in names}
+    return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
 
 def list_tokens(ids, mask):
@@ -1700,7 +1738,9 @@ def load_end_criteria(args, tokenizer):
         mark = args.utterance_end.strip()
         ids = utterance_ids(tokenizer, ["Yes"], args.utterance_end)
         if not mark or mark not in tokenizer.decode(ids[0]):
-            raise UserError(f"--utterance-end {args.utterance_end!r}: the tokenizer cannot write this")
+            raise UserError(
+                f"--utterance-end {args.utterance_end!r}: it is blank, or the tokenizer cannot write it"
+            )
         criteria.append(transformers.StopStringCriteria(tokenizer, mark))
     return criteria
 
@@ -1726,7 +1766,7 @@ def start_accelerator(args):
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            # The other processes wait while the main one asks a judge or saves, which may take long.
+            # The others wait while the main process saves or, in rloo_tldr.py, asks a judge.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
@@ -1744,11 +1784,10 @@ def start_accelerator(args):
             train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
             gradient_accumulation_steps=1,  # train accumulates
             gradient_clipping=args.max_grad_norm or 0.0,
-            # No module is "safe in bf16", so weights are gathered, and gradients added up, in fp32.
             torch_autocast=dict(
                 enabled=wants_bf16(args, accelerator.device),
                 dtype="bfloat16",
-                lower_precision_safe_modules=[],
+                lower_precision_safe_modules=[],  # weights are gathered, and gradients added up, in fp32
             ),
         )
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else it loads models in shards
@@ -1775,13 +1814,15 @@ def make_optimizer(args, parameters):
     """The optimizer that --optimizer names, for a list of parameters."""
     optimizer_class = locate(args.optimizer)
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
-        raise UserError(f"--optimizer {args.optimizer}: it is not installed; try torch.optim.AdamW")
+        raise UserError(f"--optimizer {args.optimizer}: no such class; try torch.optim.AdamW")
     accepted = inspect.signature(optimizer_class).parameters
     options = dict(eps=args.adam_eps, fused=True) if "Adam" in args.optimizer else {}
     options = {name: value for name, value in options.items() if name in accepted}
     try:
-        return optimizer_class(parameters, lr=args.learning_rate, **options)
-    except Exception as error:  # Muon, for example, trains only matrices
+        optimizer = optimizer_class(parameters, lr=args.learning_rate, **options)
+        optimizer.step()  # changes nothing, since there are no gradients
+        return optimizer
+    except Exception as error:  # Muon, for example, trains only matrices, and LBFGS needs a closure
         raise UserError(f"--optimizer {args.optimizer} does not work here: {error}") from error
 
 
@@ -1789,15 +1830,14 @@ def make_learner(model, args, accelerator):
     """The module that is trained, its optimizer, and its parameters (dict: name -> parameter).
 
     One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
-    shards. Shards cannot generate, so every process keeps the whole model for sampling.
+    shards. Shards cannot generate, so every process keeps the whole model for sampling and scoring.
     """
-    if not all(p.is_floating_point() for p in model.parameters()) and not args.lora_r:
-        raise UserError("quantized weights cannot be trained: add --lora-r 16")
     plugin = accelerator.state.deepspeed_plugin
     learner = model
     if accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3):
         learner = copy.deepcopy(model)
-        learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]  # FSDP2's units
+        # accelerate reads this: FSDP2 gathers one layer of this class at a time.
+        learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]
     optimizer = make_optimizer(args, list(trainable(learner).values()))
     learner, optimizer = accelerator.prepare(learner, optimizer)
     # Only now, because prepare replaces the parameters if it shards the learner.
@@ -1919,7 +1959,7 @@ class Run:
         self.updates = updates
         self.status = status
         self.is_main = accelerator.is_main_process
-        self.console = Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())
+        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
         self.console.quiet = not self.is_main
         columns = "{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}"
         self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
@@ -1931,13 +1971,13 @@ class Run:
             self.print("no recipe: flags that are not given have the defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
+        [self.name] = accelerate.utils.broadcast_object_list([name])  # as it was given, for messages too
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
-            raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
+            raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def on_signal(self, number, frame):
-        """Finish the update, save, and stop. A second signal stops at once."""
+        """Finish the update (or the last evaluation), save, and stop. A second signal stops at once."""
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != self.pid:  # a worker that a reward function has forked
             signal.raise_signal(number)
@@ -2014,8 +2054,11 @@ class Run:
         self.learner, self.optimizer, self.parameters = learner, optimizer, parameters
         plugin = self.accelerator.state.deepspeed_plugin
         # A checkpoint of DeepSpeed fits only this stage and number of processes; ours fit any number.
-        sharding = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
-        self.fixed = {"batch_size": batch_size, "sharding": sharding}
+        deepspeed = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
+        self.fixed = {
+            "batch_size": batch_size,
+            "deepspeed": deepspeed,
+        }  # may not change when a run is resumed
         state = {"update": 0, "sizes": {}}
         checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
         if any(self.folder.glob("checkpoints/*/state.pt")):
@@ -2047,7 +2090,7 @@ class Run:
         return state
 
     def load_checkpoint(self, state):
-        if self.fixed["sharding"] is not None:
+        if self.fixed["deepspeed"] is not None:
             self.learner.load_checkpoint(str(self.folder / "checkpoints"), tag=f"{state['update']:06d}")
             return
         for name, p in self.parameters.items():
@@ -2077,7 +2120,7 @@ class Run:
         """Write checkpoints/<update>.pt. DeepSpeed's processes write shards to a folder of that name."""
         folder = self.folder / "checkpoints"
         tag = f"{state['update']:06d}"
-        if self.fixed["sharding"] is not None:
+        if self.fixed["deepspeed"] is not None:
             self.learner.save_checkpoint(str(folder), tag=tag, save_latest=False)
             self.accelerator.wait_for_everyone()
         else:
@@ -2247,9 +2290,10 @@ def parse_args(argv):
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # the last one: sft.py
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of any script
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
-    recipe, flags = "custom" if names_model else "tiny", argv
+    recipe = "custom" if names_model else "tiny"
+    flags = argv
     names_recipe = len(argv) > 0 and not argv[0].startswith("-")
     if names_recipe:
         recipe, flags = argv[0], argv[1:]
@@ -2282,6 +2326,7 @@ def resumed_args(resume, recipe, flags):
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
     # A run may be made longer, and judged by another judge. (With a falling learning rate, that is not the
     # same as a run that was longer from the start.)
+    # (num_train_epochs: of sft.py and reward_model.py, which have no total_episodes.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"

@@ -18,8 +18,8 @@ If you know how to train a text classifier, this is what its use as a reward add
    miss a real EOS, because many tokenizers use EOS as the padding token.
 3. A prompt and its response are tokenized as in the rollouts: prompt, response, EOS. (A chat ends as its chat
    template ends it. BERT's family: [CLS] ... [SEP].) If they are too long, they lose their beginning, never
-   their end. To a labeled text nothing is added, and it loses its end; an answer in a dialog loses its
-   beginning.
+   their end. A labeled text stays as the tokenizer writes it, and loses its end; an answer in a dialog loses
+   its beginning.
 4. The new head of a decoder starts with weights of standard deviation 1 / sqrt(d + 1), so the first scores
    are about 1 in size (N+ paper, detail 11).
 5. All responses to a prompt are in the same forward pass, and the loss is the mean over their pairs. So a
@@ -130,7 +130,7 @@ class Args:
     model_name_or_path: str = "distilbert/distilbert-base-uncased"  # a language model gets a new head
     from_config: str | None = None  # random weights instead: "gpt2 n_layer=2 n_embd=64", or a folder
     tokenizer_name_or_path: str | None = None  # None: the tokenizer of model_name_or_path
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmuls; on GPUs, float32: TF32, auto: bf16
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 on a GPU
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved weights; bfloat16 halves the file
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights); the head is trained as a whole
@@ -144,7 +144,7 @@ class Args:
     label_names: str | None = None  # comma-separated names of classes 0, 1, ...; None: those of the data set
     max_length: int = 512  # in tokens; a longer text (column text) loses its end, all others their beginning
     min_prefix_length: int = 0  # labels: cut training texts to a random length, at least this (0: never)
-    num_eval_rows: int = 25_000  # number of held-out rows to score at the end
+    num_eval_rows: int = 25_000  # held-out rows to score at the end, at most
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes
     num_train_epochs: float = 2.0  # epochs over the training rows
@@ -265,7 +265,7 @@ def train(args):
     B = n * args.gradient_accumulation_steps * world  # rows per update
 
     tokenizer_name = args.tokenizer_name_or_path or args.model_name_or_path
-    tokenizer = load_tokenizer(tokenizer_name, for_prompts=False)  # labeled texts may end with EOS
+    tokenizer = load_tokenizer(tokenizer_name, for_prompts=False)  # with labels, texts may end with EOS
     data = load_data(args, tokenizer)
     train_rows, label_names = data["train"], data["label_names"]
     has_labels = label_names is not None
@@ -533,8 +533,13 @@ def preference_ids(tokenizer, prompts, responses, max_length, date):
     else:
         prompt_ids = tokenizer(prompts).input_ids
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
-        all_ids = [x + y + [tokenizer.eos_token_id] for x, y in zip(prompt_ids, response_ids)]
+        all_ids = [with_eos(x + y, tokenizer) for x, y in zip(prompt_ids, response_ids)]
     return [ids[-max_length:] for ids in all_ids]
+
+
+def with_eos(ids, tokenizer):
+    """Token ids with EOS at the end, unless the text brings one."""
+    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
 # ---- Model -------------------------------------------------------------------------------------------------
@@ -562,6 +567,23 @@ def score_tokens(model, texts, batch_size):
         ids = nn.utils.rnn.pad_sequence(ids, batch_first=True).to(model.device)  # [rows, L]
         logits[rows] = sequence_logits(model, ids, length_mask(lengths[rows], ids.shape[1]))
     return logits
+
+
+@torch.no_grad()
+def check_classifier(model, tokenizer, name, max_length):
+    """Raise UserError if a classifier cannot read max_length tokens, or if padding changes its logits.
+
+    Measured, not guessed: RoBERTa cannot use its last two positions, and XLNet reads the last pad.
+    """
+    short, long = tokenizer(["word", "word " * max_length]).input_ids
+    long = long[: max_length - 1] + long[-1:]
+    try:
+        alone = score_tokens(model, [short], 1)[0]  # [classes]
+        padded = score_tokens(model, [short, long], 2)[0]
+    except Exception as error:  # models fail in many ways
+        raise UserError(f"{name} cannot read {max_length} tokens: {error!r}") from error
+    if not torch.allclose(alone, padded, 0.01, 0.01):
+        raise UserError(f"{name}: this kind of classifier does not work here, padding changes its logits")
 
 
 def sequence_logits(model, ids, mask):
@@ -592,7 +614,8 @@ def init_new_head(model):
 
 def has_head(name, num_labels):
     """True if, by its config, a model is a classifier with num_labels outputs, or a LoRA adapter of a
-    classifier. (An adapter's config does not say how many outputs.)
+    classifier. (An adapter's config does not say how many outputs.) Then load_model refuses files without
+    the weights of the head; otherwise it makes a new one.
     """
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         import peft
@@ -644,7 +667,7 @@ def ranking_loss(scores, mask, margin=0.0):
     The mask, bool [N, K], is False where a row has fewer than K responses. Rows have two or more. margin: a
     number, or one for each row [N, 1]
     """
-    scores = torch.where(mask, scores.float(), 0.0)  # nan in a masked position would reach the gradient
+    scores = torch.where(mask, scores.float(), 0.0)  # a nan in padding would reach the gradient
     better, worse, pair_mask = response_pairs(mask)
     losses = preference_loss(scores[:, better], scores[:, worse], margin)  # [N, P]
     return pair_mean(losses, pair_mask)
@@ -735,7 +758,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. BERT's pooler is inside, but many files lack it.
+    # What is outside of the transformer is the head. BERT's pooler counts as head: language models lack it.
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -744,7 +767,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     if missing:
         raise UserError(f"{name}: {len(missing)} weights are not in the files, such as {min(missing)}")
     if not getattr(model, "is_quantized", False):
-        model.float()  # weights that were dequantized while loading are not in the dtype that we asked for
+        model.float()  # a format that transformers dequantizes while loading (fp8) ignores the dtype above
     for module in model.modules():
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
@@ -770,7 +793,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    model = model.merge_and_unload()
+    model = load(lambda path: model.merge_and_unload(), name)  # some kinds of adapters cannot be merged
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
     model.name_or_path = resolve_path(name)  # a new adapter trained on top will name this as its base
@@ -785,7 +808,8 @@ def clean_generation_config(model):
     try:
         settings.validate(strict=True)
     except ValueError:
-        token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
+        settings = settings.to_dict()
+        token_ids = {name: x for name, x in settings.items() if name.endswith("_token_id") and x != -1}
         model.generation_config = transformers.GenerationConfig(**token_ids)
 
 
@@ -802,8 +826,8 @@ def load_tokenizer(name, for_prompts=True):
     """
     tokenizer = load(AutoTokenizer.from_pretrained, name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    # Without tokenizer files, transformers returns a tokenizer that has nothing but special tokens.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+    # Without tokenizer files, transformers returns a tokenizer with nothing but special and added tokens.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
         raise UserError(f"{name} has no tokenizer")
     if for_prompts and appends_eos(tokenizer):
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
@@ -813,7 +837,7 @@ def load_tokenizer(name, for_prompts=True):
 def appends_eos(tokenizer):
     """True if a tokenizer ends every text with EOS."""
     word = tokenizer("word", add_special_tokens=False).input_ids
-    # Two tokens, because a word of a small vocabulary may itself be EOS, which is GPT-2's unknown token.
+    # Not only the last token: a small vocabulary may turn "word" into EOS, GPT-2's unknown token.
     return tokenizer("word").input_ids[-2:] == [word[-1], tokenizer.eos_token_id]
 
 
@@ -914,23 +938,17 @@ def build_classifier(args, tokenizer, label_names):
     head_is_new = args.from_config is not None or model.has_new_head
     if head_is_new:
         init_new_head(model)
-    # transformers reads the last token that is not the pad. If texts end with EOS, and pad is EOS, it would
-    # read the token before. Without a pad in the config, it refuses batches instead.
+    # For users of the saved model: transformers reads the last token that is not the pad. If texts end with
+    # EOS, and pad is EOS, it would read the token before. Without a pad in the config, it refuses batches.
     ends_with_eos = label_names is None or appends_eos(tokenizer)
     ends_with_pad = ends_with_eos and tokenizer.pad_token_id == tokenizer.eos_token_id
     model.config.pad_token_id = None if ends_with_pad else tokenizer.pad_token_id
     context = context_length(model.config)
     if context < args.max_length:
         raise UserError(f"--max-length {args.max_length}: the model's context is {context} tokens")
-    ids = torch.full([1, args.max_length], 2, device=model.device)  # not 1, which is RoBERTa's pad
-    try:
-        with torch.no_grad():
-            sequence_logits(model.eval(), ids, torch.ones_like(ids, dtype=torch.bool))
-    except Exception as error:  # RoBERTa, for example, cannot use the last two positions
-        message = f"--max-length {args.max_length}: the model cannot read so many tokens: {error!r}"
-        raise UserError(message) from error
+    check_classifier(model.eval(), tokenizer, args.from_config or args.model_name_or_path, args.max_length)
     if args.gradient_checkpointing:
-        model.activation_checkpointing_enable(dict(use_reentrant=False))  # the new name in transformers 5
+        model.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing
     if args.lora_r:  # for the transformer only; the head is trained as a whole
         setattr(model, model.base_model_prefix, add_lora(model.base_model, args))
     return model, head_is_new
@@ -943,6 +961,7 @@ def save_reward_model(model, tokenizer, args, folder):
     model.to(getattr(torch, args.save_dtype)).save_pretrained(folder)
     model.float()
     tokenizer.model_max_length = args.max_length
+    tokenizer.init_kwargs["truncation_side"] = tokenizer.truncation_side  # else it is not saved
     tokenizer.save_pretrained(folder)
 
 
@@ -971,9 +990,10 @@ def read_splits(name):
     """All splits of a data set: see load_splits. -> dict: name of the split -> rows"""
     splits = {}
     for split in ("train", "validation", "test"):
-        paths = sorted(str(path) for path in Path(resolve_path(name)).glob(f"{split}*.jsonl*"))
+        folder = Path(resolve_path(name))
+        paths = [*sorted(folder.glob(f"{split}*.jsonl*")), *folder.glob(f"{split}.json")]
         if paths:
-            splits[split] = datasets.concatenate_datasets([load(read_rows, path) for path in paths])
+            splits[split] = datasets.concatenate_datasets([load(read_rows, str(path)) for path in paths])
     if splits:
         return splits
     if any(Path(resolve_path(name)).glob("train*.csv")):
@@ -983,17 +1003,21 @@ def read_splits(name):
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed (.jsonl.gz).
+    """The rows of a jsonl file, which may be compressed (.jsonl.gz), or of a json file with a list.
 
-    Values stay as they are: the reader of `datasets` would turn "2024-01-15" into a timestamp.
+    Values stay as they are: the reader of `datasets` would turn "2024-01-15" into a timestamp, and a 1 beside
+    a 2.5 into 1.0.
     """
     with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
-        rows = [json.loads(line) for line in file if line.strip()]
+        text = file.read()
+    is_list = text.lstrip().startswith("[")
+    rows = json.loads(text) if is_list else [json.loads(line) for line in text.split("\n") if line.strip()]
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    return datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
+    # Encoded here, because Json would take a text such as "7" for json, and give it back as a number.
+    columns = {name: [json.dumps(row.get(name)) for row in rows] for name in names}
+    return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
 
 def load_data(args, tokenizer):
@@ -1002,6 +1026,7 @@ def load_data(args, tokenizer):
     References are the texts whose mean score is saved as reward_offset (point 6). With labels there are none.
     """
     train, held_out = load_splits(args.dataset_name)
+    tokenizer.truncation_side = "right"
     if {"dialog", "act"} <= set(train.column_names):
         train, held_out = load_answers(train), load_answers(held_out)
         tokenizer.truncation_side = "left"  # the answer is at the end
@@ -1030,6 +1055,12 @@ def select_shard(rows, train_shard):
     return rows.shuffle(seed=0).shard(int(parts), int(part))  # the same parts for every --seed
 
 
+def chat_prompt(text, response):
+    """The prompt of a chat, if its column is a text. Most chats contain it already. -> list of messages"""
+    has_prompt = not text or any(message["role"] == "user" for message in response)
+    return [] if has_prompt else [{"role": "user", "content": text}]
+
+
 def load_labeled_rows(rows, class_of, tokenizer, args):
     """The rows that have a text. -> list of Row"""
     labeled = []
@@ -1051,10 +1082,10 @@ def find_classes(rows, args):
 
     The names are --label-names, or those of the data set, or the labels themselves, sorted.
     """
-    kind = rows.features["label"]
-    if not getattr(kind, "dtype", "").startswith(("int", "uint", "bool", "string", "large", "null")):
-        raise UserError(f"data set {args.dataset_name!r}: labels must be numbers or words, not {kind}")
-    names = getattr(kind, "names", None)
+    kinds = {type(label) for label in rows["label"]} - {type(None)}
+    if kinds not in ({int}, {str}, {bool}):
+        raise UserError(f"data set {args.dataset_name!r}: labels must be whole numbers or words, all alike")
+    names = getattr(rows.features["label"], "names", None)
     if args.label_names is not None:
         names = [name.strip() for name in args.label_names.split(",")]
     if names is not None:  # a label is the number of a class or its name
@@ -1126,7 +1157,7 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
         is_begun = is_prompt and messages[-1]["role"] == "assistant"
         # strftime_now('%d %B %Y') in a template would be another day when the run is resumed.
         day = datetime.date.fromisoformat(date)
-        call = r"strftime_now\(\s*['\"](.+?)['\"]\s*\)"
+        call = r"strftime_now\(\s*['\"]([^'\"\\]+)['\"]\s*\)"
         template = re.sub(call, lambda m: repr(day.strftime(m[1])), tokenizer.get_chat_template())
         if "strftime_now(" in template:
             raise ValueError("it calls strftime_now with something else than a text")
@@ -1164,7 +1195,7 @@ def load_preference_rows(rows, tokenizer, args):
         kinds = {type(response) for response in responses}  # all are texts, or all are chats
         if kinds in ({str}, {list}) and len(responses) >= 2 and all(responses):
             if isinstance(prompt, str) and is_chat(responses[0]):
-                prompt = []  # chats contain their prompt, even if a column prompt repeats it as a text
+                prompt = chat_prompt(prompt, responses[0])
             if type(prompt) not in kinds:
                 raise UserError(f"data set {args.dataset_name!r}: a chat as the prompt of texts: {prompt}")
             prompts = [prompt] * len(responses)
@@ -1192,6 +1223,9 @@ def load_reference_rows(train_rows, tokenizer, args):
             f"--center-dataset-name {args.center_dataset_name}: no row has a prompt and a completion"
         )
     prompts, completions = [row["prompt"] for row in rows], [row["completion"] for row in rows]
+    if is_chat(completions[0]):
+        pairs = zip(prompts, completions)
+        prompts = [chat_prompt(x, y) if isinstance(x, str) else x for x, y in pairs]
     texts = preference_ids(tokenizer, prompts, completions, args.max_length, args.date)
     return [Row([ids]) for ids in texts]
 
@@ -1222,7 +1256,7 @@ def start_accelerator(args):
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            # The other processes wait while the main one asks a judge or saves, which may take long.
+            # The others wait while the main process saves or, in rloo_tldr.py, asks a judge.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
@@ -1240,11 +1274,10 @@ def start_accelerator(args):
             train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
             gradient_accumulation_steps=1,  # train accumulates
             gradient_clipping=args.max_grad_norm or 0.0,
-            # No module is "safe in bf16", so weights are gathered, and gradients added up, in fp32.
             torch_autocast=dict(
                 enabled=wants_bf16(args, accelerator.device),
                 dtype="bfloat16",
-                lower_precision_safe_modules=[],
+                lower_precision_safe_modules=[],  # weights are gathered, and gradients added up, in fp32
             ),
         )
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else it loads models in shards
@@ -1271,13 +1304,15 @@ def make_optimizer(args, parameters):
     """The optimizer that --optimizer names, for a list of parameters."""
     optimizer_class = locate(args.optimizer)
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
-        raise UserError(f"--optimizer {args.optimizer}: it is not installed; try torch.optim.AdamW")
+        raise UserError(f"--optimizer {args.optimizer}: no such class; try torch.optim.AdamW")
     accepted = inspect.signature(optimizer_class).parameters
     options = dict(eps=args.adam_eps, fused=True) if "Adam" in args.optimizer else {}
     options = {name: value for name, value in options.items() if name in accepted}
     try:
-        return optimizer_class(parameters, lr=args.learning_rate, **options)
-    except Exception as error:  # Muon, for example, trains only matrices
+        optimizer = optimizer_class(parameters, lr=args.learning_rate, **options)
+        optimizer.step()  # changes nothing, since there are no gradients
+        return optimizer
+    except Exception as error:  # Muon, for example, trains only matrices, and LBFGS needs a closure
         raise UserError(f"--optimizer {args.optimizer} does not work here: {error}") from error
 
 
@@ -1285,15 +1320,14 @@ def make_learner(model, args, accelerator):
     """The module that is trained, its optimizer, and its parameters (dict: name -> parameter).
 
     One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
-    shards. Shards cannot generate, so every process keeps the whole model for sampling.
+    shards. Shards cannot generate, so every process keeps the whole model for sampling and scoring.
     """
-    if not all(p.is_floating_point() for p in model.parameters()) and not args.lora_r:
-        raise UserError("quantized weights cannot be trained: add --lora-r 16")
     plugin = accelerator.state.deepspeed_plugin
     learner = model
     if accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3):
         learner = copy.deepcopy(model)
-        learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]  # FSDP2's units
+        # accelerate reads this: FSDP2 gathers one layer of this class at a time.
+        learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]
     optimizer = make_optimizer(args, list(trainable(learner).values()))
     learner, optimizer = accelerator.prepare(learner, optimizer)
     # Only now, because prepare replaces the parameters if it shards the learner.
@@ -1385,7 +1419,7 @@ class Run:
         self.updates = updates
         self.status = status
         self.is_main = accelerator.is_main_process
-        self.console = Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())
+        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
         self.console.quiet = not self.is_main
         columns = "{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}"
         self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
@@ -1397,13 +1431,13 @@ class Run:
             self.print("no recipe: flags that are not given have the defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
+        [self.name] = accelerate.utils.broadcast_object_list([name])  # as it was given, for messages too
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
-            raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
+            raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def on_signal(self, number, frame):
-        """Finish the update, save, and stop. A second signal stops at once."""
+        """Finish the update (or the last evaluation), save, and stop. A second signal stops at once."""
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != self.pid:  # a worker that a reward function has forked
             signal.raise_signal(number)
@@ -1480,8 +1514,11 @@ class Run:
         self.learner, self.optimizer, self.parameters = learner, optimizer, parameters
         plugin = self.accelerator.state.deepspeed_plugin
         # A checkpoint of DeepSpeed fits only this stage and number of processes; ours fit any number.
-        sharding = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
-        self.fixed = {"batch_size": batch_size, "sharding": sharding}
+        deepspeed = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
+        self.fixed = {
+            "batch_size": batch_size,
+            "deepspeed": deepspeed,
+        }  # may not change when a run is resumed
         state = {"update": 0, "sizes": {}}
         checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
         if any(self.folder.glob("checkpoints/*/state.pt")):
@@ -1513,7 +1550,7 @@ class Run:
         return state
 
     def load_checkpoint(self, state):
-        if self.fixed["sharding"] is not None:
+        if self.fixed["deepspeed"] is not None:
             self.learner.load_checkpoint(str(self.folder / "checkpoints"), tag=f"{state['update']:06d}")
             return
         for name, p in self.parameters.items():
@@ -1543,7 +1580,7 @@ class Run:
         """Write checkpoints/<update>.pt. DeepSpeed's processes write shards to a folder of that name."""
         folder = self.folder / "checkpoints"
         tag = f"{state['update']:06d}"
-        if self.fixed["sharding"] is not None:
+        if self.fixed["deepspeed"] is not None:
             self.learner.save_checkpoint(str(folder), tag=tag, save_latest=False)
             self.accelerator.wait_for_everyone()
         else:
@@ -1582,9 +1619,10 @@ def parse_args(argv):
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # the last one: sft.py
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of any script
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
-    recipe, flags = "custom" if names_model else "tiny", argv
+    recipe = "custom" if names_model else "tiny"
+    flags = argv
     names_recipe = len(argv) > 0 and not argv[0].startswith("-")
     if names_recipe:
         recipe, flags = argv[0], argv[1:]
@@ -1617,6 +1655,7 @@ def resumed_args(resume, recipe, flags):
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
     # A run may be made longer, and judged by another judge. (With a falling learning rate, that is not the
     # same as a run that was longer from the start.)
+    # (num_train_epochs: of sft.py and reward_model.py, which have no total_episodes.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"

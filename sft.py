@@ -3,8 +3,8 @@
 If you know nanoGPT's train.py, this is what differs:
 
 1. The data are documents, not one long stream of tokens, and an epoch visits each of them once. Each ends in
-   EOS, and EOS is learned like any other token. A model that never saw EOS as a label never ends a response
-   in PPO.
+   EOS (or a chat's end of turn), which is learned like any other token. A model that never saw EOS as a
+   label never ends a response in PPO.
 2. A row holds several whole documents (packing), but they do not see each other: positions start at 0 in
    each document, and the attention mask is block-diagonal. nanoGPT's rows are random cuts of the stream, in
    which a document attends to the one before it.
@@ -17,9 +17,10 @@ If you know nanoGPT's train.py, this is what differs:
 5. The loss is a sum over tokens divided by the number of labeled tokens in the global batch. Rows have
    different numbers of labels, so a mean of means would depend on how the batch is split.
 6. Logits are computed for 128 positions at a time, and only at positions that have a label.
-7. The model is any causal language model of transformers: pretrained, with or without LoRA, or with random
-   weights and a tokenizer that is loaded or trained on the data. Pretrained models are trained without
-   dropout, as in the other scripts. Models with random weights keep that of their config.
+7. The model is nearly any causal language model of transformers (`check_documents` says which are refused):
+   pretrained, with or without LoRA, or with random weights and a tokenizer that is loaded or trained on the
+   data. Pretrained models are trained without dropout, as in the other scripts. Models with random weights
+   keep that of their config.
 8. The optimizer has PyTorch's defaults. AdamW's weight decay of 0.01 applies to all weights, including
    biases.
 
@@ -124,7 +125,7 @@ class Args:
     model_name_or_path: str = "openai-community/gpt2"  # model and tokenizer: Hub name, folder, LoRA folder
     from_config: str | None = None  # random weights instead: a model type and name=value pairs (JSON values)
     train_tokenizer: int = 0  # with from_config: train a tokenizer of this size; 0: load model_name_or_path's
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # matmuls; on GPUs, float32: TF32, auto: bf16
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 on a GPU
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model; bfloat16: half the size
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights)
@@ -283,7 +284,7 @@ def train(args):
     train_data, held_out_data = load_splits(args.dataset_name)
     tokenizer = build_tokenizer(args, train_data)
     model = LanguageModel(build_language_model(args, tokenizer)).to(device)
-    if args.num_train_rows is not None:
+    if args.num_train_rows is not None:  # only now: a tokenizer that is trained sees all rows
         train_data = train_data.select(range(min(args.num_train_rows, len(train_data))))
     documents = load_documents(train_data, tokenizer, args)
     rows = pack(documents, args.max_length, args.packing)
@@ -415,6 +416,9 @@ def write_samples(model, tokenizer, documents, stop_ids):
     tokens.
     """
     context = context_length(model.config)
+    lm = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's wrapper
+    own_settings = lm.generation_config
+    lm.generation_config = transformers.GenerationConfig()  # nothing but what is below
     samples = []
     for ids, labels in documents:
         prompt_length = last_labeled_position(labels) + 1
@@ -429,14 +433,13 @@ def write_samples(model, tokenizer, documents, stop_ids):
             attention_mask=torch.ones(1, len(prompt), device=model.device),
             max_new_tokens=min(40, context - len(prompt)),
             do_sample=True,
-            temperature=1.0,  # these three: from the model's own distribution
             top_k=0,
-            top_p=1.0,
             eos_token_id=stop_ids,
             pad_token_id=tokenizer.pad_token_id,
         )
         completion = output[0, len(prompt) :]
         samples.append({"prompt": tokenizer.decode(prompt), "completion": tokenizer.decode(completion)})
+    lm.generation_config = own_settings
     return samples
 
 
@@ -527,6 +530,7 @@ def learning_rate(args, update, updates):
 
 # ---- Documents: token ids and labels -----------------------------------------------------------------------
 #
+# In this section, the argument rows is the data set, with columns; `pack` makes the rows of a batch.
 # A document is a pair of lists, ids and labels. Two documents, each with a prompt and a completion, packed
 # into a row:
 #
@@ -542,7 +546,7 @@ def text_documents(rows, tokenizer, args):
     documents = []
     for text in rows["text"]:
         if text:
-            ids = tokenizer(text).input_ids + [tokenizer.eos_token_id]
+            ids = with_eos(tokenizer(text).input_ids, tokenizer)
             documents.append((ids, ids))
     return documents
 
@@ -559,12 +563,17 @@ def completion_documents(rows, tokenizer, args):
             continue
         prompt = tokenizer(prompt).input_ids
         completion = tokenizer(completion, add_special_tokens=False).input_ids  # no BOS in the middle
-        completion = completion + [tokenizer.eos_token_id]
+        completion = with_eos(completion, tokenizer)
         prompt_labels = prompt
         if args.completion_only_loss:
             prompt_labels = [-100] * len(prompt)
         documents.append((prompt + completion, prompt_labels + completion))
     return documents
+
+
+def with_eos(ids, tokenizer):
+    """Token ids with EOS at the end, unless the text brings one."""
+    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
 def chat_documents(rows, tokenizer, args):
@@ -623,8 +632,8 @@ def chat_parts(tokenizer, messages, date, first_learned=0):
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or i < first_learned:
             continue
-        if i == 0 or messages[i - 1]["role"] == "assistant":  # not learned: a policy answers somebody else
-            continue
+        if i == 0 or messages[i - 1]["role"] == "assistant":
+            continue  # not learned: a policy answers a message that is not its own
         before = render_chat(tokenizer, messages[:i], date, is_prompt=True)
         after = render_chat(tokenizer, messages[: i + 1], date)
         if not after.startswith(before) or not conversation.startswith(after):
@@ -693,7 +702,10 @@ def load_documents(rows, tokenizer, args):
             kept.append((ids, labels))
     if not kept:
         limit = f"--max-length {args.max_length} tokens"
-        raise UserError(f"data set {args.dataset_name!r}: no text to learn from within {limit}")
+        raise UserError(
+            f"data set {args.dataset_name!r}: no text to learn from within {limit} (in chats, an answer "
+            f"counts only if it begins where the template's generation prompt ends)"
+        )
     return kept
 
 
@@ -855,7 +867,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. BERT's pooler is inside, but many files lack it.
+    # What is outside of the transformer is the head. BERT's pooler counts as head: language models lack it.
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -864,7 +876,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     if missing:
         raise UserError(f"{name}: {len(missing)} weights are not in the files, such as {min(missing)}")
     if not getattr(model, "is_quantized", False):
-        model.float()  # weights that were dequantized while loading are not in the dtype that we asked for
+        model.float()  # a format that transformers dequantizes while loading (fp8) ignores the dtype above
     for module in model.modules():
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
@@ -890,7 +902,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    model = model.merge_and_unload()
+    model = load(lambda path: model.merge_and_unload(), name)  # some kinds of adapters cannot be merged
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
     model.name_or_path = resolve_path(name)  # a new adapter trained on top will name this as its base
@@ -905,7 +917,8 @@ def clean_generation_config(model):
     try:
         settings.validate(strict=True)
     except ValueError:
-        token_ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id")}
+        settings = settings.to_dict()
+        token_ids = {name: x for name, x in settings.items() if name.endswith("_token_id") and x != -1}
         model.generation_config = transformers.GenerationConfig(**token_ids)
 
 
@@ -948,8 +961,8 @@ def load_tokenizer(name, for_prompts=True):
     """
     tokenizer = load(AutoTokenizer.from_pretrained, name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    # Without tokenizer files, transformers returns a tokenizer that has nothing but special tokens.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+    # Without tokenizer files, transformers returns a tokenizer with nothing but special and added tokens.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
         raise UserError(f"{name} has no tokenizer")
     if for_prompts and appends_eos(tokenizer):
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
@@ -959,7 +972,7 @@ def load_tokenizer(name, for_prompts=True):
 def appends_eos(tokenizer):
     """True if a tokenizer ends every text with EOS."""
     word = tokenizer("word", add_special_tokens=False).input_ids
-    # Two tokens, because a word of a small vocabulary may itself be EOS, which is GPT-2's unknown token.
+    # Not only the last token: a small vocabulary may turn "word" into EOS, GPT-2's unknown token.
     return tokenizer("word").input_ids[-2:] == [word[-1], tokenizer.eos_token_id]
 
 
@@ -1075,7 +1088,7 @@ def build_language_model(args, tokenizer):
     if args.lora_r:
         lm = add_lora(lm, args)
     if args.gradient_checkpointing:
-        lm.activation_checkpointing_enable(dict(use_reentrant=False))  # the new name in transformers 5
+        lm.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing
     return lm
 
 
@@ -1093,20 +1106,23 @@ def check_documents(lm, args):
     context = context_length(config)
     if args.max_length > context:
         raise UserError(f"--max-length {args.max_length}: the context of the model is {context} tokens")
-    size = max(1, min(args.max_length // 2, 64))
+    size = max(1, min(args.max_length // 2, 64))  # of a document; two of them must fit into a row
     positions = torch.arange(size, device=lm.device)[None]  # [1, size]
     first = positions % config.vocab_size
     second = first.flip(1)
     try:
         body, head = body_and_head(lm)
-        head.weight.mul_(64)  # a soft cap does not show in the small logits of random weights
+        # A soft cap does not show in small logits. (Tied embeddings grow too, for logits and losses alike.)
+        head.weight.mul_(64)
         logits = lm.eval()(first, use_cache=False).logits[0, :-1].float()
-        lm.train(not args.from_config)  # noise in a loaded model shows in its losses; a new one may have some
+        # In train mode, dropout that load_model has missed changes the losses. A new model may have dropout.
+        lm.train(not args.from_config)
         losses, _ = LanguageModel(lm)(first, first, positions)
         head.weight.div_(64)  # exact, because 64 is a power of 2
         expected = F.cross_entropy(logits, first[0, 1:], reduction="none")
         is_equal = torch.allclose(losses, expected, 1e-3, 1e-3)
-        # A document of max_length must fit, and its beginning may not depend on what comes after it.
+        # A document of max_length must fit, and its length may not change its beginning (as some scaled
+        # rotary positions do).
         alone = document_states(body.eval(), second, positions)  # [1, size, H]
         row_positions = torch.arange(args.max_length, device=lm.device)[None]
         longest = (size - 1 - row_positions) % config.vocab_size  # begins like `second`
@@ -1189,9 +1205,10 @@ def read_splits(name):
     """All splits of a data set: see load_splits. -> dict: name of the split -> rows"""
     splits = {}
     for split in ("train", "validation", "test"):
-        paths = sorted(str(path) for path in Path(resolve_path(name)).glob(f"{split}*.jsonl*"))
+        folder = Path(resolve_path(name))
+        paths = [*sorted(folder.glob(f"{split}*.jsonl*")), *folder.glob(f"{split}.json")]
         if paths:
-            splits[split] = datasets.concatenate_datasets([load(read_rows, path) for path in paths])
+            splits[split] = datasets.concatenate_datasets([load(read_rows, str(path)) for path in paths])
     if splits:
         return splits
     if any(Path(resolve_path(name)).glob("train*.csv")):
@@ -1201,24 +1218,29 @@ def read_splits(name):
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed (.jsonl.gz).
+    """The rows of a jsonl file, which may be compressed (.jsonl.gz), or of a json file with a list.
 
-    Values stay as they are: the reader of `datasets` would turn "2024-01-15" into a timestamp.
+    Values stay as they are: the reader of `datasets` would turn "2024-01-15" into a timestamp, and a 1 beside
+    a 2.5 into 1.0.
     """
     with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
-        rows = [json.loads(line) for line in file if line.strip()]
+        text = file.read()
+    is_list = text.lstrip().startswith("[")
+    rows = json.loads(text) if is_list else [json.loads(line) for line in text.split("\n") if line.strip()]
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    return datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
+    # Encoded here, because Json would take a text such as "7" for json, and give it back as a number.
+    columns = {name: [json.dumps(row.get(name)) for row in rows] for name in names}
+    return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
 
 def check_texts(rows, column, name):
     """Raise UserError if the data set `name` has no such column, or something else than texts in it."""
-    dtype = getattr(rows.features.get(column), "dtype", None)
-    if dtype not in ("string", "large_string"):
-        raise UserError(f"data set {name!r} needs the column {column} with texts; it has {rows.features}")
+    columns = rows.column_names
+    kinds = {type(x) for x in rows[column]} - {type(None)} if column in columns else None
+    if kinds != {str}:
+        raise UserError(f"data set {name!r} needs the column {column} with texts, not {', '.join(columns)}")
 
 
 def is_chat(value):
@@ -1239,7 +1261,7 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
         is_begun = is_prompt and messages[-1]["role"] == "assistant"
         # strftime_now('%d %B %Y') in a template would be another day when the run is resumed.
         day = datetime.date.fromisoformat(date)
-        call = r"strftime_now\(\s*['\"](.+?)['\"]\s*\)"
+        call = r"strftime_now\(\s*['\"]([^'\"\\]+)['\"]\s*\)"
         template = re.sub(call, lambda m: repr(day.strftime(m[1])), tokenizer.get_chat_template())
         if "strftime_now(" in template:
             raise ValueError("it calls strftime_now with something else than a text")
@@ -1300,7 +1322,7 @@ def start_accelerator(args):
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            # The other processes wait while the main one asks a judge or saves, which may take long.
+            # The others wait while the main process saves or, in rloo_tldr.py, asks a judge.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
@@ -1318,11 +1340,10 @@ def start_accelerator(args):
             train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
             gradient_accumulation_steps=1,  # train accumulates
             gradient_clipping=args.max_grad_norm or 0.0,
-            # No module is "safe in bf16", so weights are gathered, and gradients added up, in fp32.
             torch_autocast=dict(
                 enabled=wants_bf16(args, accelerator.device),
                 dtype="bfloat16",
-                lower_precision_safe_modules=[],
+                lower_precision_safe_modules=[],  # weights are gathered, and gradients added up, in fp32
             ),
         )
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else it loads models in shards
@@ -1349,13 +1370,15 @@ def make_optimizer(args, parameters):
     """The optimizer that --optimizer names, for a list of parameters."""
     optimizer_class = locate(args.optimizer)
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
-        raise UserError(f"--optimizer {args.optimizer}: it is not installed; try torch.optim.AdamW")
+        raise UserError(f"--optimizer {args.optimizer}: no such class; try torch.optim.AdamW")
     accepted = inspect.signature(optimizer_class).parameters
     options = dict(eps=args.adam_eps, fused=True) if "Adam" in args.optimizer else {}
     options = {name: value for name, value in options.items() if name in accepted}
     try:
-        return optimizer_class(parameters, lr=args.learning_rate, **options)
-    except Exception as error:  # Muon, for example, trains only matrices
+        optimizer = optimizer_class(parameters, lr=args.learning_rate, **options)
+        optimizer.step()  # changes nothing, since there are no gradients
+        return optimizer
+    except Exception as error:  # Muon, for example, trains only matrices, and LBFGS needs a closure
         raise UserError(f"--optimizer {args.optimizer} does not work here: {error}") from error
 
 
@@ -1363,15 +1386,14 @@ def make_learner(model, args, accelerator):
     """The module that is trained, its optimizer, and its parameters (dict: name -> parameter).
 
     One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
-    shards. Shards cannot generate, so every process keeps the whole model for sampling.
+    shards. Shards cannot generate, so every process keeps the whole model for sampling and scoring.
     """
-    if not all(p.is_floating_point() for p in model.parameters()) and not args.lora_r:
-        raise UserError("quantized weights cannot be trained: add --lora-r 16")
     plugin = accelerator.state.deepspeed_plugin
     learner = model
     if accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3):
         learner = copy.deepcopy(model)
-        learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]  # FSDP2's units
+        # accelerate reads this: FSDP2 gathers one layer of this class at a time.
+        learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]
     optimizer = make_optimizer(args, list(trainable(learner).values()))
     learner, optimizer = accelerator.prepare(learner, optimizer)
     # Only now, because prepare replaces the parameters if it shards the learner.
@@ -1456,7 +1478,7 @@ class Run:
         self.updates = updates
         self.status = status
         self.is_main = accelerator.is_main_process
-        self.console = Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())
+        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
         self.console.quiet = not self.is_main
         columns = "{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}"
         self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
@@ -1468,13 +1490,13 @@ class Run:
             self.print("no recipe: flags that are not given have the defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        [self.name] = accelerate.utils.broadcast_object_list([name])  # for messages
+        [self.name] = accelerate.utils.broadcast_object_list([name])  # as it was given, for messages too
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
-            raise UserError(f"{name} holds a run: continue it with --resume, or choose another --output-dir")
+            raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def on_signal(self, number, frame):
-        """Finish the update, save, and stop. A second signal stops at once."""
+        """Finish the update (or the last evaluation), save, and stop. A second signal stops at once."""
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != self.pid:  # a worker that a reward function has forked
             signal.raise_signal(number)
@@ -1551,8 +1573,11 @@ class Run:
         self.learner, self.optimizer, self.parameters = learner, optimizer, parameters
         plugin = self.accelerator.state.deepspeed_plugin
         # A checkpoint of DeepSpeed fits only this stage and number of processes; ours fit any number.
-        sharding = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
-        self.fixed = {"batch_size": batch_size, "sharding": sharding}
+        deepspeed = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
+        self.fixed = {
+            "batch_size": batch_size,
+            "deepspeed": deepspeed,
+        }  # may not change when a run is resumed
         state = {"update": 0, "sizes": {}}
         checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
         if any(self.folder.glob("checkpoints/*/state.pt")):
@@ -1584,7 +1609,7 @@ class Run:
         return state
 
     def load_checkpoint(self, state):
-        if self.fixed["sharding"] is not None:
+        if self.fixed["deepspeed"] is not None:
             self.learner.load_checkpoint(str(self.folder / "checkpoints"), tag=f"{state['update']:06d}")
             return
         for name, p in self.parameters.items():
@@ -1614,7 +1639,7 @@ class Run:
         """Write checkpoints/<update>.pt. DeepSpeed's processes write shards to a folder of that name."""
         folder = self.folder / "checkpoints"
         tag = f"{state['update']:06d}"
-        if self.fixed["sharding"] is not None:
+        if self.fixed["deepspeed"] is not None:
             self.learner.save_checkpoint(str(folder), tag=tag, save_latest=False)
             self.accelerator.wait_for_everyone()
         else:
@@ -1681,9 +1706,10 @@ def parse_args(argv):
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # the last one: sft.py
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of any script
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
-    recipe, flags = "custom" if names_model else "tiny", argv
+    recipe = "custom" if names_model else "tiny"
+    flags = argv
     names_recipe = len(argv) > 0 and not argv[0].startswith("-")
     if names_recipe:
         recipe, flags = argv[0], argv[1:]
@@ -1716,6 +1742,7 @@ def resumed_args(resume, recipe, flags):
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
     # A run may be made longer, and judged by another judge. (With a falling learning rate, that is not the
     # same as a run that was longer from the start.)
+    # (num_train_epochs: of sft.py and reward_model.py, which have no total_episodes.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # These two may change if the batch stays the same: Run.start makes sure of that.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"

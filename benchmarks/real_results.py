@@ -9,6 +9,7 @@ only a few with their texts. Models and data stay in OUT.
 
 import gzip
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def copy_results(out, results):
     for run in sorted(path.parent for path in out.glob("*/finished")):
         folder = results / run.name.removeprefix("ppo-").removeprefix("grpo-")
         folder.mkdir(parents=True, exist_ok=True)
-        about = (run / "args.json").read_text().replace(f"{ROOT}/", "")
+        about = re.sub(r'"/[^"]*/(?=\w+\.py")', '"', (run / "args.json").read_text())
         (folder / "args.json").write_text(about + "\n")
         metrics = (run / "metrics.jsonl").read_bytes()
         (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(metrics, mtime=0))
@@ -57,6 +58,7 @@ def copy_tasks(run, data, path):
     equations = {row["prompt"][0]["content"]: row["equation"] for row in problems}
     rows = [json.loads(line) for line in (run / "evaluation_samples.jsonl").read_text().splitlines()]
     for i, row in enumerate(rows):
+        row["task"] = row["task"].removeprefix("user: ")
         row["operators"] = [x for x in equations[row["task"]].split() if x in OPERATORS]
         if i >= NUM_TEXTS:
             del row["task"]

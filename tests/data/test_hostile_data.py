@@ -265,7 +265,7 @@ COLUMNS = {  # name -> files made of a script's good rows; what each script of K
     "one label": (lambda rows: {"train.jsonl": jsonl(rows[::2][:2])}, [1, "two labels or more", 1, 2, 1, 1]),
     "all null": (
         lambda rows: {"train.jsonl": jsonl([dict.fromkeys(row) for row in rows])},
-        ["with texts", "two labels", "with texts", "no dialog", "no prompt", "no prompt"],
+        ["with texts", "labels must be", "with texts", "no dialog", "no prompt", "no prompt"],
     ),
     "all numbers": (
         lambda rows: {"train.jsonl": jsonl([dict.fromkeys(row, 1) for row in rows])},

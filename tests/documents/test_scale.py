@@ -495,7 +495,7 @@ def test_the_patch_fits_grpo_math():
     classes = "AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer"
     changes = [(classes, "AutoModelForCausalLM, AutoTokenizer")]
     changes += [("make_engine(policy_name, args)", "make_engine(args.model_name_or_path, args)")]
-    log = "        # 6. Log. The names of the metrics are TRL's: "
+    log = "        # 6. Log. What TRL logs too has TRL's name: "
     log += '"objective/scores" are after clipping and penalty,'
     grpo = (ROOT / "grpo_math.py").read_text()
     [line] = re.findall(r"^ +# 4\. Log\..*$", grpo, re.M)

@@ -49,10 +49,15 @@ def copy_of(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "setting", [dict(min_p=0.1), dict(typical_p=0.5), dict(epsilon_cutoff=0.1), dict(temperature=2.0)]
+    "setting",
+    [
+        *(dict(min_p=0.1), dict(typical_p=0.5), dict(epsilon_cutoff=0.1), dict(temperature=2.0)),
+        *(dict(pad_token_id=-1), dict(stop_strings=["###"]), dict(return_dict_in_generate=True)),
+    ],
 )
-def test_a_generation_config_that_cannot_be_saved(sft, tiny_lm, copy_of, setting):
-    """transformers#29988: settings of sampling without do_sample. Stop tokens stay, the model is saved."""
+def test_a_generation_config_that_cannot_be_saved_or_used(sft, tiny_lm, copy_of, setting):
+    """transformers#29988: settings of sampling without do_sample; and others that would stop the samples at
+    the end. Stop tokens stay, the model is saved."""
     folder = copy_of(tiny_lm())
     config = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(config | setting))
@@ -66,30 +71,38 @@ def test_optimizers_that_cannot_train(script):
     parameters = [torch.nn.Parameter(torch.zeros(3, 4)), torch.nn.Parameter(torch.zeros(4))]
     with pytest.raises(script.UserError, match="--optimizer torch.optim.Muon does not work here"):
         script.make_optimizer(script.Args(optimizer="torch.optim.Muon"), parameters)
+    with pytest.raises(script.UserError, match="--optimizer torch.optim.LBFGS does not work here.*closure"):
+        script.make_optimizer(script.Args(optimizer="torch.optim.LBFGS"), parameters)
     assert script.make_optimizer(script.Args(optimizer="torch.optim.Adafactor"), parameters)
 
 
 @pytest.mark.parametrize("name", RL)
-def test_quantized_weights_are_not_trained(scripts, small, name):
+def test_quantized_weights_are_not_trained(scripts, small, monkeypatch, name):
     """peft#2501: without LoRA, only the weights that are not quantized would be trained."""
-    model = torch.nn.Linear(2, 2)
-    model.codes = torch.nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
-    args = small(name)
-    with pytest.raises(scripts[name].UserError, match="--lora-r"):
-        scripts[name].make_learner(model, args, scripts[name].start_accelerator(args))
+    script, load_model = scripts[name], scripts[name].load_model
+
+    def load_quantized(*inputs, **options):
+        model = load_model(*inputs, **options)
+        model.codes = torch.nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
+        return model
+
+    monkeypatch.setattr(script, "load_model", load_quantized)
+    with pytest.raises(script.UserError, match="--lora-r"):
+        script.train(small(name))
 
 
-def test_a_layer_without_a_gradient(script, tiny_lm, monkeypatch):
-    """bitsandbytes may pass no gradient through 4-bit weights."""
+@pytest.mark.parametrize("number, factor", [(0, 0), (0, None), (-1, None)])
+def test_a_layer_without_a_gradient(script, tiny_lm, monkeypatch, number, factor):
+    """bitsandbytes may pass no gradient through 4-bit weights: 0, or nothing for some or all weights."""
     model = AutoModelForCausalLM.from_pretrained(tiny_lm())
-    block = model.transformer.h[0]
+    block = model.transformer.h[number]
     forward = block.forward
     args = script.Args(lora_r=2, lora_target_modules="c_attn, c_fc")
     script.check_gradients(script.add_lora(AutoModelForCausalLM.from_pretrained(tiny_lm()), args))
 
     def blocked(*inputs, **options):
         output = forward(*inputs, **options)
-        return output.detach() + 0 * output
+        return output.detach() if factor is None else output.detach() + factor * output
 
     monkeypatch.setattr(block, "forward", blocked)
     with pytest.raises(script.UserError, match="no gradient"):
@@ -173,6 +186,11 @@ def test_adapters(script, tiny_lm, tmp_path):
     with pytest.raises(script.UserError, match="does not name the base model"):
         script.load_model(AutoModelForCausalLM, str(folder))
 
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "prompts")
+    with pytest.raises(script.UserError, match="cannot load .*prompts"):
+        script.load_model(AutoModelForCausalLM, str(tmp_path / "prompts"))
+
 
 @pytest.mark.parametrize("names", ["c_attn,c_porj", "c_attn,", "c_attn,_fc"])
 def test_names_of_lora_layers(script, tiny_lm, names):
@@ -196,6 +214,33 @@ def test_a_cache_that_cannot_drop_rows(script):
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(script.UserError, match="no row can leave its cache"):
         script.check_model(model, "mamba", 10)
+
+
+@pytest.mark.parametrize("name", ["reward_model", "ppo_sentiment"])
+def test_a_classifier_that_reads_padding(scripts, tiny_lm, name):
+    """XLNet reads its last position, which is a pad in a batch. Others do not care."""
+    script, tokenizer = scripts[name], AutoTokenizer.from_pretrained(tiny_lm())
+    sizes = dict(vocab_size=1100, d_model=16, n_layer=1, n_head=2, d_inner=16, initializer_range=0.5)
+    config = transformers.XLNetConfig(**sizes)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    with pytest.raises(script.UserError, match="padding changes its logits"):
+        script.check_classifier(model, tokenizer, "xlnet", 20)
+    sizes = dict(vocab_size=1100, dim=16, n_layers=1, n_heads=2, hidden_dim=16, initializer_range=0.5)
+    model = AutoModelForSequenceClassification.from_config(transformers.DistilBertConfig(**sizes)).eval()
+    script.check_classifier(model, tokenizer, "distilbert", 20)
+    with pytest.raises(script.UserError, match="distilbert cannot read 600 tokens"):
+        script.check_classifier(model, tokenizer, "distilbert", 600)
+
+
+def test_a_critic_that_cannot_read_left_padding(script):
+    """T5 has a decoder, and RWKV does not know of padding."""
+    sizes = dict(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    t5 = transformers.AutoModel.from_config(transformers.T5Config(**sizes))
+    sizes = dict(vocab_size=16, hidden_size=8, num_hidden_layers=2, attention_hidden_size=8)
+    rwkv = transformers.AutoModel.from_config(transformers.RwkvConfig(**sizes)).eval()
+    for critic in (t5, rwkv):
+        with pytest.raises(script.UserError, match="cannot read left-padded rows"):
+            script.check_critic(critic, "critic", 16, 10)
 
 
 def test_the_context_of_a_nested_config(script):
@@ -234,6 +279,38 @@ def test_a_function_that_exits(scripts, small, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         scripts["grpo_math"].run_command_line(scripts["grpo_math"].train, args)
     assert end.value.code == 2 and "failed: SystemExit(0)" in capsys.readouterr().err
+
+
+def test_a_file_that_switches_gradients_off(script, tmp_path):
+    """In the file, or in the function: the training goes on with gradients."""
+    body = "torch.set_grad_enabled(False)\nreturn [1.0] * len(prompts)"
+    [name] = reward_file(tmp_path, body, "no_gradients")
+    path = tmp_path / "no_gradients.py"
+    path.write_text("import torch\ntorch.set_grad_enabled(False)\n" + path.read_text())
+    functions = script.load_functions("--reward-fn", [name])
+    assert torch.is_grad_enabled()
+    inputs = dict(prompts=["a"], completions=["b"], completion_ids=[[1]])
+    script.call_reward_functions(functions, [{}], inputs, None, CPU)
+    assert torch.is_grad_enabled()
+
+
+def test_a_timeout_that_is_no_exception(script):
+    """func_timeout raises a BaseException."""
+
+    def slow(**columns):
+        raise type("FunctionTimedOut", (BaseException,), {})
+
+    inputs = dict(prompts=["a"], completions=["b"], completion_ids=[[1]])
+    with pytest.raises(script.UserError, match="reward slow failed: FunctionTimedOut"):
+        script.call_reward_functions({"slow": slow}, [{}], inputs, None, CPU)
+
+
+def test_a_file_behind_a_link(script, tmp_path):
+    """The Hub's cache links a file's name to its hash."""
+    body = "return [1.0] * len(prompts)"
+    reward_file(tmp_path, body, "3f2a9c")
+    (tmp_path / "linked_reward.py").symlink_to(tmp_path / "3f2a9c.py")
+    assert script.load_functions("--reward-fn", [f"{tmp_path}/linked_reward.py:reward"])
 
 
 def test_a_worker_stops_at_a_signal(ppo, tmp_path):
@@ -331,6 +408,63 @@ def test_a_template_that_writes_the_date(scripts, tiny_lm, name, quote):
     tokenizer.chat_template = f"{{{{ strftime_now({quote}%d %B %Y{quote}) }}}}" + CHATML
     messages = [dict(role="user", content="Hi")]
     assert scripts[name].render_chat(tokenizer, messages, "2020-02-03").startswith("03 February 2020<|user|>")
+
+
+def test_a_text_that_ends_with_eos(scripts, tiny_lm):
+    """Many notebooks add EOS to the data. It is not added again."""
+    sft, reward_model = scripts["sft"], scripts["reward_model"]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    eos, ids = tokenizer.eos_token, tokenizer(" good").input_ids
+    expected = [*ids, tokenizer.eos_token_id]
+    rows = {"text": [" good", f" good{eos}"]}
+    assert sft.text_documents(rows, tokenizer, sft.Args()) == [(expected, expected)] * 2
+    rows = {"prompt": [" good"] * 2, "completion": [" good", f" good{eos}"]}
+    for document, labels in sft.completion_documents(rows, tokenizer, sft.Args()):
+        assert document == ids + expected and labels == [-100] * len(ids) + expected
+    responses = [" good", f" good{eos}"]
+    texts = reward_model.preference_ids(tokenizer, [" good"] * 2, responses, 99, "2026-01-02")
+    assert texts == [ids + expected] * 2
+
+
+def test_a_template_of_an_empty_column(scripts, tiny_lm):
+    """A row without a question is no task about "None"."""
+    script, tokenizer = scripts["grpo_math"], AutoTokenizer.from_pretrained(tiny_lm())
+    args = script.Args(prompt_template="Solve {question}!", system_prompt=None, max_prompt_length=90)
+    rows = [dict(question=x, answer=y) for x, y in (("2 + 3", None), (None, "5"), ("", "5"))]
+    tasks = script.load_tasks(rows, tokenizer, args, "data")
+    assert [task["prompt"] for task in tasks] == ["Solve 2 + 3!"]
+    assert tasks[0]["columns"]["answer"] is None
+
+
+def test_a_prompt_beside_chats(scripts, tiny_lm):
+    """If chosen and rejected hold only the answers, the column prompt is the user's message."""
+    script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(tiny_lm())
+    tokenizer.chat_template = CHATML
+    user, good, bad = [
+        dict(role=x, content=y) for x, y in (("user", "Hi"), *[("assistant", z) for z in "ab"])
+    ]
+    pairs = [
+        dict(prompt="Hi", chosen=[good], rejected=[bad]),
+        dict(prompt="Hi", chosen=[user, good], rejected=[user, bad]),
+    ]
+    data = script.datasets.Dataset.from_list(pairs)
+    first, second = script.load_preference_rows(data, tokenizer, script.Args(max_length=200))
+    assert first.texts == second.texts
+    assert tokenizer.decode(first.texts[0]) == "<|user|>Hi<|end|><|assistant|>a<|end|>"
+
+
+def test_values_of_a_file(scripts, tmp_path):
+    """No 1 becomes 1.0, and no text a date; a list in a json file is as good as lines."""
+    rows = [
+        dict(x=72, y="2024-01-15", z=[1]),
+        dict(x=3.5, y=None, z=[2.5, "7"]),
+        dict(x="7", y='{"a": 1}', w={"a": "true"}),
+    ]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "test.json").write_text(json.dumps(rows, indent=1))
+    for split in scripts["sft"].read_splits(str(tmp_path)).values():
+        read = [{name: x for name, x in row.items() if x is not None} for row in split]
+        assert repr(read) == repr([{name: x for name, x in row.items() if x is not None} for row in rows])
 
 
 @pytest.mark.parametrize("name", ["ppo_sentiment", *GROUPS])

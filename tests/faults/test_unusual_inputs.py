@@ -54,9 +54,8 @@ def test_values_stay_as_they_are(script, tmp_path, name):
     assert train["mixed"][:] == [7, "seven"] and train["only_here"][:] == [None, [1]]
 
 
-@pytest.mark.parametrize("line", ['{"answer": 12345678901234567890123}', ""])
-def test_values_that_cannot_stay(script, tmp_path, line):
-    (tmp_path / "train.jsonl").write_text(line + "\n")
+def test_an_empty_file(script, tmp_path):
+    (tmp_path / "train.jsonl").write_text("\n")
     with pytest.raises(script.UserError, match="cannot load .*train.jsonl"):
         script.read_splits(str(tmp_path))
 
@@ -113,11 +112,15 @@ def test_names_of_labels(scripts, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["sft", "reward_model", *RL])
-@pytest.mark.parametrize("arch", ["gpt_neox", "bert", "roberta"])
+@pytest.mark.parametrize("arch", ["gpt_neox", "bert", "roberta", "qwen2"])
 def test_a_folder_without_a_tokenizer(scripts, tiny_lm, tmp_path, name, arch):
     """transformers makes one up. It turns each text into nothing, or into the same special tokens."""
     folder = tmp_path / arch
     transformers.AutoConfig.for_model(arch).save_pretrained(folder)
+    if arch == "qwen2":  # its list of added tokens has come along
+        token = dict(content="<tool_call>", special=False)
+        settings = dict(tokenizer_class="Qwen2Tokenizer", added_tokens_decoder={"1": token})
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(scripts[name].UserError, match="has no tokenizer"):
         scripts[name].load_tokenizer(str(folder))
 
@@ -251,7 +254,7 @@ def test_a_reward_model_in_fewer_positions(reward, scripts, tiny_lm):
     """RoBERTa's positions begin at 2, so it can read two tokens less than its config says."""
     config = "roberta hidden_size=32 num_hidden_layers=1 num_attention_heads=2 max_position_embeddings=66"
     flags = dict(from_config=config, tokenizer_name_or_path=tiny_lm(), num_train_epochs=0.1)
-    with pytest.raises(scripts["reward_model"].UserError, match="--max-length 66: the model cannot read"):
+    with pytest.raises(scripts["reward_model"].UserError, match="cannot read 66 tokens"):
         reward(max_length=66, **flags)
     reward(max_length=64, **flags)
 

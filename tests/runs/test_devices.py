@@ -246,7 +246,7 @@ def test_stop_and_resume(scripts, small, monkeypatch, tiny_lm, tmp_path, name):
     if name in RL:  # some responses end early, and leave the batch
         flags = dict(total_episodes=16, model_name_or_path=eos_prone(tiny_lm, tmp_path / "eos"))
     else:
-        flags = dict(sft=dict(num_train_rows=8), reward_model=dict(num_train_epochs=0.34))[name]
+        flags = dict(sft=dict(num_train_rows=8), reward_model=dict(num_train_epochs=0.67))[name]
     _, whole = module.train(small(name, "whole", **flags))
     args = small(name, "parts", **flags)
     with monkeypatch.context() as patch, pytest.raises(SystemExit), pretended_gpu() as check:
@@ -486,7 +486,7 @@ FAULTS = {  # what is wrong -> script, part of its source, what it becomes, what
         "ppo_sentiment",
         "return torch.arange(max_length, device=lengths.device) < lengths[:, None]",
         "return torch.arange(max_length) < lengths[:, None]",
-        "aten.lt.Tensor: tensors on cpu (6,), cuda:0 (4, 1), at ppo_sentiment.py:",
+        "aten.lt.Tensor: tensors on cpu (3,), cuda:0 (1, 1), at ppo_sentiment.py:",
     ),
     "a batch that is not moved": (
         "ppo_sentiment",
