@@ -1744,7 +1744,7 @@ def read_rows(path):
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
     # Encoded here, because Json would take a text such as "7" for json, and give it back as a number.
-    columns = {name: [json.dumps(row.get(name)) for row in rows] for name in names}
+    columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
 

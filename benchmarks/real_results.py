@@ -9,6 +9,7 @@ only a few with their texts. Models and data stay in OUT.
 
 import gzip
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -187,6 +188,26 @@ def by_operators(folder):
     return "\n".join(lines)
 
 
+def is_false(response):
+    """True if the equation that a response begins with is not true; "a + b = c" of numbers and operators."""
+    equation = re.match(r"([-+*/() .\d]+) = ([-.\d]+)\s", response)
+    try:
+        return equation is not None and not math.isclose(eval(equation[1]), float(equation[2]), rel_tol=1e-3)
+    except (SyntaxError, ValueError, TypeError, ZeroDivisionError):
+        return False
+
+
+def false_equations(folder):
+    """How many responses to held-out problems say something like 60 - 7 = 43, in markdown."""
+    rows = [json.loads(line) for line in health.read(folder, "evaluation_samples.jsonl").splitlines()]
+    shares = []
+    for side in ("before", "after"):
+        responses = [x for row in rows if row["set"] == "held-out" for x in row[side]["responses"]]
+        shares.append(f"{sum(map(is_false, responses)) / len(responses):.3f}")
+    lines = ["| of the same responses | before | after |", "|---|---|---|"]
+    return "\n".join([*lines, f"| their equation is false | {' | '.join(shares)} |"])
+
+
 def first_tasks(folder, count=4):
     """The first word problems with the first response to each, in markdown."""
     lines = ["| problem | before | after |", "|---|---|---|"]
@@ -207,7 +228,8 @@ def tables(job):
     blocks = [stages(results, seeds)]
     if job == "smollm2-word-problems":
         for folder in seeds:
-            blocks += [before_and_after(folder), by_operators(folder), first_tasks(folder)]
+            blocks += [before_and_after(folder), by_operators(folder)]
+            blocks += [false_equations(folder), first_tasks(folder)]
         return blocks
     blocks.append(health.table(seeds))
     for folder in seeds:

@@ -54,8 +54,9 @@ def test_values_stay_as_they_are(script, tmp_path, name):
     assert train["mixed"][:] == [7, "seven"] and train["only_here"][:] == [None, [1]]
 
 
-def test_an_empty_file(script, tmp_path):
-    (tmp_path / "train.jsonl").write_text("\n")
+@pytest.mark.parametrize("line", ["", '{"text": "half of a character: \\ud800"}'])
+def test_files_that_cannot_be_read(script, tmp_path, line):
+    (tmp_path / "train.jsonl").write_text(line + "\n")
     with pytest.raises(script.UserError, match="cannot load .*train.jsonl"):
         script.read_splits(str(tmp_path))
 
