@@ -350,6 +350,13 @@ def test_the_speed_tables_are_those_of_the_files(capsys):
         assert rows and not set(rows) - set(printed)
 
 
+def test_the_table_of_a_busy_machine_is_that_of_the_file():
+    lines = (ROOT / "results/speed/busy.jsonl").read_text().splitlines()
+    assert (
+        load_program("benchmarks/speed/busy.py").table([json.loads(line) for line in lines]) in DOCS["speed"]
+    )
+
+
 @pytest.mark.parametrize("program, heading", [("profile_update", "What bounds"), ("startup", "Start-up")])
 def test_profiles_and_starts_are_those_of_the_files(program, heading, capsys, monkeypatch):
     """The column of dtypes is left out: all are fp32."""

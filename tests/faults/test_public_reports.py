@@ -66,6 +66,23 @@ def test_a_generation_config_that_cannot_be_saved_or_used(sft, tiny_lm, copy_of,
     assert saved.eos_token_id == config["eos_token_id"]
 
 
+@pytest.mark.parametrize("lora_r", [0, 2])
+def test_samples_do_not_use_the_settings_of_the_model(scripts, tiny_lm, lora_r):
+    """They are drawn from the model's own distribution. Afterwards the settings are back."""
+    script, tokenizer = scripts["sft"], AutoTokenizer.from_pretrained(tiny_lm())
+    samples = []
+    for settings in ({}, dict(do_sample=True, temperature=0.01, repetition_penalty=9.0)):
+        model = AutoModelForCausalLM.from_pretrained(tiny_lm())
+        own = model.generation_config = transformers.GenerationConfig(**settings)
+        wrapped = model
+        if lora_r:
+            wrapped = script.add_lora(model, script.Args(lora_r=lora_r))
+        torch.manual_seed(0)
+        samples += script.write_samples(wrapped, tokenizer, [([5, 6, 7], [-100, -100, 7])], [1])
+        assert model.generation_config is own
+    assert samples[0] == samples[1]
+
+
 def test_optimizers_that_cannot_train(script):
     """oumi#308: Muon trains nothing but matrices."""
     parameters = [torch.nn.Parameter(torch.zeros(3, 4)), torch.nn.Parameter(torch.zeros(4))]

@@ -126,6 +126,21 @@ def test_a_folder_without_a_tokenizer(scripts, tiny_lm, tmp_path, name, arch):
         scripts[name].load_tokenizer(str(folder))
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_side_to_cut_is_saved(scripts, tiny_classifier, tmp_path, side):
+    """An answer at the end of a dialog must survive, in plain transformers too."""
+    script = scripts["reward_model"]
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_classifier())
+    tokenizer = AutoTokenizer.from_pretrained(tiny_classifier())
+    tokenizer.truncation_side = side
+    tokenizer("word")  # forgets what an earlier call has cut
+    script.save_reward_model(model, tokenizer, script.Args(max_length=4), tmp_path)
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    ids = saved("one two three four five", add_special_tokens=False).input_ids
+    cut = saved("one two three four five", add_special_tokens=False, truncation=True).input_ids
+    assert cut == (ids[-4:] if side == "left" else ids[:4])
+
+
 @pytest.fixture
 def eos_appender(tiny_lm, copy_of):
     """A language model whose tokenizer appends EOS to every text, and whose pad is EOS."""
