@@ -1880,7 +1880,6 @@ class Run:
         self.task = self.bar.add_task("", total=updates)
         self.last_line_time = 0.0
         self.signal_number = 0  # of a signal that asked us to stop
-        self.pid = os.getpid()
         if args.recipe == "custom" and not args.resume:
             self.print("no recipe: flags that are not given have the defaults of Args")
         # The same folder on all processes. A new run must not write into the folder of another one.
@@ -1893,8 +1892,6 @@ class Run:
     def on_signal(self, number, frame):
         """Finish the update (or the last evaluation), save, and stop. A second signal stops at once."""
         signal.signal(number, signal.SIG_DFL)
-        if os.getpid() != self.pid:  # a worker that a reward function has forked
-            signal.raise_signal(number)
         self.signal_number = number
 
     def print(self, text):
@@ -1965,6 +1962,8 @@ class Run:
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
+            # A worker that a reward function forks ends at these signals as usual.
+            os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.learner, self.optimizer, self.parameters = learner, optimizer, parameters
         plugin = self.accelerator.state.deepspeed_plugin
         # A checkpoint of DeepSpeed fits only this stage and number of processes; ours fit any number.
