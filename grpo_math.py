@@ -1164,9 +1164,8 @@ def clean_generation_config(model):
     try:
         settings.validate(strict=True)
     except ValueError:
-        settings = settings.to_dict()
-        token_ids = {name: x for name, x in settings.items() if name.endswith("_token_id") and x != -1}
-        model.generation_config = transformers.GenerationConfig(**token_ids)
+        ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id") and x != -1}
+        model.generation_config = transformers.GenerationConfig(**ids)
 
 
 def context_length(config):
@@ -1544,7 +1543,7 @@ def load_tasks(rows, tokenizer, args, name):
         else:
             sources = [x for name, x in row.items() if f"{{{name}}}" in (args.prompt_template or "")]
         if any(x in (None, "", []) for x in sources):
-            continue
+            continue  # no task
         prompt = task_prompt(row, tokenizer, args, name)
         if is_chat(prompt):
             text = render_chat(tokenizer, prompt, args.date, is_prompt=True)
@@ -1968,10 +1967,7 @@ class Run:
         plugin = self.accelerator.state.deepspeed_plugin
         # A checkpoint of DeepSpeed fits only this stage and number of processes; ours fit any number.
         deepspeed = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
-        self.fixed = {
-            "batch_size": batch_size,
-            "deepspeed": deepspeed,
-        }  # may not change when a run is resumed
+        self.fixed = {"batch_size": batch_size, "deepspeed": deepspeed}  # may not change in a resumed run
         state = {"update": 0, "sizes": {}}
         checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
         if any(self.folder.glob("checkpoints/*/state.pt")):

@@ -134,7 +134,7 @@ class Args:
 
     # Reward
     intent_weight: float = 1.0  # weight of the intent; 0: it is only logged
-    intent_reward: Literal["probability", "match"] = "match"  # right act's probability, or 1 if likeliest
+    intent_reward: Literal["probability", "match"] = "match"  # the right act's probability, or 1 if likeliest
     meteor_weight: float = 1.0  # weight of METEOR against the reference
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
 
@@ -1182,9 +1182,8 @@ def clean_generation_config(model):
     try:
         settings.validate(strict=True)
     except ValueError:
-        settings = settings.to_dict()
-        token_ids = {name: x for name, x in settings.items() if name.endswith("_token_id") and x != -1}
-        model.generation_config = transformers.GenerationConfig(**token_ids)
+        ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id") and x != -1}
+        model.generation_config = transformers.GenerationConfig(**ids)
 
 
 def context_length(config):
@@ -2054,10 +2053,7 @@ class Run:
         plugin = self.accelerator.state.deepspeed_plugin
         # A checkpoint of DeepSpeed fits only this stage and number of processes; ours fit any number.
         deepspeed = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
-        self.fixed = {
-            "batch_size": batch_size,
-            "deepspeed": deepspeed,
-        }  # may not change when a run is resumed
+        self.fixed = {"batch_size": batch_size, "deepspeed": deepspeed}  # may not change in a resumed run
         state = {"update": 0, "sizes": {}}
         checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
         if any(self.folder.glob("checkpoints/*/state.pt")):

@@ -1056,9 +1056,8 @@ def clean_generation_config(model):
     try:
         settings.validate(strict=True)
     except ValueError:
-        settings = settings.to_dict()
-        token_ids = {name: x for name, x in settings.items() if name.endswith("_token_id") and x != -1}
-        model.generation_config = transformers.GenerationConfig(**token_ids)
+        ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id") and x != -1}
+        model.generation_config = transformers.GenerationConfig(**ids)
 
 
 def context_length(config):
@@ -1558,8 +1557,8 @@ def list_tokens(ids, mask):
 def check_texts(rows, column, name):
     """Raise UserError if the data set `name` has no such column, or something else than texts in it."""
     columns = rows.column_names
-    kinds = {type(x) for x in rows[column]} - {type(None)} if column in columns else None
-    if kinds != {str}:
+    texts = rows[column] if column in columns else []
+    if {type(text) for text in texts} - {type(None)} != {str}:
         raise UserError(f"data set {name!r} needs the column {column} with texts, not {', '.join(columns)}")
 
 
@@ -1911,10 +1910,7 @@ class Run:
         plugin = self.accelerator.state.deepspeed_plugin
         # A checkpoint of DeepSpeed fits only this stage and number of processes; ours fit any number.
         deepspeed = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
-        self.fixed = {
-            "batch_size": batch_size,
-            "deepspeed": deepspeed,
-        }  # may not change when a run is resumed
+        self.fixed = {"batch_size": batch_size, "deepspeed": deepspeed}  # may not change in a resumed run
         state = {"update": 0, "sizes": {}}
         checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
         if any(self.folder.glob("checkpoints/*/state.pt")):

@@ -533,7 +533,7 @@ def preference_ids(tokenizer, prompts, responses, max_length, date):
     else:
         prompt_ids = tokenizer(prompts).input_ids
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
-        all_ids = [with_eos(x + y, tokenizer) for x, y in zip(prompt_ids, response_ids)]
+        all_ids = [x + with_eos(y, tokenizer) for x, y in zip(prompt_ids, response_ids)]
     return [ids[-max_length:] for ids in all_ids]
 
 
@@ -808,9 +808,8 @@ def clean_generation_config(model):
     try:
         settings.validate(strict=True)
     except ValueError:
-        settings = settings.to_dict()
-        token_ids = {name: x for name, x in settings.items() if name.endswith("_token_id") and x != -1}
-        model.generation_config = transformers.GenerationConfig(**token_ids)
+        ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id") and x != -1}
+        model.generation_config = transformers.GenerationConfig(**ids)
 
 
 def context_length(config):
@@ -1026,7 +1025,7 @@ def load_data(args, tokenizer):
     References are the texts whose mean score is saved as reward_offset (point 6). With labels there are none.
     """
     train, held_out = load_splits(args.dataset_name)
-    tokenizer.truncation_side = "right"
+    tokenizer.truncation_side = "right"  # whatever it was saved with
     if {"dialog", "act"} <= set(train.column_names):
         train, held_out = load_answers(train), load_answers(held_out)
         tokenizer.truncation_side = "left"  # the answer is at the end
@@ -1514,10 +1513,7 @@ class Run:
         plugin = self.accelerator.state.deepspeed_plugin
         # A checkpoint of DeepSpeed fits only this stage and number of processes; ours fit any number.
         deepspeed = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
-        self.fixed = {
-            "batch_size": batch_size,
-            "deepspeed": deepspeed,
-        }  # may not change when a run is resumed
+        self.fixed = {"batch_size": batch_size, "deepspeed": deepspeed}  # may not change in a resumed run
         state = {"update": 0, "sizes": {}}
         checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
         if any(self.folder.glob("checkpoints/*/state.pt")):

@@ -966,14 +966,14 @@ def shapes(device, toy, seconds):
     yield attempt(f"{name}, passes of new shapes", memory_of_shapes, model, toy, device)
 
 
-def gradient_of(model, rows, L, device):
+def gradient_of(model, rows, C, T, device):
     """Forward and backward of response_logprobs, with padding on the left as in real batches."""
     from ppo_sentiment import response_logprobs
 
-    ids = torch.randint(0, 1000, (rows, L), generator=torch.Generator().manual_seed(L)).to(device)
-    mask = (torch.arange(L) >= torch.arange(rows)[:, None] % (L // 2)).to(device)
+    ids = torch.randint(0, 1000, (rows, C + T), generator=torch.Generator().manual_seed(0)).to(device)
+    mask = (torch.arange(C + T) >= torch.arange(rows)[:, None] % C).to(device)
     with bf16_autocast(device):
-        logprobs = response_logprobs(model, ids, mask, L // 2, 1.0)[0]
+        logprobs = response_logprobs(model, ids, mask, T, 1.0)[0]
     logprobs.mean().backward()
     model.zero_grad()
     synchronize()
@@ -982,13 +982,13 @@ def gradient_of(model, rows, L, device):
 def first_sight(model, toy, device):
     """Seconds of 32 gradients, each of another length, on first sight and again."""
     lengths = range(10, 42) if toy else range(40, 40 + 32 * 13, 13)
-    gradient_of(model, 8, 8, device)  # starts the libraries
+    gradient_of(model, 8, 4, 4, device)  # starts the libraries
     passes = []
     for _ in range(2):
         times = []
         for L in lengths:
             start = time.perf_counter()
-            gradient_of(model, 8, L, device)
+            gradient_of(model, 8, L // 2, L - L // 2, device)
             times.append(time.perf_counter() - start)
         passes.append(times)
     first, again = passes
@@ -1011,7 +1011,7 @@ def memory_of_shapes(model, toy, device):
     ], 1)  # fmt: skip
     found = {}
     for i, (rows, L) in enumerate(sizes.tolist()):
-        gradient_of(model, rows, L, device)
+        gradient_of(model, rows, L // 2, L - L // 2, device)
         if i + 1 in (count // 10, count // 2, count):
             found[f"after {i + 1} passes"] = {"process, MiB": process_memory(), **peak_memory()}
     return {"different shapes": len(sizes.unique(dim=0))} | found
@@ -1097,7 +1097,7 @@ def operators_per_token(model, toy, device):
 def operators_of_gradient(model, device):
     """One forward and backward pass of response_logprobs."""
     with Operators(model) as operators:
-        gradient_of(model, 8, 24, device)
+        gradient_of(model, 8, 8, 16, device)
     return operators.counts
 
 
@@ -1145,17 +1145,9 @@ def kernels_per_token(model, toy, device):
 
 def kernels_of_update(model, toy, device):
     """Forward and backward of a micro-batch of ppo_sentiment's recipe gpt2-imdb, with left padding."""
-    from ppo_sentiment import response_logprobs
-
-    rows, C, T = 16, 8, 16
-    ids = torch.randint(0, 1000, (rows, C + T), generator=torch.Generator().manual_seed(0)).to(device)
-    mask = (torch.arange(C + T) >= torch.arange(rows)[:, None] % C).to(device)
 
     def gradient():
-        with bf16_autocast(device):
-            logprobs = response_logprobs(model, ids, mask, T, 1.0)[0]
-        logprobs.mean().backward()
-        model.zero_grad()
+        gradient_of(model, 16, 8, 16, device)
 
     taken = seconds_of(gradient)
     counts, kernel_seconds, profiled_taken = profiled(gradient)

@@ -7,6 +7,7 @@ The other job is smollm2-word-problems. Copied are numbers and the samples of th
 only a few with their texts. Models and data stay in OUT.
 """
 
+import ast
 import gzip
 import json
 import math
@@ -17,8 +18,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "data")]
 import health  # noqa: E402
+from math_rewards import value_of  # noqa: E402
 
 PANELS = {  # job -> metric -> title
     "smollm2-imdb": {
@@ -189,11 +191,12 @@ def by_operators(folder):
 
 
 def is_false(response):
-    """True if the equation that a response begins with is not true; "a + b = c" of numbers and operators."""
+    """True if a response begins with an equation of numbers, such as 60 - 7 = 43, that is not true."""
     equation = re.match(r"([-+*/() .\d]+) = ([-.\d]+)\s", response)
     try:
-        return equation is not None and not math.isclose(eval(equation[1]), float(equation[2]), rel_tol=1e-3)
-    except (SyntaxError, ValueError, TypeError, ZeroDivisionError):
+        value = value_of(ast.parse(equation[1].strip(), mode="eval").body)
+        return not math.isclose(value, float(equation[2]), rel_tol=1e-3)
+    except (TypeError, SyntaxError, ValueError, ZeroDivisionError):  # TypeError: no equation
         return False
 
 
