@@ -236,7 +236,6 @@ RECIPES = {
         num_eval_rows=200,
         dataset_name="runs/smollm2-word-problems/word-problems-sft",
         max_length=256,
-        num_train_epochs=2.0,
         lr_scheduler_type="cosine",
         warmup_ratio=0.05,
     ),

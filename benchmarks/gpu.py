@@ -194,7 +194,8 @@ def make_folder(shape, toy, folder, all_words=False, **settings):
 def random_weights(module, device):
     """In this block, the script's load_model makes random weights if a folder has a config only.
 
-    Everything else is as load_model does it: fp32, no dropout, GELU in one kernel.
+    Everything else is as load_model does it: fp32, no dropout, GELU in one kernel. The checks of a loaded model
+    are left out: they are for products in fp32, on the CPU, and here the model is already on the GPU.
     """
     from transformers import AutoConfig
 
@@ -210,11 +211,9 @@ def random_weights(module, device):
             config = AutoConfig.from_pretrained(path)
             return function.__self__.from_config(config, dtype=kwargs["dtype"]), report
 
-    module.load = load_or_make
-    try:
+    names = [name for name in vars(module) if name in ("check_model", "check_critic", "check_classifier")]
+    with replaced(module, load=load_or_make, **dict.fromkeys(names, lambda *inputs: None)):
         yield
-    finally:
-        module.load = load
 
 
 def make_model(module, shape, toy, device):
@@ -1338,6 +1337,7 @@ def section_environment(args):
     """No network, no progress bars. Without --device cuda, the scripts must not see a GPU."""
     env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
     env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "110"}
+    env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # as the scripts' start_accelerator
     if args.device != "cuda":
         env["CUDA_VISIBLE_DEVICES"] = ""
     return env

@@ -79,9 +79,9 @@ def read_json(path):
 
 
 def minutes(folder):
-    """Minutes of all updates, without evaluation and start."""
-    rows = read_metrics(folder)
-    return sum(row["perf/seconds"] for row in rows) / 60
+    """Minutes of all updates, without evaluation and start. -> str"""
+    value = sum(row["perf/seconds"] for row in read_metrics(folder)) / 60
+    return f"{value:.0f}" if value >= 1 else f"{value:.1f}"
 
 
 def smooth(values, width=8):
@@ -116,6 +116,17 @@ def before_and_after(folder):
     lines = [f"| {evaluation['n']} held-out prompts | before | after |", "|---|---|---|"]
     for name, after in evaluation["after"].items():
         lines.append(f"| {name} | {evaluation['before'][name]:.3f} | {after:.3f} |")
+    return "\n".join(lines)
+
+
+def all_seeds(folders):
+    """The evaluations of several runs side by side, in markdown."""
+    runs = [read_json(folder / "evaluation.json") for folder in folders]
+    lines = [f"| {runs[0]['n']} held-out prompts | {' | '.join(folder.name for folder in folders)} |"]
+    lines.append("|---" * (len(runs) + 1) + "|")
+    for name in runs[0]["after"]:
+        cells = [f"{run['before'][name]:.3f} → {run['after'][name]:.3f}" for run in runs]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -154,20 +165,20 @@ def stages(results, seeds):
     lines = ["| stage | held-out result | minutes of updates |", "|---|---|---|"]
     sft = read_json(results / "sft/evaluation.json")
     losses = f"{sft['before']['loss']:.3f} → {sft['after']['loss']:.3f} nats per token"
-    lines.append(f"| `sft` | loss {losses} | {minutes(results / 'sft'):.0f} |")
+    lines.append(f"| `sft` | loss {losses} | {minutes(results / 'sft')} |")
     for name in ("reward", "judge"):
         if not (results / name).exists():  # word problems need none
             continue
         evaluation = read_json(results / name / "evaluation.json")
         accuracy = f"accuracy {evaluation['accuracy']:.3f} on {evaluation['n']:,} reviews"
-        lines.append(f"| `{name}` | {accuracy} | {minutes(results / name):.0f} |")
+        lines.append(f"| `{name}` | {accuracy} | {minutes(results / name)} |")
     for folder in seeds:
         evaluation = read_json(folder / "evaluation.json")
         label, name = ("pass@1", "held-out: pass@1")
         if name not in evaluation["before"]:
             label, name = ("score", "score mean")
         scores = [f"{evaluation[side][name]:.3f}" for side in ("before", "after")]
-        lines.append(f"| `{folder.name}` | {label} {' → '.join(scores)} | {minutes(folder):.0f} |")
+        lines.append(f"| `{folder.name}` | {label} {' → '.join(scores)} | {minutes(folder)} |")
     return "\n".join(lines)
 
 
@@ -230,10 +241,8 @@ def tables(job):
     seeds = sorted(results.glob("seed*"))
     blocks = [stages(results, seeds)]
     if job == "smollm2-word-problems":
-        for folder in seeds:
-            blocks += [before_and_after(folder), by_operators(folder)]
-            blocks += [false_equations(folder), first_tasks(folder)]
-        return blocks
+        blocks.append(all_seeds(seeds))
+        return [*blocks, by_operators(seeds[0]), false_equations(seeds[0]), first_tasks(seeds[0])]
     blocks.append(health.table(seeds))
     for folder in seeds:
         blocks += [before_and_after(folder), scores_and_words(folder), first_samples(folder)]
