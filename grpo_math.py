@@ -352,7 +352,7 @@ def train(args):
         #    process trains on its share, n rows at a time. The loss is the sum over this process's tokens,
         #    divided by the number of tokens in the minibatch on all processes (DAPO). So the gradient does
         #    not depend on how a minibatch is split, up to rounding.
-        learner.train(args.gradient_checkpointing)  # dropout is 0, so only checkpointing needs this mode
+        learner.train(args.gradient_checkpointing)  # without dropout, only checkpointing needs train mode
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, update, updates)
         keys = group_keys(b["lengths"], k)  # [B]: sorted by them, rows with the same prompt are together
@@ -1303,7 +1303,7 @@ def check_model(lm, name, max_tokens):
     is_equal = []
     for states in (padded[2:], cached):
         same = alone[-len(states) :]
-        if getattr(lm, "is_quantized", False):  # a real model's first tokens differ by more than their length
+        if getattr(lm, "is_quantized", False):  # rounding can change the states of a few tokens completely
             distances = (states - same).norm(dim=-1) / same.norm(dim=-1)
             is_equal.append(distances.median().item() < 0.5)
         else:

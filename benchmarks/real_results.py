@@ -211,15 +211,23 @@ def is_false(response):
         return False
 
 
-def false_equations(folder):
+def has_two_operators(response):
+    """True if the left side of a response's equation, such as (3 + 4) - 6 = 1, has more than one operator."""
+    return len(re.findall(r"[-+*/]", response.split("=")[0])) > 1
+
+
+def equations(folder):
     """How many responses to held-out problems say something like 60 - 7 = 43, in markdown."""
     rows = [json.loads(line) for line in health.read(folder, "evaluation_samples.jsonl").splitlines()]
-    shares = []
-    for side in ("before", "after"):
-        responses = [x for row in rows if row["set"] == "held-out" for x in row[side]["responses"]]
-        shares.append(f"{sum(map(is_false, responses)) / len(responses):.3f}")
     lines = ["| of the same responses | before | after |", "|---|---|---|"]
-    return "\n".join([*lines, f"| their equation is false | {' | '.join(shares)} |"])
+    kinds = {"is false": is_false, "has two or more operators": has_two_operators}
+    for label, is_kind in kinds.items():
+        shares = []
+        for side in ("before", "after"):
+            responses = [x for row in rows if row["set"] == "held-out" for x in row[side]["responses"]]
+            shares.append(f"{sum(map(is_kind, responses)) / len(responses):.3f}")
+        lines.append(f"| their equation {label} | {' | '.join(shares)} |")
+    return "\n".join(lines)
 
 
 def first_tasks(folder, count=4):
@@ -242,7 +250,7 @@ def tables(job):
     blocks = [stages(results, seeds)]
     if job == "smollm2-word-problems":
         blocks.append(all_seeds(seeds))
-        return [*blocks, by_operators(seeds[0]), false_equations(seeds[0]), first_tasks(seeds[0])]
+        return [*blocks, by_operators(seeds[0]), equations(seeds[0]), first_tasks(seeds[0])]
     blocks.append(health.table(seeds))
     for folder in seeds:
         blocks += [before_and_after(folder), scores_and_words(folder), first_samples(folder)]

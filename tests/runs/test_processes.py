@@ -418,7 +418,7 @@ def test_one_process_continues_a_run_of_two(scripts, two, kind):
     module = scripts["ppo_sentiment"]
     args = module.parse_args(words)
     if ZERO_STAGE[kind]:
-        with pytest.raises(module.UserError, match=rf"that run had .*'sharding': \[{ZERO_STAGE[kind]}, 2\]"):
+        with pytest.raises(module.UserError, match=rf"that run had .*'deepspeed': \[{ZERO_STAGE[kind]}, 2\]"):
             module.train(args)
     else:
         module.train(args)
