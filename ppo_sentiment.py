@@ -755,27 +755,16 @@ def sample_tokens(probs, uniforms):
     """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
 
     Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
-    same probabilities, the samples are the same no matter how a batch is split. First a block of 256 tokens
-    is drawn, then a token in it: adding up the whole vocabulary in fp32 would lose small probabilities, and
-    in fp64 it takes longer.
+    same probabilities, the samples are the same no matter how a batch is split. The sums are in fp64: in fp32
+    they would lose small probabilities.
     """
-    B, V = probs.shape
     dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
-    blocks = F.pad(probs, (0, -V % 256)).view(B, -1, 256)
-    sums = blocks.sum(2).to(dtype)  # [B, blocks]
-    ends = sums.cumsum(1)  # [B, blocks]
+    ends = probs.cumsum(1, dtype=dtype)  # [B, V]
     target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
-    # right=True never selects what has probability 0. NaN selects past the end, here and below: clamp.
-    # (Then the loss is NaN too, and the run ends with an error message.)
-    block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[1] - 1)  # [B, 1]
-    # How far the target is into its block, as a fraction of the block's sum. (target - starts would not fit
-    # token_ends, which add up the same tokens in fp64, not fp32.) Rounding may push it out of [0, 1).
-    starts = ends - sums
-    position = (target - starts.gather(1, block)) / sums.gather(1, block)  # [B, 1]
-    position = position.clamp(0, 1 - torch.finfo(dtype).eps)
-    token_ends = blocks.take_along_dim(block[:, :, None], 1).squeeze(1).cumsum(1, dtype=dtype)  # [B, 256]
-    token = torch.searchsorted(token_ends, position * token_ends[:, -1:], right=True)
-    return (block * 256 + token).squeeze(1).clamp(max=V - 1)
+    # right=True never selects what has probability 0. NaN selects past the end, hence the clamp. (Then the
+    # loss is NaN too, and the run ends with an error message.)
+    token = torch.searchsorted(ends, target, right=True).squeeze(1)
+    return token.clamp(max=probs.shape[1] - 1)
 
 
 def response_lengths(tokens, stop_token_id):
@@ -1033,8 +1022,6 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     import peft
 
     adapter = load(peft.PeftConfig.from_pretrained, name)
-    if not adapter.base_model_name_or_path:
-        raise UserError(f"{name}: its adapter_config.json does not name the base model")
     holds_head = adapter.task_type == "SEQ_CLS"  # then peft saves the head with the adapter
     base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or holds_head, **kwargs)
     base.has_new_head = base.has_new_head and not holds_head
@@ -1674,18 +1661,17 @@ def local_share(x, accelerator):
 
 def make_optimizer(args, parameters):
     """The optimizer that --optimizer names, for a list of parameters."""
-    optimizer_class = locate(args.optimizer)
-    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
-        raise UserError(f"--optimizer {args.optimizer}: no such class; try torch.optim.AdamW")
-    accepted = inspect.signature(optimizer_class).parameters
+    optimizer_class = locate(args.optimizer)  # None if there is no such class
     options = dict(eps=args.adam_eps, fused=True) if "Adam" in args.optimizer else {}
-    options = {name: value for name, value in options.items() if name in accepted}
     try:
+        accepted = inspect.signature(optimizer_class).parameters
+        options = {name: value for name, value in options.items() if name in accepted}
         optimizer = optimizer_class(parameters, lr=args.learning_rate, **options)
         optimizer.step()  # changes nothing, since there are no gradients
         return optimizer
     except Exception as error:  # Muon, for example, trains only matrices, and LBFGS needs a closure
-        raise UserError(f"--optimizer {args.optimizer} does not work here: {error}") from error
+        line = f"--optimizer {args.optimizer}: no such class, or it does not work here: {error}"
+        raise UserError(line) from error
 
 
 def make_learner(model, args, accelerator):

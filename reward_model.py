@@ -785,8 +785,6 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     import peft
 
     adapter = load(peft.PeftConfig.from_pretrained, name)
-    if not adapter.base_model_name_or_path:
-        raise UserError(f"{name}: its adapter_config.json does not name the base model")
     holds_head = adapter.task_type == "SEQ_CLS"  # then peft saves the head with the adapter
     base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or holds_head, **kwargs)
     base.has_new_head = base.has_new_head and not holds_head
@@ -1151,8 +1149,6 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     after the header of its turn or, if the last message is its own, in that message. -> str
     """
     try:
-        # datasets gives all messages the same keys, with None for those that a message did not have.
-        messages = [{key: x for key, x in message.items() if x is not None} for message in messages]
         is_begun = is_prompt and messages[-1]["role"] == "assistant"
         # strftime_now('%d %B %Y') in a template would be another day when the run is resumed.
         day = datetime.date.fromisoformat(date)
@@ -1301,18 +1297,17 @@ def local_share(x, accelerator):
 
 def make_optimizer(args, parameters):
     """The optimizer that --optimizer names, for a list of parameters."""
-    optimizer_class = locate(args.optimizer)
-    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
-        raise UserError(f"--optimizer {args.optimizer}: no such class; try torch.optim.AdamW")
-    accepted = inspect.signature(optimizer_class).parameters
+    optimizer_class = locate(args.optimizer)  # None if there is no such class
     options = dict(eps=args.adam_eps, fused=True) if "Adam" in args.optimizer else {}
-    options = {name: value for name, value in options.items() if name in accepted}
     try:
+        accepted = inspect.signature(optimizer_class).parameters
+        options = {name: value for name, value in options.items() if name in accepted}
         optimizer = optimizer_class(parameters, lr=args.learning_rate, **options)
         optimizer.step()  # changes nothing, since there are no gradients
         return optimizer
     except Exception as error:  # Muon, for example, trains only matrices, and LBFGS needs a closure
-        raise UserError(f"--optimizer {args.optimizer} does not work here: {error}") from error
+        line = f"--optimizer {args.optimizer}: no such class, or it does not work here: {error}"
+        raise UserError(line) from error
 
 
 def make_learner(model, args, accelerator):

@@ -276,8 +276,8 @@ ppo_dialog.generate_until: one uniform number for all tokens (trap 12)
 
 ppo_sentiment.sample_tokens: a token of probability 0 is sampled (trap 12)
   math/test_sampling.py::test_sample_tokens_never_selects_probability_0
-  - token_ends[:, -1:], right=True
-  + token_ends[:, -1:]
+  - target, right=True
+  + target
 
 ppo_sentiment.load_model: dropout stays on (trap 13)
   math/test_log_probabilities.py::test_train_mode_has_no_dropout

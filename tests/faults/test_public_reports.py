@@ -86,9 +86,9 @@ def test_samples_do_not_use_the_settings_of_the_model(scripts, tiny_lm, lora_r):
 def test_optimizers_that_cannot_train(script):
     """oumi#308: Muon trains nothing but matrices."""
     parameters = [torch.nn.Parameter(torch.zeros(3, 4)), torch.nn.Parameter(torch.zeros(4))]
-    with pytest.raises(script.UserError, match="--optimizer torch.optim.Muon does not work here"):
+    with pytest.raises(script.UserError, match="--optimizer torch.optim.Muon.*does not work here"):
         script.make_optimizer(script.Args(optimizer="torch.optim.Muon"), parameters)
-    with pytest.raises(script.UserError, match="--optimizer torch.optim.LBFGS does not work here.*closure"):
+    with pytest.raises(script.UserError, match="--optimizer torch.optim.LBFGS.*does not work here.*closure"):
         script.make_optimizer(script.Args(optimizer="torch.optim.LBFGS"), parameters)
     assert script.make_optimizer(script.Args(optimizer="torch.optim.Adafactor"), parameters)
 
@@ -200,7 +200,7 @@ def test_adapters(script, tiny_lm, tmp_path):
         script.load_model(AutoModelForCausalLM, str(folder))
     settings = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": None}))
-    with pytest.raises(script.UserError, match="does not name the base model"):
+    with pytest.raises(script.UserError, match="cannot load None"):
         script.load_model(AutoModelForCausalLM, str(folder))
 
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
