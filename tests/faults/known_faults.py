@@ -921,6 +921,11 @@ ppo_sentiment.train: random numbers of a reward function go on from update to up
   - set_global_seed(args.seed, update, accelerator.process_index)
   + pass
 
+rloo_tldr.train: all processes draw the same random numbers for reward functions
+  faults/test_public_reports.py::test_each_process_has_random_numbers_of_its_own[rloo_tldr]
+  - set_global_seed(args.seed, update, accelerator.process_index)
+  + set_global_seed(args.seed, update)
+
 ppo_dialog.Run.load_checkpoint: resume without optimizer (trap 34)
   runs/test_resume.py::test_sigterm_then_resume[ppo_dialog]
   - self.optimizer.load_state_dict(state["optimizer"])
@@ -1218,6 +1223,16 @@ rloo_tldr.chat_judge: a server may take forever
   runs/test_rloo_tldr.py::test_keys_go_to_their_own_server
   - timeout=300, max_retries
   + max_retries
+
+ppo_sentiment.load_policy_and_reference: rounding in 8 bit depends on the batch
+  runs/test_ppo_sentiment.py::test_outliers_in_8_bit
+  - load_in_8bit=True, llm_int8_threshold=0.0
+  + load_in_8bit=True
+
+ppo_sentiment.train: the update is in train mode, where 8 bit on a CPU rounds otherwise
+  runs/test_ppo_sentiment.py::test_outliers_in_8_bit
+  - learner.train(args.gradient_checkpointing)
+  + learner.train()
 
 ppo_sentiment.save_policy: an adapter is merged into 8-bit weights (KeyError)
   runs/test_ppo_sentiment.py::test_lora_on_a_base_in_8_bit

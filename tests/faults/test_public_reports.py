@@ -395,6 +395,24 @@ def test_the_generator_of_numpy(script):
     assert draws[0] == draws[1]
 
 
+@pytest.mark.parametrize("name", RL)
+def test_each_process_has_random_numbers_of_its_own(scripts, small, monkeypatch, name):
+    """For reward functions; in the evaluation, all processes draw the same."""
+    module, calls, real = scripts[name], [], scripts[name].set_global_seed
+
+    def record(*purpose):
+        calls.append(purpose)
+        return real(*purpose)
+
+    monkeypatch.setattr(module, "set_global_seed", record)
+    monkeypatch.setattr(Accelerator, "process_index", 7)
+    monkeypatch.setattr(module, "local_share", lambda x, accelerator: x)  # there is no process 7
+    args = small(name)
+    module.train(args)
+    assert (args.seed, 1, 7) in calls and (args.seed, 1) not in calls
+    assert calls[0][:2] == calls[-1][:2] == (args.seed, "held-out")
+
+
 def test_a_function_that_changes_the_directory(ppo, tmp_path, monkeypatch):
     """The run stays in its folder."""
     (tmp_path / "elsewhere").mkdir()
