@@ -22,8 +22,9 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
    of point 2. Ratios matter with --num-mini-batches or --num-ppo-epochs above 1.
 7. Before and after training, held-out tasks are solved several times each. pass@1 is the share of responses
    that are right; pass@k, the share of tasks with at least one right response among k.
-8. As in rloo_tldr.py, the k responses to a prompt have the same beginning, so the prompt is read only once,
-   in generation as in training (`generate_groups`, `group_logprobs`; not with gradient checkpointing).
+8. As in rloo_tldr.py, a forward pass reads a prompt only once, however many of its responses it holds
+   (`generate_groups`, `group_logprobs`; not with gradient checkpointing). In training, minibatches and
+   processes split groups, so it holds all of them only in the default: one process, one minibatch.
 
     python grpo_math.py                              # recipe tiny: no download, no GPU, minutes on 2 cores
     python grpo_math.py --learning-rate 1e-4         # tiny with one change; every field of Args is a flag
@@ -120,7 +121,7 @@ class Args:
 
     # Model
     model_name_or_path: str = "Qwen/Qwen2.5-0.5B-Instruct"  # initial policy: Hub name, folder, or LoRA folder
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 on a GPU
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
     load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -140,7 +141,6 @@ class Args:
         default_factory=lambda: ["data/math_rewards.py:correct"]
     )
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
-    judge_fn: str | None = None  # FILE.py:function, right if 1 or more; None: reward_fn[0]
     max_prompt_length: int = 512  # tasks whose prompt has more tokens are skipped
     response_length: int = 512  # longest response, in tokens
     stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
@@ -291,12 +291,10 @@ def train(args):
         ref_model.to(device)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
-    # get_rewards and get_verdicts: tasks (list of dict, from load_tasks), responses (list of str),
-    # response_tokens (list of lists) -> dict: name -> fp32 [B]
-    get_rewards = load_task_reward("--reward-fn", args.reward_fn, trainer_state, device)
-    get_verdicts = get_rewards  # the first reward function decides what is right
-    if args.judge_fn is not None:
-        get_verdicts = load_task_reward("--judge-fn", [args.judge_fn], trainer_state, device)
+    # get_rewards: tasks (list of dict, from load_tasks), responses (list of str), response_tokens (list of
+    # lists) -> dict: name -> fp32 [B]
+    functions = load_functions("--reward-fn", args.reward_fn)
+    get_rewards = partial(score_responses, functions, trainer_state=trainer_state, device=device)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 
@@ -308,12 +306,12 @@ def train(args):
         f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps"
     )
 
-    # The random numbers of an evaluation depend only on the seed, so those before and after training use the
-    # same ones, and so does a resumed run: `before` is always measured with the initial policy, since
-    # run.start loads a checkpoint only below.
+    # The random numbers of an evaluation depend only on the seed, so they are the same before and after
+    # training, and in a resumed run. There, `before` is that of the initial policy too, since run.start loads
+    # a checkpoint only below.
     sampling_inputs = model, tokenizer, stop_ids, get_rewards
     with autocast:
-        before = evaluate_all(*sampling_inputs, get_verdicts, held_out, args, accelerator)
+        before = evaluate_all(*sampling_inputs, held_out, args, accelerator)
 
     # `model` generates, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3 shards them:
     # then the learner is a sharded copy, and copy_weights copies its weights back after each update.
@@ -455,10 +453,11 @@ def train(args):
             metrics["objective/kl_coef"] = args.kl_coef
         run.log(metrics)  # tensors become numbers; raises if one is not finite
         if is_sample_update(update, updates, args):
-            # The responses to the first task. On the main process, that is also the first of its own tasks.
+            # The k responses to the first task. b has all P tasks, `responses` only those of this process:
+            # the main one shows them, and its first task is the first of all.
+            own_count = len(prompt_batch["rows"])
             first_task = [plain_text(prompt_batch["rows"][0]["prompt"])] * k
             first = {name: x[::P] for name, x in b.items()}  # [k, ...] each
-            own_count = len(prompt_batch["rows"])  # b has all P tasks, responses only those of this process
             texts = sample_texts(first_task, responses[::own_count], first["scores"])
             with torch.no_grad(), autocast:
                 _, entropies = model(first["ids"], first["mask"], T, args.temperature)
@@ -477,7 +476,7 @@ def train(args):
     # 6. Evaluate on the same held-out tasks again, and save the model.
     trainer_state.global_step = updates
     with autocast:
-        after = evaluate_all(*sampling_inputs, get_verdicts, held_out, args, accelerator)
+        after = evaluate_all(*sampling_inputs, held_out, args, accelerator)
     if accelerator.is_main_process:
         report_tasks(run, before, after)
         save_policy(model.policy, tokenizer, run.folder / "model")
@@ -488,13 +487,13 @@ def train(args):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 
 
-def evaluate_all(model, tokenizer, stop_ids, get_rewards, get_verdicts, held_out, args, accelerator):
+def evaluate_all(model, tokenizer, stop_ids, get_rewards, held_out, args, accelerator):
     """Solve all held-out tasks, with the same random numbers before and after training.
 
     held_out: dict: name -> tasks. Returns a dict: name -> records (see evaluate_tasks), one for each set of
     tasks, and "greedy".
     """
-    inputs = model, tokenizer, stop_ids, get_rewards, get_verdicts
+    inputs = model, tokenizer, stop_ids, get_rewards
     records = {}
     for name, tasks in held_out.items():
         records[name] = evaluate_tasks(*inputs, tasks, args, accelerator)
@@ -504,11 +503,10 @@ def evaluate_all(model, tokenizer, stop_ids, get_rewards, get_verdicts, held_out
     return records
 
 
-def evaluate_tasks(model, tokenizer, stop_ids, get_rewards, get_verdicts, tasks, args, accelerator):
+def evaluate_tasks(model, tokenizer, stop_ids, get_rewards, tasks, args, accelerator):
     """Solve each task k = num_eval_samples times. Each process takes its share of the tasks.
 
-    tasks: list of dict, from load_tasks. A response is right if the first function of get_verdicts gives it 1
-    or more.
+    tasks: list of dict, from load_tasks. A response is right if the first reward function gives it 1 or more.
     -> one dict per task, for the tasks of all processes:
         task          str, the prompt
         responses     k str
@@ -525,10 +523,7 @@ def evaluate_tasks(model, tokenizer, stop_ids, get_rewards, get_verdicts, tasks,
     if tasks:  # there may be more processes than tasks
         b, responses, response_tokens = sample_responses(model.policy, tokenizer, batch, stop_ids, args)
         rewards = get_rewards(tasks * k, responses, response_tokens)  # name -> [k * tasks]
-        verdicts = rewards
-        if get_verdicts is not get_rewards:
-            verdicts = get_verdicts(tasks * k, responses, response_tokens)
-        is_right = next(iter(verdicts.values())) >= 1  # [k * tasks]
+        is_right = next(iter(rewards.values())) >= 1  # [k * tasks]
         columns = {f"rewards/{name}": values for name, values in rewards.items()}
         columns |= {"right": is_right, "ended": b["stopped"], "length": b["lengths"]}
         columns = {name: x.tolist() for name, x in columns.items()}
@@ -602,7 +597,7 @@ def draw_groups(rows, k, args, *purpose):
         start = C - len(row["ids"])
         ids[i, start:] = torch.tensor(row["ids"])
         mask[i, start:] = True
-    # Drawn as [k, P, T], so that the numbers of the first responses do not depend on k.
+    # Drawn as [k, P, T], so that the first responses get the same numbers for any k.
     uniforms = torch.rand(k, P, args.response_length, generator=generator_for(args.seed, "tokens", *purpose))
     return dict(rows=rows, ids=ids, mask=mask, uniforms=uniforms.transpose(0, 1))
 
@@ -775,7 +770,7 @@ def gather_groups(x, k, accelerator):
 def group_keys(lengths, k):
     """Keys by which to sort responses, so that groups stay together, and groups of similar length too.
 
-    lengths of the responses, first responses to all prompts first [k * P] -> one number per group [k * P]
+    lengths of the responses, first responses to all prompts first [k * P] -> [k * P], equal within a group
     """
     longest = lengths.view(k, -1).amax(0)  # [P]
     rank = longest.argsort(stable=True).argsort()  # [P]; 0: the group whose longest response is the shortest
@@ -1088,7 +1083,7 @@ def load(function, path, **kwargs):
         return function(resolve_path(path), **kwargs)
     except Exception as error:  # the libraries raise a dozen different types
         reason = f"{error} {error.__cause__ or ''}".strip() or repr(error)
-        raise UserError(f"cannot load {path!r} from a folder or the Hub: {reason}") from error
+        raise UserError(f"cannot load {path!r}: {reason}") from error
 
 
 def load_model(auto_class, name, head_may_be_new=False, **kwargs):
@@ -1103,7 +1098,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. BERT's pooler counts as head: language models lack it.
+    # What is outside of the transformer is the head. (So is BERT's pooler: its language model has none.)
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -1136,7 +1131,8 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    model = load(lambda path: model.merge_and_unload(), name)  # some kinds of adapters cannot be merged
+    # Some kinds of adapters cannot be merged. (Nothing is loaded here: load makes one line of the error.)
+    model = load(lambda path: model.merge_and_unload(), name)
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
     model.name_or_path = resolve_path(name)  # a new adapter trained on top will name this as its base
@@ -1151,6 +1147,7 @@ def clean_generation_config(model):
     try:
         settings.validate(strict=True)
     except ValueError:
+        # -1: no pad token, in some old files
         ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id") and x != -1}
         model.generation_config = transformers.GenerationConfig(**ids)
 
@@ -1178,9 +1175,9 @@ def load_tokenizer(name, for_prompts=True):
 
 def appends_eos(tokenizer):
     """True if a tokenizer ends every text with EOS."""
+    # The word is compared too: a small vocabulary may not have it, and GPT-2's unknown token is EOS.
     word = tokenizer("word", add_special_tokens=False).input_ids
-    # Not only the last token: a small vocabulary may turn "word" into EOS, GPT-2's unknown token.
-    return tokenizer("word").input_ids[-2:] == [word[-1], tokenizer.eos_token_id]
+    return tokenizer("word").input_ids[-len(word) - 1 :] == [*word, tokenizer.eos_token_id]
 
 
 def trainable(module):
@@ -1268,7 +1265,8 @@ def check_model(lm, name, max_tokens):
     mask = torch.arange(L + 2, device=lm.device).expand(2, -1) >= 2
     try:
         body, head = body_and_head(lm.eval())
-        # A soft cap shows only in large logits. Tied embeddings grow too, but for both lines alike.
+        # A soft cap shows only in large logits, so make them large. (Tied embeddings grow too, but alike for
+        # `logits` and `product`.)
         head.weight.mul_(64)
         logits = lm(short_ids).logits[0].float()  # [6, V]
         product = token_logits(hidden_states(body, short_ids, short_ids >= 0)[0], head.weight, bias=head.bias)
@@ -1326,11 +1324,13 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
         ref_model = share_layers(policy, args.num_shared_layers)
     elif needs_reference:
         ref_model = load_model(AutoModelForCausalLM, name, **eight_bit)
+    if not needs_reference:  # share_layers makes one in any case
+        ref_model = None
     if ref_model is not None:
         ref_model.requires_grad_(False).eval()
     if args.gradient_checkpointing:
         policy.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing
-    return policy, ref_model if needs_reference else None
+    return policy, ref_model
 
 
 def save_policy(policy, tokenizer, folder):
@@ -1343,14 +1343,6 @@ def save_policy(policy, tokenizer, folder):
 
 
 # ---- Rewards -----------------------------------------------------------------------------------------------
-
-
-def load_task_reward(flag, names, trainer_state, device):
-    """The functions FILE.py:function that a flag names, as one function: tasks (list of dict, from
-    load_tasks), responses (list of str), response_tokens (list of lists) -> dict: name -> fp32 [B]
-    """
-    functions = load_functions(flag, names)
-    return partial(score_responses, functions, trainer_state=trainer_state, device=device)
 
 
 def score_responses(functions, rows, responses, response_tokens, trainer_state, device):
@@ -1381,7 +1373,8 @@ def load_functions(flag, names):
         if not path.is_file():
             raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
         try:
-            with chdir("."), torch.enable_grad():  # at the end, they undo what the file does
+            # At their end, they restore working directory and grad mode, which the file may have changed.
+            with chdir("."), torch.enable_grad():
                 function = getattr(import_file(path), function_name, None)
         except BaseException as error:  # SystemExit too
             raise UserError(f"{flag} {name}: the file cannot be imported: {error!r}") from error
@@ -1492,7 +1485,8 @@ def read_rows(path):
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    # Encoded here, because Json would take a text such as "7" for json, and give it back as a number.
+    # datasets.Json decodes a value when its row is read. We encode it, because Json would take a text such as
+    # "7" for encoded already, and give back a number.
     columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
@@ -1534,6 +1528,7 @@ def load_tasks(rows, tokenizer, args, name):
         if "prompt" in row:
             sources = [row["prompt"] if isinstance(row["prompt"], (str, list)) else None]
         else:
+            # What the template names in braces. A row that lacks a part of its prompt is no task.
             sources = [x for name, x in row.items() if f"{{{name}}}" in (args.prompt_template or "")]
         if any(x in (None, "", []) for x in sources):
             continue  # no task
@@ -1759,7 +1754,8 @@ def micro_batches(minibatch, keys, size, learner, accelerator):
     rows = rows[keys[rows].argsort(stable=True)]
     parts = rows.split(size)
     for i, part in enumerate(parts):
-        accelerator.sync_gradients = i + 1 == len(parts)  # if True, DeepSpeed's backward pass takes the step
+        # accelerate reads this: if it is True, DeepSpeed's backward pass takes the optimizer's step.
+        accelerator.sync_gradients = i + 1 == len(parts)
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(learner):
             yield part
 
@@ -1871,9 +1867,10 @@ class Run:
         self.signal_number = 0  # of a signal that asked us to stop
         if args.recipe == "custom" and not args.resume:
             self.print("no recipe: flags that are not given have the defaults of Args")
-        # The same folder on all processes. A new run must not write into the folder of another one.
+        # The same folder on all processes. self.name is the path as it was given, for messages. A new run
+        # must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        [self.name] = accelerate.utils.broadcast_object_list([name])  # as it was given, for messages too
+        [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
@@ -1905,7 +1902,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[0].items():
+        for name, cell in rows[-1].items():
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
@@ -2087,13 +2084,13 @@ def report_tasks(run, before, after):
     for name, value in metrics_before.items():
         comparison.append({"metric": name, "before": value, "after": metrics_after[name]})
     count = len(before["held-out"])
-    judge = args.judge_fn or args.reward_fn[0]
     decoding = f"sampling, temperature {args.temperature}, at most {args.response_length} tokens"
     run.table("held-out tasks, the first of the sampled responses", samples)
     run.table(f"{count} held-out tasks, {args.num_eval_samples} responses each", comparison)
-    run.print(f"right: {judge} gives 1 or more; {decoding}; greedy: temperature 0.01, one response")
+    run.print(f"right: {args.reward_fn[0]} gives 1 or more")
+    run.print(f"{decoding}; greedy: temperature 0.01, one response")
     about = {"before": metrics_before, "after": metrics_after, "n": count}
-    about |= {"judge": judge, "decoding": decoding}
+    about |= {"judge": args.reward_fn[0], "decoding": decoding}
     run.write("evaluation.json", json.dumps(about, indent=2))
     run.write("evaluation_samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     run.accelerator.log({f"eval/{name}": x for name, x in metrics_after.items()}, step=run.updates)
@@ -2114,7 +2111,7 @@ def check_rl_args(args):
     """Raise for flags that cannot work, before anything is loaded."""
     check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
     check_positive(args, "num_ppo_epochs", "total_episodes", "local_rollout_forward_batch_size")
-    check_positive(args, "response_length", "temperature")
+    check_positive(args, "response_length", "temperature", "max_grad_norm")
     if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
         raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
     count = len(args.reward_fn or [])
@@ -2189,11 +2186,10 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # A run may be made longer, and judged by another judge. (With a falling learning rate, that is not the
-    # same as a run that was longer from the start.)
-    # (num_train_epochs: of sft.py and reward_model.py, which have no total_episodes.)
+    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
+    # (With a falling learning rate, a longer run is not the same as one that was longer from the start.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
-    # These two may change if the batch stays the same: Run.start makes sure of that.
+    # Run.start makes sure that these two change only together, so that the batch stays the same.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]

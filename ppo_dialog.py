@@ -116,7 +116,7 @@ class Args:
     reward_model_path: str | None = "rajkumarrrk/roberta-daily-dialog-intent-classifier"  # None: no intent
     reward_fn: list[str] | None = None  # FILE.py:function ..., more parts of the reward, in TRL's form
     value_model_path: str | None = None  # a causal critic with its own weights; None: a head on the policy
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 on a GPU
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
     load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -164,7 +164,7 @@ class Args:
     # Optimizer
     learning_rate: float = 1e-6  # the highest learning rate of the schedule
     optimizer: str = "torch.optim.Adam"  # dotted name: torch.optim.AdamW, bitsandbytes.optim.Adam8bit, ...
-    adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
+    adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper, Huang et al. 2024, uses 1e-5)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # shape after the warm-up
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
@@ -193,6 +193,25 @@ RECIPES = {
         num_sample_generations=3,
     ),
     "gpt2-dailydialog": Args(),
+    # First `python sft.py smollm2-dailydialog && python reward_model.py smollm2-dailydialog`.
+    "smollm2-dailydialog": Args(
+        model_name_or_path="runs/smollm2-dailydialog/sft/model",
+        reward_model_path="runs/smollm2-dailydialog/intent/model",
+        utterance_end="eos",
+        lora_r=16,
+        lora_target_modules="all-linear",
+        num_context_utterances=3,
+        max_prompt_length=64,
+        response_length=24,
+        intent_reward="probability",
+        total_episodes=8_192,
+        num_mini_batches=8,
+        num_ppo_epochs=2,
+        learning_rate=2e-4,
+        kl_coef=0.1,
+        kl_target=4.0,
+        kl_horizon=1_000,
+    ),
 }
 
 
@@ -719,7 +738,7 @@ def load_reward_parts(args, device, trainer_state):
         if classify is not None:
             previous = [turn.context[-1] for turn in turns]
             probs = classify(intent_texts(previous, answers)).softmax(-1)  # [B, acts]
-            # Label i of the classifier is act i + 1.
+            # Label i of the classifier is act i + 1. (load_turns has left out turns without an act.)
             acts = torch.tensor([turn.act - 1 for turn in turns], device=device)  # [B]
             probability = probs.gather(1, acts[:, None]).squeeze(1)  # [B]
             match = (probs.argmax(-1) == acts).float()  # [B]
@@ -733,7 +752,7 @@ def load_reward_parts(args, device, trainer_state):
         inputs |= dict(completion_ids=answer_tokens, turn=[turn.number for turn in turns])
         rows = [turn.columns for turn in turns]
         rewards = {}
-        if functions:
+        if functions:  # without them, a column may be called "turn"
             rewards = call_reward_functions(functions, rows, inputs, trainer_state, device)
         return parts | {f"rewards/{name}": x for name, x in rewards.items()}
 
@@ -783,6 +802,7 @@ class PolicyAndValue(nn.Module):
         self.policy = policy
         self.critic = critic  # None: the value head reads the policy's hidden states
         # Not config.hidden_size: OPT-350m, for example, projects its last states to the embeddings' size.
+        # (A critic has no output layer to ask.)
         embeddings = policy.get_output_embeddings() if critic is None else critic.get_input_embeddings()
         self.value_head = nn.Linear(embeddings.weight.shape[1], 1)
         # Values start at 0, so the first advantages are the rewards to come, discounted by gamma * lam.
@@ -1106,7 +1126,7 @@ def load(function, path, **kwargs):
         return function(resolve_path(path), **kwargs)
     except Exception as error:  # the libraries raise a dozen different types
         reason = f"{error} {error.__cause__ or ''}".strip() or repr(error)
-        raise UserError(f"cannot load {path!r} from a folder or the Hub: {reason}") from error
+        raise UserError(f"cannot load {path!r}: {reason}") from error
 
 
 def load_model(auto_class, name, head_may_be_new=False, **kwargs):
@@ -1121,7 +1141,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. BERT's pooler counts as head: language models lack it.
+    # What is outside of the transformer is the head. (So is BERT's pooler: its language model has none.)
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -1154,7 +1174,8 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    model = load(lambda path: model.merge_and_unload(), name)  # some kinds of adapters cannot be merged
+    # Some kinds of adapters cannot be merged. (Nothing is loaded here: load makes one line of the error.)
+    model = load(lambda path: model.merge_and_unload(), name)
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
     model.name_or_path = resolve_path(name)  # a new adapter trained on top will name this as its base
@@ -1169,6 +1190,7 @@ def clean_generation_config(model):
     try:
         settings.validate(strict=True)
     except ValueError:
+        # -1: no pad token, in some old files
         ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id") and x != -1}
         model.generation_config = transformers.GenerationConfig(**ids)
 
@@ -1196,9 +1218,9 @@ def load_tokenizer(name, for_prompts=True):
 
 def appends_eos(tokenizer):
     """True if a tokenizer ends every text with EOS."""
+    # The word is compared too: a small vocabulary may not have it, and GPT-2's unknown token is EOS.
     word = tokenizer("word", add_special_tokens=False).input_ids
-    # Not only the last token: a small vocabulary may turn "word" into EOS, GPT-2's unknown token.
-    return tokenizer("word").input_ids[-2:] == [word[-1], tokenizer.eos_token_id]
+    return tokenizer("word").input_ids[-len(word) - 1 :] == [*word, tokenizer.eos_token_id]
 
 
 def trainable(module):
@@ -1286,7 +1308,8 @@ def check_model(lm, name, max_tokens):
     mask = torch.arange(L + 2, device=lm.device).expand(2, -1) >= 2
     try:
         body, head = body_and_head(lm.eval())
-        # A soft cap shows only in large logits. Tied embeddings grow too, but for both lines alike.
+        # A soft cap shows only in large logits, so make them large. (Tied embeddings grow too, but alike for
+        # `logits` and `product`.)
         head.weight.mul_(64)
         logits = lm(short_ids).logits[0].float()  # [6, V]
         product = token_logits(hidden_states(body, short_ids, short_ids >= 0)[0], head.weight, bias=head.bias)
@@ -1344,11 +1367,13 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
         ref_model = share_layers(policy, args.num_shared_layers)
     elif needs_reference:
         ref_model = load_model(AutoModelForCausalLM, name, **eight_bit)
+    if not needs_reference:  # share_layers makes one in any case
+        ref_model = None
     if ref_model is not None:
         ref_model.requires_grad_(False).eval()
     if args.gradient_checkpointing:
         policy.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing
-    return policy, ref_model if needs_reference else None
+    return policy, ref_model
 
 
 def load_policy_and_value(args, max_tokens, device):
@@ -1380,7 +1405,7 @@ def check_critic(critic, name, vocab_size, max_tokens):
     config = critic.config.get_text_config()
     if config.vocab_size < vocab_size or context_length(config) < max_tokens:
         raise UserError(f"--value-model-path {name}: its vocabulary or context is smaller than the policy's")
-    ids = torch.arange(8)[None]  # [1, 8], of which 0 and 1 are pads
+    ids = torch.arange(8)[None]  # [1, 8]: 0 and 1 are pads, and 7 is a token that 2 to 6 must not see
     try:
         alone = critic(ids[:, 2:7]).last_hidden_state  # [1, 5, H]
         padded = hidden_states(critic, ids, ids >= 2)[:, 2:7]
@@ -1451,7 +1476,7 @@ def check_classifier(model, tokenizer, name, max_length):
     Measured, not guessed: RoBERTa cannot use its last two positions, and XLNet reads the last pad.
     """
     short, long = tokenizer(["word", "word " * max_length]).input_ids
-    long = long[: max_length - 1] + long[-1:]
+    long = long[: max_length - 1] + long[-1:]  # cut, but with the special token at the end, if there is one
     try:
         alone = score_tokens(model, [short], 1)[0]  # [classes]
         padded = score_tokens(model, [short, long], 2)[0]
@@ -1488,7 +1513,8 @@ def load_functions(flag, names):
         if not path.is_file():
             raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
         try:
-            with chdir("."), torch.enable_grad():  # at the end, they undo what the file does
+            # At their end, they restore working directory and grad mode, which the file may have changed.
+            with chdir("."), torch.enable_grad():
                 function = getattr(import_file(path), function_name, None)
         except BaseException as error:  # SystemExit too
             raise UserError(f"{flag} {name}: the file cannot be imported: {error!r}") from error
@@ -1625,7 +1651,8 @@ def read_rows(path):
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    # Encoded here, because Json would take a text such as "7" for json, and give it back as a number.
+    # datasets.Json decodes a value when its row is read. We encode it, because Json would take a text such as
+    # "7" for encoded already, and give back a number.
     columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
@@ -1684,7 +1711,8 @@ def context_ids(utterances, args, bos=()):
 def load_turns(rows, tokenizer, num_acts, args):
     """Every utterance but the first of each dialog. -> list of Turn
 
-    num_acts: a turn needs an act from 1 to this number, for the intent classifier; None: no acts needed.
+    num_acts: for the intent classifier, which needs acts from 1 to this number. Turns without an act are left
+    out. None: no acts needed.
     """
     needed = {"dialog"} if num_acts is None else {"dialog", "act"}
     if not needed <= set(rows.column_names):
@@ -1707,7 +1735,7 @@ def load_turns(rows, tokenizer, num_acts, args):
             prompt_tokens = context_ids(tokens[:t], args, bos)
             turns.append(Turn(row, t, utterances[:t], utterances[t], act, prompt_tokens, tokens[t]))
     if not turns:
-        raise UserError(f"data set {args.dataset_name!r}: no dialog has two utterances, and acts")
+        raise UserError(f"data set {args.dataset_name!r}: no dialog has two utterances (and acts, if needed)")
     return turns
 
 
@@ -1719,9 +1747,9 @@ def set_global_seed(seed, *purpose):
 def load_end_criteria(args, tokenizer):
     """What ends an answer: --utterance-end, and always EOS. -> function: token ids [B, t], None -> bool [B]
 
-    True if the last token completes the mark; it may hold more text after it. transformers compares the texts
-    of the last tokens with the mark, so it does not matter how a tokenizer splits it, or what it merges it
-    with.
+    True if the last token completes the mark; that token may go on after it. transformers compares the texts
+    of the last tokens with the mark, so it does not matter how a tokenizer splits the mark, or what it merges
+    the mark with.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no EOS token, so no answer could end")
@@ -1847,7 +1875,8 @@ def micro_batches(minibatch, keys, size, learner, accelerator):
     rows = rows[keys[rows].argsort(stable=True)]
     parts = rows.split(size)
     for i, part in enumerate(parts):
-        accelerator.sync_gradients = i + 1 == len(parts)  # if True, DeepSpeed's backward pass takes the step
+        # accelerate reads this: if it is True, DeepSpeed's backward pass takes the optimizer's step.
+        accelerator.sync_gradients = i + 1 == len(parts)
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(learner):
             yield part
 
@@ -1959,9 +1988,10 @@ class Run:
         self.signal_number = 0  # of a signal that asked us to stop
         if args.recipe == "custom" and not args.resume:
             self.print("no recipe: flags that are not given have the defaults of Args")
-        # The same folder on all processes. A new run must not write into the folder of another one.
+        # The same folder on all processes. self.name is the path as it was given, for messages. A new run
+        # must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        [self.name] = accelerate.utils.broadcast_object_list([name])  # as it was given, for messages too
+        [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
@@ -1993,7 +2023,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[0].items():
+        for name, cell in rows[-1].items():
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
@@ -2239,7 +2269,7 @@ def parse_chat_args(argv):
             break
     if (folder / "args.json").exists():  # a run folder
         name = str(folder / "model")
-    for path in (folder / "args.json", folder.parent / "args.json"):
+    for path in (folder / "args.json", folder.parent / "args.json"):  # the parent's of RUN_FOLDER/model
         if path.exists():  # perhaps of another script: the flags that both have
             saved = json.loads(path.read_text())["args"]
             default = replace(Args(), **{key: value for key, value in saved.items() if hasattr(Args, key)})
@@ -2264,7 +2294,7 @@ def check_rl_args(args):
     """Raise for flags that cannot work, before anything is loaded."""
     check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
     check_positive(args, "num_ppo_epochs", "total_episodes", "local_rollout_forward_batch_size")
-    check_positive(args, "response_length", "temperature")
+    check_positive(args, "response_length", "temperature", "max_grad_norm")
     if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
         raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
     count = len(args.reward_fn or [])
@@ -2311,11 +2341,10 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # A run may be made longer, and judged by another judge. (With a falling learning rate, that is not the
-    # same as a run that was longer from the start.)
-    # (num_train_epochs: of sft.py and reward_model.py, which have no total_episodes.)
+    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
+    # (With a falling learning rate, a longer run is not the same as one that was longer from the start.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
-    # These two may change if the batch stays the same: Run.start makes sure of that.
+    # Run.start makes sure that these two change only together, so that the batch stays the same.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]

@@ -115,7 +115,7 @@ class Args:
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
     judge_model_path: str | None = None  # a second classifier, not seen in training, for the final table
     value_model_path: str | None = None  # a causal critic, same tokenizer; None: a value head on the policy
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 on a GPU
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
     load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -160,7 +160,7 @@ class Args:
     # Optimizer
     learning_rate: float = 1.41e-5  # the highest learning rate of the schedule
     optimizer: str = "torch.optim.Adam"  # dotted name: torch.optim.AdamW, bitsandbytes.optim.Adam8bit, ...
-    adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
+    adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper, Huang et al. 2024, uses 1e-5)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # shape after the warm-up
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
@@ -219,7 +219,7 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "film" predicts "was".
 #
-# Outside of train, B is the number of rows that a function gets: a process's share, or a micro-batch.
+# Outside of train, B is the number of rows that a function gets.
 #
 # score: one number per response, from the classifier or --reward-fn. reward: one number per token, the KL
 # penalty, plus the score on the last one.
@@ -240,6 +240,7 @@ def train(args):
     if args.kl_target is not None and B >= 5 * args.kl_horizon:
         # adaptive_kl_coef multiplies by 1 - 0.2 * B / kl_horizon at least, which must stay above 0.
         raise UserError(f"--kl-horizon {args.kl_horizon:g} must be more than 1/5 of the batch, {B}")
+    # What the progress bar shows: label -> metric.
     run = Run(args, accelerator, updates, status={"score": "objective/scores", "KL": "objective/kl"})
 
     tokenizer = load_tokenizer(args.model_name_or_path)
@@ -647,6 +648,7 @@ class PolicyAndValue(nn.Module):
         self.policy = policy
         self.critic = critic  # None: the value head reads the policy's hidden states
         # Not config.hidden_size: OPT-350m, for example, projects its last states to the embeddings' size.
+        # (A critic has no output layer to ask.)
         embeddings = policy.get_output_embeddings() if critic is None else critic.get_input_embeddings()
         self.value_head = nn.Linear(embeddings.weight.shape[1], 1)
         # Values start at 0, so the first advantages are the rewards to come, discounted by gamma * lam.
@@ -980,7 +982,7 @@ def load(function, path, **kwargs):
         return function(resolve_path(path), **kwargs)
     except Exception as error:  # the libraries raise a dozen different types
         reason = f"{error} {error.__cause__ or ''}".strip() or repr(error)
-        raise UserError(f"cannot load {path!r} from a folder or the Hub: {reason}") from error
+        raise UserError(f"cannot load {path!r}: {reason}") from error
 
 
 def load_model(auto_class, name, head_may_be_new=False, **kwargs):
@@ -995,7 +997,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. BERT's pooler counts as head: language models lack it.
+    # What is outside of the transformer is the head. (So is BERT's pooler: its language model has none.)
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -1028,7 +1030,8 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    model = load(lambda path: model.merge_and_unload(), name)  # some kinds of adapters cannot be merged
+    # Some kinds of adapters cannot be merged. (Nothing is loaded here: load makes one line of the error.)
+    model = load(lambda path: model.merge_and_unload(), name)
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
     model.name_or_path = resolve_path(name)  # a new adapter trained on top will name this as its base
@@ -1043,6 +1046,7 @@ def clean_generation_config(model):
     try:
         settings.validate(strict=True)
     except ValueError:
+        # -1: no pad token, in some old files
         ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id") and x != -1}
         model.generation_config = transformers.GenerationConfig(**ids)
 
@@ -1070,9 +1074,9 @@ def load_tokenizer(name, for_prompts=True):
 
 def appends_eos(tokenizer):
     """True if a tokenizer ends every text with EOS."""
+    # The word is compared too: a small vocabulary may not have it, and GPT-2's unknown token is EOS.
     word = tokenizer("word", add_special_tokens=False).input_ids
-    # Not only the last token: a small vocabulary may turn "word" into EOS, GPT-2's unknown token.
-    return tokenizer("word").input_ids[-2:] == [word[-1], tokenizer.eos_token_id]
+    return tokenizer("word").input_ids[-len(word) - 1 :] == [*word, tokenizer.eos_token_id]
 
 
 def trainable(module):
@@ -1160,7 +1164,8 @@ def check_model(lm, name, max_tokens):
     mask = torch.arange(L + 2, device=lm.device).expand(2, -1) >= 2
     try:
         body, head = body_and_head(lm.eval())
-        # A soft cap shows only in large logits. Tied embeddings grow too, but for both lines alike.
+        # A soft cap shows only in large logits, so make them large. (Tied embeddings grow too, but alike for
+        # `logits` and `product`.)
         head.weight.mul_(64)
         logits = lm(short_ids).logits[0].float()  # [6, V]
         product = token_logits(hidden_states(body, short_ids, short_ids >= 0)[0], head.weight, bias=head.bias)
@@ -1218,11 +1223,13 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
         ref_model = share_layers(policy, args.num_shared_layers)
     elif needs_reference:
         ref_model = load_model(AutoModelForCausalLM, name, **eight_bit)
+    if not needs_reference:  # share_layers makes one in any case
+        ref_model = None
     if ref_model is not None:
         ref_model.requires_grad_(False).eval()
     if args.gradient_checkpointing:
         policy.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing
-    return policy, ref_model if needs_reference else None
+    return policy, ref_model
 
 
 def load_policy_and_value(args, max_tokens, device):
@@ -1254,7 +1261,7 @@ def check_critic(critic, name, vocab_size, max_tokens):
     config = critic.config.get_text_config()
     if config.vocab_size < vocab_size or context_length(config) < max_tokens:
         raise UserError(f"--value-model-path {name}: its vocabulary or context is smaller than the policy's")
-    ids = torch.arange(8)[None]  # [1, 8], of which 0 and 1 are pads
+    ids = torch.arange(8)[None]  # [1, 8]: 0 and 1 are pads, and 7 is a token that 2 to 6 must not see
     try:
         alone = critic(ids[:, 2:7]).last_hidden_state  # [1, 5, H]
         padded = hidden_states(critic, ids, ids >= 2)[:, 2:7]
@@ -1325,7 +1332,7 @@ def check_classifier(model, tokenizer, name, max_length):
     Measured, not guessed: RoBERTa cannot use its last two positions, and XLNet reads the last pad.
     """
     short, long = tokenizer(["word", "word " * max_length]).input_ids
-    long = long[: max_length - 1] + long[-1:]
+    long = long[: max_length - 1] + long[-1:]  # cut, but with the special token at the end, if there is one
     try:
         alone = score_tokens(model, [short], 1)[0]  # [classes]
         padded = score_tokens(model, [short, long], 2)[0]
@@ -1405,7 +1412,8 @@ def load_functions(flag, names):
         if not path.is_file():
             raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
         try:
-            with chdir("."), torch.enable_grad():  # at the end, they undo what the file does
+            # At their end, they restore working directory and grad mode, which the file may have changed.
+            with chdir("."), torch.enable_grad():
                 function = getattr(import_file(path), function_name, None)
         except BaseException as error:  # SystemExit too
             raise UserError(f"{flag} {name}: the file cannot be imported: {error!r}") from error
@@ -1516,7 +1524,8 @@ def read_rows(path):
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    # Encoded here, because Json would take a text such as "7" for json, and give it back as a number.
+    # datasets.Json decodes a value when its row is read. We encode it, because Json would take a text such as
+    # "7" for encoded already, and give back a number.
     columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
@@ -1704,7 +1713,8 @@ def micro_batches(minibatch, keys, size, learner, accelerator):
     rows = rows[keys[rows].argsort(stable=True)]
     parts = rows.split(size)
     for i, part in enumerate(parts):
-        accelerator.sync_gradients = i + 1 == len(parts)  # if True, DeepSpeed's backward pass takes the step
+        # accelerate reads this: if it is True, DeepSpeed's backward pass takes the optimizer's step.
+        accelerator.sync_gradients = i + 1 == len(parts)
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(learner):
             yield part
 
@@ -1816,9 +1826,10 @@ class Run:
         self.signal_number = 0  # of a signal that asked us to stop
         if args.recipe == "custom" and not args.resume:
             self.print("no recipe: flags that are not given have the defaults of Args")
-        # The same folder on all processes. A new run must not write into the folder of another one.
+        # The same folder on all processes. self.name is the path as it was given, for messages. A new run
+        # must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        [self.name] = accelerate.utils.broadcast_object_list([name])  # as it was given, for messages too
+        [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
@@ -1850,7 +1861,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[0].items():
+        for name, cell in rows[-1].items():
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
@@ -2046,7 +2057,7 @@ def check_rl_args(args):
     """Raise for flags that cannot work, before anything is loaded."""
     check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
     check_positive(args, "num_ppo_epochs", "total_episodes", "local_rollout_forward_batch_size")
-    check_positive(args, "response_length", "temperature")
+    check_positive(args, "response_length", "temperature", "max_grad_norm")
     if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
         raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
     count = len(args.reward_fn or [])
@@ -2093,11 +2104,10 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # A run may be made longer, and judged by another judge. (With a falling learning rate, that is not the
-    # same as a run that was longer from the start.)
-    # (num_train_epochs: of sft.py and reward_model.py, which have no total_episodes.)
+    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
+    # (With a falling learning rate, a longer run is not the same as one that was longer from the start.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
-    # These two may change if the batch stays the same: Run.start makes sure of that.
+    # Run.start makes sure that these two change only together, so that the batch stays the same.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]

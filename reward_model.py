@@ -130,7 +130,7 @@ class Args:
     model_name_or_path: str = "distilbert/distilbert-base-uncased"  # a language model gets a new head
     from_config: str | None = None  # random weights instead: "gpt2 n_layer=2 n_embd=64", or a folder
     tokenizer_name_or_path: str | None = None  # None: the tokenizer of model_name_or_path
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 on a GPU
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved weights; bfloat16 halves the file
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights); the head is trained as a whole
@@ -138,7 +138,7 @@ class Args:
     lora_target_modules: str = "all-linear"  # layers with an adapter: comma-separated names, or all-linear
 
     # Data
-    dataset_name: str = "stanfordnlp/imdb"  # a Hub name, or a folder of jsonl files; columns as in point 1
+    dataset_name: str = "stanfordnlp/imdb"  # columns text, label | chosen, rejected | responses | dialog, act
     train_shard: str = "0/1"  # i/n: train on part i of n of the shuffled rows; 0/2 and 1/2 are two halves
     center_dataset_name: str | None = None  # completions whose mean score is saved; None: the best responses
     label_names: str | None = None  # comma-separated names of classes 0, 1, ...; None: those of the data set
@@ -215,6 +215,19 @@ RECIPES = {
         lr_scheduler_type="cosine",
         warmup_ratio=0.1,
     ),
+    "smollm2-dailydialog": Args(  # the intent of ppo_dialog.py's recipe of this name
+        model_name_or_path="sentence-transformers/all-MiniLM-L6-v2",
+        output_dir="runs/smollm2-dailydialog/intent",
+        dataset_name="OpenRL/daily_dialog",
+        label_names="inform,question,directive,commissive",
+        max_length=96,
+        num_eval_rows=3_000,
+        num_train_epochs=0.25,  # about 19,000 answers
+        per_device_train_batch_size=32,
+        learning_rate=1e-4,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.1,
+    ),
     "tldr-pythia-1b": Args(  # N+ paper, table 3
         model_name_or_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
         dataset_name="trl-lib/tldr-preference",
@@ -253,23 +266,26 @@ RECIPES = {
 #
 # Shapes: N rows of the data, with at most K responses each (K = 1 with labels, 2 with chosen and rejected); P
 # pairs of responses to one prompt, P = K (K - 1) / 2; texts = the number of texts in all N rows; L tokens.
+# B rows per update. (In functions that rloo_tldr.py has too, B is the number of texts.)
 
 
 def train(args):
     """The whole run, from the flags to the final table. -> (model, run folder)"""
     check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
-    check_positive(args, "max_length", "num_eval_rows")
+    check_positive(args, "max_length", "num_eval_rows", "max_grad_norm")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n = args.per_device_train_batch_size
     B = n * args.gradient_accumulation_steps * world  # rows per update
 
     tokenizer_name = args.tokenizer_name_or_path or args.model_name_or_path
-    tokenizer = load_tokenizer(tokenizer_name, for_prompts=False)  # with labels, texts may end with EOS
+    # It may append EOS to every text: good for labeled texts, and refused for preferences below.
+    tokenizer = load_tokenizer(tokenizer_name, for_prompts=False)
     data = load_data(args, tokenizer)
     train_rows, label_names = data["train"], data["label_names"]
     has_labels = label_names is not None
     updates = max(1, round(args.num_train_epochs * len(train_rows) / B))
+    # What the progress bar shows: label -> metric.
     run = Run(args, accelerator, updates, status={"loss": "loss", "accuracy": "accuracy"})
 
     classifier, head_is_new = build_classifier(args, tokenizer, label_names)
@@ -310,7 +326,7 @@ def train(args):
             group["lr"] = learning_rate(args, update, updates)
         metric_sums = defaultdict(float)  # sums over the rows of all micro-batches
         all_scores = []  # of all responses; empty with labels
-        lengths = torch.tensor([longest_text(row) for row in batch])
+        lengths = torch.tensor([longest_text(row) for row in batch])  # to sort by: that saves padding
         for rows in micro_batches(torch.arange(B), lengths, n, learner, accelerator):
             mb = collate_texts([batch[i] for i in rows.tolist()], device)
             with autocast:
@@ -430,7 +446,8 @@ def evaluate_preferences(logits, rows):
             "expected": sizes.sigmoid().mean().item(),
         }
         table.append(row)
-    # Means over rows, unlike the table. Margins matter only for the loss, which is not used here.
+    # Means over rows, unlike the table. "margin" is the mean score difference. (The column margin matters
+    # only for the loss, so it is 0 here.)
     row_metrics = preference_metrics(scores, mask, torch.zeros(len(rows)))
     metrics = {name: row_metrics[name].mean().item() for name in ("accuracy", "margin")}
     return metrics | {"calibration": table, "n": len(rows)}, table
@@ -441,7 +458,7 @@ def evaluate_preferences(logits, rows):
 
 @dataclass
 class Row:
-    """A row of the data: a text with its label, or two or more responses to one prompt, best first."""
+    """A row of the data: a text with its label, or a prompt with each of its responses, best first."""
 
     texts: list[list[int]]  # token ids of the labeled text, or of prompt + response for each response
     label: int = 0  # number of the class, if there are labels
@@ -492,7 +509,7 @@ def collate_texts(rows, device):
     -> dict: ids [texts, L], bool mask [texts, L], bool response_mask [N, K], labels [N], margins [N]
     """
     texts = [torch.tensor(ids) for row in rows for ids in row.texts]
-    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)  # with 0, which the mask hides
     batch = {
         "ids": ids,
         "mask": length_mask(torch.tensor([len(text) for text in texts]), ids.shape[1]),
@@ -510,7 +527,10 @@ def find_responses(rows):
 
 
 def group_by_row(logits, response_mask):
-    """Put the outputs of all texts into their rows, 0 if there is no text. [texts, C], [N, K] -> [N, K, C]"""
+    """Put the outputs of all texts into their rows, and 0 where a row has fewer texts than K.
+
+    [texts, C], [N, K] -> [N, K, C]; C: the number of outputs, which is 1 for scores
+    """
     by_row = torch.zeros(*response_mask.shape, logits.shape[1], device=logits.device)
     return by_row.masked_scatter(response_mask[:, :, None], logits)
 
@@ -576,7 +596,7 @@ def check_classifier(model, tokenizer, name, max_length):
     Measured, not guessed: RoBERTa cannot use its last two positions, and XLNet reads the last pad.
     """
     short, long = tokenizer(["word", "word " * max_length]).input_ids
-    long = long[: max_length - 1] + long[-1:]
+    long = long[: max_length - 1] + long[-1:]  # cut, but with the special token at the end, if there is one
     try:
         alone = score_tokens(model, [short], 1)[0]  # [classes]
         padded = score_tokens(model, [short, long], 2)[0]
@@ -614,8 +634,8 @@ def init_new_head(model):
 
 def has_head(name, num_labels):
     """True if, by its config, a model is a classifier with num_labels outputs, or a LoRA adapter of a
-    classifier. (An adapter's config does not say how many outputs.) Then load_model refuses files without
-    the weights of the head; otherwise it makes a new one.
+    classifier. (An adapter's config does not say how many outputs.) If True, missing weights of the head are
+    an error; if False, a new head is made.
     """
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         import peft
@@ -667,7 +687,7 @@ def ranking_loss(scores, mask, margin=0.0):
     The mask, bool [N, K], is False where a row has fewer than K responses. Rows have two or more. margin: a
     number, or one for each row [N, 1]
     """
-    scores = torch.where(mask, scores.float(), 0.0)  # a nan in padding would reach the gradient
+    scores = torch.where(mask, scores.float(), 0.0)  # a nan outside of the mask would reach the gradient
     better, worse, pair_mask = response_pairs(mask)
     losses = preference_loss(scores[:, better], scores[:, worse], margin)  # [N, P]
     return pair_mean(losses, pair_mask)
@@ -714,8 +734,8 @@ def learning_rate(args, update, updates):
 
 # ============================================================================================================
 # Part II: infrastructure. How columns become Rows is in load_data and what it calls; how a model gets its
-# head, in build_classifier. The rest is not about reward models. The scripts share these functions, copied
-# verbatim, so a few arguments, return values and names of flags are used only in another script.
+# head, in build_classifier. The scripts share the other functions, copied verbatim, so a few arguments,
+# return values and names of flags are used only in another script.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -743,7 +763,7 @@ def load(function, path, **kwargs):
         return function(resolve_path(path), **kwargs)
     except Exception as error:  # the libraries raise a dozen different types
         reason = f"{error} {error.__cause__ or ''}".strip() or repr(error)
-        raise UserError(f"cannot load {path!r} from a folder or the Hub: {reason}") from error
+        raise UserError(f"cannot load {path!r}: {reason}") from error
 
 
 def load_model(auto_class, name, head_may_be_new=False, **kwargs):
@@ -758,7 +778,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. BERT's pooler counts as head: language models lack it.
+    # What is outside of the transformer is the head. (So is BERT's pooler: its language model has none.)
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -791,7 +811,8 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    model = load(lambda path: model.merge_and_unload(), name)  # some kinds of adapters cannot be merged
+    # Some kinds of adapters cannot be merged. (Nothing is loaded here: load makes one line of the error.)
+    model = load(lambda path: model.merge_and_unload(), name)
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
     model.name_or_path = resolve_path(name)  # a new adapter trained on top will name this as its base
@@ -806,6 +827,7 @@ def clean_generation_config(model):
     try:
         settings.validate(strict=True)
     except ValueError:
+        # -1: no pad token, in some old files
         ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id") and x != -1}
         model.generation_config = transformers.GenerationConfig(**ids)
 
@@ -833,9 +855,9 @@ def load_tokenizer(name, for_prompts=True):
 
 def appends_eos(tokenizer):
     """True if a tokenizer ends every text with EOS."""
+    # The word is compared too: a small vocabulary may not have it, and GPT-2's unknown token is EOS.
     word = tokenizer("word", add_special_tokens=False).input_ids
-    # Not only the last token: a small vocabulary may turn "word" into EOS, GPT-2's unknown token.
-    return tokenizer("word").input_ids[-2:] == [word[-1], tokenizer.eos_token_id]
+    return tokenizer("word").input_ids[-len(word) - 1 :] == [*word, tokenizer.eos_token_id]
 
 
 def model_from_config(auto_class, text, tokenizer, **settings):
@@ -936,7 +958,8 @@ def build_classifier(args, tokenizer, label_names):
     if head_is_new:
         init_new_head(model)
     # For users of the saved model: transformers reads the last token that is not the pad. If texts end with
-    # EOS, and pad is EOS, it would read the token before. Without a pad in the config, it refuses batches.
+    # EOS, and pad is EOS, that is the wrong token. Then the config gets no pad: transformers reads the last
+    # token of a single text, and refuses batches.
     ends_with_eos = label_names is None or appends_eos(tokenizer)
     ends_with_pad = ends_with_eos and tokenizer.pad_token_id == tokenizer.eos_token_id
     model.config.pad_token_id = None if ends_with_pad else tokenizer.pad_token_id
@@ -956,7 +979,7 @@ def save_reward_model(model, tokenizer, args, folder):
     if args.lora_r:
         setattr(model, model.base_model_prefix, model.base_model.merge_and_unload())
     model.to(getattr(torch, args.save_dtype)).save_pretrained(folder)
-    model.float()
+    model.float()  # train returns it
     tokenizer.model_max_length = args.max_length
     tokenizer.init_kwargs["truncation_side"] = tokenizer.truncation_side  # else it is not saved
     tokenizer.save_pretrained(folder)
@@ -1012,7 +1035,8 @@ def read_rows(path):
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    # Encoded here, because Json would take a text such as "7" for json, and give it back as a number.
+    # datasets.Json decodes a value when its row is read. We encode it, because Json would take a text such as
+    # "7" for encoded already, and give back a number.
     columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
@@ -1023,10 +1047,12 @@ def load_data(args, tokenizer):
     References are the texts whose mean score is saved as reward_offset (point 6). With labels there are none.
     """
     train, held_out = load_splits(args.dataset_name)
-    tokenizer.truncation_side = "right"  # whatever it was saved with
+    # What is too long loses its beginning: the response, or the answer, is at the end.
+    tokenizer.truncation_side = "left"
+    if "text" in train.column_names:
+        tokenizer.truncation_side = "right"
     if {"dialog", "act"} <= set(train.column_names):
         train, held_out = load_answers(train), load_answers(held_out)
-        tokenizer.truncation_side = "left"  # the answer is at the end
     train = select_shard(train, args.train_shard)
     order = torch.randperm(len(held_out), generator=generator_for(args.seed, "held-out"))
     held_out = held_out.select(order[: args.num_eval_rows].tolist())
@@ -1053,16 +1079,19 @@ def select_shard(rows, train_shard):
 
 
 def chat_prompt(text, response):
-    """The prompt of a chat, if its column is a text. Most chats contain it already. -> list of messages"""
-    has_prompt = not text or any(message["role"] == "user" for message in response)
-    return [] if has_prompt else [{"role": "user", "content": text}]
+    """What goes before a response that is a chat, if the column prompt is a text. -> list of messages
+
+    Nothing if the text is empty, or if the chat has a user's message already, as most do.
+    """
+    is_complete = not text or any(message["role"] == "user" for message in response)
+    return [] if is_complete else [{"role": "user", "content": text}]
 
 
 def load_labeled_rows(rows, class_of, tokenizer, args):
     """The rows that have a text. -> list of Row"""
     labeled = []
     for row in rows:
-        text, label = row["text"], row["label"]
+        text, label = row.get("text"), row.get("label")
         if label not in class_of:
             known = ", ".join(str(name) for name in class_of)
             raise UserError(f"data set {args.dataset_name!r}: the label {label!r} is none of {known}")
@@ -1340,7 +1369,8 @@ def micro_batches(minibatch, keys, size, learner, accelerator):
     rows = rows[keys[rows].argsort(stable=True)]
     parts = rows.split(size)
     for i, part in enumerate(parts):
-        accelerator.sync_gradients = i + 1 == len(parts)  # if True, DeepSpeed's backward pass takes the step
+        # accelerate reads this: if it is True, DeepSpeed's backward pass takes the optimizer's step.
+        accelerator.sync_gradients = i + 1 == len(parts)
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(learner):
             yield part
 
@@ -1422,9 +1452,10 @@ class Run:
         self.signal_number = 0  # of a signal that asked us to stop
         if args.recipe == "custom" and not args.resume:
             self.print("no recipe: flags that are not given have the defaults of Args")
-        # The same folder on all processes. A new run must not write into the folder of another one.
+        # The same folder on all processes. self.name is the path as it was given, for messages. A new run
+        # must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        [self.name] = accelerate.utils.broadcast_object_list([name])  # as it was given, for messages too
+        [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
@@ -1456,7 +1487,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[0].items():
+        for name, cell in rows[-1].items():
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
@@ -1643,11 +1674,10 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # A run may be made longer, and judged by another judge. (With a falling learning rate, that is not the
-    # same as a run that was longer from the start.)
-    # (num_train_epochs: of sft.py and reward_model.py, which have no total_episodes.)
+    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
+    # (With a falling learning rate, a longer run is not the same as one that was longer from the start.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
-    # These two may change if the batch stays the same: Run.start makes sure of that.
+    # Run.start makes sure that these two change only together, so that the batch stays the same.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]

@@ -14,8 +14,8 @@ If you know PPO (ppo_sentiment.py), this is what changes:
    lower by --missing-eos-penalty (1 in all recipes). That teaches the policy to stop.
 5. A policy can learn to please the reward model without getting better. So before and after training, a
    judge compares summaries of held-out posts with reference summaries: the win rate (`win_rate`).
-6. The k responses to a prompt have the same beginning, so each pass reads the prompt only once for all of
-   its responses in that pass, in generation as in training (`generate_groups`, `group_logprobs`; not with
+6. The k rows of a group begin with the same prompt. So a forward pass reads a prompt only once, however many
+   of its responses it holds, in generation as in training (`generate_groups`, `group_logprobs`; not with
    gradient checkpointing).
 
     python rloo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
@@ -117,7 +117,7 @@ class Args:
     reward_model_path: str = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"  # classifier with 1 output
     reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the reward model, in TRL's form
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 on a GPU
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
     bf16: bool = False  # the same as --dtype bfloat16 (TRL's spelling)
     load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
@@ -157,7 +157,7 @@ class Args:
     # Judge: judge_model if there is one, or judge_fn, or the reward itself
     num_examples: int = 256  # number of held-out posts whose summaries are judged, before and after
     judge_fn: str | None = None  # FILE.py:function like --reward-fn; the response with the higher score wins
-    judge_model: str | None = None  # a reward model's folder; otherwise, or with judge_url, a chat model
+    judge_model: str | None = None  # folder of a reward model; else, or with judge_url, a chat model
     judge_url: str | None = None  # server of the chat model (default: see chat_server)
 
     # Optimizer
@@ -259,10 +259,11 @@ def train(args):
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     get_rewards = load_summary_reward(args, device, trainer_state)
-    # --judge-fn, or None, scores every batch. It is also the judge below, unless --judge-model is given.
+    # None without --judge-fn. It scores every batch, and is the judge below, unless --judge-model is given.
     get_judge_scores = load_judge_fn(args, device, trainer_state)
     judge = None
-    if accelerator.is_main_process:  # so that a judge on a server is asked only once
+    # The main process only, so that a judge on a server is asked only once.
+    if accelerator.is_main_process and has_references(held_out_posts):
         judge = load_judge(args, tokenizer, get_rewards, get_judge_scores, device)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
@@ -474,7 +475,7 @@ def train(args):
 def evaluate_summaries(model, ref_model, tokenizer, stop_ids, get_rewards, batch, judge, args):
     """Summarize the held-out posts, with the same random numbers before and after training.
 
-    batch: from draw_groups, with k = 1; judge: from load_judge, or None for no win rate
+    batch: from draw_groups, with k = 1; judge: from load_judge; None: no win rate, as without references
     -> metrics (dict of floats), one dict(prompt, response, score) per post
     """
     set_global_seed(args.seed, "held-out")  # for random numbers in your own reward function
@@ -482,7 +483,7 @@ def evaluate_summaries(model, ref_model, tokenizer, stop_ids, get_rewards, batch
     posts = batch["rows"]
     kl = b["logprobs"] - b["ref_logprobs"]  # [B, T]
     metrics = {}
-    if judge is not None and has_references(posts):
+    if judge is not None:
         metrics = win_rate(judge, posts, responses)
     metrics |= {
         "score mean": b["raw_scores"].mean(),
@@ -559,7 +560,7 @@ def draw_groups(rows, k, args, *purpose):
         start = C - len(row["ids"])
         ids[i, start:] = torch.tensor(row["ids"])
         mask[i, start:] = True
-    # Drawn as [k, P, T], so that the numbers of the first responses do not depend on k.
+    # Drawn as [k, P, T], so that the first responses get the same numbers for any k.
     uniforms = torch.rand(k, P, args.response_length, generator=generator_for(args.seed, "tokens", *purpose))
     return dict(rows=rows, ids=ids, mask=mask, uniforms=uniforms.transpose(0, 1))
 
@@ -722,7 +723,7 @@ def gather_groups(x, k, accelerator):
 def group_keys(lengths, k):
     """Keys by which to sort responses, so that groups stay together, and groups of similar length too.
 
-    lengths of the responses, first responses to all prompts first [k * P] -> one number per group [k * P]
+    lengths of the responses, first responses to all prompts first [k * P] -> [k * P], equal within a group
     """
     longest = lengths.view(k, -1).amax(0)  # [P]
     rank = longest.argsort(stable=True).argsort()  # [P]; 0: the group whose longest response is the shortest
@@ -1031,7 +1032,7 @@ def load(function, path, **kwargs):
         return function(resolve_path(path), **kwargs)
     except Exception as error:  # the libraries raise a dozen different types
         reason = f"{error} {error.__cause__ or ''}".strip() or repr(error)
-        raise UserError(f"cannot load {path!r} from a folder or the Hub: {reason}") from error
+        raise UserError(f"cannot load {path!r}: {reason}") from error
 
 
 def load_model(auto_class, name, head_may_be_new=False, **kwargs):
@@ -1046,7 +1047,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. BERT's pooler counts as head: language models lack it.
+    # What is outside of the transformer is the head. (So is BERT's pooler: its language model has none.)
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -1079,7 +1080,8 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    model = load(lambda path: model.merge_and_unload(), name)  # some kinds of adapters cannot be merged
+    # Some kinds of adapters cannot be merged. (Nothing is loaded here: load makes one line of the error.)
+    model = load(lambda path: model.merge_and_unload(), name)
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
     model.name_or_path = resolve_path(name)  # a new adapter trained on top will name this as its base
@@ -1094,6 +1096,7 @@ def clean_generation_config(model):
     try:
         settings.validate(strict=True)
     except ValueError:
+        # -1: no pad token, in some old files
         ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id") and x != -1}
         model.generation_config = transformers.GenerationConfig(**ids)
 
@@ -1121,9 +1124,9 @@ def load_tokenizer(name, for_prompts=True):
 
 def appends_eos(tokenizer):
     """True if a tokenizer ends every text with EOS."""
+    # The word is compared too: a small vocabulary may not have it, and GPT-2's unknown token is EOS.
     word = tokenizer("word", add_special_tokens=False).input_ids
-    # Not only the last token: a small vocabulary may turn "word" into EOS, GPT-2's unknown token.
-    return tokenizer("word").input_ids[-2:] == [word[-1], tokenizer.eos_token_id]
+    return tokenizer("word").input_ids[-len(word) - 1 :] == [*word, tokenizer.eos_token_id]
 
 
 def trainable(module):
@@ -1211,7 +1214,8 @@ def check_model(lm, name, max_tokens):
     mask = torch.arange(L + 2, device=lm.device).expand(2, -1) >= 2
     try:
         body, head = body_and_head(lm.eval())
-        # A soft cap shows only in large logits. Tied embeddings grow too, but for both lines alike.
+        # A soft cap shows only in large logits, so make them large. (Tied embeddings grow too, but alike for
+        # `logits` and `product`.)
         head.weight.mul_(64)
         logits = lm(short_ids).logits[0].float()  # [6, V]
         product = token_logits(hidden_states(body, short_ids, short_ids >= 0)[0], head.weight, bias=head.bias)
@@ -1269,11 +1273,13 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
         ref_model = share_layers(policy, args.num_shared_layers)
     elif needs_reference:
         ref_model = load_model(AutoModelForCausalLM, name, **eight_bit)
+    if not needs_reference:  # share_layers makes one in any case
+        ref_model = None
     if ref_model is not None:
         ref_model.requires_grad_(False).eval()
     if args.gradient_checkpointing:
         policy.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing
-    return policy, ref_model if needs_reference else None
+    return policy, ref_model
 
 
 def save_policy(policy, tokenizer, folder):
@@ -1327,7 +1333,8 @@ def load_functions(flag, names):
         if not path.is_file():
             raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
         try:
-            with chdir("."), torch.enable_grad():  # at the end, they undo what the file does
+            # At their end, they restore working directory and grad mode, which the file may have changed.
+            with chdir("."), torch.enable_grad():
                 function = getattr(import_file(path), function_name, None)
         except BaseException as error:  # SystemExit too
             raise UserError(f"{flag} {name}: the file cannot be imported: {error!r}") from error
@@ -1462,7 +1469,7 @@ def check_classifier(model, tokenizer, name, max_length):
     Measured, not guessed: RoBERTa cannot use its last two positions, and XLNet reads the last pad.
     """
     short, long = tokenizer(["word", "word " * max_length]).input_ids
-    long = long[: max_length - 1] + long[-1:]
+    long = long[: max_length - 1] + long[-1:]  # cut, but with the special token at the end, if there is one
     try:
         alone = score_tokens(model, [short], 1)[0]  # [classes]
         padded = score_tokens(model, [short, long], 2)[0]
@@ -1500,8 +1507,8 @@ def init_new_head(model):
 
 def has_head(name, num_labels):
     """True if, by its config, a model is a classifier with num_labels outputs, or a LoRA adapter of a
-    classifier. (An adapter's config does not say how many outputs.) Then load_model refuses files without
-    the weights of the head; otherwise it makes a new one.
+    classifier. (An adapter's config does not say how many outputs.) If True, missing weights of the head are
+    an error; if False, a new head is made.
     """
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         import peft
@@ -1735,7 +1742,8 @@ def read_rows(path):
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    # Encoded here, because Json would take a text such as "7" for json, and give it back as a number.
+    # datasets.Json decodes a value when its row is read. We encode it, because Json would take a text such as
+    # "7" for encoded already, and give back a number.
     columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
@@ -1977,7 +1985,8 @@ def micro_batches(minibatch, keys, size, learner, accelerator):
     rows = rows[keys[rows].argsort(stable=True)]
     parts = rows.split(size)
     for i, part in enumerate(parts):
-        accelerator.sync_gradients = i + 1 == len(parts)  # if True, DeepSpeed's backward pass takes the step
+        # accelerate reads this: if it is True, DeepSpeed's backward pass takes the optimizer's step.
+        accelerator.sync_gradients = i + 1 == len(parts)
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(learner):
             yield part
 
@@ -2089,9 +2098,10 @@ class Run:
         self.signal_number = 0  # of a signal that asked us to stop
         if args.recipe == "custom" and not args.resume:
             self.print("no recipe: flags that are not given have the defaults of Args")
-        # The same folder on all processes. A new run must not write into the folder of another one.
+        # The same folder on all processes. self.name is the path as it was given, for messages. A new run
+        # must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        [self.name] = accelerate.utils.broadcast_object_list([name])  # as it was given, for messages too
+        [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
@@ -2123,7 +2133,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[0].items():
+        for name, cell in rows[-1].items():
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
@@ -2298,12 +2308,13 @@ def report_summaries(run, posts, before, after):
     comparison = []
     for name, value in metrics_before.items():
         comparison.append({"metric": name, "before": value, "after": metrics_after[name]})
+    judge = judge_name(run.args) if "win rate" in metrics_after else None
     decoding = describe_decoding(run.args)
     run.table("held-out posts", rows[:3])
     run.table(f"{len(rows)} held-out posts", comparison)
-    run.print(f"judge: {judge_name(run.args)}; {decoding}")
+    run.print(f"judge: {judge}; {decoding}")
     about = {"before": metrics_before, "after": metrics_after, "n": len(rows)}
-    about |= {"judge": judge_name(run.args), "decoding": decoding}
+    about |= {"judge": judge, "decoding": decoding}
     run.write("evaluation.json", json.dumps(about, indent=2))
     run.write("evaluation_samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     run.accelerator.log({f"eval/{name}": x for name, x in metrics_after.items()}, step=run.updates)
@@ -2328,7 +2339,7 @@ def check_rl_args(args):
     """Raise for flags that cannot work, before anything is loaded."""
     check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
     check_positive(args, "num_ppo_epochs", "total_episodes", "local_rollout_forward_batch_size")
-    check_positive(args, "response_length", "temperature")
+    check_positive(args, "response_length", "temperature", "max_grad_norm")
     if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
         raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
     count = len(args.reward_fn or [])
@@ -2399,11 +2410,10 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # A run may be made longer, and judged by another judge. (With a falling learning rate, that is not the
-    # same as a run that was longer from the start.)
-    # (num_train_epochs: of sft.py and reward_model.py, which have no total_episodes.)
+    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
+    # (With a falling learning rate, a longer run is not the same as one that was longer from the start.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
-    # These two may change if the batch stays the same: Run.start makes sure of that.
+    # Run.start makes sure that these two change only together, so that the batch stays the same.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]

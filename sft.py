@@ -125,7 +125,7 @@ class Args:
     model_name_or_path: str = "openai-community/gpt2"  # model and tokenizer: Hub name, folder, LoRA folder
     from_config: str | None = None  # random weights instead: a model type and name=value pairs (JSON values)
     train_tokenizer: int = 0  # with from_config: train a tokenizer of this size; 0: load model_name_or_path's
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 on a GPU
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model; bfloat16: half the size
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights)
@@ -228,6 +228,17 @@ RECIPES = {
         lr_scheduler_type="cosine",
         warmup_ratio=0.05,
     ),
+    "smollm2-dailydialog": Args(  # the start of ppo_dialog.py's recipe of this name: docs/real_models.md
+        model_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct",
+        output_dir="runs/smollm2-dailydialog/sft",
+        num_eval_rows=200,
+        dataset_name="OpenRL/daily_dialog",
+        utterance_end="eos",
+        max_length=256,
+        num_train_epochs=0.25,  # about 2,800 dialogs
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.05,
+    ),
     # First `python benchmarks/real_data.py smollm2-word-problems RAW runs/smollm2-word-problems`. RAW is a
     # folder of data sets: see docs/real_models.md.
     "smollm2-word-problems": Args(  # the start of grpo_math.py's recipe of this name
@@ -288,6 +299,7 @@ def train(args):
     documents = load_documents(train_data, tokenizer, args)
     rows = pack(documents, args.max_length, args.packing)
     updates = max(1, round(args.num_train_epochs * len(rows) / B))
+    # What the progress bar shows: label -> metric.
     run = Run(args, accelerator, updates, status={"loss": "loss", "accuracy": "mean_token_accuracy"})
 
     # Held-out documents are drawn at random: IMDB is sorted, and its first reviews are all negative.
@@ -529,7 +541,7 @@ def learning_rate(args, update, updates):
 
 # ---- Documents: token ids and labels -----------------------------------------------------------------------
 #
-# In this section, the argument rows is the data set, with columns; `pack` makes the rows of a batch.
+# The argument rows is the data set, with columns, up to load_documents; then it is the packed rows of `pack`.
 # A document is a pair of lists, ids and labels. Two documents, each with a prompt and a completion, packed
 # into a row:
 #
@@ -580,8 +592,8 @@ def chat_documents(rows, tokenizer, args):
 
     The tokenizer's chat template writes the conversation. Labels are on the assistant's answers, each with
     its end-of-turn token, such as `<|im_end|>`; with prompt and completion, on those of the completion. Some
-    templates write no end-of-turn token. Then EOS is put after the last turn; the others are learned without
-    an end.
+    templates write no end-of-turn token. Then EOS is put after the last answer that is learned; the others
+    are learned without an end.
     """
     if "tools" in rows.column_names:
         raise UserError(f"data set {args.dataset_name!r}: chats with the column tools are not supported")
@@ -603,7 +615,7 @@ def chat_documents(rows, tokenizer, args):
             labels.extend(part if is_learned else [-100] * len(part))
         end = last_labeled_position(labels) + 1  # 0 if no turn is learned
         if end > 0 and labels[end - 1] not in special:
-            # There is no end-of-turn token: put EOS after the last turn, and drop what follows.
+            # There is no end-of-turn token: put EOS after the last of these answers, and drop what follows.
             ids = ids[:end] + [tokenizer.eos_token_id]
             labels = labels[:end] + [tokenizer.eos_token_id]
         documents.append((ids, labels))
@@ -632,7 +644,7 @@ def chat_parts(tokenizer, messages, date, first_learned=0):
         if message["role"] != "assistant" or i < first_learned:
             continue
         if i == 0 or messages[i - 1]["role"] == "assistant":
-            continue  # not learned: a policy answers a message that is not its own
+            continue  # not learned: there is no message that it answers
         before = render_chat(tokenizer, messages[:i], date, is_prompt=True)
         after = render_chat(tokenizer, messages[: i + 1], date)
         if not after.startswith(before) or not conversation.startswith(after):
@@ -851,7 +863,7 @@ def load(function, path, **kwargs):
         return function(resolve_path(path), **kwargs)
     except Exception as error:  # the libraries raise a dozen different types
         reason = f"{error} {error.__cause__ or ''}".strip() or repr(error)
-        raise UserError(f"cannot load {path!r} from a folder or the Hub: {reason}") from error
+        raise UserError(f"cannot load {path!r}: {reason}") from error
 
 
 def load_model(auto_class, name, head_may_be_new=False, **kwargs):
@@ -866,7 +878,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. BERT's pooler counts as head: language models lack it.
+    # What is outside of the transformer is the head. (So is BERT's pooler: its language model has none.)
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -899,7 +911,8 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    model = load(lambda path: model.merge_and_unload(), name)  # some kinds of adapters cannot be merged
+    # Some kinds of adapters cannot be merged. (Nothing is loaded here: load makes one line of the error.)
+    model = load(lambda path: model.merge_and_unload(), name)
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
     model.name_or_path = resolve_path(name)  # a new adapter trained on top will name this as its base
@@ -914,6 +927,7 @@ def clean_generation_config(model):
     try:
         settings.validate(strict=True)
     except ValueError:
+        # -1: no pad token, in some old files
         ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id") and x != -1}
         model.generation_config = transformers.GenerationConfig(**ids)
 
@@ -967,9 +981,9 @@ def load_tokenizer(name, for_prompts=True):
 
 def appends_eos(tokenizer):
     """True if a tokenizer ends every text with EOS."""
+    # The word is compared too: a small vocabulary may not have it, and GPT-2's unknown token is EOS.
     word = tokenizer("word", add_special_tokens=False).input_ids
-    # Not only the last token: a small vocabulary may turn "word" into EOS, GPT-2's unknown token.
-    return tokenizer("word").input_ids[-2:] == [word[-1], tokenizer.eos_token_id]
+    return tokenizer("word").input_ids[-len(word) - 1 :] == [*word, tokenizer.eos_token_id]
 
 
 def learn_tokenizer(texts, size):
@@ -1020,7 +1034,7 @@ def check_saved_tokenizer(tokenizer, model):
 
 
 def all_texts(rows):
-    """The texts of all columns that documents are made from. -> list of str"""
+    """The texts of all columns that documents could be made from. -> list of str"""
     texts = []
     for name in ("text", "prompt", "completion"):
         if name in rows.column_names:
@@ -1135,7 +1149,8 @@ def check_documents(lm, args):
     rows = torch.cat([torch.cat([first, second], 1), torch.cat([second, second], 1)])  # [2, 2 * size]
     try:
         after_first, after_second = document_states(body, rows, positions.repeat(2, 2))[:, size:]
-        # Random weights let little pass even through a wrong mask, so the first limit is tight.
+        # With random weights, little of `first` would leak even through a wrong mask, so this limit is tight.
+        # (It can be: both come from one call. `alone` comes from another.)
         is_apart = torch.allclose(after_first, after_second, 1e-5, 1e-5)
         is_apart = is_apart and torch.allclose(after_first, alone[0], 1e-3, 1e-3)
     except Exception:  # models fail in many ways if they want another kind of mask
@@ -1226,7 +1241,8 @@ def read_rows(path):
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    # Encoded here, because Json would take a text such as "7" for json, and give it back as a number.
+    # datasets.Json decodes a value when its row is read. We encode it, because Json would take a text such as
+    # "7" for encoded already, and give back a number.
     columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
@@ -1397,7 +1413,7 @@ def make_learner(model, args, accelerator):
 def synchronize_last(micro_batches, learner, accelerator):
     """Yields the micro-batches of one optimizer step. Processes exchange gradients only in the last one."""
     for i, micro_batch in enumerate(micro_batches):
-        # DeepSpeed takes its step in the last backward pass.
+        # accelerate reads this: if it is True, DeepSpeed's backward pass takes the optimizer's step.
         accelerator.sync_gradients = i + 1 == len(micro_batches)
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(learner):
             yield micro_batch
@@ -1480,9 +1496,10 @@ class Run:
         self.signal_number = 0  # of a signal that asked us to stop
         if args.recipe == "custom" and not args.resume:
             self.print("no recipe: flags that are not given have the defaults of Args")
-        # The same folder on all processes. A new run must not write into the folder of another one.
+        # The same folder on all processes. self.name is the path as it was given, for messages. A new run
+        # must not write into the folder of another one.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        [self.name] = accelerate.utils.broadcast_object_list([name])  # as it was given, for messages too
+        [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
@@ -1514,7 +1531,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[0].items():
+        for name, cell in rows[-1].items():
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
@@ -1683,7 +1700,7 @@ def check_positive(args, *names):
 def check_sft_args(args):
     """Raise for flags that cannot work, before anything is loaded."""
     check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
-    check_positive(args, "max_length", "num_train_rows", "num_eval_rows")
+    check_positive(args, "max_length", "num_train_rows", "num_eval_rows", "max_grad_norm")
     if args.train_tokenizer and not args.from_config:
         raise UserError("--train-tokenizer needs --from-config: a trained model knows only its own tokenizer")
     if not args.utterance_end.strip():
@@ -1729,11 +1746,10 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # A run may be made longer, and judged by another judge. (With a falling learning rate, that is not the
-    # same as a run that was longer from the start.)
-    # (num_train_epochs: of sft.py and reward_model.py, which have no total_episodes.)
+    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
+    # (With a falling learning rate, a longer run is not the same as one that was longer from the start.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
-    # These two may change if the batch stays the same: Run.start makes sure of that.
+    # Run.start makes sure that these two change only together, so that the batch stays the same.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]

@@ -530,7 +530,8 @@ CPU = torch.device("cpu")
 
 def grpo_scores(script, args):
     """Is the answer right?"""
-    return {"score": script.load_task_reward("--reward-fn", args.reward_fn, None, CPU)}
+    functions = script.load_functions("--reward-fn", args.reward_fn)
+    return {"score": partial(script.score_responses, functions, trainer_state=None, device=CPU)}
 
 
 def rloo_scores(script, args):

@@ -4,6 +4,7 @@
 #   bash benchmarks/real_models.sh JOB SEED MODELS DATA OUT        (PYTHON=... chooses another Python)
 #
 #   JOB      smollm2-imdb: positive film reviews, ppo_sentiment.py
+#            smollm2-dailydialog: answers in dialogs, ppo_dialog.py
 #            smollm2-word-problems: word problems with answers that are checked, grpo_math.py
 #   SEED     of the RL run; the stages before it are made once, with seed 1, and serve all seeds
 #   MODELS   a folder with smollm2-135m-instruct and minilm-l6:
@@ -54,6 +55,16 @@ smollm2-imdb)
     stage "ppo-seed$SEED" ppo_sentiment.py smollm2-imdb --seed "$SEED" --model-name-or-path sft/model \
         --reward-model-path reward/model --judge-model-path judge/model --dataset-name imdb \
         --dtype bfloat16 --save-every 4 "$@"
+    ;;
+smollm2-dailydialog)
+    # The start: SmolLM2 on a quarter of the training dialogs.
+    stage sft sft.py "$JOB" --model-name-or-path models/smollm2-135m-instruct --dataset-name "$DATA/daily_dialog" \
+        --dtype bfloat16 --save-every 20 --keep-checkpoints 1
+    # The intent: MiniLM as a classifier of dialog acts.
+    stage intent reward_model.py "$JOB" --model-name-or-path models/minilm-l6 --dataset-name "$DATA/daily_dialog" \
+        --save-every 100 --keep-checkpoints 1
+    stage "ppo-seed$SEED" ppo_dialog.py "$JOB" --seed "$SEED" --model-name-or-path sft/model \
+        --reward-model-path intent/model --dataset-name "$DATA/daily_dialog" --dtype bfloat16 --save-every 4 "$@"
     ;;
 smollm2-word-problems)
     [ -e word-problems/test.jsonl ] || "$PYTHON" "$HERE/benchmarks/real_data.py" "$JOB" "$DATA" .

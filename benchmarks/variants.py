@@ -66,15 +66,15 @@ RLOO_FLAGS = (
 )
 VARIANTS["rloo_tldr.py"] = (None, RLOO_FLAGS)
 
-# Rewards that can be hacked, with one seed each; the judge still asks for the right answer.
+# Rewards that can be hacked, with one seed each; the right answer has weight 0, so it is only logged.
 HACKS = {
     "format alone": (
         None,
-        "--reward-fn data/math_rewards.py:well_formed --judge-fn data/math_rewards.py:correct",
+        "--reward-fn data/math_rewards.py:correct data/math_rewards.py:well_formed --reward-weights 0 1",
     ),
     "work alone": (
         None,
-        "--reward-fn data/math_rewards.py:shows_work --judge-fn data/math_rewards.py:correct",
+        "--reward-fn data/math_rewards.py:correct data/math_rewards.py:shows_work --reward-weights 0 1",
     ),
 }
 COLUMNS = [

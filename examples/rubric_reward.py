@@ -3,7 +3,7 @@
     pip install openai
     vllm serve Qwen/Qwen2.5-7B-Instruct --port 8000       # or any other OpenAI-compatible server
     export JUDGE_URL=http://localhost:8000/v1 JUDGE_MODEL=Qwen/Qwen2.5-7B-Instruct
-    python grpo_math.py --reward-fn examples/rubric_reward.py:rubric --judge-fn data/math_rewards.py:correct
+    python grpo_math.py --reward-fn examples/rubric_reward.py:rubric
 
 A grader can be hacked like any reward. So look at the samples, and let another judge decide at the end.
 """

@@ -519,7 +519,6 @@ return [float(len(completion[0]["content"])) for completion in completions]"""
         model_name_or_path=chat_lm(family),
         dataset_name=data,
         reward_fn=reward_file(tmp_path, body),
-        judge_fn=None,
         max_prompt_length=200,
         response_length=12,
         temperature=1.0,

@@ -106,8 +106,6 @@ CASES_OF_RL = {
 CASES_OF_GROUPS = {
     "context": (dict(response_length=250), "can read 256 tokens"),
     "long prompts": (dict(max_prompt_length=3), "--max-prompt-length"),
-    "judge, file": (dict(judge_fn=f"{MISSING}.py:right"), f"--judge-fn {MISSING}.py"),
-    "judge, name": (dict(judge_fn="DATA/reward.py:nonsense"), "nonsense"),
 }
 CASES = {
     "ppo_sentiment": {
@@ -167,6 +165,8 @@ CASES = {
         "no stop token": (dict(stop_token=None), "--missing-eos-penalty"),
         "one response": (dict(rloo_k=1), "--rloo-k"),
         "3 responses of 8": (dict(rloo_k=3), "--rloo-k"),
+        "judge, file": (dict(judge_fn=f"{MISSING}.py:right"), f"--judge-fn {MISSING}.py"),
+        "judge, name": (dict(judge_fn="DATA/reward.py:nonsense"), "nonsense"),
         "judge without a model": (dict(judge_url="http://here/v1"), "--judge-model"),
     },
     "grpo_math": {

@@ -341,7 +341,6 @@ RUNS = {  # name -> script, flags from `world` and a folder
             dtype="auto",
             kl_coef=0.0,
             hard_dataset_name=w.tasks,
-            judge_fn=reward_file(folder, ARRAY, "judge")[0],
         ),
     ),
     "grpo_math, shared layers, one step": (

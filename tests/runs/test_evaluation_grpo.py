@@ -2,7 +2,7 @@
 
 The data are asymmetric: training, held-out and harder tasks begin with other words, prompts have different
 lengths, some rows cannot be used, some groups have equal rewards, some responses stop but not all, and the
-judge is none of the rewards.
+first reward function, which says what is right, has weight 0.
 """
 
 import json
@@ -81,9 +81,14 @@ def short(number, text):
     return None if number % 4 == 1 else float(len(text) < 35)
 
 
+def judge(text):
+    """The verdict, again: -3 to 1.5; right is 1 or more, and some responses get 0.75."""
+    return 0.75 * (len(text) % 7 - 4)
+
+
 def is_right(text):
-    """The verdict: at 1 or more. The judge gives -3 to 1.5; some responses get 0.75."""
-    return 0.75 * (len(text) % 7 - 4) >= 1
+    """At 1 or more."""
+    return judge(text) >= 1
 
 
 def row_of(kind, number):
@@ -167,9 +172,8 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             dataset_name=run.data,
             hard_dataset_name=run.hard,
             model_name_or_path=run.lm,
-            reward_fn=[f"{path}:points", f"{path}:short"],
-            reward_weights=WEIGHTS,
-            judge_fn=f"{path}:judge",
+            reward_fn=[f"{path}:judge", f"{path}:points", f"{path}:short"],
+            reward_weights=[0.0, *WEIGHTS],
         )
         args = maker(scripts, world, folder)("grpo_math", **(places | FLAGS | changes))
         with pytest.MonkeyPatch.context() as patch, handlers_kept():
@@ -191,7 +195,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             losses=[inputs for inputs, _ in losses],
             uniforms={name: inputs[2]["uniforms"] for name, (inputs, _) in zip(CALLS, sampled)},
             reward_calls=rows_of(folder, "functions.py.points.calls"),
-            judge_calls=rows_of(folder, "functions.py.judge.calls") if args.judge_fn else [],
+            judge_calls=rows_of(folder, "functions.py.judge.calls"),
         )
 
     return run
@@ -319,6 +323,7 @@ def update_by_hand(script, run, number, policy, reference, optimizer, lr):
         "lr": lr,
         "objective/entropy": mean(-x.sum().item() for x in old),
         "objective/scores": mean(scores),
+        "rewards/judge/mean": mean(judge(row.response) for row in rows),
         "rewards/points/mean": mean(points(row.number, row.response) for row in rows),
         "rewards/short/mean": mean(x for x in applies if x is not None),
         "loss/policy_avg": mean(losses),
@@ -431,11 +436,10 @@ def test_training_and_held_out_tasks_are_apart(trained):
             assert score == points(number, text)
 
 
-def test_the_judge_sees_the_evaluation_alone(trained):
-    """It reads the responses to held-out tasks, and none of the updates."""
+def test_each_function_gets_all_responses(trained):
+    """Also a function with weight 0."""
     run = trained()
-    names = [name for name in CALLS if not name.startswith("update")]
-    for name, call in zip(names, run.judge_calls, strict=True):
+    for name, call in zip(CALLS, run.judge_calls, strict=True):
         assert [(prompt, text) for prompt, text, _ in call] == [
             (row.prompt, row.response) for row in run.parts[name]
         ]
@@ -491,6 +495,7 @@ def table_by_hand(name, rows):
             "different responses per task": mean(len(set(group)) for group in texts),
             "distinct bigrams": bigram_share([row.response for row in rows]),
             "ended by itself": mean(row.ended for row in rows),
+            "rewards/judge": mean(judge(row.response) for row in rows),
             "rewards/points": mean(points(row.number, row.response) for row in rows),
             "rewards/short": mean(x for x in applies if x is not None),
         }
@@ -526,7 +531,7 @@ def test_the_rest_of_the_final_table(trained):
     run = trained()
     assert set(run.table) == {"before", "after", "n", "judge", "decoding"}
     assert run.table["n"] == 6
-    assert run.table["judge"] == run.args.judge_fn
+    assert run.table["judge"] == run.args.reward_fn[0]
     assert run.table["decoding"] == "sampling, temperature 0.8, at most 9 tokens"
     assert run.table["before"]["held-out: rewards/points"] != run.table["after"]["held-out: rewards/points"]
 
@@ -620,13 +625,3 @@ def test_the_same_random_numbers_before_and_after(trained):
     assert [line["task"] for line in frozen.samples] != [line["task"] for line in other.samples]
     mine, theirs = (run.uniforms["before held-out"].flatten().tolist() for run in (frozen, other))
     assert not set(mine) & set(theirs)
-
-
-def test_the_first_reward_is_the_judge_if_nobody_else_is(trained):
-    """Without --judge-fn a response is right if the first of --reward-fn gives 1 or more."""
-    run = trained(judge_fn=None)
-    assert run.table["judge"] == run.args.reward_fn[0]
-    for line in run.samples:
-        for part in ("before", "after"):
-            assert line[part]["right"] == [x >= 1 for x in line[part]["rewards/points"]]
-    assert 0 < run.table["after"]["held-out: pass@1"] < 1

@@ -29,13 +29,13 @@ def test_a_script_alone(tmp_path):
     end = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert end.returncode == 2
     [line] = end.stderr.splitlines()
-    assert line.startswith("ppo_sentiment.py: cannot load 'checkpoints/reviews-lm' from a folder or the Hub")
+    assert line.startswith("ppo_sentiment.py: cannot load 'checkpoints/reviews-lm'")
 
 
 def test_a_wrong_folder(scripts, capsys):
     """A wrong name of a data set is repeated in the line."""
     line = one_line(scripts["sft"], ["--dataset-name", "data/my_revews"], capsys)
-    assert "cannot load 'data/my_revews' from a folder or the Hub" in line
+    assert "cannot load 'data/my_revews'" in line
 
 
 # ---- Flags -------------------------------------------------------------------------------------------------
@@ -294,14 +294,13 @@ def test_the_gold_judge_is_for_its_own_posts(scripts, monkeypatch):
 
 
 def test_rloo_with_own_data_and_reward(scripts, rloo, tmp_path):
-    """Without references there is no win rate, and the reward function is named as the judge."""
+    """Without references there is no win rate, and no judge."""
     rows = [dict(prompt=f"Post {i}.\n\nTL;DR:") for i in range(12)]
     data = write_rows(tmp_path / "data", train=rows[:8], test=rows[8:])
     function = reward_file(tmp_path, "return [float(len(r)) for r in completions]")
     _, folder, _ = rloo(dataset_name=data, reward_fn=function, reward_model_path=None)
     table = json.loads((folder / "evaluation.json").read_text())
-    assert "win rate" not in table["before"]
-    assert [table["judge"]] == function
+    assert "win rate" not in table["before"] and table["judge"] is None
 
 
 # ---- Trackers ----------------------------------------------------------------------------------------------

@@ -434,18 +434,6 @@ def test_other_numbers_of_responses(grpo, samples):
     assert ({f"held-out: pass@{samples}", "held-out: pass@1"} <= names) and len(names) in (3, 9)
 
 
-def test_a_judge_is_none_of_the_rewards(grpo, tmp_path):
-    """The judge is not trained on, and its verdict is what the table counts; 1 or more is right."""
-    [judge] = reward_file(tmp_path, "return [1.0 if len(c) % 2 else 0.99 for c in completions]", "judge")
-    _, folder, rows = grpo(judge_fn=judge)
-    _, plain, other_rows = grpo("plain")
-    assert [row["objective/scores"] for row in rows] == [row["objective/scores"] for row in other_rows]
-    assert same(weights(folder / "model"), weights(plain / "model"))
-    assert table_of(folder)["judge"] == judge
-    for line in rows_of(folder, "evaluation_samples.jsonl"):
-        assert line["after"]["right"] == [len(text) % 2 == 1 for text in line["after"]["responses"]]
-
-
 # ---- Recipes and published data ----------------------------------------------------------------------------
 
 

@@ -79,7 +79,6 @@ JOBS = {  # name -> script, flags, flags of one process, flags of two; at least 
             hard_dataset_name="TASKS",
             reward_fn="FUNCTIONS OF TASKS",
             reward_weights="WEIGHTS",
-            judge_fn="VERIFIER",
             num_ppo_epochs=3,
         ),
         ONE,

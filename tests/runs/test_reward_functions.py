@@ -138,8 +138,7 @@ def test_a_function_gets_the_columns_of_its_rows(recorded, bang_lm, tmp_path, na
     if name == "rloo_tldr":
         flags |= dict(rloo_k=3, per_device_train_batch_size=6)
     if name == "grpo_math":
-        judge = reward_file(tmp_path, "return [1.0] * len(prompts)", "judge")[0]  # not the recorded function
-        flags |= dict(num_generations=3, num_eval_samples=3, per_device_train_batch_size=6, judge_fn=judge)
+        flags |= dict(num_generations=3, num_eval_samples=3, per_device_train_batch_size=6)
     B = 12 if name in GROUPS else 8
     _, rollouts = recorded(name, total_episodes=2 * B, **flags)
     calls = without_greedy(name, rows_of(tmp_path, "reward.py.calls"))
