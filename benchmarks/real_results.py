@@ -3,8 +3,8 @@
     python benchmarks/real_results.py smollm2-imdb          # docs/real-smollm2-imdb.png, tables to the screen
     python benchmarks/real_results.py smollm2-imdb OUT      # first copy the finished runs of OUT to results/
 
-The other job is smollm2-word-problems. Copied are numbers and the samples of the evaluation; of word problems,
-only a few with their texts. Models and data stay in OUT.
+The other jobs are smollm2-dailydialog and smollm2-word-problems. Copied are numbers and the samples of the
+evaluation; of these two, only a few with the texts of the data. Models and data stay in OUT.
 """
 
 import ast
@@ -28,6 +28,12 @@ PANELS = {  # job -> metric -> title
         "objective/kl": "KL to the start, nats per response",
         "completions/distinct_2": "distinct bigrams of the 64 responses",
     },
+    "smollm2-dailydialog": {
+        "meteor": "METEOR of the 64 answers",
+        "intent": "probability of the reference's intent",
+        "objective/kl": "KL to the start, nats per response",
+        "completions/distinct_2": "distinct bigrams of the 64 answers",
+    },
     "smollm2-word-problems": {
         "objective/scores": "reward: share of right answers, training problems",
         "frac_reward_zero_std": "groups with equal rewards",
@@ -35,7 +41,15 @@ PANELS = {  # job -> metric -> title
     },
 }
 OPERATORS = {"+": "addition", "-": "subtraction", "*": "multiplication", "/": "division"}
-NUM_TEXTS = 20  # word problems whose texts are copied
+NUM_TEXTS = 20  # word problems, and turns of dialogs, whose texts are copied
+OPENRL = {  # before and after, from OpenRL's page about DailyDialog
+    "rouge1": (0.164, 0.181),
+    "rougeLsum": (0.137, 0.153),
+    "meteor": (0.234, 0.292),
+    "sacrebleu": (0.063, 0.090),
+    "intent": (0.427, 0.435),
+    "tokens per answer": (18.950, 18.690),
+}
 
 
 def copy_results(out, results):
@@ -52,6 +66,8 @@ def copy_results(out, results):
             copy_tasks(run, out / "word-problems/test.jsonl", folder / "evaluation_samples.jsonl.gz")
         elif (run / "evaluation_samples.jsonl").exists():
             samples = (run / "evaluation_samples.jsonl").read_text()
+            if results.name == "smollm2-dailydialog":
+                samples = "".join(samples.splitlines(keepends=True)[:NUM_TEXTS])
             (folder / "evaluation_samples.jsonl").write_text(samples)
 
 
@@ -137,11 +153,28 @@ def cell(text):
 
 def first_samples(folder, count=4):
     """The first samples of the evaluation, in markdown."""
-    lines = ["| prompt | before | after | score |", "|---|---|---|---|"]
-    for line in (folder / "evaluation_samples.jsonl").read_text().splitlines()[:count]:
-        row = json.loads(line)
-        texts = [cell(row[name]) for name in ("prompt", "before", "after")]
+    rows = [json.loads(x) for x in (folder / "evaluation_samples.jsonl").read_text().splitlines()[:count]]
+    columns = [name for name in ("prompt", "last", "reference", "before", "after") if name in rows[0]]
+    lines = [f"| {' | '.join(columns)} | score |", "|---" * (len(columns) + 1) + "|"]
+    for row in rows:
+        texts = [cell(row[name]) for name in columns]
         lines.append(f"| {' | '.join(texts)} | {row['score']:.1f} → {row['score after']:.1f} |")
+    return "\n".join(lines)
+
+
+def beside_openrl(folder):
+    """The table of evaluation.json beside OpenRL's, in markdown."""
+    evaluation = read_json(folder / "evaluation.json")
+    head = [f"{evaluation['n']} held-out prompts", "before", "after", "gain", "references"]
+    head += ["OpenRL: SFT", "OpenRL: PPO", "gain"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, after in evaluation["after"].items():
+        before, reference = evaluation["before"][name], evaluation["references"].get(name)
+        gain = f"{after / before - 1:+.1%}" if before else ""
+        cells = [name, f"{before:.3f}", f"{after:.3f}", gain, f"{reference:.3f}" if reference else ""]
+        old, new = OPENRL.get(name, (None, None))
+        cells += ["", "", ""] if old is None else [f"{old:.3f}", f"{new:.3f}", f"{new / old - 1:+.1%}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -166,11 +199,12 @@ def stages(results, seeds):
     sft = read_json(results / "sft/evaluation.json")
     losses = f"{sft['before']['loss']:.3f} → {sft['after']['loss']:.3f} nats per token"
     lines.append(f"| `sft` | loss {losses} | {minutes(results / 'sft')} |")
-    for name in ("reward", "judge"):
+    kinds = {"reward": "reviews", "judge": "reviews", "intent": "answers"}
+    for name in kinds:
         if not (results / name).exists():  # word problems need none
             continue
         evaluation = read_json(results / name / "evaluation.json")
-        accuracy = f"accuracy {evaluation['accuracy']:.3f} on {evaluation['n']:,} reviews"
+        accuracy = f"accuracy {evaluation['accuracy']:.3f} on {evaluation['n']:,} {kinds[name]}"
         lines.append(f"| `{name}` | {accuracy} | {minutes(results / name)} |")
     for folder in seeds:
         evaluation = read_json(folder / "evaluation.json")
@@ -251,6 +285,10 @@ def tables(job):
     if job == "smollm2-word-problems":
         blocks.append(all_seeds(seeds))
         return [*blocks, by_operators(seeds[0]), equations(seeds[0]), first_tasks(seeds[0])]
+    if job == "smollm2-dailydialog":
+        for folder in seeds:
+            blocks += [beside_openrl(folder), first_samples(folder, count=8)]
+        return blocks
     blocks.append(health.table(seeds))
     for folder in seeds:
         blocks += [before_and_after(folder), scores_and_words(folder), first_samples(folder)]

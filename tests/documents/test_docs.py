@@ -401,6 +401,25 @@ def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
     assert f"{', '.join(map(str, noticed[:-1]))} and {noticed[-1]} on the first try" in README
 
 
+def test_the_weak_starts_of_the_dialogs_are_those_of_the_files():
+    """Before and after, the gain, and the quoted answers."""
+    names = ["epochs3", "epochs3-meteor2", "epochs3-meteor2-lr3e-4", "epochs5"]
+    rows = re.findall(r"^\| [35] epochs \| (.*) \|$", DOCS["ppo_dialog"], re.M)
+    assert len(rows) == len(names)
+    for name, row in zip(names, rows):
+        run = result(f"ppo-dialog-weak/{name}/evaluation.json")
+        before, after = run["before"], run["after"]
+        pairs = [f"{before[x]:.3f} → {after[x]:.3f}" for x in ("meteor", "intent", "distinct2")]
+        pairs[0] += f" (+{after['meteor'] / before['meteor'] - 1:.0%})".replace("%", " %")
+        assert row.split(" | ")[1:] == [*pairs, f"{after['KL, nats per response']:.2f}"]
+        flags = result(f"ppo-dialog-weak/{name}/args.json")["args"]
+        weight = re.search(r"--meteor-weight (\S+)`?", row.split(" | ")[0])
+        assert flags["meteor_weight"] == (float(weight[1].strip("`")) if weight else 1.0)
+    texts = (ROOT / "results/ppo-dialog-weak/epochs3-meteor2-lr3e-4/evaluation_samples.jsonl").read_text()
+    for quote in ("You can I find my tent back?", "The single room is my my room."):
+        assert quote in DOCS["ppo_dialog"].replace("\n", " ") and quote in texts
+
+
 def test_the_tables_of_real_models_are_those_of_the_program():
     """benchmarks/real_results.py prints these tables from the committed results."""
     program = load_program("benchmarks/real_results.py")
