@@ -9,6 +9,7 @@ import io
 import json
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -368,6 +369,23 @@ def test_profiles_and_starts_are_those_of_the_files(program, heading, capsys, mo
     assert len(rows) >= 6 and not set(rows[1:]) - set(printed)
 
 
+def test_the_ratios_since_21db0b9_are_those_of_the_files():
+    """Medians of runs, each without its first batch."""
+    section = DOCS["speed"].split("\n## Since 21db0b9")[1].split("\n## ")[0]
+    paths = sorted((ROOT / "results/speed/since-21db0b9").glob("*.jsonl"))
+    assert len(paths) == 7
+    for path in paths:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        seconds, memory = [], []
+        for who in ("ours fp32", "other"):
+            runs = [line for line in lines if line["contestant"] == who]
+            batches = [[batch["seconds"] for batch in run["batches"][1:]] for run in runs]
+            seconds.append(statistics.median(map(statistics.median, batches)))
+            memory.append(statistics.median(run["peak_memory_mb"] for run in runs))
+        cells = [f"{seconds[0]:.3f}", f"{seconds[1]:.3f}", f"{seconds[0] / seconds[1]:.2f}"]
+        assert cells_of(section, f"`{path.stem}`") == [*cells, f"{memory[0] / memory[1]:.2f}"]
+
+
 def test_the_ratios_of_the_readme_are_those_of_the_speed_page():
     """With one significant digit."""
     table = README.split("\n## Speed")[1].split("\n## ")[0]
@@ -426,6 +444,7 @@ def test_the_tables_of_real_models_are_those_of_the_program():
     page = "\n".join(line.strip() for line in DOCS["real_models"].splitlines())
     for table in [*program.tables("smollm2-imdb"), *program.tables("smollm2-word-problems")]:
         assert table in page
+    assert program.stages(ROOT / "results/smollm2-dailydialog", []) in page
 
 
 # ---- Ablations ---------------------------------------------------------------------------------------------
