@@ -23,8 +23,8 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
 7. Before and after training, held-out tasks are solved several times each. pass@1 is the share of responses
    that are right; pass@k, the share of tasks with at least one right response among k.
 8. As in rloo_tldr.py, a forward pass reads a prompt only once, however many of its responses it holds
-   (`generate_groups`, `group_logprobs`; not with gradient checkpointing). In training, minibatches and
-   processes split groups, so it holds all of them only in the default: one process, one minibatch.
+   (`generate_groups`, `group_logprobs`; not with gradient checkpointing). Several minibatches or processes
+   split groups in training, so there it pays most with one of each, as by default.
 
     python grpo_math.py                              # recipe tiny: no download, no GPU, minutes on 2 cores
     python grpo_math.py --learning-rate 1e-4         # tiny with one change; every field of Args is a flag
@@ -1902,7 +1902,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[-1].items():
+        for name, cell in rows[-1].items():  # in the first row, a cell may be empty
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])

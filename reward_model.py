@@ -1047,12 +1047,12 @@ def load_data(args, tokenizer):
     References are the texts whose mean score is saved as reward_offset (point 6). With labels there are none.
     """
     train, held_out = load_splits(args.dataset_name)
-    # What is too long loses its beginning: the response, or the answer, is at the end.
+    # What is too long loses its beginning, because a response, or an answer, is at the end.
     tokenizer.truncation_side = "left"
-    if "text" in train.column_names:
-        tokenizer.truncation_side = "right"
     if {"dialog", "act"} <= set(train.column_names):
         train, held_out = load_answers(train), load_answers(held_out)
+    elif "text" in train.column_names:
+        tokenizer.truncation_side = "right"
     train = select_shard(train, args.train_shard)
     order = torch.randperm(len(held_out), generator=generator_for(args.seed, "held-out"))
     held_out = held_out.select(order[: args.num_eval_rows].tolist())
@@ -1487,7 +1487,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[-1].items():
+        for name, cell in rows[-1].items():  # in the first row, a cell may be empty
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])

@@ -29,10 +29,10 @@ PANELS = {  # job -> metric -> title
         "completions/distinct_2": "distinct bigrams of the 64 responses",
     },
     "smollm2-dailydialog": {
-        "meteor": "METEOR of the 64 answers",
+        "meteor": "METEOR of the 256 answers",
         "intent": "probability of the reference's intent",
         "objective/kl": "KL to the start, nats per response",
-        "completions/distinct_2": "distinct bigrams of the 64 answers",
+        "completions/distinct_2": "distinct bigrams of the 256 answers",
     },
     "smollm2-word-problems": {
         "objective/scores": "reward: share of right answers, training problems",
@@ -165,13 +165,13 @@ def first_samples(folder, count=4):
 def beside_openrl(folder):
     """The table of evaluation.json beside OpenRL's, in markdown."""
     evaluation = read_json(folder / "evaluation.json")
-    head = [f"{evaluation['n']} held-out prompts", "before", "after", "gain", "references"]
+    head = [f"{evaluation['n']:,} held-out prompts", "before", "after", "gain"]
     head += ["OpenRL: SFT", "OpenRL: PPO", "gain"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, after in evaluation["after"].items():
-        before, reference = evaluation["before"][name], evaluation["references"].get(name)
+        before = evaluation["before"][name]
         gain = f"{after / before - 1:+.1%}" if before else ""
-        cells = [name, f"{before:.3f}", f"{after:.3f}", gain, f"{reference:.3f}" if reference else ""]
+        cells = [name, f"{before:.3f}", f"{after:.3f}", gain]
         old, new = OPENRL.get(name, (None, None))
         cells += ["", "", ""] if old is None else [f"{old:.3f}", f"{new:.3f}", f"{new / old - 1:+.1%}"]
         lines.append(f"| {' | '.join(cells)} |")

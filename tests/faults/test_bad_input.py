@@ -57,6 +57,8 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
         write_rows(root / name, train=[row] * 8)
     good_row, bad_row = dict(dialog=DIALOG, act=[1, 1]), dict(dialog=DIALOG, act=[1, 9])
     write_rows(root / "held-out-acts", train=[good_row] * 8, test=[bad_row])
+    labeled = [dict(text=REVIEW, label=i % 2) for i in range(8)]
+    write_rows(root / "no-held-out-labels", train=labeled, test=[dict(text=REVIEW)])
 
     # Models
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
@@ -88,6 +90,7 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
 REWARD, OTHER = "DATA/reward.py:reward", "DATA/other.py:reward"
 CASES_OF_ALL = {  # name of the case -> the flags that are wrong, a word of the line
     "model": (dict(model_name_or_path=MISSING), MISSING),
+    "clipping": (dict(max_grad_norm=-1.0), "--max-grad-norm"),
     "data": (dict(dataset_name=MISSING), MISSING),
     "other columns": (dict(dataset_name="DATA/other-columns"), "column"),
     "empty texts": (dict(dataset_name="DATA/empty"), "DATA/empty"),
@@ -211,6 +214,7 @@ CASES = {
         "config, type": (dict(from_config="nonsense dim=2"), "nonsense"),
         "shard, form": (dict(train_shard="half"), "half"),
         "shard, number": (dict(train_shard="2/2"), "2/2"),
+        "held-out labels": (dict(dataset_name="DATA/no-held-out-labels"), "None is none of"),
         "one label": (dict(label_names="only"), "needs two labels or more"),
         "acts": (dict(dataset_name="DATA/act-5", label_names=",".join(ACTS)), "4 is none of"),
         "blank dialogs": (dict(dataset_name="DATA/blank", label_names=",".join(ACTS)), "DATA/blank"),

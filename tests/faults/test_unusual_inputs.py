@@ -141,6 +141,18 @@ def test_the_side_to_cut_is_saved(scripts, tiny_classifier, tmp_path, side):
     assert cut == (ids[-4:] if side == "left" else ids[:4])
 
 
+def test_the_side_to_cut_is_that_of_the_data(scripts, tiny_pairs, tiny_classifier, small_folder):
+    """Texts with a label lose their end, everything else its beginning, whatever the tokenizer came with."""
+    script = scripts["reward_model"]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_classifier())
+    folders = {"left": (tiny_pairs, small_folder("dialogs")), "right": (small_folder("reviews"),)}
+    for side, of_side in folders.items():
+        for folder in of_side:
+            tokenizer.truncation_side = "right" if side == "left" else "left"
+            script.load_data(script.Args(dataset_name=folder), tokenizer)
+            assert tokenizer.truncation_side == side
+
+
 @pytest.fixture
 def eos_appender(tiny_lm, copy_of):
     """A language model whose tokenizer appends EOS to every text, and whose pad is EOS."""
