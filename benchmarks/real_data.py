@@ -18,10 +18,15 @@ after the numbers have been put back into the texts. It writes
     OUT/word-problems-sft    train: half of the training problems with their solutions, for fine-tuning
     OUT/word-problems        train: the other half with their answers and equations, for GRPO
 Both have SVAMP as their split test. Nothing is trained on it.
+
+smollm2-hh reads RAW/hh_rlhf with the columns chosen and rejected of Anthropic/hh-rlhf, and writes OUT/hh with the
+columns prompt, completion (the chosen answer), chosen and rejected as chats. Its split test are the pairs of 250
+prompts. Nothing is trained on them.
 """
 
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -84,7 +89,37 @@ def write_word_problems(raw, out):
         write([{name: row[name] for name in columns} for row in test], out / folder / "test.jsonl")
 
 
-WRITERS = {"smollm2-imdb": write_imdb, "smollm2-word-problems": write_word_problems}
+def messages(transcript):
+    """A dialog of hh-rlhf as a chat."""
+    turns = re.split(r"\n\n(Human|Assistant): ?", transcript)[1:]
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [
+        {"role": roles[speaker], "content": text.strip()} for speaker, text in zip(turns[::2], turns[1::2])
+    ]
+
+
+def write_hh(raw, out):
+    pairs_of = {}  # prompt -> its pairs
+    for split in datasets.load_dataset(str(raw / "hh_rlhf")).values():
+        for row in split:
+            chosen, rejected = messages(row["chosen"]), messages(row["rejected"])
+            prompt = chosen[:-1]
+            texts = [chat[-1]["content"] for chat in (chosen, rejected)]
+            # Some dialogs differ in more than their last turn, or are empty there.
+            if rejected[:-1] == prompt and chosen[-1]["role"] == "assistant" and all(texts):
+                pair = {
+                    "prompt": prompt,
+                    "completion": chosen[-1:],
+                    "chosen": chosen[-1:],
+                    "rejected": rejected[-1:],
+                }
+                pairs_of.setdefault(json.dumps(prompt), []).append(pair)
+    groups = shuffled(pairs_of.values())
+    write([pair for group in groups[:250] for pair in group], out / "hh/test.jsonl")
+    write([pair for group in groups[250:] for pair in group], out / "hh/train.jsonl")
+
+
+WRITERS = {"smollm2-imdb": write_imdb, "smollm2-word-problems": write_word_problems, "smollm2-hh": write_hh}
 
 if __name__ == "__main__":
     job, raw, out = sys.argv[1:]

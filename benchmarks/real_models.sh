@@ -6,6 +6,8 @@
 #   JOB      smollm2-imdb: positive film reviews, ppo_sentiment.py
 #            smollm2-dailydialog: answers in dialogs, ppo_dialog.py
 #            smollm2-word-problems: word problems with answers that are checked, grpo_math.py
+#            smollm2-tldr: summaries of posts, rloo_tldr.py
+#            smollm2-hh: helpful and harmless answers, rloo_tldr.py
 #   SEED     of the RL run; the stages before it are made once, with seed 1, and serve all seeds
 #   MODELS   a folder with smollm2-135m-instruct and minilm-l6:
 #              hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir MODELS/smollm2-135m-instruct
@@ -14,9 +16,10 @@
 #   OUT      output directory: 5 GB
 #
 # Run the same command again after an interruption: finished stages are skipped, an unfinished one is resumed.
-# More flags for the RL run can follow OUT. One core: OMP_NUM_THREADS=1. Results: docs/real_models.md.
+# More flags for the RL run can follow OUT. One core: OMP_NUM_THREADS=1. ONLY=reward runs only the stage with this
+# folder, so that stages that do not need each other can run side by side. Results: docs/real_models.md.
 set -eu
-[ $# -ge 5 ] || { sed -n '2,18s/^# \?//p' "$0"; exit 2; }
+[ $# -ge 5 ] || { sed -n '2,21s/^# \?//p' "$0"; exit 2; }
 JOB=$1 SEED=$2 MODELS=$(realpath "$3") DATA=$(realpath "$4") OUT=$5
 shift 5
 HERE=$(cd "$(dirname "$0")/.." && pwd)
@@ -29,6 +32,7 @@ ln -sfn "$MODELS" models
 stage() {
     local folder=$1 script=$2
     shift 2
+    [ "${ONLY:-$folder}" = "$folder" ] || return 0
     if [ -e "$folder/finished" ]; then
         echo "$folder: finished"
     elif [ -e "$folder/args.json" ]; then
@@ -74,6 +78,35 @@ smollm2-word-problems)
     # GRPO on the other half, with their answers only.
     stage "grpo-seed$SEED" grpo_math.py "$JOB" --seed "$SEED" --model-name-or-path sft/model \
         --dataset-name word-problems --dtype bfloat16 --save-every 4 --keep-checkpoints 1 "$@"
+    ;;
+smollm2-tldr)
+    # The start: SmolLM2 on 1,400 posts with their TL;DR.
+    stage sft sft.py --model-name-or-path models/smollm2-135m-instruct --dataset-name "$DATA/tldr" --max-length 640 \
+        --num-train-epochs 2 --lr-scheduler-type cosine --warmup-ratio 0.05 --dtype bfloat16 --save-every 20
+    # The reward and the judge: each learns from its half of 710 pairs.
+    for half in "0/2 reward" "1/2 judge"; do
+        stage "${half#* }" reward_model.py --train-shard "${half% *}" --model-name-or-path sft/model \
+            --dataset-name "$DATA/tldr_preference" --center-dataset-name "$DATA/tldr" --max-length 640 \
+            --per-device-train-batch-size 8 --warmup-ratio 0.1 --dtype bfloat16
+    done
+    stage "rloo-seed$SEED" rloo_tldr.py --seed "$SEED" --model-name-or-path sft/model --reward-model-path reward/model \
+        --judge-model judge/model --dataset-name "$DATA/tldr" --total-episodes 10240 --rloo-k 4 --num-ppo-epochs 2 \
+        --num-mini-batches 2 --per-device-train-batch-size 16 --gradient-accumulation-steps 8 --kl-coef 0.03 \
+        --missing-eos-penalty 1.0 --learning-rate 1e-5 --adam-eps 1e-5 --dtype bfloat16 --save-every 4 "$@"
+    ;;
+smollm2-hh)
+    [ -e hh/test.jsonl ] || "$PYTHON" "$HERE/benchmarks/real_data.py" "$JOB" "$DATA" .
+    # The reward and the judge: each learns from its half of the pairs.
+    for half in "0/2 reward" "1/2 judge"; do
+        stage "${half#* }" reward_model.py --train-shard "${half% *}" --model-name-or-path models/smollm2-135m-instruct \
+            --dataset-name hh --max-length 512 --per-device-train-batch-size 8 --num-train-epochs 1 \
+            --warmup-ratio 0.1 --dtype bfloat16
+    done
+    stage "rloo-seed$SEED" rloo_tldr.py --seed "$SEED" --model-name-or-path models/smollm2-135m-instruct \
+        --reward-model-path reward/model --judge-model judge/model --dataset-name hh --max-prompt-length 256 \
+        --response-length 64 --temperature 1.0 --total-episodes 10240 --rloo-k 4 --num-ppo-epochs 2 \
+        --num-mini-batches 2 --per-device-train-batch-size 16 --gradient-accumulation-steps 8 --kl-coef 0.03 \
+        --missing-eos-penalty 1.0 --learning-rate 1e-5 --adam-eps 1e-5 --dtype bfloat16 --save-every 4 "$@"
     ;;
 *)
     echo "no job $JOB" >&2

@@ -3,8 +3,8 @@
     python benchmarks/real_results.py smollm2-imdb          # docs/real-smollm2-imdb.png, tables to the screen
     python benchmarks/real_results.py smollm2-imdb OUT      # first copy the finished runs of OUT to results/
 
-The other jobs are smollm2-dailydialog and smollm2-word-problems. Copied are numbers and the samples of the
-evaluation; of these two, only a few with the texts of the data. Models and data stay in OUT.
+The other jobs are those of real_models.sh. Copied are numbers and the samples of the evaluation; except for the
+film reviews, only a few of them with the texts of the data. Models and data stay in OUT.
 """
 
 import ast
@@ -34,6 +34,16 @@ PANELS = {  # job -> metric -> title
         "objective/kl": "KL to the start, nats per response",
         "completions/distinct_2": "distinct bigrams of the 256 answers",
     },
+    "smollm2-tldr": {
+        "objective/scores": "score of the 256 summaries",
+        "objective/kl": "KL to the start, nats per response",
+        "completions/mean_length": "tokens per summary",
+    },
+    "smollm2-hh": {
+        "objective/scores": "score of the 256 answers",
+        "objective/kl": "KL to the start, nats per response",
+        "completions/mean_length": "tokens per answer",
+    },
     "smollm2-word-problems": {
         "objective/scores": "reward: share of right answers, training problems",
         "frac_reward_zero_std": "groups with equal rewards",
@@ -41,7 +51,7 @@ PANELS = {  # job -> metric -> title
     },
 }
 OPERATORS = {"+": "addition", "-": "subtraction", "*": "multiplication", "/": "division"}
-NUM_TEXTS = 20  # word problems, and turns of dialogs, whose texts are copied
+NUM_TEXTS = 20  # prompts, with their references, that are copied
 OPENRL = {  # before and after, from OpenRL's page about DailyDialog
     "rouge1": (0.164, 0.181),
     "rougeLsum": (0.137, 0.153),
@@ -55,9 +65,9 @@ OPENRL = {  # before and after, from OpenRL's page about DailyDialog
 def copy_results(out, results):
     """Copy what finished runs wrote, without models and data, and without paths of this machine."""
     for run in sorted(path.parent for path in out.glob("*/finished")):
-        folder = results / run.name.removeprefix("ppo-").removeprefix("grpo-")
+        folder = results / re.sub("^(ppo|rloo|grpo)-", "", run.name)
         folder.mkdir(parents=True, exist_ok=True)
-        about = re.sub(r'"/[^"]*/(?=\w+\.py")', '"', (run / "args.json").read_text())
+        about = re.sub(r'"/[^"]*/(?=[^"/]+")', '"', (run / "args.json").read_text())
         (folder / "args.json").write_text(about + "\n")
         metrics = (run / "metrics.jsonl").read_bytes()
         (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(metrics, mtime=0))
@@ -65,10 +75,13 @@ def copy_results(out, results):
         if run.name.startswith("grpo-"):
             copy_tasks(run, out / "word-problems/test.jsonl", folder / "evaluation_samples.jsonl.gz")
         elif (run / "evaluation_samples.jsonl").exists():
-            samples = (run / "evaluation_samples.jsonl").read_text()
-            if results.name == "smollm2-dailydialog":
-                samples = "".join(samples.splitlines(keepends=True)[:NUM_TEXTS])
-            (folder / "evaluation_samples.jsonl").write_text(samples)
+            rows = [json.loads(x) for x in (run / "evaluation_samples.jsonl").read_text().splitlines()]
+            if results.name != "smollm2-imdb":
+                for row in rows[NUM_TEXTS:]:
+                    for name in {"prompt", "last", "reference"} & set(row):
+                        del row[name]
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / "evaluation_samples.jsonl").write_text(lines)
 
 
 def copy_tasks(run, data, path):
@@ -106,8 +119,8 @@ def smooth(values, width=8):
 
 
 def draw(job, seeds, path):
-    figure = Figure(figsize=(12, 3.5), layout="constrained")
     panels = PANELS[job]
+    figure = Figure(figsize=(4 * len(panels), 3.5), layout="constrained")
     for axis, (name, label) in zip(figure.subplots(1, len(panels)), panels.items()):
         for folder in seeds:
             rows = read_metrics(folder)
@@ -115,8 +128,8 @@ def draw(job, seeds, path):
             values = [row[name] for row in rows]
             line = axis.plot(episodes, smooth(values), label=folder.name)
             axis.plot(episodes, values, color=line[0].get_color(), alpha=0.25)
-            if name == "objective/kl":
-                target = read_json(folder / "args.json")["args"]["kl_target"]
+            target = read_json(folder / "args.json")["args"].get("kl_target")
+            if name == "objective/kl" and target:
                 axis.axhline(target, color="gray", linestyle="--", label="target")
         axis.set(title=label, xlabel="episodes (responses)")
         axis.set_ylim(bottom=0 if name != "objective/scores" else None)
@@ -151,10 +164,10 @@ def cell(text):
     return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
 
 
-def first_samples(folder, count=4):
+def first_samples(folder, count=4, columns=("prompt", "last", "reference", "before", "after")):
     """The first samples of the evaluation, in markdown."""
     rows = [json.loads(x) for x in (folder / "evaluation_samples.jsonl").read_text().splitlines()[:count]]
-    columns = [name for name in ("prompt", "last", "reference", "before", "after") if name in rows[0]]
+    columns = [name for name in columns if name in rows[0]]
     lines = [f"| {' | '.join(columns)} | score |", "|---" * (len(columns) + 1) + "|"]
     for row in rows:
         texts = [cell(row[name]) for name in columns]
@@ -162,18 +175,34 @@ def first_samples(folder, count=4):
     return "\n".join(lines)
 
 
-def beside_openrl(folder):
-    """The table of evaluation.json beside OpenRL's, in markdown."""
-    evaluation = read_json(folder / "evaluation.json")
-    head = [f"{evaluation['n']:,} held-out prompts", "before", "after", "gain"]
+def beside_openrl(folders):
+    """The mean of the tables of evaluation.json beside OpenRL's, in markdown."""
+    runs = [read_json(folder / "evaluation.json") for folder in folders]
+    head = [f"{runs[0]['n']:,} held-out prompts", "before", "after", "gain"]
     head += ["OpenRL: SFT", "OpenRL: PPO", "gain"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for name, after in evaluation["after"].items():
-        before = evaluation["before"][name]
+    for name in runs[0]["after"]:
+        before, after = (sum(run[side][name] for run in runs) / len(runs) for side in ("before", "after"))
         gain = f"{after / before - 1:+.1%}" if before else ""
         cells = [name, f"{before:.3f}", f"{after:.3f}", gain]
         old, new = OPENRL.get(name, (None, None))
         cells += ["", "", ""] if old is None else [f"{old:.3f}", f"{new:.3f}", f"{new / old - 1:+.1%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def beside_trl(results):
+    """Ten updates at a time: our seed 3, and TRL's PPOTrainer on the same models and reviews, in markdown."""
+    ours = read_metrics(results / "seed3")
+    theirs = read_metrics(results / "trl")
+    lines = ["| episodes | score, ours | TRL | KL, ours | TRL |", "|---" * 5 + "|"]
+    for start in range(0, len(theirs), 10):
+        rows = slice(start, min(start + 10, len(theirs)))
+        cells = [f"{ours[rows][0]['episode'] - 63:,} to {ours[rows][-1]['episode']:,}"]
+        for name, name_of_trl in (("objective/scores", "score_mean"), ("objective/kl", "objective/kl")):
+            for updates, key in ((ours, name), (theirs, name_of_trl)):
+                values = [row[key] for row in updates[rows]]
+                cells.append(f"{sum(values) / len(values):.2f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -196,16 +225,16 @@ def scores_and_words(folder, count=6):
 def stages(results, seeds):
     """What each stage of the job learned, and how long it took, in markdown."""
     lines = ["| stage | held-out result | minutes of updates |", "|---|---|---|"]
-    sft = read_json(results / "sft/evaluation.json")
-    losses = f"{sft['before']['loss']:.3f} → {sft['after']['loss']:.3f} nats per token"
-    lines.append(f"| `sft` | loss {losses} | {minutes(results / 'sft')} |")
-    kinds = {"reward": "reviews", "judge": "reviews", "intent": "answers"}
-    for name in kinds:
-        if not (results / name).exists():  # word problems need none
+    for name in ("sft", "reward", "judge", "intent"):  # no job has all of them
+        if not (results / name).exists():
             continue
         evaluation = read_json(results / name / "evaluation.json")
-        accuracy = f"accuracy {evaluation['accuracy']:.3f} on {evaluation['n']:,} {kinds[name]}"
-        lines.append(f"| `{name}` | {accuracy} | {minutes(results / name)} |")
+        if name == "sft":
+            losses = [f"{evaluation[side]['loss']:.3f}" for side in ("before", "after")]
+            result = f"loss {' → '.join(losses)} nats per token"
+        else:
+            result = f"accuracy {evaluation['accuracy']:.3f} on {evaluation['n']:,} rows"
+        lines.append(f"| `{name}` | {result} | {minutes(results / name)} |")
     for folder in seeds:
         evaluation = read_json(folder / "evaluation.json")
         label, name = ("pass@1", "held-out: pass@1")
@@ -286,13 +315,16 @@ def tables(job):
         blocks.append(all_seeds(seeds))
         return [*blocks, by_operators(seeds[0]), equations(seeds[0]), first_tasks(seeds[0])]
     if job == "smollm2-dailydialog":
-        for folder in seeds:
-            blocks += [beside_openrl(folder), first_samples(folder, count=8)]
-        return blocks
+        return [*blocks, beside_openrl(seeds), all_seeds(seeds), first_samples(seeds[0], count=8)]
+    if job == "smollm2-tldr":
+        blocks += [before_and_after(seeds[0]), scores_and_words(seeds[0])]
+        return [*blocks, first_samples(seeds[0], columns=("reference", "before", "after"))]
+    if job == "smollm2-hh":
+        return [*blocks, before_and_after(seeds[0])]
     blocks.append(health.table(seeds))
     for folder in seeds:
         blocks += [before_and_after(folder), scores_and_words(folder), first_samples(folder)]
-    return blocks
+    return [*blocks, beside_trl(results)]
 
 
 if __name__ == "__main__":
