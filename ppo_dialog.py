@@ -86,6 +86,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 # ============================================================================================================
@@ -896,15 +897,28 @@ def token_logits(hidden, weight, temperature=1.0, bias=None):
 def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
-    hidden [..., H], weight [V, H], tokens [...], bias [V] or None -> logprobs, entropies, both fp32 [...], in
-    nats and differentiable. The logits of all tokens may need more memory than the model, so OutputLayer (in
-    Part II) computes them in chunks.
+    hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
+    The entropies are only logged: they have no gradient.
+
+    The logits of all N tokens may need more memory than the model, so no more than 128 rows are computed at
+    once. The backward pass needs them again. The first 2**25 numbers (128 MiB) are kept for it, and it
+    computes the others a second time.
     """
-    bias = None if bias is None else bias / temperature
-    with torch.autocast(hidden.device.type, enabled=False):
-        flat_hidden = hidden.reshape(-1, hidden.shape[-1]).float() / temperature  # [N, H]
-        logprobs, entropies = OutputLayer.apply(flat_hidden, weight.float(), bias, tokens.reshape(-1))
-    return logprobs.view(tokens.shape), entropies.view(tokens.shape)
+
+    def logprobs_of_chunk(hidden, tokens):
+        log_p = torch.log_softmax(token_logits(hidden, weight, temperature, bias), dim=1)  # [128, V]
+        with torch.no_grad():
+            entropies = -log_p.exp().mul_(log_p).sum(1)
+        return log_p.gather(1, tokens[:, None]).squeeze(1), entropies
+
+    outputs = []
+    for i, chunk in enumerate(zip(hidden.split(128), tokens.split(128))):
+        if (i + 1) * 128 * len(weight) <= 2**25:
+            outputs.append(logprobs_of_chunk(*chunk))
+        else:
+            outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
+    logprobs, entropies = zip(*outputs)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 # ---- Math: pure functions of tensors -----------------------------------------------------------------------
@@ -1051,65 +1065,6 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2."""
-
-
-# ---- Output layer: less memory -----------------------------------------------------------------------------
-
-
-class OutputLayer(torch.autograd.Function):
-    """Log-probabilities and entropies under softmax(hidden @ weight.T + bias), 128 rows at a time.
-
-    F.linear, log_softmax and gather give the same, but keep [N, V] numbers for the backward pass. Here the
-    backward pass computes the log-softmax of each chunk again. To save time, the first chunks are kept, up to
-    2**25 numbers (128 MiB). The backward pass overwrites them, so it can run only once.
-    """
-
-    @staticmethod
-    def log_softmax(hidden, weight, bias):
-        """[128, H], [V, H], [V] or None -> [128, V]"""
-        logits = F.linear(hidden, weight, bias)
-        return torch.log_softmax(logits, 1, out=logits)  # in place, because they are large
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, tokens):
-        """[N, H], [V, H], [V] or None, [N] -> logprobs, entropies, both fp32 [N]"""
-        logprobs, entropies = torch.zeros(2, len(hidden), device=hidden.device)
-        kept = []
-        for start in range(0, len(hidden), 128):
-            rows = slice(start, start + 128)
-            log_p = OutputLayer.log_softmax(hidden[rows], weight, bias)
-            logprobs[rows] = log_p.gather(1, tokens[rows, None]).squeeze(1)
-            entropies[rows] = -log_p.exp().mul_(log_p).sum(1)
-            if hidden.requires_grad and rows.stop * len(weight) <= 2**25:
-                kept.append(log_p)
-        ctx.save_for_backward(hidden, weight, bias, tokens, entropies, *kept)
-        ctx.set_materialize_grads(False)  # the gradient of an output that is not used is None
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx, d_logprobs, d_entropies):
-        """d logprob / d logits = one_hot(token) - p;  d entropy / d logits = -p (log p + entropy)"""
-        hidden, weight, bias, tokens, entropies, *kept = ctx.saved_tensors
-        if d_logprobs is None:
-            d_logprobs = torch.zeros_like(entropies)
-        d_hidden = torch.zeros_like(hidden)
-        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for i, start in enumerate(range(0, len(hidden), 128)):
-                rows = slice(start, start + 128)
-                log_p = kept[i] if i < len(kept) else OutputLayer.log_softmax(hidden[rows], weight, bias)
-                scale = d_logprobs[rows, None]  # [128, 1]
-                if d_entropies is not None:
-                    scale = scale + d_entropies[rows, None] * (log_p + entropies[rows, None])  # [128, V]
-                d_logits = log_p.exp_().mul_(-scale)  # in place: nobody needs log_p again
-                d_logits.scatter_add_(1, tokens[rows, None], d_logprobs[rows, None])
-                d_hidden[rows] = d_logits @ weight
-                if d_weight is not None:
-                    d_weight.addmm_(d_logits.T, hidden[rows])
-                if d_bias is not None:
-                    d_bias += d_logits.sum(0)
-        return d_hidden, d_weight, d_bias, None
 
 
 # ---- Loading models ----------------------------------------------------------------------------------------

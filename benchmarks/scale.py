@@ -329,17 +329,18 @@ def one_layer_without_gradient(case, model, tokens):
 
 
 def logits_of_update(case):
-    """What the output layer holds, all fp32: up to 2^25 numbers that are kept, one chunk of 128 rows (two
-    if not all is kept), and the gradient of its weights.
+    """What the output layer holds, all fp32: up to 2^25 numbers that are kept, one more chunk of 128 rows
+    (three if not all is kept), and the gradient of its weights: that of one chunk, and the sum so far.
     """
     m = case.model
     if not case.has_head:
         return 0
     tokens = case.length if case.algorithm == "sft" else case.response_length
-    numbers = case.per_device_train_batch_size * tokens * m.vocabulary
-    chunks = 128 * m.vocabulary * (1 if numbers <= 2**25 else 2)
+    rows = case.per_device_train_batch_size * tokens
+    numbers = rows * m.vocabulary
+    chunks = 128 * m.vocabulary * (1 if numbers <= 2**25 else 3)
     is_trained = not case.lora_r and not (case.num_shared_layers and m.head == 0)
-    gradient = m.vocabulary * m.width if is_trained else 0
+    gradient = m.vocabulary * m.width * (1 if rows <= 128 else 2) if is_trained else 0
     return FP32 * (min(numbers, 2**25) + chunks + gradient)
 
 

@@ -7,7 +7,8 @@
     python benchmarks/speed/profile_update.py --show                               # the tables of the results
 
 A phase is some functions of the script, timed from outside. If a function of one phase calls one of another phase,
-the inner time counts only for the inner phase. The results are in results/speed/profiles.jsonl.
+the inner time counts only for the inner phase. In the RL scripts, the gradient of the logits counts as "transformer,
+backward". The results are in results/speed/profiles.jsonl.
 --operators runs torch.profiler on the fourth update. The profiler itself takes time and memory, so its table is rough.
 """
 
@@ -38,8 +39,7 @@ PHASES = {
         "sequence_logits",
     ),
     "logits and their gradient": (
-        "OutputLayer.forward",
-        "OutputLayer.backward",
+        "token_logprobs",
         "CrossEntropy.forward",
         "CrossEntropy.backward",
     ),

@@ -369,11 +369,12 @@ def test_profiles_and_starts_are_those_of_the_files(program, heading, capsys, mo
     assert len(rows) >= 6 and not set(rows[1:]) - set(printed)
 
 
-def test_the_ratios_since_21db0b9_are_those_of_the_files():
+@pytest.mark.parametrize("folder, count", [("since-21db0b9", 7), ("plain-output-layer", 3)])
+def test_the_ratios_to_earlier_versions_are_those_of_the_files(folder, count):
     """Medians of runs, each without its first batch."""
-    section = DOCS["speed"].split("\n## Since 21db0b9")[1].split("\n## ")[0]
-    paths = sorted((ROOT / "results/speed/since-21db0b9").glob("*.jsonl"))
-    assert len(paths) == 7
+    section = DOCS["speed"].split(f"results/speed/{folder}")[1].split("\n## ")[0]
+    paths = sorted((ROOT / "results/speed" / folder).glob("*.jsonl"))
+    assert len(paths) == count
     for path in paths:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         seconds, memory = [], []

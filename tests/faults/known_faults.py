@@ -241,10 +241,10 @@ ppo_sentiment.generate: no temperature in sampling (trap 11)
 
 ppo_sentiment.token_logprobs: no temperature in log-probabilities (trap 11)
   math/test_output_layer.py::test_token_logprobs_agree_with_naive
-  - .float() / temperature
-  + .float()
+  - token_logits(hidden, weight, temperature, bias)
+  + token_logits(hidden, weight, 1.0, bias)
 
-ppo_sentiment.token_logprobs: no temperature in the bias of the head (trap 11)
+ppo_sentiment.token_logits: no temperature in the bias of the head (trap 11)
   math/test_output_layer.py::test_token_logprobs_agree_with_naive
   - bias / temperature
   + bias
@@ -323,38 +323,28 @@ ppo_sentiment.check_first_ratio: a ratio that is nan is accepted (trap 10)
 
 ppo_sentiment.token_logprobs: the bias of the head is forgotten (trap 43)
   math/test_output_layer.py::test_token_logprobs_agree_with_naive
-  - weight.float(), bias, tokens
-  + weight.float(), None, tokens
+  - token_logits(hidden, weight, temperature, bias)
+  + token_logits(hidden, weight, temperature)
 
-ppo_sentiment.OutputLayer.backward: the bias of the head has no gradient (trap 43)
-  math/test_output_layer.py::test_gradients_agree_with_autograd
-  - d_bias += d_logits.sum(0)
-  + pass
-
-ppo_sentiment.OutputLayer.backward: the gradient of the head is that of the last chunk
-  math/test_output_layer.py::test_gradients_agree_with_autograd
-  - d_weight.addmm_(d_logits.T, hidden[rows])
-  + d_weight = d_logits.T @ hidden[rows]
-
-ppo_sentiment.OutputLayer.backward: chunks that are kept come back in another order (RuntimeError)
-  math/test_output_layer.py::test_chunks_that_are_kept_change_no_gradient
-  - kept[i] if
-  + kept[-1 - i] if
-
-ppo_sentiment.OutputLayer.forward: all chunks are kept
+ppo_sentiment.token_logprobs: all chunks are kept
   math/test_output_layer.py::test_at_most_2_to_25_numbers_are_kept
-  - rows.stop * len(weight) <= 2**25
+  - (i + 1) * 128 * len(weight) <= 2**25
   + True
 
-ppo_sentiment.token_logits: logits are rounded to bf16
-  math/test_output_layer.py::test_logits_are_never_rounded_to_bf16
-  - enabled=False
-  + dtype=torch.bfloat16
+ppo_sentiment.token_logprobs: the limit is for each chunk
+  math/test_output_layer.py::test_at_most_2_to_25_numbers_are_kept
+  - (i + 1) * 128 * len(weight)
+  + 128 * len(weight)
 
-ppo_sentiment.OutputLayer.forward: an entropy with the wrong sign
+ppo_sentiment.token_logprobs: an entropy with the wrong sign
   math/test_output_layer.py::test_token_logprobs_agree_with_naive
   - -log_p.exp()
   + log_p.exp()
+
+ppo_sentiment.token_logprobs: the chunks are log-softmaxed over the rows
+  math/test_output_layer.py::test_token_logprobs_agree_with_naive
+  - bias), dim=1)
+  + bias), dim=0)
 
 sft.CrossEntropy.backward: chunks of losses come back in another order (RuntimeError)
   math/test_fine_tuning.py::test_cross_entropy_in_chunks
@@ -366,25 +356,10 @@ sft.CrossEntropy.backward: chunks of losses that are computed again have no bias
   - log_softmax(hidden[rows], weight, bias)
   + log_softmax(hidden[rows], weight, None)
 
-ppo_sentiment.OutputLayer.backward: chunks that are computed again have no bias
-  math/test_output_layer.py::test_chunks_that_are_kept_change_no_gradient
-  - OutputLayer.log_softmax(hidden[rows], weight, bias)
-  + OutputLayer.log_softmax(hidden[rows], weight, None)
-
-ppo_sentiment.OutputLayer.backward: the gradient of the entropy lacks the entropy
-  math/test_output_layer.py::test_gradients_agree_with_autograd
-  - log_p + entropies[rows, None]
-  + log_p
-
-ppo_sentiment.token_logprobs: log-probabilities are rounded to bf16
+ppo_sentiment.token_logits: logits are rounded to bf16
   math/test_output_layer.py::test_logits_are_never_rounded_to_bf16
   - enabled=False
   + dtype=torch.bfloat16
-
-ppo_sentiment.OutputLayer.forward: chunks are kept that no gradient needs
-  math/test_output_layer.py::test_nothing_is_kept_without_a_gradient
-  - hidden.requires_grad and rows.stop
-  + rows.stop
 
 # Rewards
 

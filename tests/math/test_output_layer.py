@@ -1,4 +1,4 @@
-"""From hidden states to log-probabilities and entropies: token_logprobs and OutputLayer.
+"""From hidden states to log-probabilities and entropies: token_logprobs.
 
 The references are naive.py, and plain autograd on all logits at once, in float64.
 """
@@ -11,22 +11,32 @@ import naive
 import pytest
 import torch
 from conftest import module_with
-from math_tools import INF, close, gradients, head_case, normal, reference_logprobs
+from math_tools import INF, close, gradients, head_case, reference_logprobs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ppo = module_with("gae", "OutputLayer")
+ppo = module_with("gae", "token_logprobs")
 CHUNK = 128  # rows
 both_temperatures = pytest.mark.parametrize("temperature", [0.7, 1.0])
 
 
 def ours(tokens, temperature=1.0):
     """Log-probabilities and entropies [2, ...] as a function of hidden states, weight and bias."""
-    return lambda h, w, b=None: torch.stack(ppo.token_logprobs(h, w, tokens, temperature, b))
+
+    def function(hidden, weight, bias=None):
+        found = ppo.token_logprobs(hidden.flatten(0, 1), weight, tokens.flatten(), temperature, bias)
+        return torch.stack(found).view(2, *tokens.shape)
+
+    return function
 
 
 def exact(tokens, temperature=1.0):
     """The same from all logits, in float64."""
     return lambda h, w, b=None: torch.stack(reference_logprobs(h, w, tokens, temperature, b))
+
+
+def logprobs_of(function):
+    """Only the log-probabilities: the entropies have no gradient."""
+    return lambda *inputs: function(*inputs)[0]
 
 
 def doubles(*tensors):
@@ -40,21 +50,12 @@ def doubles(*tensors):
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_token_logprobs_agree_with_naive(temperature, with_bias):
     hidden, weight, tokens, bias = head_case()
-    found = ppo.token_logprobs(hidden, weight, tokens, temperature, bias if with_bias else None)
+    found = ours(tokens, temperature)(hidden, weight, bias if with_bias else None)
     lists = hidden.tolist(), weight.tolist(), tokens.tolist()
     theirs = naive.token_logprobs(*lists, temperature, bias.tolist() if with_bias else None)
     for x, y in zip(found, theirs):
         assert x.dtype is torch.float32
         close(x, y)
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3, 4)])
-def test_token_logprobs_take_any_shape(shape):
-    hidden, weight = normal(*shape, 6), normal(11, 6, seed=1)
-    tokens = torch.randint(11, shape, generator=torch.Generator().manual_seed(2))
-    expected = reference_logprobs(hidden.reshape(1, -1, 6), weight, tokens.reshape(1, -1))
-    for x, y in zip(ppo.token_logprobs(hidden, weight, tokens), expected):
-        close(x, y.view(shape))
 
 
 @pytest.mark.parametrize("V, N", [(50_257, 200), (1, 3), (1_500, 257)])
@@ -69,7 +70,7 @@ def test_token_logprobs_of_logits_far_apart():
     """Logits of 0 and 1000: log-probabilities of -1000 and 0, entropies of 0, gradients without nan."""
     weight, tokens = torch.tensor([[0.0], [1000.0]]), torch.tensor([[0, 1]])
     close(ours(tokens)(torch.ones(1, 2, 1), weight), [[[-1000.0, 0.0]], [[0.0, 0.0]]])
-    for x in gradients(ours(tokens), torch.ones(1, 2, 1), weight):
+    for x in gradients(logprobs_of(ours(tokens)), torch.ones(1, 2, 1), weight):
         assert x.isfinite().all()
 
 
@@ -79,32 +80,18 @@ def test_token_logprobs_of_logits_far_apart():
 @both_temperatures
 @pytest.mark.parametrize("N", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK - 1, 3 * CHUNK])
 def test_gradients_agree_with_autograd(N, temperature):
-    """Of log-probabilities and entropies, in hidden states, weight and bias."""
+    """Of log-probabilities, in hidden states, weight and bias."""
     hidden, weight, tokens, bias = head_case(1, N, 3, 11)
-    found = gradients(ours(tokens, temperature), hidden, weight, bias)
-    for x, y in zip(found, gradients(exact(tokens, temperature), *doubles(hidden, weight, bias))):
-        close(x, y, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_gradients_of_log_probabilities_alone_and_of_entropies_alone(index):
-    """What gets no gradient needs no work."""
-    hidden, weight, tokens, bias = head_case(1, 150, 3, 700)
-    found = gradients(lambda *x: ppo.token_logprobs(*x[:2], tokens, 0.7, x[2])[index], hidden, weight, bias)
-    expected = gradients(lambda *x: exact(tokens, 0.7)(*x)[index], *doubles(hidden, weight, bias))
+    found = gradients(logprobs_of(ours(tokens, temperature)), hidden, weight, bias)
+    expected = gradients(logprobs_of(exact(tokens, temperature)), *doubles(hidden, weight, bias))
     for x, y in zip(found, expected):
         close(x, y, rtol=1e-4, atol=1e-4)
 
 
-def test_no_work_for_entropies_that_are_not_used():
-    hidden, weight, tokens, _ = head_case(1, 20, 3, 700)
-    operations = []
-    for loss in (lambda out: out[0].sum(), lambda out: out[0].sum() + out[1].sum()):
-        out = ppo.token_logprobs(hidden.detach().requires_grad_(), weight, tokens)
-        with Results() as results:
-            loss(out).backward()
-        operations.append(sum(size == 20 * 700 for size in results.sizes))
-    assert operations[0] <= operations[1] - 2
+def test_entropies_have_no_gradient():
+    hidden, weight, tokens, _ = head_case(1, 150, 3, 700)
+    logprobs, entropies = ppo.token_logprobs(hidden[0].requires_grad_(), weight, tokens[0])
+    assert logprobs.requires_grad and not entropies.requires_grad
 
 
 @pytest.mark.parametrize("trained", ["hidden", "weight", "bias"])
@@ -112,8 +99,8 @@ def test_frozen_inputs_get_no_gradient(trained):
     """LoRA freezes the output layer; a frozen transformer gives hidden states without a gradient."""
     hidden, weight, tokens, bias = head_case(1, 140, 3, 11)
     inputs = dict(hidden=hidden, weight=weight, bias=bias)
-    expected = dict(zip(inputs, gradients(exact(tokens), *doubles(hidden, weight, bias))))
-    [found] = gradients(lambda x: ours(tokens)(*(inputs | {trained: x}).values()), inputs[trained])
+    expected = dict(zip(inputs, gradients(logprobs_of(exact(tokens)), *doubles(hidden, weight, bias))))
+    [found] = gradients(lambda x: ours(tokens)(*(inputs | {trained: x}).values())[0], inputs[trained])
     close(found, expected[trained], rtol=1e-4, atol=1e-4)
     assert all(x.grad is None for x in (hidden, weight, bias))
 
@@ -122,8 +109,8 @@ def test_gradients_of_large_logits():
     """All logits near -100, as many models have them. The gradients must not lose digits to their size."""
     hidden, weight, tokens, _ = head_case(4, 16, 64, 2_000)
     hidden[..., 0], weight[:, 0] = 1, -100
-    found = gradients(ours(tokens), hidden, weight)
-    for x, y in zip(found, gradients(exact(tokens), *doubles(hidden, weight))):
+    found = gradients(logprobs_of(ours(tokens)), hidden, weight)
+    for x, y in zip(found, gradients(logprobs_of(exact(tokens)), *doubles(hidden, weight))):
         assert (x.double() - y).norm() < 5e-5 * y.norm()
 
 
@@ -145,11 +132,11 @@ class Results(TorchDispatchMode):
 
 
 def numbers_kept(function):
-    """The sizes of what function() keeps for the backward pass."""
-    sizes = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+    """The sizes of the tensors that function() keeps for the backward pass, each of them once."""
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
         function()
-    return sizes
+    return [x.numel() for x in kept.values()]
 
 
 @pytest.mark.parametrize("num_kept", [0, 1, 2, 3])
@@ -158,11 +145,11 @@ def test_chunks_that_are_kept_change_no_gradient(num_kept, monkeypatch):
     V, N = 2_000, 2 * CHUNK + 40
     hidden, weight, tokens, bias = head_case(1, N, 4, V)
     usual = gradients(ours(tokens, 0.7), hidden, weight, bias)  # keeps all
-    source = inspect.getsource(ppo.OutputLayer)
+    source = inspect.getsource(ppo.token_logprobs)
     assert source.count("<= 2**25") == 1
-    namespace = dict(vars(ppo))
+    namespace = vars(ppo) | {}
     exec(source.replace("<= 2**25", f"<= {num_kept * CHUNK * V}"), namespace)
-    monkeypatch.setattr(ppo, "OutputLayer", namespace["OutputLayer"])
+    monkeypatch.setattr(ppo, "token_logprobs", namespace["token_logprobs"])
     found = []
     kept = numbers_kept(lambda: found.extend(gradients(ours(tokens, 0.7), hidden, weight, bias)))
     assert [size for size in kept if size >= 40 * V] == [CHUNK * V, CHUNK * V, 40 * V][:num_kept]
@@ -179,20 +166,20 @@ def test_at_most_2_to_25_numbers_are_kept():
 
 
 def test_nothing_is_kept_without_a_gradient(monkeypatch):
-    """Not even until the end of the forward pass: a chunk is freed before the next but one."""
+    """Not even until the end of the forward pass: a chunk is freed before the next one."""
     chunks, num_alive = [], []
-    log_softmax = ppo.OutputLayer.log_softmax
+    log_softmax = torch.log_softmax
 
-    def watched(*inputs):
+    def watched(*inputs, **names):
         num_alive.append(sum(chunk() is not None for chunk in chunks))
-        log_p = log_softmax(*inputs)
+        log_p = log_softmax(*inputs, **names)
         chunks.append(weakref.ref(log_p))
         return log_p
 
-    monkeypatch.setattr(ppo.OutputLayer, "log_softmax", staticmethod(watched))
+    monkeypatch.setattr(torch, "log_softmax", watched)
     hidden, weight, tokens, _ = head_case(1, 4 * CHUNK, 3, 11)
-    ppo.token_logprobs(hidden, weight, tokens)
-    assert num_alive == [0, 1, 1, 1]
+    ppo.token_logprobs(hidden[0], weight, tokens[0])
+    assert num_alive == [0, 0, 0, 0]
 
 
 def test_token_logprobs_never_hold_all_logits():
@@ -201,7 +188,7 @@ def test_token_logprobs_never_hold_all_logits():
     hidden, weight, tokens, _ = head_case(1, N, 2, V)
     hidden.requires_grad_()
     with Results() as results:
-        logprobs, entropies = ppo.token_logprobs(hidden, weight, tokens)
+        logprobs, entropies = ppo.token_logprobs(hidden[0], weight, tokens[0])
         (logprobs + entropies).sum().backward()
     assert max(results.sizes) == CHUNK * V
 
