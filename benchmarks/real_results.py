@@ -130,7 +130,9 @@ def draw(job, seeds, path):
             axis.plot(episodes, values, color=line[0].get_color(), alpha=0.25)
             target = read_json(folder / "args.json")["args"].get("kl_target")
             if name == "objective/kl" and target:
-                axis.axhline(target, color="gray", linestyle="--", label="target")
+                axis.axhline(
+                    target, color="gray", linestyle="--", label="target" if folder == seeds[0] else None
+                )
         axis.set(title=label, xlabel="episodes (responses)")
         axis.set_ylim(bottom=0 if name != "objective/scores" else None)
         axis.grid(alpha=0.3)

@@ -9,6 +9,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -85,6 +86,24 @@ def test_a_documented_command_parses(scripts, name, words):
     verbs = {"judge": 1, "chat": 2}  # chat is followed by a folder
     skipped = verbs.get(words[0], 0) if words else 0
     assert scripts[name].parse_args(list(words[skipped:]))
+
+
+def test_the_notebook_runs_scripts_and_shows_a_run(scripts, tmp_path, monkeypatch):
+    """Its commands parse, and its last cell reads what ppo_sentiment.py writes."""
+    cells = json.loads((ROOT / "examples/real_model.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    commands = [shlex.split(line) for line in code if line.startswith("!python ")]
+    args = {Path(words[1]).stem: scripts[Path(words[1]).stem].parse_args(words[2:]) for words in commands}
+    assert list(args) == ["sft", "reward_model", "ppo_sentiment"]
+    assert args["ppo_sentiment"].model_name_or_path == f"{args['sft'].output_dir}/model"
+    assert args["ppo_sentiment"].reward_model_path == f"{args['reward_model'].output_dir}/model"
+    folder = tmp_path / args["ppo_sentiment"].output_dir
+    shutil.copytree(ROOT / "results/smollm2-imdb/seed1", folder)
+    monkeypatch.chdir(tmp_path)
+    tables = []
+    exec(code[-1], {"Path": Path, "display": tables.append})
+    assert [len(table) for table in tables] == [7, 10]
+    assert tables[0].loc["score mean", "after"] == pytest.approx(1.238, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", [*DOCS, "README"])
@@ -398,13 +417,13 @@ def test_the_ratios_of_the_readme_are_those_of_the_speed_page():
 
 def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
     """The first four answers; known faults and those that notice them; blind faults; kills."""
-    lines = (ROOT / "results/ppo-sentiment-tiny/seed1/evaluation_samples.jsonl").read_text().splitlines()
+    lines = (ROOT / "results/smollm2-imdb/seed1/evaluation_samples.jsonl").read_text().splitlines()
     rows = re.findall(r"^\| (.*\*\*) \| (\*\*.*\*\*) \| (\S+) → (\S+) \|$", README, re.M)
     assert len(rows) == 4
     for line, (before, after, *scores) in zip(map(json.loads, lines), rows):
         plain = " ".join(before.replace("**", " ").split()).replace(" ", "")
         assert plain == (line["prompt"] + line["before"]).replace(" ", "")
-        assert after.strip("*") == line["after"].strip()
+        assert after.strip("*") == " ".join(line["after"].split())
         assert scores == [f"{line['score']:.1f}", f"{line['score after']:.1f}"]
 
     faults = [json.loads(line) for line in open(ROOT / "tests/faults/mutations.jsonl")]
