@@ -2267,7 +2267,7 @@ def report_summaries(run, posts, before, after):
     decoding = describe_decoding(run.args)
     run.table("held-out posts", rows[:3])
     run.table(f"{len(rows)} held-out posts", comparison)
-    run.print(f"judge: {judge}; {decoding}")
+    run.print(f"judge: {judge or 'none, because there are no references'}; {decoding}")
     about = {"before": metrics_before, "after": metrics_after, "n": len(rows)}
     about |= {"judge": judge, "decoding": decoding}
     run.write("evaluation.json", json.dumps(about, indent=2))

@@ -511,12 +511,6 @@ FAULTS = {  # what is wrong -> script, part of its source, what it becomes, what
         "logits = torch.zeros(len(texts), model.config.num_labels)",
         "aten.index_put_.default: a tensor on cpu with indices on cuda:0, at ppo_sentiment.py:",
     ),
-    "a gradient on the CPU": (
-        "ppo_sentiment",
-        "d_hidden = torch.zeros_like(hidden)",
-        "d_hidden = torch.zeros(hidden.shape)",
-        "accelerator.backward(loss * world)",
-    ),
     "a tensor of a list": (
         "ppo_dialog",
         "acts = torch.tensor([turn.act - 1 for turn in turns], device=device)",
