@@ -326,7 +326,7 @@ def train(args):
         # 5. Update. Minibatches are drawn from the global batch; each process trains on its share, n rows
         #    at a time. The loss is the sum over this process's tokens, divided by the number of tokens in
         #    the minibatch on all processes. So the gradient does not depend on how a minibatch is split.
-        learner.train(args.gradient_checkpointing)  # without dropout, only checkpointing needs train mode
+        learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, update, updates)
         metric_sums = defaultdict(float)  # sums over the tokens of all minibatches and epochs
@@ -1044,7 +1044,7 @@ def learning_rate(args, update, updates):
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
         return args.learning_rate * update / warmup
-    progress = (update - 1 - warmup) / max(1, updates - warmup)  # from 0 to less than 1
+    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
     factors = {
         "constant": 1.0,
         "linear": 1.0 - progress,
@@ -1099,7 +1099,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. (So is BERT's pooler: its language model has none.)
+    # What is outside of the transformer is the head. (BERT's pooler counts too: its language models lack it.)
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -1113,7 +1113,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
             if isinstance(value, float) and is_noise:
-                setattr(module, key, 0.0)  # in RL, noise would give rollout and update other probabilities
+                setattr(module, key, 0.0)  # in RL, rollout and update must have the same probabilities
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
@@ -1176,7 +1176,7 @@ def load_tokenizer(name, for_prompts=True):
 
 def appends_eos(tokenizer):
     """True if a tokenizer ends every text with EOS."""
-    # The word is compared too: a small vocabulary may not have it, and GPT-2's unknown token is EOS.
+    # EOS at the end alone proves nothing: GPT-2's unknown token is EOS, and the vocabulary may lack the word.
     word = tokenizer("word", add_special_tokens=False).input_ids
     return tokenizer("word").input_ids[-len(word) - 1 :] == [*word, tokenizer.eos_token_id]
 
@@ -1209,9 +1209,9 @@ def add_lora(model, args):
         if not is_all and not any(f".{layer}".endswith(f".{name}") for layer in layers):
             raise UserError(f"--lora-target-modules: no layer is called {name!r}")
     base = model.get_base_model()
-    # Merged into an embedding, an adapter would also change the output layer, which may share its weights.
+    # The scripts read the output layer's weights, without an adapter. Embeddings may share these weights.
     if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
-        raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings")
+        raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings or the head")
     return model
 
 
@@ -1471,7 +1471,7 @@ def load_functions(flag, names):
         if not path.is_file():
             raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
         try:
-            # At their end, they restore working directory and grad mode, which the file may have changed.
+            # The file may change working directory or grad mode. At their end, these two restore them.
             with chdir("."), torch.enable_grad():
                 function = getattr(import_file(path), function_name, None)
         except BaseException as error:  # SystemExit too
@@ -1609,8 +1609,8 @@ def read_rows(path):
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    # datasets.Json decodes a value when its row is read. We encode it, because Json would take a text such as
-    # "7" for encoded already, and give back a number.
+    # datasets.Json decodes a value when its row is read. So each value is encoded here: Json would decode the
+    # text "7" too, and return a number.
     columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
@@ -1768,7 +1768,7 @@ def start_accelerator(args):
                 lower_precision_safe_modules=[],  # weights are gathered, and gradients added up, in fp32
             ),
         )
-        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else it loads models in shards
+        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else from_pretrained loads shards
     torch.manual_seed(args.seed % 2**64)  # for weights that start at random, such as LoRA's
     return accelerator
 
@@ -1955,7 +1955,7 @@ class Run:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def on_signal(self, number, frame):
-        """Finish the update (or the last evaluation), save, and stop. A second signal stops at once."""
+        """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
         signal.signal(number, signal.SIG_DFL)
         self.signal_number = number
 
@@ -1981,7 +1981,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[-1].items():  # in the first row, a cell may be empty
+        for name, cell in rows[-1].items():  # not rows[0]: in some scripts it has empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
@@ -2034,7 +2034,7 @@ class Run:
         # A checkpoint of DeepSpeed fits only this stage and number of processes; ours fit any number.
         deepspeed = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
         self.fixed = {"batch_size": batch_size, "deepspeed": deepspeed}  # may not change in a resumed run
-        state = {"update": 0, "sizes": {}}
+        state = {"update": 0, "sizes": {}}  # sizes: bytes of each jsonl file
         checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
         if any(self.folder.glob("checkpoints/*/state.pt")):
             raise UserError(f"{self.name} is a run of an earlier version: see CHANGELOG.md")
@@ -2110,7 +2110,7 @@ class Run:
         try:
             with open(folder / "draft", "wb") as file:
                 torch.save(state, file)
-        except (OSError, RuntimeError) as error:  # a full disk, about which torch raises a RuntimeError
+        except (OSError, RuntimeError) as error:  # a full disk: then the context has the reason
             raise UserError(f"cannot save {folder / tag}.pt: {error.__context__ or error}") from error
         os.replace(folder / "draft", folder / f"{tag}.pt")
         for old in sorted(folder.glob("*.pt"))[: -max(self.args.keep_checkpoints, 1)]:

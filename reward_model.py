@@ -266,7 +266,7 @@ RECIPES = {
 #
 # Shapes: N rows of the data, with at most K responses each (K = 1 with labels, 2 with chosen and rejected); P
 # pairs of responses to one prompt, P = K (K - 1) / 2; texts = the number of texts in all N rows; L tokens.
-# B rows per update. (In functions that rloo_tldr.py has too, B is the number of texts.)
+# B rows per update. (In ClassLogits, sequence_logits and length_mask, B is the number of texts.)
 
 
 def train(args):
@@ -279,7 +279,7 @@ def train(args):
     B = n * args.gradient_accumulation_steps * world  # rows per update
 
     tokenizer_name = args.tokenizer_name_or_path or args.model_name_or_path
-    # It may append EOS to every text: good for labeled texts, and refused for preferences below.
+    # It may append EOS to every text: good for labeled texts; load_preference_rows refuses it.
     tokenizer = load_tokenizer(tokenizer_name, for_prompts=False)
     data = load_data(args, tokenizer)
     train_rows, label_names = data["train"], data["label_names"]
@@ -348,7 +348,7 @@ def train(args):
         optimizer.zero_grad()
 
         # 4. Log and save. loss, accuracy, margin and *_reward are names of TRL's RewardTrainer.
-        metric_sums = accelerator.reduce(dict(metric_sums))
+        metric_sums = accelerator.reduce(dict(metric_sums))  # it cannot reduce a defaultdict
         metrics = {
             "update": update,
             "epoch": update * B / len(train_rows),
@@ -539,8 +539,8 @@ def preference_ids(tokenizer, prompts, responses, max_length, date):
     """Token ids of each prompt with its response, by the same rule in training and in rollouts.
 
     prompts, responses: lists of str, which get EOS at the end; or lists of chats, which end as the chat
-    template ends them. Not empty. In rollouts, a response that was cut off at its length limit gets an EOS
-    too: the score is read at the EOS. -> list of lists, each with the last max_length ids at most
+    template ends them. The lists are not empty. In rollouts, a response that was cut off at its length limit
+    gets an EOS too: the score is read at the EOS. -> list of lists, each with the last max_length ids at most
     """
     if is_chat(responses[0]):  # then all are chats
         chats = [prompt + response for prompt, response in zip(prompts, responses)]
@@ -687,7 +687,7 @@ def ranking_loss(scores, mask, margin=0.0):
     The mask, bool [N, K], is False where a row has fewer than K responses. Rows have two or more. margin: a
     number, or one for each row [N, 1]
     """
-    scores = torch.where(mask, scores.float(), 0.0)  # a nan outside of the mask would reach the gradient
+    scores = torch.where(mask, scores.float(), 0.0)  # whatever is outside of the mask, it may be nan
     better, worse, pair_mask = response_pairs(mask)
     losses = preference_loss(scores[:, better], scores[:, worse], margin)  # [N, P]
     return pair_mean(losses, pair_mask)
@@ -723,7 +723,7 @@ def learning_rate(args, update, updates):
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
         return args.learning_rate * update / warmup
-    progress = (update - 1 - warmup) / max(1, updates - warmup)  # from 0 to less than 1
+    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
     factors = {
         "constant": 1.0,
         "linear": 1.0 - progress,
@@ -778,7 +778,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. (So is BERT's pooler: its language model has none.)
+    # What is outside of the transformer is the head. (BERT's pooler counts too: its language models lack it.)
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -792,7 +792,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
             if isinstance(value, float) and is_noise:
-                setattr(module, key, 0.0)  # in RL, noise would give rollout and update other probabilities
+                setattr(module, key, 0.0)  # in RL, rollout and update must have the same probabilities
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
@@ -855,7 +855,7 @@ def load_tokenizer(name, for_prompts=True):
 
 def appends_eos(tokenizer):
     """True if a tokenizer ends every text with EOS."""
-    # The word is compared too: a small vocabulary may not have it, and GPT-2's unknown token is EOS.
+    # EOS at the end alone proves nothing: GPT-2's unknown token is EOS, and the vocabulary may lack the word.
     word = tokenizer("word", add_special_tokens=False).input_ids
     return tokenizer("word").input_ids[-len(word) - 1 :] == [*word, tokenizer.eos_token_id]
 
@@ -932,9 +932,9 @@ def add_lora(model, args):
         if not is_all and not any(f".{layer}".endswith(f".{name}") for layer in layers):
             raise UserError(f"--lora-target-modules: no layer is called {name!r}")
     base = model.get_base_model()
-    # Merged into an embedding, an adapter would also change the output layer, which may share its weights.
+    # The scripts read the output layer's weights, without an adapter. Embeddings may share these weights.
     if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
-        raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings")
+        raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings or the head")
     return model
 
 
@@ -1035,8 +1035,8 @@ def read_rows(path):
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    # datasets.Json decodes a value when its row is read. We encode it, because Json would take a text such as
-    # "7" for encoded already, and give back a number.
+    # datasets.Json decodes a value when its row is read. So each value is encoded here: Json would decode the
+    # text "7" too, and return a number.
     columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
@@ -1051,7 +1051,7 @@ def load_data(args, tokenizer):
     tokenizer.truncation_side = "left"
     if {"dialog", "act"} <= set(train.column_names):
         train, held_out = load_answers(train), load_answers(held_out)
-    elif "text" in train.column_names:
+    elif {"text", "label"} <= set(train.column_names):
         tokenizer.truncation_side = "right"
     train = select_shard(train, args.train_shard)
     order = torch.randperm(len(held_out), generator=generator_for(args.seed, "held-out"))
@@ -1076,15 +1076,6 @@ def select_shard(rows, train_shard):
     if int(parts) == 1:
         return rows
     return rows.shuffle(seed=0).shard(int(parts), int(part))  # the same parts for every --seed
-
-
-def chat_prompt(text, response):
-    """What goes before a response that is a chat, if the column prompt is a text. -> list of messages
-
-    Nothing if the text is empty, or if the chat has a user's message already, as most do.
-    """
-    is_complete = not text or any(message["role"] == "user" for message in response)
-    return [] if is_complete else [{"role": "user", "content": text}]
 
 
 def load_labeled_rows(rows, class_of, tokenizer, args):
@@ -1163,6 +1154,15 @@ def load_answers(rows):
                 answers.append(answer)
                 labels.append(int(act) - 1)
     return datasets.Dataset.from_dict({"text": intent_texts(previous, answers), "label": labels})
+
+
+def chat_prompt(text, response):
+    """The messages to put before a chat response whose prompt is a text. -> list of messages
+
+    Nothing if the text is empty, or if the chat has a user's message already, as most do.
+    """
+    is_complete = not text or any(message["role"] == "user" for message in response)
+    return [] if is_complete else [{"role": "user", "content": text}]
 
 
 def is_chat(value):
@@ -1304,7 +1304,7 @@ def start_accelerator(args):
                 lower_precision_safe_modules=[],  # weights are gathered, and gradients added up, in fp32
             ),
         )
-        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else it loads models in shards
+        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else from_pretrained loads shards
     torch.manual_seed(args.seed % 2**64)  # for weights that start at random, such as LoRA's
     return accelerator
 
@@ -1461,7 +1461,7 @@ class Run:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def on_signal(self, number, frame):
-        """Finish the update (or the last evaluation), save, and stop. A second signal stops at once."""
+        """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
         signal.signal(number, signal.SIG_DFL)
         self.signal_number = number
 
@@ -1487,7 +1487,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[-1].items():  # in the first row, a cell may be empty
+        for name, cell in rows[-1].items():  # not rows[0]: in some scripts it has empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
@@ -1540,7 +1540,7 @@ class Run:
         # A checkpoint of DeepSpeed fits only this stage and number of processes; ours fit any number.
         deepspeed = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
         self.fixed = {"batch_size": batch_size, "deepspeed": deepspeed}  # may not change in a resumed run
-        state = {"update": 0, "sizes": {}}
+        state = {"update": 0, "sizes": {}}  # sizes: bytes of each jsonl file
         checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
         if any(self.folder.glob("checkpoints/*/state.pt")):
             raise UserError(f"{self.name} is a run of an earlier version: see CHANGELOG.md")
@@ -1616,7 +1616,7 @@ class Run:
         try:
             with open(folder / "draft", "wb") as file:
                 torch.save(state, file)
-        except (OSError, RuntimeError) as error:  # a full disk, about which torch raises a RuntimeError
+        except (OSError, RuntimeError) as error:  # a full disk: then the context has the reason
             raise UserError(f"cannot save {folder / tag}.pt: {error.__context__ or error}") from error
         os.replace(folder / "draft", folder / f"{tag}.pt")
         for old in sorted(folder.glob("*.pt"))[: -max(self.args.keep_checkpoints, 1)]:

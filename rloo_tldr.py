@@ -280,7 +280,7 @@ def train(args):
     # The held-out posts, and the random numbers for one summary of each, depend only on the seed. So the
     # evaluations before and after training use the same ones, and so does a resumed run: `before` is always
     # measured with the policy before RLOO, since run.start loads a checkpoint only below. Every process
-    # summarizes all of them, though only the main one has a judge: the others would only wait.
+    # summarizes all of them, which is simpler than sharing them out. Only the main one judges.
     held_out = draw_groups(held_out_posts, 1, args, "held-out")
     rollout_inputs = model, ref_model, tokenizer, stop_ids, get_rewards
     with autocast:
@@ -343,7 +343,7 @@ def train(args):
         # 5. Update. Minibatches are drawn from the global batch; each process trains on its share, n rows at
         #    a time. The loss is the sum over this process's responses, divided by the number of responses in
         #    the minibatch on all processes. So the gradient does not depend on how a minibatch is split.
-        learner.train(args.gradient_checkpointing)  # without dropout, only checkpointing needs train mode
+        learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, update, updates)
         keys = group_keys(b["lengths"], k)  # [B]: sorted by them, rows with the same prompt are together
@@ -727,7 +727,8 @@ def group_keys(lengths, k):
     lengths of the responses, first responses to all prompts first [k * P] -> [k * P], equal within a group
     """
     longest = lengths.view(k, -1).amax(0)  # [P]
-    rank = longest.argsort(stable=True).argsort()  # [P]; 0: the group whose longest response is the shortest
+    # 0: the group whose longest response is the shortest. (Equal lengths would mix groups: ranks do not.)
+    rank = longest.argsort(stable=True).argsort()  # [P]
     return rank.repeat(k)
 
 
@@ -947,7 +948,7 @@ def learning_rate(args, update, updates):
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
         return args.learning_rate * update / warmup
-    progress = (update - 1 - warmup) / max(1, updates - warmup)  # from 0 to less than 1
+    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
     factors = {
         "constant": 1.0,
         "linear": 1.0 - progress,
@@ -1002,7 +1003,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. (So is BERT's pooler: its language model has none.)
+    # What is outside of the transformer is the head. (BERT's pooler counts too: its language models lack it.)
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -1016,7 +1017,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
             if isinstance(value, float) and is_noise:
-                setattr(module, key, 0.0)  # in RL, noise would give rollout and update other probabilities
+                setattr(module, key, 0.0)  # in RL, rollout and update must have the same probabilities
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
@@ -1079,7 +1080,7 @@ def load_tokenizer(name, for_prompts=True):
 
 def appends_eos(tokenizer):
     """True if a tokenizer ends every text with EOS."""
-    # The word is compared too: a small vocabulary may not have it, and GPT-2's unknown token is EOS.
+    # EOS at the end alone proves nothing: GPT-2's unknown token is EOS, and the vocabulary may lack the word.
     word = tokenizer("word", add_special_tokens=False).input_ids
     return tokenizer("word").input_ids[-len(word) - 1 :] == [*word, tokenizer.eos_token_id]
 
@@ -1112,9 +1113,9 @@ def add_lora(model, args):
         if not is_all and not any(f".{layer}".endswith(f".{name}") for layer in layers):
             raise UserError(f"--lora-target-modules: no layer is called {name!r}")
     base = model.get_base_model()
-    # Merged into an embedding, an adapter would also change the output layer, which may share its weights.
+    # The scripts read the output layer's weights, without an adapter. Embeddings may share these weights.
     if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
-        raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings")
+        raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings or the head")
     return model
 
 
@@ -1288,7 +1289,7 @@ def load_functions(flag, names):
         if not path.is_file():
             raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
         try:
-            # At their end, they restore working directory and grad mode, which the file may have changed.
+            # The file may change working directory or grad mode. At their end, these two restore them.
             with chdir("."), torch.enable_grad():
                 function = getattr(import_file(path), function_name, None)
         except BaseException as error:  # SystemExit too
@@ -1394,8 +1395,8 @@ def preference_ids(tokenizer, prompts, responses, max_length, date):
     """Token ids of each prompt with its response, by the same rule in training and in rollouts.
 
     prompts, responses: lists of str, which get EOS at the end; or lists of chats, which end as the chat
-    template ends them. Not empty. In rollouts, a response that was cut off at its length limit gets an EOS
-    too: the score is read at the EOS. -> list of lists, each with the last max_length ids at most
+    template ends them. The lists are not empty. In rollouts, a response that was cut off at its length limit
+    gets an EOS too: the score is read at the EOS. -> list of lists, each with the last max_length ids at most
     """
     if is_chat(responses[0]):  # then all are chats
         chats = [prompt + response for prompt, response in zip(prompts, responses)]
@@ -1610,6 +1611,8 @@ def judge_policy(args):
     -> the metrics of win_rate; None on other processes than the main one
     """
     check_rloo_args(args)
+    if args.resume is not None:
+        raise UserError("judge has no --resume: use --model-name-or-path RUN/model")
     if args.bf16:
         args = replace(args, dtype="bfloat16")
     accelerator = start_accelerator(args)
@@ -1640,7 +1643,7 @@ def judge_policy(args):
             print(
                 f"Model win rate: {result['win rate']:.2%} +- {result['+- (95 % interval)']:.2%} "
                 f"({result['ties']:.1%} ties, {result['no verdict']:.1%} without verdict), n = {len(posts)}, "
-                f"judge {judge_name(args)}, {describe_decoding(args)}"
+                f"judge {judge_name(args)}, {describe_decoding(args)}, model {policy_name}"
             )
     accelerator.wait_for_everyone()  # a process that exits first may stop the others
     accelerator.end_training()
@@ -1697,8 +1700,8 @@ def read_rows(path):
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    # datasets.Json decodes a value when its row is read. We encode it, because Json would take a text such as
-    # "7" for encoded already, and give back a number.
+    # datasets.Json decodes a value when its row is read. So each value is encoded here: Json would decode the
+    # text "7" too, and return a number.
     columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
@@ -1875,7 +1878,7 @@ def start_accelerator(args):
                 lower_precision_safe_modules=[],  # weights are gathered, and gradients added up, in fp32
             ),
         )
-        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else it loads models in shards
+        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else from_pretrained loads shards
     torch.manual_seed(args.seed % 2**64)  # for weights that start at random, such as LoRA's
     return accelerator
 
@@ -2062,7 +2065,7 @@ class Run:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def on_signal(self, number, frame):
-        """Finish the update (or the last evaluation), save, and stop. A second signal stops at once."""
+        """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
         signal.signal(number, signal.SIG_DFL)
         self.signal_number = number
 
@@ -2088,7 +2091,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[-1].items():  # in the first row, a cell may be empty
+        for name, cell in rows[-1].items():  # not rows[0]: in some scripts it has empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
@@ -2141,7 +2144,7 @@ class Run:
         # A checkpoint of DeepSpeed fits only this stage and number of processes; ours fit any number.
         deepspeed = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
         self.fixed = {"batch_size": batch_size, "deepspeed": deepspeed}  # may not change in a resumed run
-        state = {"update": 0, "sizes": {}}
+        state = {"update": 0, "sizes": {}}  # sizes: bytes of each jsonl file
         checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
         if any(self.folder.glob("checkpoints/*/state.pt")):
             raise UserError(f"{self.name} is a run of an earlier version: see CHANGELOG.md")
@@ -2217,7 +2220,7 @@ class Run:
         try:
             with open(folder / "draft", "wb") as file:
                 torch.save(state, file)
-        except (OSError, RuntimeError) as error:  # a full disk, about which torch raises a RuntimeError
+        except (OSError, RuntimeError) as error:  # a full disk: then the context has the reason
             raise UserError(f"cannot save {folder / tag}.pt: {error.__context__ or error}") from error
         os.replace(folder / "draft", folder / f"{tag}.pt")
         for old in sorted(folder.glob("*.pt"))[: -max(self.args.keep_checkpoints, 1)]:
