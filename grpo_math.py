@@ -23,8 +23,8 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
 7. Before and after training, held-out tasks are solved several times each. pass@1 is the share of responses
    that are right; pass@k, the share of tasks with at least one right response among k.
 8. As in rloo_tldr.py, a forward pass reads a prompt only once, however many of its responses it holds
-   (`generate_groups`, `group_logprobs`; not with gradient checkpointing). Several minibatches or processes
-   split groups in training, so there it pays most with one of each, as by default.
+   (`generate_groups` and, without gradient checkpointing, `group_logprobs`). Several minibatches or processes
+   split groups in training, so this saves most with one minibatch and one process, as by default.
 
     python grpo_math.py                              # recipe tiny: no download, no GPU, minutes on 2 cores
     python grpo_math.py --learning-rate 1e-4         # tiny with one change; every field of Args is a flag
@@ -157,7 +157,7 @@ class Args:
     gradient_accumulation_steps: int = 32  # micro-batches per optimizer step
     num_mini_batches: int = 1  # optimizer steps per epoch
     num_ppo_epochs: int = 1  # epochs over each batch of rollouts
-    local_rollout_forward_batch_size: int = 64  # responses generated at once on one process
+    local_rollout_forward_batch_size: int = 64  # responses generated at once on one process: whole groups
 
     # GRPO
     num_generations: int = 8  # responses per task, the size of a group; 2 or more
@@ -610,7 +610,7 @@ def longest_prompt(rows):
 
 def generator_for(seed, *purpose):
     """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
-    # Random hashes a str with SHA-512, which is the same in every process; hash() is not.
+    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
     return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
 
 
@@ -629,7 +629,7 @@ def stream_rows(num_rows, start, count, seed):
 def rollout_tasks(model, tokenizer, stop_ids, get_rewards, ref_model, batch, args):
     """Sample k responses to each task, reward them, and compute old and reference log-probabilities.
 
-    batch: from draw_groups; get_rewards: from load_task_reward. Returns
+    batch: from draw_groups; get_rewards: see train. Returns
     - a dict of tensors, with the first responses to all tasks first: ids, mask [k * P, C + T]; lengths,
       stopped, rewards/NAME, scores (the weighted sum of the rewards) [k * P]; sampling_logprobs, logprobs (if
       takes_several_steps), ref_logprobs (if kl_coef is above 0) [k * P, T]
@@ -1054,7 +1054,8 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. (BERT's pooler counts too: its language models lack it.)
+    # What is outside of the transformer is the head. (BERT's pooler is inside, but counts as head too: the
+    # files of a BERT language model lack it.)
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -1087,7 +1088,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    # Some kinds of adapters cannot be merged. (Nothing is loaded here: load makes one line of the error.)
+    # Some kinds of adapters cannot be merged; load() makes one line of that error too.
     model = load(lambda path: model.merge_and_unload(), name)
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
@@ -1208,7 +1209,8 @@ def check_model(lm, name, max_tokens):
     Measured, not guessed. The model's own logits must be the product of its last hidden states and the output
     layer, without a soft cap or a scale (Gemma 2, Granite). And the hidden states of a text must be the same
     (1) alone in eval mode, (2) in train mode after two pads, and (3) read in two halves with a cache, from
-    which another row is removed in between. Text and pads together have max_tokens tokens.
+    which another row is removed in between. Text and pads together have max_tokens tokens, so that a sliding
+    window or scaled positions show too.
     """
     config = lm.config.get_text_config()
     context = context_length(config)
@@ -1329,7 +1331,7 @@ def load_functions(flag, names):
         if not path.is_file():
             raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
         try:
-            # The file may change working directory or grad mode. At their end, these two restore them.
+            # The file may change the working directory or the grad mode. These two restore them at their end.
             with chdir("."), torch.enable_grad():
                 function = getattr(import_file(path), function_name, None)
         except BaseException as error:  # SystemExit too
@@ -1417,7 +1419,8 @@ def read_splits(name):
     splits = {}
     for split in ("train", "validation", "test"):
         folder = Path(resolve_path(name))
-        paths = [*sorted(folder.glob(f"{split}*.jsonl*")), *folder.glob(f"{split}.json")]
+        patterns = f"{split}*.jsonl", f"{split}*.jsonl.gz", f"{split}.json"
+        paths = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
         if paths:
             splits[split] = datasets.concatenate_datasets([load(read_rows, str(path)) for path in paths])
     if splits:
@@ -1441,8 +1444,8 @@ def read_rows(path):
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    # datasets.Json decodes a value when its row is read. So each value is encoded here: Json would decode the
-    # text "7" too, and return a number.
+    # datasets.Json would encode the values itself, but it takes a text such as "7" for encoded already and
+    # returns the number 7. So each value is encoded here. Reading a row decodes it.
     columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
@@ -1551,7 +1554,8 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     after the header of its turn or, if the last message is its own, in that message. -> str
     """
     try:
-        is_begun = is_prompt and messages[-1]["role"] == "assistant"
+        roles = [message["role"] for message in messages]
+        is_begun = is_prompt and roles[-1] == "assistant"  # the policy goes on with this message
         # strftime_now('%d %B %Y') in a template would be another day when the run is resumed.
         day = datetime.date.fromisoformat(date)
         call = r"strftime_now\(\s*['\"]([^'\"\\]+)['\"]\s*\)"
@@ -1858,7 +1862,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[-1].items():  # not rows[0]: in some scripts it has empty cells
+        for name, cell in rows[-1].items():  # the last row, because cells of the first may be empty
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
@@ -1874,7 +1878,7 @@ class Run:
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
             names = ", ".join(not_finite)
-            raise UserError(f"update {update} is not saved, not finite: {names}; lower --learning-rate")
+            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
@@ -1964,7 +1968,7 @@ class Run:
         if signal_number and not is_last:
             self.bar.stop()
             self.print(f"stopped by signal {signal_number}")
-            self.print(f"to continue: python {SCRIPT}.py --resume {self.name}")
+            self.print(f"to continue: the same command with --resume {self.name}")
             self.accelerator.wait_for_everyone()
             sys.exit(128 + signal_number)
 
@@ -2046,7 +2050,7 @@ def report_tasks(run, before, after):
     run.print(f"right: {args.reward_fn[0]} gives 1 or more")
     run.print(f"{decoding}; greedy: temperature 0.01, one response")
     about = {"before": metrics_before, "after": metrics_after, "n": count}
-    about |= {"judge": args.reward_fn[0], "decoding": decoding}
+    about |= {"judge": args.reward_fn[0], "decoding": decoding}  # names of all scripts, for report.py
     run.write("evaluation.json", json.dumps(about, indent=2))
     run.write("evaluation_samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     run.accelerator.log({f"eval/{name}": x for name, x in metrics_after.items()}, step=run.updates)
@@ -2133,7 +2137,8 @@ def resumed_args(resume, recipe, flags):
     """The flags of the run to continue. Those that would change what it did so far are refused."""
     path = Path(resume, "args.json")
     if resume == "latest":
-        path = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime, default=path)
+        runs = Path("runs", SCRIPT)
+        path = max(runs.glob("*/args.json"), key=os.path.getmtime, default=runs / "*/args.json")
     if not path.exists():
         raise UserError(f"--resume {resume}: there is no {path}")
     try:
@@ -2143,9 +2148,9 @@ def resumed_args(resume, recipe, flags):
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
     # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
-    # (With a falling learning rate, a longer run is not the same as one that was longer from the start.)
+    # (With a warm-up or a falling learning rate, a longer run is not one that was longer from the start.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
-    # Run.start makes sure that these two change only together, so that the batch stays the same.
+    # Run.start refuses another batch size, so these two change only together or with the number of processes.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]

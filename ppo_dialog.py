@@ -130,7 +130,7 @@ class Args:
     utterance_end: str = " <EOU>"  # text that ends each utterance, as in fine-tuning; eos: the EOS token
     num_context_utterances: int = 5  # utterances in the prompt; at the start of a dialog it has fewer
     max_prompt_length: int = 128  # longest prompt, in tokens; a longer one loses its oldest utterances
-    response_length: int = 20  # longest answer, in tokens
+    response_length: int = 20  # longest answer, in tokens, with its end mark
     temperature: float = 1.0  # sampling temperature; all log-probabilities use it too
 
     # Reward
@@ -468,8 +468,8 @@ def evaluate_dialogs(model, ref_model, tokenizer, is_end, get_reward_parts, batc
     metrics = text_metrics(answers, [turn.reference for turn in turns])
     metrics["meteor"] = b["meteor"].mean()
     if "intent_match" in b:
-        # As in OpenRL's table. In the log this is "intent_match", and "intent" is what --intent-reward
-        # selects.
+        # OpenRL's table calls the accuracy "intent". (In the log, "intent" is the reward that --intent-reward
+        # selects, and "intent_match" is the accuracy.)
         metrics["intent"] = b["intent_match"].mean()
     metrics |= {
         "tokens per answer": b["lengths"].float().mean(),
@@ -488,8 +488,8 @@ def evaluate_dialogs(model, ref_model, tokenizer, is_end, get_reward_parts, batc
 def custom_metrics(turns, answers):
     """YOUR METRICS: logged in every update, and in the final table. -> dict of finite floats
 
-    It gets the batch of all processes. turns[i].context, .reference and .act belong to answers[i]. For the
-    last column of the table, it gets the references as answers.
+    It gets the batch of all processes. turns[i].context, .reference and .act belong to answers[i]. The final
+    table also measures the references: for that column, they are passed as answers.
     """
     questions = [answer for answer in answers if answer.endswith("?")]
     return {"custom/questions": len(questions) / len(answers)}
@@ -590,7 +590,7 @@ def draw_prompts(turns, start, B, args, purpose):
 
 def generator_for(seed, *purpose):
     """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
-    # Random hashes a str with SHA-512, which is the same in every process; hash() is not.
+    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
     return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
 
 
@@ -708,7 +708,8 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
 def answer_text(tokenizer, tokens, end):
     """The decoded answer without its end mark. Token ids [n] -> str
 
-    Of the special tokens only BOS, EOS and pad are left out: others are text, or the end mark.
+    Of the special tokens only BOS, EOS and pad are left out: others are text, or the end mark. (The beginning
+    of a mark of several tokens stays, if response_length cuts it off.)
     """
     left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     text = tokenizer.decode([token for token in tokens if token not in left_out])
@@ -751,12 +752,12 @@ def load_reward_parts(args, device, trainer_state):
         meteors = [meteor(turn.reference, answer) for turn, answer in zip(turns, answers)]
         parts["meteor"] = torch.tensor(meteors, dtype=torch.float32, device=device)
         # Your functions get the whole context as the prompt, one utterance per line; the columns of the data;
-        # and turn: dialog[turn] is the reference.
+        # and a list `turn`. The reference is dialog[turn].
         inputs = dict(prompts=["\n".join(turn.context) for turn in turns], completions=answers)
         inputs |= dict(completion_ids=answer_tokens, turn=[turn.number for turn in turns])
         rows = [turn.columns for turn in turns]
         rewards = {}
-        if functions:  # without them, a column may be called "turn"
+        if functions:  # only with them, a column that is called "turn" is an error
             rewards = call_reward_functions(functions, rows, inputs, trainer_state, device)
         return parts | {f"rewards/{name}": x for name, x in rewards.items()}
 
@@ -805,8 +806,8 @@ class PolicyAndValue(nn.Module):
         super().__init__()
         self.policy = policy
         self.critic = critic  # None: the value head reads the policy's hidden states
-        # Not config.hidden_size: OPT-350m, for example, projects its last states to the embeddings' size.
-        # (A critic has no output layer to ask.)
+        # The width of the last hidden states is that of the output layer's input. (Not config.hidden_size:
+        # OPT-350m projects them to the embeddings' size.) A critic has no output layer, but embeddings.
         embeddings = policy.get_output_embeddings() if critic is None else critic.get_input_embeddings()
         self.value_head = nn.Linear(embeddings.weight.shape[1], 1)
         # Values start at 0, so the first advantages are the rewards to come, discounted by gamma * lam.
@@ -846,7 +847,7 @@ def response_logprobs(lm, ids, mask, T, temperature):
     hidden states that predict these tokens [number of valid tokens, H]
     """
     body, head = body_and_head(lm)
-    valid = mask[:, -T:].nonzero(as_tuple=True)  # rows and columns; nonzero waits for the GPU, so only once
+    valid = mask[:, -T:].nonzero(as_tuple=True)  # rows and columns; once, because nonzero waits for the GPU
     # The state at position t - 1 predicts token t. The output layer is large, so only valid tokens go
     # through it.
     hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1][valid]  # [number of valid tokens, H]
@@ -1099,7 +1100,8 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. (BERT's pooler counts too: its language models lack it.)
+    # What is outside of the transformer is the head. (BERT's pooler is inside, but counts as head too: the
+    # files of a BERT language model lack it.)
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -1132,7 +1134,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    # Some kinds of adapters cannot be merged. (Nothing is loaded here: load makes one line of the error.)
+    # Some kinds of adapters cannot be merged; load() makes one line of that error too.
     model = load(lambda path: model.merge_and_unload(), name)
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
@@ -1253,7 +1255,8 @@ def check_model(lm, name, max_tokens):
     Measured, not guessed. The model's own logits must be the product of its last hidden states and the output
     layer, without a soft cap or a scale (Gemma 2, Granite). And the hidden states of a text must be the same
     (1) alone in eval mode, (2) in train mode after two pads, and (3) read in two halves with a cache, from
-    which another row is removed in between. Text and pads together have max_tokens tokens.
+    which another row is removed in between. Text and pads together have max_tokens tokens, so that a sliding
+    window or scaled positions show too.
     """
     config = lm.config.get_text_config()
     context = context_length(config)
@@ -1471,7 +1474,7 @@ def load_functions(flag, names):
         if not path.is_file():
             raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
         try:
-            # The file may change working directory or grad mode. At their end, these two restore them.
+            # The file may change the working directory or the grad mode. These two restore them at their end.
             with chdir("."), torch.enable_grad():
                 function = getattr(import_file(path), function_name, None)
         except BaseException as error:  # SystemExit too
@@ -1585,7 +1588,8 @@ def read_splits(name):
     splits = {}
     for split in ("train", "validation", "test"):
         folder = Path(resolve_path(name))
-        paths = [*sorted(folder.glob(f"{split}*.jsonl*")), *folder.glob(f"{split}.json")]
+        patterns = f"{split}*.jsonl", f"{split}*.jsonl.gz", f"{split}.json"
+        paths = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
         if paths:
             splits[split] = datasets.concatenate_datasets([load(read_rows, str(path)) for path in paths])
     if splits:
@@ -1609,8 +1613,8 @@ def read_rows(path):
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    # datasets.Json decodes a value when its row is read. So each value is encoded here: Json would decode the
-    # text "7" too, and return a number.
+    # datasets.Json would encode the values itself, but it takes a text such as "7" for encoded already and
+    # returns the number 7. So each value is encoded here. Reading a row decodes it.
     columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
@@ -1981,7 +1985,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[-1].items():  # not rows[0]: in some scripts it has empty cells
+        for name, cell in rows[-1].items():  # the last row, because cells of the first may be empty
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
@@ -1997,7 +2001,7 @@ class Run:
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
             names = ", ".join(not_finite)
-            raise UserError(f"update {update} is not saved, not finite: {names}; lower --learning-rate")
+            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
@@ -2087,7 +2091,7 @@ class Run:
         if signal_number and not is_last:
             self.bar.stop()
             self.print(f"stopped by signal {signal_number}")
-            self.print(f"to continue: python {SCRIPT}.py --resume {self.name}")
+            self.print(f"to continue: the same command with --resume {self.name}")
             self.accelerator.wait_for_everyone()
             sys.exit(128 + signal_number)
 
@@ -2227,7 +2231,7 @@ def parse_chat_args(argv):
             break
     if (folder / "args.json").exists():  # a run folder
         name = str(folder / "model")
-    for path in (folder / "args.json", folder.parent / "args.json"):  # the parent's of RUN_FOLDER/model
+    for path in (folder / "args.json", folder.parent / "args.json"):  # the second one for RUN_FOLDER/model
         if path.exists():  # perhaps of another script: the flags that both have
             saved = json.loads(path.read_text())["args"]
             default = replace(Args(), **{key: value for key, value in saved.items() if hasattr(Args, key)})
@@ -2290,7 +2294,8 @@ def resumed_args(resume, recipe, flags):
     """The flags of the run to continue. Those that would change what it did so far are refused."""
     path = Path(resume, "args.json")
     if resume == "latest":
-        path = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime, default=path)
+        runs = Path("runs", SCRIPT)
+        path = max(runs.glob("*/args.json"), key=os.path.getmtime, default=runs / "*/args.json")
     if not path.exists():
         raise UserError(f"--resume {resume}: there is no {path}")
     try:
@@ -2300,9 +2305,9 @@ def resumed_args(resume, recipe, flags):
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
     # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
-    # (With a falling learning rate, a longer run is not the same as one that was longer from the start.)
+    # (With a warm-up or a falling learning rate, a longer run is not one that was longer from the start.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
-    # Run.start makes sure that these two change only together, so that the batch stays the same.
+    # Run.start refuses another batch size, so these two change only together or with the number of processes.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]

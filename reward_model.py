@@ -22,8 +22,8 @@ If you know how to train a text classifier, this is what its use as a reward add
    its beginning.
 4. The new head of a decoder starts with weights of standard deviation 1 / sqrt(d + 1), so the first scores
    are about 1 in size (N+ paper, detail 11).
-5. All responses to a prompt are in the same forward pass, and the loss is the mean over their pairs. So a
-   prompt with many responses counts no more than one with two (InstructGPT).
+5. All responses to a prompt are in the same forward pass, which reads the prompt only once. The loss is the
+   mean over their pairs, so a prompt with many responses counts no more than one with two (InstructGPT).
 6. Preferences say nothing about where 0 is. The mean score of reference responses is saved as reward_offset
    in config.json, and rloo_tldr.py subtracts it (N+ paper, detail 15). Plain transformers ignores it.
 7. ppo_sentiment.py scores the first words of a review. --min-prefix-length cuts the training texts at random
@@ -290,6 +290,7 @@ def train(args):
 
     classifier, head_is_new = build_classifier(args, tokenizer, label_names)
     model = ClassLogits(classifier).to(device)
+    shares_prompts = not has_labels and can_share_prompts(model, args, accelerator)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
     task = f"{len(label_names)} classes: {', '.join(label_names)}" if has_labels else "preferences"
@@ -328,9 +329,9 @@ def train(args):
         all_scores = []  # of all responses; empty with labels
         lengths = torch.tensor([longest_text(row) for row in batch])  # to sort by: that saves padding
         for rows in micro_batches(torch.arange(B), lengths, n, learner, accelerator):
-            mb = collate_texts([batch[i] for i in rows.tolist()], device)
+            mb = collate_texts([batch[i] for i in rows.tolist()], device, shares_prompts)
             with autocast:
-                logits = learner(mb["ids"], mb["mask"])  # [texts, classes or 1]
+                logits = learner(mb["prompts"], mb["ids"], mb["mask"], mb["row_of_text"])  # [texts, C]
             if has_labels:
                 row_metrics = label_metrics(logits, mb["labels"])
             else:
@@ -467,7 +468,7 @@ class Row:
 
 def generator_for(seed, *purpose):
     """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
-    # Random hashes a str with SHA-512, which is the same in every process; hash() is not.
+    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
     return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
 
 
@@ -503,16 +504,28 @@ def longest_text(row):
     return max(len(ids) for ids in row.texts)
 
 
-def collate_texts(rows, device):
+def collate_texts(rows, device, shares_prompts=False):
     """The texts of N rows with at most K texts each, one below the other and padded on the right.
 
-    -> dict: ids [texts, L], bool mask [texts, L], bool response_mask [N, K], labels [N], margins [N]
+    With shares_prompts, what the texts of a row have in common at their beginning is taken off, so that the
+    model can read it once. (If texts lost their beginning because they were too long, it may be nothing.)
+    -> dict: prompts [N, C], what was taken off, with -1 as padding on the left; ids [texts, L] and bool mask
+    [texts, L]; row_of_text [texts]; bool response_mask [N, K]; labels [N]; margins [N]
     """
-    texts = [torch.tensor(ids) for row in rows for ids in row.texts]
+    prompts, texts, row_of_text = [], [], []
+    for i, row in enumerate(rows):
+        length = 0
+        if shares_prompts:  # each text keeps its last token, where its score is read
+            length = len(os.path.commonprefix([ids[:-1] for ids in row.texts]))
+        prompts.append(torch.tensor(row.texts[0][:length], dtype=torch.long))
+        texts += [torch.tensor(ids[length:]) for ids in row.texts]
+        row_of_text += [i] * len(row.texts)
     ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)  # with 0, which the mask hides
     batch = {
+        "prompts": nn.utils.rnn.pad_sequence(prompts, True, padding_value=-1, padding_side="left"),
         "ids": ids,
         "mask": length_mask(torch.tensor([len(text) for text in texts]), ids.shape[1]),
+        "row_of_text": torch.tensor(row_of_text),
         "response_mask": find_responses(rows),
         "labels": torch.tensor([row.label for row in rows]),
         "margins": torch.tensor([row.margin for row in rows]),
@@ -572,9 +585,72 @@ class ClassLogits(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids, mask):
-        """Class logits or scores of right-padded texts. [B, L], bool [B, L] -> fp32 [B, classes or 1]"""
-        return sequence_logits(self.model, ids, mask)
+    def forward(self, prompts, ids, mask, row_of_text):
+        """Class logits or scores of a batch from collate_texts. -> fp32 [texts, classes or 1]"""
+        if prompts.shape[1] == 0:
+            return sequence_logits(self.model, ids, mask)
+        return shared_prompt_logits(self.model, prompts, ids, mask, row_of_text)
+
+
+def shared_prompt_logits(model, prompts, ids, mask, row_of_text):
+    """Class logits of texts whose beginnings, `prompts`, are read once. -> fp32 [texts, classes]
+
+    The keys and values of a prompt serve all texts of its row, and gradients flow back through them: nothing
+    is approximated. In TL;DR, nine tenths of a pair's tokens are in the prompt.
+    """
+    body = model.base_model
+    cache = transformers.DynamicCache(config=model.config)
+    prompt_mask = prompts >= 0  # [N, C]
+    hidden_states(body, prompts.clamp(min=0), prompt_mask, cache)
+    # Not batch_select_indices: on a CPU, its gradient is added up in any order.
+    for layer in cache.layers:
+        layer.keys = layer.keys.index_select(0, row_of_text)  # [N, ...] -> [texts, ...]
+        layer.values = layer.values.index_select(0, row_of_text)
+    full_mask = torch.cat([prompt_mask[row_of_text], mask], 1)  # [texts, C + L]
+    hidden = hidden_states(body, ids, full_mask, cache)  # [texts, L, H]
+    last = mask.sum(1) - 1  # [texts]
+    with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
+        return model.score(hidden[torch.arange(len(ids), device=ids.device), last].float())
+
+
+def hidden_states(body, ids, mask, cache=None):
+    """Hidden states of the last layer, for the tokens that are not in the cache yet.
+
+    ids [B, L], bool mask [B, cached + L] -> [B, L, H]. With left padding, the first real token is not in
+    column 0. So positions count only real tokens.
+    """
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    outputs = body(
+        input_ids=ids,
+        attention_mask=mask.long(),
+        position_ids=positions[:, -ids.shape[1] :],
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )
+    return outputs.last_hidden_state
+
+
+@torch.no_grad()
+def can_share_prompts(model, args, accelerator):
+    """True if the scores stay the same when the common beginning of two texts is read once.
+
+    Measured, not guessed: BERT's family reads in both directions, and recurrent models have another cache.
+    """
+    # A checkpointed layer cannot use a cache. And FSDP2 gathers a layer for the backward pass when its output
+    # gets a gradient; of a prompt that is read alone, only keys and values do.
+    if args.gradient_checkpointing or accelerator.distributed_type == "FSDP":
+        return False
+    config = model.model.config
+    prompt = [i % config.vocab_size for i in range(args.max_length - 2)]
+    rows = [Row([[*prompt, 5, 6], [*prompt, 7]]), Row([[9, 8, 7], [9, 4]])]
+    logits = []
+    try:
+        for shares_prompts in (False, True):
+            mb = collate_texts(rows, model.model.device, shares_prompts)
+            logits.append(model.eval()(mb["prompts"], mb["ids"], mb["mask"], mb["row_of_text"]))
+    except Exception:  # models fail in many ways
+        return False
+    return torch.allclose(*logits, 1e-3, 1e-3)
 
 
 @torch.no_grad()
@@ -778,7 +854,8 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. (BERT's pooler counts too: its language models lack it.)
+    # What is outside of the transformer is the head. (BERT's pooler is inside, but counts as head too: the
+    # files of a BERT language model lack it.)
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -811,7 +888,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    # Some kinds of adapters cannot be merged. (Nothing is loaded here: load makes one line of the error.)
+    # Some kinds of adapters cannot be merged; load() makes one line of that error too.
     model = load(lambda path: model.merge_and_unload(), name)
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
@@ -1011,7 +1088,8 @@ def read_splits(name):
     splits = {}
     for split in ("train", "validation", "test"):
         folder = Path(resolve_path(name))
-        paths = [*sorted(folder.glob(f"{split}*.jsonl*")), *folder.glob(f"{split}.json")]
+        patterns = f"{split}*.jsonl", f"{split}*.jsonl.gz", f"{split}.json"
+        paths = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
         if paths:
             splits[split] = datasets.concatenate_datasets([load(read_rows, str(path)) for path in paths])
     if splits:
@@ -1035,8 +1113,8 @@ def read_rows(path):
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    # datasets.Json decodes a value when its row is read. So each value is encoded here: Json would decode the
-    # text "7" too, and return a number.
+    # datasets.Json would encode the values itself, but it takes a text such as "7" for encoded already and
+    # returns the number 7. So each value is encoded here. Reading a row decodes it.
     columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
@@ -1178,7 +1256,8 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     after the header of its turn or, if the last message is its own, in that message. -> str
     """
     try:
-        is_begun = is_prompt and messages[-1]["role"] == "assistant"
+        roles = [message["role"] for message in messages]
+        is_begun = is_prompt and roles[-1] == "assistant"  # the policy goes on with this message
         # strftime_now('%d %B %Y') in a template would be another day when the run is resumed.
         day = datetime.date.fromisoformat(date)
         call = r"strftime_now\(\s*['\"]([^'\"\\]+)['\"]\s*\)"
@@ -1487,7 +1566,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[-1].items():  # not rows[0]: in some scripts it has empty cells
+        for name, cell in rows[-1].items():  # the last row, because cells of the first may be empty
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
@@ -1503,7 +1582,7 @@ class Run:
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
             names = ", ".join(not_finite)
-            raise UserError(f"update {update} is not saved, not finite: {names}; lower --learning-rate")
+            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
@@ -1593,7 +1672,7 @@ class Run:
         if signal_number and not is_last:
             self.bar.stop()
             self.print(f"stopped by signal {signal_number}")
-            self.print(f"to continue: python {SCRIPT}.py --resume {self.name}")
+            self.print(f"to continue: the same command with --resume {self.name}")
             self.accelerator.wait_for_everyone()
             sys.exit(128 + signal_number)
 
@@ -1665,7 +1744,8 @@ def resumed_args(resume, recipe, flags):
     """The flags of the run to continue. Those that would change what it did so far are refused."""
     path = Path(resume, "args.json")
     if resume == "latest":
-        path = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime, default=path)
+        runs = Path("runs", SCRIPT)
+        path = max(runs.glob("*/args.json"), key=os.path.getmtime, default=runs / "*/args.json")
     if not path.exists():
         raise UserError(f"--resume {resume}: there is no {path}")
     try:
@@ -1675,9 +1755,9 @@ def resumed_args(resume, recipe, flags):
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
     # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
-    # (With a falling learning rate, a longer run is not the same as one that was longer from the start.)
+    # (With a warm-up or a falling learning rate, a longer run is not one that was longer from the start.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
-    # Run.start makes sure that these two change only together, so that the batch stays the same.
+    # Run.start refuses another batch size, so these two change only together or with the number of processes.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]

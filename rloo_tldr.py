@@ -568,7 +568,7 @@ def draw_groups(rows, k, args, *purpose):
 
 def generator_for(seed, *purpose):
     """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
-    # Random hashes a str with SHA-512, which is the same in every process; hash() is not.
+    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
     return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
 
 
@@ -1003,7 +1003,8 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. (BERT's pooler counts too: its language models lack it.)
+    # What is outside of the transformer is the head. (BERT's pooler is inside, but counts as head too: the
+    # files of a BERT language model lack it.)
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -1036,7 +1037,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    # Some kinds of adapters cannot be merged. (Nothing is loaded here: load makes one line of the error.)
+    # Some kinds of adapters cannot be merged; load() makes one line of that error too.
     model = load(lambda path: model.merge_and_unload(), name)
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
@@ -1157,7 +1158,8 @@ def check_model(lm, name, max_tokens):
     Measured, not guessed. The model's own logits must be the product of its last hidden states and the output
     layer, without a soft cap or a scale (Gemma 2, Granite). And the hidden states of a text must be the same
     (1) alone in eval mode, (2) in train mode after two pads, and (3) read in two halves with a cache, from
-    which another row is removed in between. Text and pads together have max_tokens tokens.
+    which another row is removed in between. Text and pads together have max_tokens tokens, so that a sliding
+    window or scaled positions show too.
     """
     config = lm.config.get_text_config()
     context = context_length(config)
@@ -1289,7 +1291,7 @@ def load_functions(flag, names):
         if not path.is_file():
             raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
         try:
-            # The file may change working directory or grad mode. At their end, these two restore them.
+            # The file may change the working directory or the grad mode. These two restore them at their end.
             with chdir("."), torch.enable_grad():
                 function = getattr(import_file(path), function_name, None)
         except BaseException as error:  # SystemExit too
@@ -1676,7 +1678,8 @@ def read_splits(name):
     splits = {}
     for split in ("train", "validation", "test"):
         folder = Path(resolve_path(name))
-        paths = [*sorted(folder.glob(f"{split}*.jsonl*")), *folder.glob(f"{split}.json")]
+        patterns = f"{split}*.jsonl", f"{split}*.jsonl.gz", f"{split}.json"
+        paths = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
         if paths:
             splits[split] = datasets.concatenate_datasets([load(read_rows, str(path)) for path in paths])
     if splits:
@@ -1700,8 +1703,8 @@ def read_rows(path):
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    # datasets.Json decodes a value when its row is read. So each value is encoded here: Json would decode the
-    # text "7" too, and return a number.
+    # datasets.Json would encode the values itself, but it takes a text such as "7" for encoded already and
+    # returns the number 7. So each value is encoded here. Reading a row decodes it.
     columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
@@ -1777,7 +1780,8 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     after the header of its turn or, if the last message is its own, in that message. -> str
     """
     try:
-        is_begun = is_prompt and messages[-1]["role"] == "assistant"
+        roles = [message["role"] for message in messages]
+        is_begun = is_prompt and roles[-1] == "assistant"  # the policy goes on with this message
         # strftime_now('%d %B %Y') in a template would be another day when the run is resumed.
         day = datetime.date.fromisoformat(date)
         call = r"strftime_now\(\s*['\"]([^'\"\\]+)['\"]\s*\)"
@@ -2091,7 +2095,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[-1].items():  # not rows[0]: in some scripts it has empty cells
+        for name, cell in rows[-1].items():  # the last row, because cells of the first may be empty
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
@@ -2107,7 +2111,7 @@ class Run:
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
             names = ", ".join(not_finite)
-            raise UserError(f"update {update} is not saved, not finite: {names}; lower --learning-rate")
+            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
@@ -2197,7 +2201,7 @@ class Run:
         if signal_number and not is_last:
             self.bar.stop()
             self.print(f"stopped by signal {signal_number}")
-            self.print(f"to continue: python {SCRIPT}.py --resume {self.name}")
+            self.print(f"to continue: the same command with --resume {self.name}")
             self.accelerator.wait_for_everyone()
             sys.exit(128 + signal_number)
 
@@ -2359,7 +2363,8 @@ def resumed_args(resume, recipe, flags):
     """The flags of the run to continue. Those that would change what it did so far are refused."""
     path = Path(resume, "args.json")
     if resume == "latest":
-        path = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime, default=path)
+        runs = Path("runs", SCRIPT)
+        path = max(runs.glob("*/args.json"), key=os.path.getmtime, default=runs / "*/args.json")
     if not path.exists():
         raise UserError(f"--resume {resume}: there is no {path}")
     try:
@@ -2369,9 +2374,9 @@ def resumed_args(resume, recipe, flags):
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
     # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
-    # (With a falling learning rate, a longer run is not the same as one that was longer from the start.)
+    # (With a warm-up or a falling learning rate, a longer run is not one that was longer from the start.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
-    # Run.start makes sure that these two change only together, so that the batch stays the same.
+    # Run.start refuses another batch size, so these two change only together or with the number of processes.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]

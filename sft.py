@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of language models, and training small ones from scratch.
+r"""Supervised fine-tuning of language models, and training small ones from scratch.
 
 If you know nanoGPT's train.py, this is what differs:
 
@@ -34,7 +34,7 @@ If you know nanoGPT's train.py, this is what differs:
     python sft.py qwen-0.5b-chat                       # a chat model: Qwen2.5-0.5B on trl-lib/Capybara
     python sft.py --learning-rate 1e-3                 # tiny with one change; every field of Args is a flag
     python sft.py --model-name-or-path gpt2 --dataset-name my_folder --lora-r 16
-    python sft.py --from-config "llama hidden_size=256 num_hidden_layers=4" --train-tokenizer 4096 \\
+    python sft.py --from-config "llama hidden_size=256 num_hidden_layers=4" --train-tokenizer 4096 \
         --dataset-name my_folder
     torchrun --nproc_per_node 2 sft.py                 # two processes, twice the batch
     python sft.py --resume latest                      # continue a stopped run; on a CPU, bit for bit
@@ -436,7 +436,7 @@ def write_samples(model, tokenizer, documents, stop_ids):
         while prompt_length > 0 and labels[prompt_length - 1] != -100:
             prompt_length -= 1
         if prompt_length == 0:
-            prompt_length = max(1, min(8, len(ids) - 1))
+            prompt_length = min(8, len(ids) - 1)
         prompt = ids[:prompt_length]
         prompt = prompt[-max(1, context - 40) :]  # a long prompt loses its beginning
         output = model.generate(
@@ -460,8 +460,8 @@ def write_samples(model, tokenizer, documents, stop_ids):
 class LanguageModel(nn.Module):
     """A causal language model whose forward pass returns losses.
 
-    DDP, FSDP2 and DeepSpeed work in the forward pass of what they wrap. So the body is called, and the
-    weights of the output layer are read, in it.
+    DDP, FSDP2 and DeepSpeed wrap this module, and act when it is called. So everything that reads weights is
+    in this forward pass: the call of the body, and head.weight.
     """
 
     def __init__(self, lm):
@@ -760,7 +760,7 @@ def collate_rows(rows, device):
 
 def generator_for(seed, *purpose):
     """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
-    # Random hashes a str with SHA-512, which is the same in every process; hash() is not.
+    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
     return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
 
 
@@ -878,7 +878,8 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
     model, report = load(auto_class.from_pretrained, name, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. (BERT's pooler counts too: its language models lack it.)
+    # What is outside of the transformer is the head. (BERT's pooler is inside, but counts as head too: the
+    # files of a BERT language model lack it.)
     inner = f"{model.base_model_prefix}."
     of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
     model.has_new_head = len(of_body) < len(missing)
@@ -911,7 +912,7 @@ def load_adapter(auto_class, name, head_may_be_new, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    # Some kinds of adapters cannot be merged. (Nothing is loaded here: load makes one line of the error.)
+    # Some kinds of adapters cannot be merged; load() makes one line of that error too.
     model = load(lambda path: model.merge_and_unload(), name)
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
@@ -1042,7 +1043,7 @@ def all_texts(rows):
     for name in ("messages", "prompt", "completion"):
         if name in rows.column_names:
             for chat in filter(is_chat, rows[name]):
-                texts += [message["content"] for message in chat if message["content"]]
+                texts += [message["content"] for message in chat if message.get("content")]
     if "dialog" in rows.column_names:
         for utterances in rows["dialog"]:
             texts.append(" " + " ".join(text for text in utterances or () if text))
@@ -1125,7 +1126,8 @@ def check_documents(lm, args):
         # A soft cap does not show in small logits. (Tied embeddings grow too, for logits and losses alike.)
         head.weight.mul_(64)
         logits = lm.eval()(first, use_cache=False).logits[0, :-1].float()
-        # In train mode, dropout that load_model has missed changes the losses. A new model may have dropout.
+        # In train mode, so that a model is refused if load_model has missed some of its dropout. (A new model
+        # may have dropout.)
         lm.train(not args.from_config)
         losses, _ = LanguageModel(lm)(first, first, positions)
         head.weight.div_(64)  # exact, because 64 is a power of 2
@@ -1217,7 +1219,8 @@ def read_splits(name):
     splits = {}
     for split in ("train", "validation", "test"):
         folder = Path(resolve_path(name))
-        paths = [*sorted(folder.glob(f"{split}*.jsonl*")), *folder.glob(f"{split}.json")]
+        patterns = f"{split}*.jsonl", f"{split}*.jsonl.gz", f"{split}.json"
+        paths = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
         if paths:
             splits[split] = datasets.concatenate_datasets([load(read_rows, str(path)) for path in paths])
     if splits:
@@ -1241,8 +1244,8 @@ def read_rows(path):
     if not rows:
         raise ValueError("the file is empty")
     names = dict.fromkeys(name for row in rows for name in row)
-    # datasets.Json decodes a value when its row is read. So each value is encoded here: Json would decode the
-    # text "7" too, and return a number.
+    # datasets.Json would encode the values itself, but it takes a text such as "7" for encoded already and
+    # returns the number 7. So each value is encoded here. Reading a row decodes it.
     columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
 
@@ -1268,7 +1271,8 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     after the header of its turn or, if the last message is its own, in that message. -> str
     """
     try:
-        is_begun = is_prompt and messages[-1]["role"] == "assistant"
+        roles = [message["role"] for message in messages]
+        is_begun = is_prompt and roles[-1] == "assistant"  # the policy goes on with this message
         # strftime_now('%d %B %Y') in a template would be another day when the run is resumed.
         day = datetime.date.fromisoformat(date)
         call = r"strftime_now\(\s*['\"]([^'\"\\]+)['\"]\s*\)"
@@ -1531,7 +1535,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[-1].items():  # not rows[0]: in some scripts it has empty cells
+        for name, cell in rows[-1].items():  # the last row, because cells of the first may be empty
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
@@ -1547,7 +1551,7 @@ class Run:
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
             names = ", ".join(not_finite)
-            raise UserError(f"update {update} is not saved, not finite: {names}; lower --learning-rate")
+            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
@@ -1637,7 +1641,7 @@ class Run:
         if signal_number and not is_last:
             self.bar.stop()
             self.print(f"stopped by signal {signal_number}")
-            self.print(f"to continue: python {SCRIPT}.py --resume {self.name}")
+            self.print(f"to continue: the same command with --resume {self.name}")
             self.accelerator.wait_for_everyone()
             sys.exit(128 + signal_number)
 
@@ -1737,7 +1741,8 @@ def resumed_args(resume, recipe, flags):
     """The flags of the run to continue. Those that would change what it did so far are refused."""
     path = Path(resume, "args.json")
     if resume == "latest":
-        path = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime, default=path)
+        runs = Path("runs", SCRIPT)
+        path = max(runs.glob("*/args.json"), key=os.path.getmtime, default=runs / "*/args.json")
     if not path.exists():
         raise UserError(f"--resume {resume}: there is no {path}")
     try:
@@ -1747,9 +1752,9 @@ def resumed_args(resume, recipe, flags):
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
     # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
-    # (With a falling learning rate, a longer run is not the same as one that was longer from the start.)
+    # (With a warm-up or a falling learning rate, a longer run is not one that was longer from the start.)
     may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
-    # Run.start makes sure that these two change only together, so that the batch stays the same.
+    # Run.start refuses another batch size, so these two change only together or with the number of processes.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]

@@ -317,16 +317,14 @@ def tables(job):
         blocks.append(all_seeds(seeds))
         return [*blocks, by_operators(seeds[0]), equations(seeds[0]), first_tasks(seeds[0])]
     if job == "smollm2-dailydialog":
-        return [*blocks, beside_openrl(seeds), all_seeds(seeds), first_samples(seeds[0], count=8)]
+        return [*blocks, beside_openrl(seeds), all_seeds(seeds), first_samples(seeds[0])]
     if job == "smollm2-tldr":
         blocks += [before_and_after(seeds[0]), scores_and_words(seeds[0])]
         return [*blocks, first_samples(seeds[0], columns=("reference", "before", "after"))]
     if job == "smollm2-hh":
         return [*blocks, before_and_after(seeds[0])]
-    blocks.append(health.table(seeds))
-    for folder in seeds:
-        blocks += [before_and_after(folder), scores_and_words(folder), first_samples(folder)]
-    return [*blocks, beside_trl(results)]
+    blocks += [health.table(seeds), before_and_after(seeds[0]), scores_and_words(seeds[0])]
+    return [*blocks, first_samples(seeds[0]), beside_trl(results)]
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     page = README if name == "README" else DOCS[name]
     known = {"a_b", "help", "nproc_per_node", "num_processes", "multi_gpu", "cpu", "config_file"}  # launchers
     known |= {"no_deps", "target", "index_url", "with"}  # pip, uv
-    known |= {"output", "diagnose", "png"}  # report.py
+    known |= {"output", "diagnose"}  # report.py
     known |= {"local_dir", "repo_type"}  # hf
     # Flags of the programs in benchmarks/.
     known |= {"peers", "other", "only", "rounds", "batches", "results", "show", "save", "signals", "trl"}
@@ -250,9 +250,7 @@ THREE_SEEDS = [
     ("rloo_tldr", "rloo-tiny"),
 ]
 BEFORE_AND_AFTER = [  # page, the heading before the table, evaluation.json
-    ("ppo_sentiment", "### Real reviews", "imdb/ppo"),
     ("ppo_dialog", "### Real dialogs", "dailydialog/ppo"),
-    ("rloo_tldr", "### Real posts", "tldr-real/rloo"),
     ("sft", "## Results", "reviews-lm"),
 ]
 CALIBRATION = [("### Pairs", "tldr-reward"), ("### Real pairs", "hh-reward")]

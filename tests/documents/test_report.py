@@ -110,8 +110,6 @@ CASES = {  # a change of a healthy run -> title of what is found, or None
     "healthy": ({}, {}, None),
     "sampler": ({"sampling__logprob_gap_mean": lambda x: 0.02}, {}, "Rollout and update compute"),
     "sampler in bf16": ({"sampling__logprob_gap_mean": lambda x: 0.02}, {"dtype": "bfloat16"}, None),
-    "KL negative": ({"objective__kl": lambda x: -2 * x}, {}, "The KL is negative"),
-    "KL by chance negative": ({"objective__kl": lambda x: (-1) ** round(99 * x) * (x > 0)}, {}, None),
     "not finite": (
         {"loss__policy_avg": lambda x: math.nan if x > 0.5 else 0.0},
         {},
@@ -127,7 +125,6 @@ CASES = {  # a change of a healthy run -> title of what is found, or None
         {},
         "The score rises, and the gold score falls",
     ),
-    "equal rewards": ({"env__reward_std": lambda x: 0.0}, {}, "In most updates, all rewards are equal"),
     "equal groups": ({"frac_reward_zero_std": lambda x: 0.9}, {}, "Most groups have equal rewards"),
     "equal groups at the end": ({"frac_reward_zero_std": lambda x: 0.9 * x}, {}, None),
     "no gradient": ({"grad_norm": lambda x: 0.0}, {}, "The policy does not move"),
@@ -136,7 +133,6 @@ CASES = {  # a change of a healthy run -> title of what is found, or None
     "KL stays 0": ({"objective__kl": lambda x: 0.0}, {}, "The KL is exactly 0"),
     "large steps": ({"val__ratio_var": lambda x: 3.0}, {}, "The steps are too large"),
     "clipped": ({"policy__clipfrac_avg": lambda x: 0.5}, {}, "The steps are too large"),
-    "ratio": ({"val__ratio": lambda x: 3.0}, {}, "The steps are too large"),
     "above target": (
         {"objective__kl": lambda x: 10 * (x > 0), "objective__kl_coef": lambda x: 0.1 + x},
         {"kl_target": 4.0},
@@ -154,7 +150,6 @@ CASES = {  # a change of a healthy run -> title of what is found, or None
         None,
     ),
     "entropy up": ({"policy__entropy_avg": lambda x: 1 + x}, {}, "The entropy rises"),
-    "entropy down with a gain": ({"policy__entropy_avg": lambda x: 1.01 - x}, {}, None),
     "no end": (
         {"completions__clipped_ratio": lambda x: 0.9},
         {"missing_eos_penalty": 1.0},
@@ -177,12 +172,6 @@ def test_each_finding(tmp_path, case):
         assert found == []
     else:
         assert len(found) == 1 and found[0].startswith(title)
-
-
-def test_an_entropy_that_collapses(tmp_path):
-    columns = dict(policy__entropy_avg=lambda x: 1.01 - x, objective__scores=noise(1.0))
-    found = titles(write_run(tmp_path / "run", **columns))
-    assert found == ["The score does not rise", "The entropy collapses"]
 
 
 @pytest.mark.parametrize(
@@ -723,24 +712,16 @@ def test_a_committed_run_fits(tmp_path, folder):
     assert (tmp_path / "page.html").stat().st_size < 3_000_000
 
 
-def test_curves_as_a_picture(tmp_path):
-    report.main([str(ROOT / "results/rloo-tiny/seed1"), "--png", str(tmp_path / "curves.png")])
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_page_of_a_reward_model(tmp_path):
     """Its evaluation has no before and after, and its run no tokens."""
     run = write_run(tmp_path / "run", loss=lambda x: 1 - x)
     evaluation = {"accuracy": 0.875, "n": 8, "labels": ["dull", "superb"], "confusion": [[3, 0], [1, 4]]}
     (run / "evaluation.json").write_text(json.dumps(evaluation))
-    tables = report.evaluation_tables(report.read_run(run))
-    assert [rows for _, _, rows in tables] == [
-        [["accuracy", "0.875"], ["n", 8]],
-        [["dull", 3, 0], ["superb", 1, 4]],
-    ]
+    [(_, _, rows)] = report.evaluation_tables(report.read_run(run))
+    assert rows == [["accuracy", "0.875"], ["n", 8]]
     report.main([str(run), "--output", str(tmp_path / "page.html")])
     text = (tmp_path / "page.html").read_text()
-    assert "<td>superb<td>1<td>4" in text and "This run has no numbers per token" in text
+    assert "<td>accuracy<td>0.875" in text and "This run has no numbers per token" in text
 
 
 @pytest.fixture(scope="module")

@@ -157,6 +157,26 @@ reward_model.sequence_logits: the reward model reads the last column (trap 9)
   - mask.sum(1) - 1
   + mask.shape[1] - 1
 
+reward_model.shared_prompt_logits: texts see the pads of their prompt
+  math/test_classifiers.py::test_a_prompt_that_is_read_once[gpt2]
+  - prompt_mask[row_of_text]
+  + torch.ones_like(prompt_mask[row_of_text])
+
+reward_model.shared_prompt_logits: no gradient flows back through the prompt
+  math/test_classifiers.py::test_a_prompt_that_is_read_once[gpt2]
+  - layer.keys.index_select(0, row_of_text)
+  + layer.keys.index_select(0, row_of_text).detach()
+
+reward_model.collate_texts: the prompt is the whole shorter text (IndexError)
+  math/test_classifiers.py::test_a_prompt_that_is_read_once[gpt2]
+  - [ids[:-1] for ids in row.texts]
+  + row.texts
+
+ppo_sentiment.read_splits: backups of a file are read too
+  faults/test_unusual_inputs.py::test_backups_are_not_read
+  - f"{split}*.jsonl",
+  + f"{split}*.jsonl*",
+
 reward_model.preference_ids: truncation cuts EOS (trap 9)
   data/test_preferences.py::test_long_texts_lose_their_beginning
   - ids[-max_length:]

@@ -54,6 +54,14 @@ def test_values_stay_as_they_are(script, tmp_path, name):
     assert train["mixed"][:] == [7, "seven"] and train["only_here"][:] == [None, [1]]
 
 
+def test_backups_are_not_read(script, tmp_path):
+    """What editors leave beside a file is not a part of the split; what the Hub cuts into several files is."""
+    names = ["train-0.jsonl", "train-1.jsonl", "train-0.jsonl~", "train-1.jsonl.bak", "train-2.jsonl.tmp"]
+    for number, name in enumerate(names):
+        (tmp_path / name).write_text(json.dumps(dict(text=f"text {number}")) + "\n")
+    assert script.read_splits(str(tmp_path))["train"]["text"][:] == ["text 0", "text 1"]
+
+
 @pytest.mark.parametrize("line", ["", '{"text": "half of a character: \\ud800"}'])
 def test_files_that_cannot_be_read(script, tmp_path, line):
     (tmp_path / "train.jsonl").write_text(line + "\n")

@@ -1,5 +1,7 @@
 """Classifiers and reward models against transformers, which reads each text alone, without padding."""
 
+from types import SimpleNamespace
+
 import pytest
 import tokenizers
 import torch
@@ -7,7 +9,7 @@ import transformers
 from conftest import ARCHITECTURES, ROOT, module_with
 from math_tools import close
 
-reward = module_with("sequence_logits", "ClassLogits", "collate_texts")
+reward = module_with("sequence_logits", "ClassLogits", "collate_texts", "can_share_prompts")
 ppo = module_with("load_classifier", "load_label_scorer", "load_reward")
 near = dict(rtol=0, atol=1e-5)
 CPU = torch.device("cpu")
@@ -51,6 +53,11 @@ def collate(rows):
     return batch["ids"], batch["mask"]
 
 
+def batch_logits(learner, batch):
+    """What the update computes from a batch of collate_texts."""
+    return learner(batch["prompts"], batch["ids"], batch["mask"], batch["row_of_text"])
+
+
 # ---- Reward models and classifiers on tokens ---------------------------------------------------------------
 
 
@@ -79,7 +86,57 @@ def test_sequence_logits_of_an_encoder(classifier_folder):
     model = reward.load_model(transformers.AutoModelForSequenceClassification, folder).eval()
     ids, mask = collate(rows)
     close(reward.sequence_logits(model, ids, mask), theirs, **near)
-    close(reward.ClassLogits(model).train()(ids, mask), theirs, **near)
+    batch = reward.collate_texts([reward.Row([row]) for row in rows], "cpu")
+    close(batch_logits(reward.ClassLogits(model).train(), batch), theirs, **near)
+
+
+def can_share_prompts(learner, distributed_type="NO", **flags):
+    accelerator = SimpleNamespace(distributed_type=distributed_type)
+    return reward.can_share_prompts(learner, reward.Args(max_length=20, **flags), accelerator)
+
+
+PAIRS = [  # texts with 5, 2 and 0 tokens in common; one of the last row is the beginning of the other
+    [[5, 6, 7, 8, 9, 10, 3], [5, 6, 7, 8, 9, 11]],
+    [[12, 13, 14], [12, 13, 15, 16, 17], [12, 13, 18]],
+    [[5], [6, 6]],
+    [[7, 8], [7, 8, 9, 10]],
+]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_prompt_that_is_read_once(classifier_folder, arch):
+    """The texts of a row share the keys and values of their beginning: the same scores, gradients too."""
+    model = reward.load_model(transformers.AutoModelForSequenceClassification, classifier_folder(arch))
+    learner = reward.ClassLogits(model)
+    assert can_share_prompts(learner)
+    results = []
+    for shares_prompts in (False, True):
+        batch = reward.collate_texts([reward.Row(texts) for texts in PAIRS], "cpu", shares_prompts)
+        logits = batch_logits(learner.train(), batch)
+        weights = torch.linspace(-1, 2, logits.numel()).view_as(logits)  # each logit counts differently
+        grads = torch.autograd.grad((logits * weights).sum(), model.parameters(), allow_unused=True)
+        results.append([logits, *(g for g in grads if g is not None)])
+    assert batch["prompts"].tolist()[1] == [-1, -1, -1, 12, 13]
+    assert batch["prompts"].ge(0).sum(1).tolist() == [5, 2, 0, 1]
+    for plain, shared in zip(*results, strict=True):
+        close(shared, plain, rtol=0, atol=1e-5 * max(1, plain.abs().max().item()))
+
+
+def test_an_encoder_reads_each_text_alone(classifier_folder):
+    """It reads in both directions, so the response changes the states of the prompt."""
+    folder = classifier_folder("distilbert")
+    model = reward.load_model(transformers.AutoModelForSequenceClassification, folder)
+    assert not can_share_prompts(reward.ClassLogits(model))
+
+
+def test_where_a_cache_does_not_work(classifier_folder):
+    """With gradient checkpointing, and if FSDP2 shards the model."""
+    folder = classifier_folder("gpt2")
+    model = reward.load_model(transformers.AutoModelForSequenceClassification, folder)
+    learner = reward.ClassLogits(model)
+    assert can_share_prompts(learner)
+    assert not can_share_prompts(learner, distributed_type="FSDP")
+    assert not can_share_prompts(learner, gradient_checkpointing=True)
 
 
 def test_outputs_return_to_the_places_of_their_rows():
