@@ -55,7 +55,7 @@ def test_values_stay_as_they_are(script, tmp_path, name):
 
 
 def test_backups_are_not_read(script, tmp_path):
-    """What editors leave beside a file is not a part of the split; what the Hub cuts into several files is."""
+    """What editors leave beside a file is no part of the split; what the Hub cuts into several files is."""
     names = ["train-0.jsonl", "train-1.jsonl", "train-0.jsonl~", "train-1.jsonl.bak", "train-2.jsonl.tmp"]
     for number, name in enumerate(names):
         (tmp_path / name).write_text(json.dumps(dict(text=f"text {number}")) + "\n")
