@@ -866,7 +866,7 @@ def hidden_states(body, ids, mask, cache=None):
 
 
 def token_logits(hidden, weight, temperature=1.0, bias=None):
-    """The output layer, in fp32 under autocast too. [N, H], [V, H], [V] or None -> [N, V]
+    """The output layer, in fp32 (TF32 on a GPU), under autocast too. [N, H], [V, H], [V] or None -> [N, V]
 
     Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart.
     """
@@ -1267,7 +1267,7 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
     """
     eight_bit = {}
     if args.load_in_8bit:
-        # Threshold 0 rounds each token alone. With LLM.int8's 6, log-probabilities depend on the whole batch.
+        # Threshold 0 rounds each token alone. With 6, the default, log-probabilities depend on the batch.
         config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
         eight_bit = dict(quantization_config=config)
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
@@ -1862,7 +1862,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[-1].items():  # the last row, because cells of the first may be empty
+        for name, cell in rows[-1].items():  # not rows[0]: in ppo_dialog.py it has empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])

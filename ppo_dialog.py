@@ -150,7 +150,7 @@ class Args:
     local_rollout_forward_batch_size: int = 128  # responses generated, or classified, at once on one process
 
     # PPO
-    kl_coef: float = 0.2  # KL penalty coefficient; the initial value if kl_target is set
+    kl_coef: float = 0.2  # KL penalty coefficient; the initial value if kl_target is set (0 stays 0)
     kl_target: float | None = 1.0  # hold the KL near this, in nats per response; None: fixed coefficient
     kl_horizon: float = 1_600  # time scale of that adaptation, in episodes
     missing_eos_penalty: float | None = None  # subtracted from the score of an answer without an end mark
@@ -807,7 +807,8 @@ class PolicyAndValue(nn.Module):
         self.policy = policy
         self.critic = critic  # None: the value head reads the policy's hidden states
         # The width of the last hidden states is that of the output layer's input. (Not config.hidden_size:
-        # OPT-350m projects them to the embeddings' size.) A critic has no output layer, but embeddings.
+        # OPT-350m projects them to the embeddings' size.) A critic has no output layer; its embeddings have
+        # that width too.
         embeddings = policy.get_output_embeddings() if critic is None else critic.get_input_embeddings()
         self.value_head = nn.Linear(embeddings.weight.shape[1], 1)
         # Values start at 0, so the first advantages are the rewards to come, discounted by gamma * lam.
@@ -886,7 +887,7 @@ def hidden_states(body, ids, mask, cache=None):
 
 
 def token_logits(hidden, weight, temperature=1.0, bias=None):
-    """The output layer, in fp32 under autocast too. [N, H], [V, H], [V] or None -> [N, V]
+    """The output layer, in fp32 (TF32 on a GPU), under autocast too. [N, H], [V, H], [V] or None -> [N, V]
 
     Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart.
     """
@@ -1313,7 +1314,7 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
     """
     eight_bit = {}
     if args.load_in_8bit:
-        # Threshold 0 rounds each token alone. With LLM.int8's 6, log-probabilities depend on the whole batch.
+        # Threshold 0 rounds each token alone. With 6, the default, log-probabilities depend on the batch.
         config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
         eight_bit = dict(quantization_config=config)
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
@@ -1985,7 +1986,7 @@ class Run:
         """Print dicts as the rows of a table."""
         has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
         table = Table(title=title, title_justify="left", show_lines=has_long_text)
-        for name, cell in rows[-1].items():  # the last row, because cells of the first may be empty
+        for name, cell in rows[-1].items():  # not rows[0]: in ppo_dialog.py it has empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])

@@ -37,6 +37,7 @@ PHASES = {
         "PolicyAndValue.forward",
         "document_states",
         "sequence_logits",
+        "shared_prompt_logits",
     ),
     "logits and their gradient": (
         "token_logprobs",
