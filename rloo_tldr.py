@@ -15,8 +15,8 @@ If you know PPO (ppo_sentiment.py), this is what changes:
 5. A policy can learn to please the reward model without getting better. So before and after training, a
    judge compares summaries of held-out posts with reference summaries: the win rate (`win_rate`).
 6. The k rows of a group begin with the same prompt. So a forward pass reads a prompt only once, however many
-   of its responses it holds, in generation as in training (`generate_groups`, `group_logprobs`; not with
-   gradient checkpointing).
+   of its responses it holds, in generation as in training (`generate_groups`, `group_logprobs`). With
+   gradient checkpointing, the update reads it with each response.
 
     python rloo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
     python rloo_tldr.py --learning-rate 2e-4        # tiny with one change; every field of Args is a flag
@@ -260,7 +260,8 @@ def train(args):
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     get_rewards = load_summary_reward(args, device, trainer_state)
-    # None without --judge-fn. It scores every batch, and is the judge below, unless --judge-model is given.
+    # None without --judge-fn. Its scores of every batch are logged. It is also the judge below, but a
+    # --judge-model goes before it.
     get_judge_scores = load_judge_fn(args, device, trainer_state)
     judge = None
     # The main process only, so that a judge on a server is asked only once.
@@ -445,7 +446,8 @@ def train(args):
             metrics["judge/scores"] = b["judge_scores"].nanmean().nan_to_num()
         run.log(metrics)  # raises if one is not finite
         if is_sample_update(update, updates, args):
-            # The responses to the first post. On the main process, that is also the first of its own posts.
+            # The k responses to the first post: every P-th row of a tensor. The list `responses` has those of
+            # this process only. (The main process prints this, and its first post is the first of all.)
             first_post = [plain_text(prompt_batch["rows"][0]["prompt"])] * k
             texts = sample_texts(first_post, responses[:: len(prompt_batch["rows"])], scores[::P])
             token_columns = {
@@ -601,7 +603,7 @@ def rollout_groups(model, ref_model, tokenizer, stop_ids, get_rewards, batch, ar
     # batch["rows"] * k is in the order of the responses.
     rewards = get_rewards(batch["rows"] * k, responses, response_tokens)  # name -> [k * P]
 
-    # Compute log-probabilities with the same forward pass, and as many rows at a time, as in the update.
+    # Compute log-probabilities with the forward pass of the update, and as many rows at a time.
     # Dropout is 0, so the ratio is 1 until the first optimizer step, up to rounding. The log-probabilities
     # from generation differ more, and the sum over a response adds the differences up, so they are only
     # logged.
@@ -2239,10 +2241,10 @@ def is_sample_update(update, updates, args):
 
 
 def log_samples(run, update, texts, b, columns):
-    """Show the first responses of the batch; save them, and in tokens.jsonl their numbers, token by token.
+    """Show some responses of the batch; save them, and in tokens.jsonl their numbers, token by token.
 
-    texts: a dict of texts and numbers for each of the first rows of the batch; b: the batch, with ids
-    [B, C + T] and lengths [B]; columns: name -> [B, T]
+    texts: a dict of texts and numbers for each response; b: their rows of the batch, with ids [B, C + T] and
+    lengths [B]; columns: name -> [B, T]. There may be more rows than texts.
     """
     run.table(f"samples of update {update}", texts)
     run.append("samples.jsonl", [{"update": update} | text for text in texts])
@@ -2373,9 +2375,10 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
+    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it. (It
+    # stays in its folder, whatever --output-dir says.)
     # (With a warm-up or a falling learning rate, a longer run is not one that was longer from the start.)
-    may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
+    may_change = "resume output_dir save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # Run.start refuses another batch size, so these two change only together or with the number of processes.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]

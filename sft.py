@@ -1751,9 +1751,10 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
+    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it. (It
+    # stays in its folder, whatever --output-dir says.)
     # (With a warm-up or a falling learning rate, a longer run is not one that was longer from the start.)
-    may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
+    may_change = "resume output_dir save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # Run.start refuses another batch size, so these two change only together or with the number of processes.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]

@@ -211,12 +211,17 @@ def test_flags_that_would_change_the_result_are_refused(script, small):
     with pytest.raises(script.UserError, match="would change recipe;"):
         script.parse_args(["tiny", *resume_flags])
     assert script.parse_args([*resume_flags, "--save-every", "7"]).save_every == 7
+    # The same command with --resume works again and again, however it spells the folder.
+    assert (
+        script.parse_args([*resume_flags, "--output-dir", args.output_dir + "/"]).output_dir
+        == args.output_dir
+    )
     again = script.parse_args([*resume_flags, "--learning-rate", str(args.learning_rate)])
     assert (again.output_dir, again.dataset_name) == (args.output_dir, args.dataset_name)
 
 
 MAY_CHANGE = {  # no effect on the result, or a longer run; of the two about micro-batches, see the next test
-    *("save_every", "keep_checkpoints", "log_with", "total_episodes", "num_train_epochs"),
+    *("output_dir", "save_every", "keep_checkpoints", "log_with", "total_episodes", "num_train_epochs"),
     *(
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
