@@ -1046,8 +1046,8 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
     Weights that the files lack would be random, so they are refused. With head_may_be_new, those of the head
-    may be missing; model.has_new_head says if they were. Loading never runs code from the files: without
-    safetensors, pytorch_model.bin is read with weights_only.
+    may be missing, and model.has_new_head tells reward_model.py and rloo_tldr.py if they were. Loading never
+    runs code from the files: without safetensors, pytorch_model.bin is read with weights_only.
     """
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         return load_adapter(auto_class, name, head_may_be_new, **kwargs)
@@ -1287,7 +1287,7 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
     if ref_model is not None:
         ref_model.requires_grad_(False).eval()
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing's new name
     return policy, ref_model
 
 
@@ -2000,7 +2000,7 @@ class Run:
 
 
 def is_sample_update(update, updates, args):
-    """True in about num_sample_generations updates of the run, evenly spaced."""
+    """True in num_sample_generations updates of the run, or up to twice as many, evenly spaced."""
     count = args.num_sample_generations
     return count > 0 and update % max(1, updates // count) == 0
 

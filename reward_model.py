@@ -846,8 +846,8 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
     Weights that the files lack would be random, so they are refused. With head_may_be_new, those of the head
-    may be missing; model.has_new_head says if they were. Loading never runs code from the files: without
-    safetensors, pytorch_model.bin is read with weights_only.
+    may be missing, and model.has_new_head tells reward_model.py and rloo_tldr.py if they were. Loading never
+    runs code from the files: without safetensors, pytorch_model.bin is read with weights_only.
     """
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         return load_adapter(auto_class, name, head_may_be_new, **kwargs)
@@ -1045,7 +1045,7 @@ def build_classifier(args, tokenizer, label_names):
         raise UserError(f"--max-length {args.max_length}: the model's context is {context} tokens")
     check_classifier(model.eval(), tokenizer, args.from_config or args.model_name_or_path, args.max_length)
     if args.gradient_checkpointing:
-        model.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing
+        model.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing's new name
     if args.lora_r:  # for the transformer only; the head is trained as a whole
         setattr(model, model.base_model_prefix, add_lora(model.base_model, args))
     return model, head_is_new

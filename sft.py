@@ -870,8 +870,8 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
     Weights that the files lack would be random, so they are refused. With head_may_be_new, those of the head
-    may be missing; model.has_new_head says if they were. Loading never runs code from the files: without
-    safetensors, pytorch_model.bin is read with weights_only.
+    may be missing, and model.has_new_head tells reward_model.py and rloo_tldr.py if they were. Loading never
+    runs code from the files: without safetensors, pytorch_model.bin is read with weights_only.
     """
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         return load_adapter(auto_class, name, head_may_be_new, **kwargs)
@@ -1099,7 +1099,7 @@ def build_language_model(args, tokenizer):
     if args.lora_r:
         lm = add_lora(lm, args)
     if args.gradient_checkpointing:
-        lm.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing
+        lm.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing's new name
     return lm
 
 
