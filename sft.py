@@ -566,7 +566,8 @@ def completion_documents(rows, tokenizer, args):
     """Columns prompt and completion: the two and EOS, without labels on the prompt. -> list of (ids, labels)
 
     They are tokenized separately: no token may span the end of the prompt, because in a rollout the prompt
-    comes alone. Nothing is added between the two: a space there must be in the data.
+    comes alone. Nothing is added between the two: a space there must be in the data. (Llama
+    2's tokenizer begins every text with one.)
     """
     documents = []
     for prompt, completion in zip(rows["prompt"], rows["completion"]):
@@ -591,9 +592,9 @@ def chat_documents(rows, tokenizer, args):
     """Columns messages, or prompt and completion as lists of messages. -> list of (ids, labels)
 
     The tokenizer's chat template writes the conversation. Labels are on the assistant's answers, each with
-    its end-of-turn token, such as `<|im_end|>`; with prompt and completion, on those of the completion. Some
-    templates write no end-of-turn token. Then EOS is put after the last answer that is learned; the others
-    are learned without an end.
+    its end-of-turn token, such as `<|im_end|>`; with prompt and completion, on those of the completion. (A
+    message that follows another one of the assistant is not learned.) Some templates write no end-of-turn
+    token. Then EOS is put after the last answer that is learned; the others are learned without an end.
     """
     if "tools" in rows.column_names:
         raise UserError(f"data set {args.dataset_name!r}: chats with the column tools are not supported")
@@ -1126,8 +1127,8 @@ def check_documents(lm, args):
         # A soft cap does not show in small logits. (Tied embeddings grow too, for logits and losses alike.)
         head.weight.mul_(64)
         logits = lm.eval()(first, use_cache=False).logits[0, :-1].float()
-        # In train mode, so that a model is refused if load_model has missed some of its dropout. (A new model
-        # may have dropout.)
+        # The logits are of eval mode, the losses of train mode: dropout that load_model has missed makes them
+        # differ. (Not for a new model, which may have dropout: then both are of eval mode.)
         lm.train(not args.from_config)
         losses, _ = LanguageModel(lm)(first, first, positions)
         head.weight.div_(64)  # exact, because 64 is a power of 2
@@ -1154,6 +1155,7 @@ def check_documents(lm, args):
         # With random weights, little of `first` would leak even through a wrong mask, so this limit is tight.
         # (It can be: both come from one call. `alone` comes from another.)
         is_apart = torch.allclose(after_first, after_second, 1e-5, 1e-5)
+        # Positions that go on from the document before would make both differ from `alone`, but alike.
         is_apart = is_apart and torch.allclose(after_first, alone[0], 1e-3, 1e-3)
     except Exception:  # models fail in many ways if they want another kind of mask
         is_apart = False
