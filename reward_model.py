@@ -22,8 +22,9 @@ If you know how to train a text classifier, this is what its use as a reward add
    its beginning.
 4. The new head of a decoder starts with weights of standard deviation 1 / sqrt(d + 1), so the first scores
    are about 1 in size (N+ paper, detail 11).
-5. All responses to a prompt are in the same forward pass, which reads the prompt only once. The loss is the
-   mean over their pairs, so a prompt with many responses counts no more than one with two (InstructGPT).
+5. All responses to a prompt are in the same forward pass, which reads the prompt only once if the model can
+   (`can_share_prompts`). The loss is the mean over their pairs. So a prompt with many responses counts no
+   more than one with two (InstructGPT).
 6. Preferences say nothing about where 0 is. The mean score of reference responses is saved as reward_offset
    in config.json, and rloo_tldr.py subtracts it (N+ paper, detail 15). Plain transformers ignores it.
 7. ppo_sentiment.py scores the first words of a review. --min-prefix-length cuts the training texts at random
@@ -265,8 +266,9 @@ RECIPES = {
 # ---- Training ----------------------------------------------------------------------------------------------
 #
 # Shapes: N rows of the data, with at most K responses each (K = 1 with labels, 2 with chosen and rejected); P
-# pairs of responses to one prompt, P = K (K - 1) / 2; texts = the number of texts in all N rows; L tokens.
-# B rows per update. (In ClassLogits, sequence_logits and length_mask, B is the number of texts.)
+# pairs of responses to one prompt, P = K (K - 1) / 2; texts = the number of texts in all N rows; L tokens,
+# and Q tokens of prompts that are read once. B rows per update. (In hidden_states, sequence_logits and
+# length_mask, B is the number of rows of their arguments.)
 
 
 def train(args):
@@ -509,7 +511,7 @@ def collate_texts(rows, device, shares_prompts=False):
 
     With shares_prompts, what the texts of a row have in common at their beginning is taken off, so that the
     model can read it once. (If texts lost their beginning because they were too long, it may be nothing.)
-    -> dict: prompts [N, C], what was taken off, with -1 as padding on the left; ids [texts, L] and bool mask
+    -> dict: prompts [N, Q], what was taken off, with -1 as padding on the left; ids [texts, L] and bool mask
     [texts, L]; row_of_text [texts]; bool response_mask [N, K]; labels [N]; margins [N]
     """
     prompts, texts, row_of_text = [], [], []
@@ -600,13 +602,13 @@ def shared_prompt_logits(model, prompts, ids, mask, row_of_text):
     """
     body = model.base_model
     cache = transformers.DynamicCache(config=model.config)
-    prompt_mask = prompts >= 0  # [N, C]
+    prompt_mask = prompts >= 0  # [N, Q]
     hidden_states(body, prompts.clamp(min=0), prompt_mask, cache)
     # Not batch_select_indices: on a CPU, its gradient is added up in any order.
     for layer in cache.layers:
         layer.keys = layer.keys.index_select(0, row_of_text)  # [N, ...] -> [texts, ...]
         layer.values = layer.values.index_select(0, row_of_text)
-    full_mask = torch.cat([prompt_mask[row_of_text], mask], 1)  # [texts, C + L]
+    full_mask = torch.cat([prompt_mask[row_of_text], mask], 1)  # [texts, Q + L]
     hidden = hidden_states(body, ids, full_mask, cache)  # [texts, L, H]
     last = mask.sum(1) - 1  # [texts]
     with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
@@ -640,8 +642,9 @@ def can_share_prompts(model, args, accelerator):
     # gets a gradient; of a prompt that is read alone, only keys and values do.
     if args.gradient_checkpointing or accelerator.distributed_type == "FSDP":
         return False
-    config = model.model.config
-    prompt = [i % config.vocab_size for i in range(args.max_length - 2)]
+    # The longest text that there can be, and a short row beside it, which needs padding.
+    vocab_size = model.model.config.vocab_size
+    prompt = [i % vocab_size for i in range(args.max_length - 2)]
     rows = [Row([[*prompt, 5, 6], [*prompt, 7]]), Row([[9, 8, 7], [9, 4]])]
     logits = []
     try:
@@ -710,8 +713,8 @@ def init_new_head(model):
 
 def has_head(name, num_labels):
     """True if, by its config, a model is a classifier with num_labels outputs, or a LoRA adapter of a
-    classifier. (An adapter's config does not say how many outputs.) If True, missing weights of the head are
-    an error; if False, a new head is made.
+    classifier. (An adapter's config does not say how many outputs.) If True, load_model is to refuse files
+    that lack weights of the head; if False, to make them.
     """
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         import peft
@@ -1046,8 +1049,11 @@ def build_classifier(args, tokenizer, label_names):
     check_classifier(model.eval(), tokenizer, args.from_config or args.model_name_or_path, args.max_length)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing's new name
-    if args.lora_r:  # for the transformer only; the head is trained as a whole
+    if args.lora_r:  # for the transformer only; the head is trained as a whole, and BERT's pooler with it
         setattr(model, model.base_model_prefix, add_lora(model.base_model, args))
+        for name, p in model.named_parameters():
+            if "pooler" in name:
+                p.requires_grad_(True)
     return model, head_is_new
 
 

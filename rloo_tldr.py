@@ -1467,8 +1467,8 @@ def init_new_head(model):
 
 def has_head(name, num_labels):
     """True if, by its config, a model is a classifier with num_labels outputs, or a LoRA adapter of a
-    classifier. (An adapter's config does not say how many outputs.) If True, missing weights of the head are
-    an error; if False, a new head is made.
+    classifier. (An adapter's config does not say how many outputs.) If True, load_model is to refuse files
+    that lack weights of the head; if False, to make them.
     """
     if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
         import peft

@@ -140,6 +140,28 @@ def test_reward_lora(reward, scripts, tiny_lm, tiny_classifier, base):
     assert weights(folder / "model").keys() == model.state_dict().keys()
 
 
+@pytest.mark.parametrize("modules", ["all-linear", "query,value"])
+def test_lora_trains_berts_pooler_as_a_whole(reward, tiny_classifier, tmp_path, modules):
+    """Files of a BERT language model lack it, so it may be new. It is inside the transformer."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_classifier())
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    flags = dict(lora_r=4, lora_target_modules=modules, label_names="negative,positive")
+    _, folder, _ = reward(model_name_or_path=str(tmp_path / "bert"), **flags)
+    [checkpoint] = (folder / "checkpoints").iterdir()
+    trained = torch.load(checkpoint, weights_only=True)["parameters"]
+    shapes = [x.shape for name, x in trained.items() if "pooler" in name and "lora" not in name]
+    assert sorted(map(tuple, shapes)) == [(32,), (32, 32)]
+
+
 def test_save_dtype(reward, scripts):
     """bfloat16 halves model/. The scripts load it in float32: the same numbers, rounded."""
     folders = {dtype: reward(dtype, save_dtype=dtype)[1] / "model" for dtype in ("float32", "bfloat16")}
