@@ -518,6 +518,7 @@ def collate_texts(rows, device, shares_prompts=False):
     for i, row in enumerate(rows):
         length = 0
         if shares_prompts:  # each text keeps its last token, where its score is read
+            # (commonprefix works on lists too.)
             length = len(os.path.commonprefix([ids[:-1] for ids in row.texts]))
         prompts.append(torch.tensor(row.texts[0][:length], dtype=torch.long))
         texts += [torch.tensor(ids[length:]) for ids in row.texts]
@@ -604,7 +605,8 @@ def shared_prompt_logits(model, prompts, ids, mask, row_of_text):
     cache = transformers.DynamicCache(config=model.config)
     prompt_mask = prompts >= 0  # [N, Q]
     hidden_states(body, prompts.clamp(min=0), prompt_mask, cache)
-    # Not batch_select_indices: on a CPU, its gradient is added up in any order.
+    # Not cache.batch_select_indices: on a CPU, its gradient is added up in a varying order, and a resumed run
+    # would not be the same bit for bit.
     for layer in cache.layers:
         layer.keys = layer.keys.index_select(0, row_of_text)  # [N, ...] -> [texts, ...]
         layer.values = layer.values.index_select(0, row_of_text)
@@ -639,7 +641,7 @@ def can_share_prompts(model, args, accelerator):
     Measured, not guessed: BERT's family reads in both directions, and recurrent models have another cache.
     """
     # A checkpointed layer cannot use a cache. And FSDP2 gathers a layer for the backward pass when its output
-    # gets a gradient; of a prompt that is read alone, only keys and values do.
+    # gets a gradient. That of the last layer gets none: of a prompt, only its keys and values are used.
     if args.gradient_checkpointing or accelerator.distributed_type == "FSDP":
         return False
     # The longest text that there can be, and a short row beside it, which needs padding.
@@ -1335,6 +1337,8 @@ def load_reference_rows(train_rows, tokenizer, args):
     if is_chat(completions[0]):
         pairs = zip(prompts, completions)
         prompts = [chat_prompt(x, y) if isinstance(x, str) else x for x, y in pairs]
+    if len({type(x) for x in prompts + completions}) > 1:
+        raise UserError(f"--center-dataset-name {args.center_dataset_name}: chats and texts are mixed")
     texts = preference_ids(tokenizer, prompts, completions, args.max_length, args.date)
     return [Row([ids]) for ids in texts]
 
@@ -1747,7 +1751,7 @@ def parse_args(argv):
 
 
 def resumed_args(resume, recipe, flags):
-    """The flags of the run to continue. Those that would change what it did so far are refused."""
+    """The flags of the run to continue. All changes are refused, except those of a few flags."""
     path = Path(resume, "args.json")
     if resume == "latest":
         runs = Path("runs", SCRIPT)

@@ -778,7 +778,8 @@ def group_logprobs(lm, ids, mask, T, temperature):
         prompts, prompt_of_row = prompts.unique(dim=0, return_inverse=True)  # [P, C], [B]
         cache = transformers.DynamicCache(config=body.config)
         prompt_hidden = hidden_states(body, prompts.clamp(min=0), prompts >= 0, cache)  # [P, C, H]
-        # Not batch_select_indices: on a CPU, its gradient is added up in any order.
+        # Not cache.batch_select_indices: on a CPU, its gradient is added up in a varying order, and a resumed
+        # run would not be the same bit for bit.
         for layer in cache.layers:
             layer.keys = layer.keys.index_select(0, prompt_of_row)  # [P, ...] -> [B, ...]
             layer.values = layer.values.index_select(0, prompt_of_row)
@@ -2362,7 +2363,7 @@ def parse_args(argv):
 
 
 def resumed_args(resume, recipe, flags):
-    """The flags of the run to continue. Those that would change what it did so far are refused."""
+    """The flags of the run to continue. All changes are refused, except those of a few flags."""
     path = Path(resume, "args.json")
     if resume == "latest":
         runs = Path("runs", SCRIPT)

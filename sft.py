@@ -1740,7 +1740,7 @@ def parse_args(argv):
 
 
 def resumed_args(resume, recipe, flags):
-    """The flags of the run to continue. Those that would change what it did so far are refused."""
+    """The flags of the run to continue. All changes are refused, except those of a few flags."""
     path = Path(resume, "args.json")
     if resume == "latest":
         runs = Path("runs", SCRIPT)

@@ -41,6 +41,8 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
     write_rows(root / "short", train=short_text, test=short_text)
     write_rows(root / "pairs", train=[dict(prompt=REVIEW, chosen=" good", rejected=" bad")] * 8)
     write_rows(root / "no-completions", train=[dict(prompt=REVIEW, completion="")] * 8)
+    chat = [dict(role="user", content=REVIEW)]
+    write_rows(root / "chats-and-texts", train=[dict(prompt=chat, completion=REVIEW)] * 8)
     write_rows(root / "empty-pairs", train=[dict(prompt=REVIEW, chosen="", rejected=" bad")] * 8)
     (root / "broken").mkdir()
     (root / "broken/train.jsonl").write_text('{"text": "a film"}\n{"text": \n')
@@ -223,6 +225,10 @@ CASES = {
         "center data, empty": (
             dict(dataset_name="DATA/pairs", center_dataset_name="DATA/no-completions"),
             "no row has a prompt and a completion",
+        ),
+        "center data, mixed": (
+            dict(dataset_name="DATA/pairs", center_dataset_name="DATA/chats-and-texts"),
+            "chats and texts are mixed",
         ),
         "center data, columns": (
             dict(dataset_name="DATA/pairs", center_dataset_name="DATA/pairs"),
