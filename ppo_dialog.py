@@ -1334,7 +1334,7 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
     if ref_model is not None:
         ref_model.requires_grad_(False).eval()
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing's new name
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing, renamed
     return policy, ref_model
 
 
@@ -2132,8 +2132,8 @@ def is_sample_update(update, updates, args):
 def log_samples(run, update, texts, b, columns):
     """Show some responses of the batch; save them, and in tokens.jsonl their numbers, token by token.
 
-    texts: a dict of texts and numbers for each response; b: their rows of the batch, with ids [B, C + T] and
-    lengths [B]; columns: name -> [B, T]. There may be more rows than texts.
+    texts: a dict of texts and numbers for each response; b: rows of the batch that begin with theirs, with
+    ids [B, C + T] and lengths [B]; columns: name -> [B, T]
     """
     run.table(f"samples of update {update}", texts)
     run.append("samples.jsonl", [{"update": update} | text for text in texts])
@@ -2305,9 +2305,9 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it. (It
-    # stays in its folder, whatever --output-dir says.)
+    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
     # (With a warm-up or a falling learning rate, a longer run is not one that was longer from the start.)
+    # --output-dir may be spelled in another way; the run stays in its folder.
     may_change = "resume output_dir save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # Run.start refuses another batch size, so these two change only together or with the number of processes.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"

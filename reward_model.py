@@ -517,15 +517,17 @@ def collate_texts(rows, device, shares_prompts=False):
     prompts, texts, row_of_text = [], [], []
     for i, row in enumerate(rows):
         length = 0
-        if shares_prompts:  # each text keeps its last token, where its score is read
-            # (commonprefix works on lists too.)
+        if shares_prompts:
+            # Each text keeps its last token, where its score is read. (commonprefix works on lists too.)
             length = len(os.path.commonprefix([ids[:-1] for ids in row.texts]))
         prompts.append(torch.tensor(row.texts[0][:length], dtype=torch.long))
         texts += [torch.tensor(ids[length:]) for ids in row.texts]
         row_of_text += [i] * len(row.texts)
     ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)  # with 0, which the mask hides
     batch = {
-        "prompts": nn.utils.rnn.pad_sequence(prompts, True, padding_value=-1, padding_side="left"),
+        "prompts": nn.utils.rnn.pad_sequence(
+            prompts, batch_first=True, padding_value=-1, padding_side="left"
+        ),
         "ids": ids,
         "mask": length_mask(torch.tensor([len(text) for text in texts]), ids.shape[1]),
         "row_of_text": torch.tensor(row_of_text),
@@ -599,7 +601,7 @@ def shared_prompt_logits(model, prompts, ids, mask, row_of_text):
     """Class logits of texts whose beginnings, `prompts`, are read once. -> fp32 [texts, classes]
 
     The keys and values of a prompt serve all texts of its row, and gradients flow back through them: nothing
-    is approximated. In TL;DR, nine tenths of a pair's tokens are in the prompt.
+    is approximated.
     """
     body = model.base_model
     cache = transformers.DynamicCache(config=model.config)
@@ -641,7 +643,7 @@ def can_share_prompts(model, args, accelerator):
     Measured, not guessed: BERT's family reads in both directions, and recurrent models have another cache.
     """
     # A checkpointed layer cannot use a cache. And FSDP2 gathers a layer for the backward pass when its output
-    # gets a gradient. That of the last layer gets none: of a prompt, only its keys and values are used.
+    # gets a gradient. For a prompt, the output of the last layer gets none, only its keys and values.
     if args.gradient_checkpointing or accelerator.distributed_type == "FSDP":
         return False
     # The longest text that there can be, and a short row beside it, which needs padding.
@@ -1050,7 +1052,7 @@ def build_classifier(args, tokenizer, label_names):
         raise UserError(f"--max-length {args.max_length}: the model's context is {context} tokens")
     check_classifier(model.eval(), tokenizer, args.from_config or args.model_name_or_path, args.max_length)
     if args.gradient_checkpointing:
-        model.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing's new name
+        model.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing, renamed
     if args.lora_r:  # for the transformer only; the head is trained as a whole, and BERT's pooler with it
         setattr(model, model.base_model_prefix, add_lora(model.base_model, args))
         for name, p in model.named_parameters():
@@ -1264,7 +1266,7 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     after the header of its turn or, if the last message is its own, in that message. -> str
     """
     try:
-        roles = [message["role"] for message in messages]
+        roles = [message["role"] for message in messages]  # an error without one, which a template may ignore
         is_begun = is_prompt and roles[-1] == "assistant"  # the policy goes on with this message
         # strftime_now('%d %B %Y') in a template would be another day when the run is resumed.
         day = datetime.date.fromisoformat(date)
@@ -1764,9 +1766,9 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it. (It
-    # stays in its folder, whatever --output-dir says.)
+    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
     # (With a warm-up or a falling learning rate, a longer run is not one that was longer from the start.)
+    # --output-dir may be spelled in another way; the run stays in its folder.
     may_change = "resume output_dir save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # Run.start refuses another batch size, so these two change only together or with the number of processes.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"

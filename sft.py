@@ -566,8 +566,8 @@ def completion_documents(rows, tokenizer, args):
     """Columns prompt and completion: the two and EOS, without labels on the prompt. -> list of (ids, labels)
 
     They are tokenized separately: no token may span the end of the prompt, because in a rollout the prompt
-    comes alone. Nothing is added between the two: a space there must be in the data. (Llama
-    2's tokenizer begins every text with one.)
+    comes alone. Nothing is added between the two: a space there must be in the data. (Some tokenizers begin
+    every text with one: Llama 2's, for example.)
     """
     documents = []
     for prompt, completion in zip(rows["prompt"], rows["completion"]):
@@ -1100,7 +1100,7 @@ def build_language_model(args, tokenizer):
     if args.lora_r:
         lm = add_lora(lm, args)
     if args.gradient_checkpointing:
-        lm.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing's new name
+        lm.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing, renamed
     return lm
 
 
@@ -1153,9 +1153,9 @@ def check_documents(lm, args):
     try:
         after_first, after_second = document_states(body, rows, positions.repeat(2, 2))[:, size:]
         # With random weights, little of `first` would leak even through a wrong mask, so this limit is tight.
-        # (It can be: both come from one call. `alone` comes from another.)
+        # (It can be, because both come from one call. `alone` comes from another, with other rounding.)
         is_apart = torch.allclose(after_first, after_second, 1e-5, 1e-5)
-        # Positions that go on from the document before would make both differ from `alone`, but alike.
+        # If positions did not start again at 0, both would change in the same way, but `alone` would not.
         is_apart = is_apart and torch.allclose(after_first, alone[0], 1e-3, 1e-3)
     except Exception:  # models fail in many ways if they want another kind of mask
         is_apart = False
@@ -1273,7 +1273,7 @@ def render_chat(tokenizer, messages, date, is_prompt=False):
     after the header of its turn or, if the last message is its own, in that message. -> str
     """
     try:
-        roles = [message["role"] for message in messages]
+        roles = [message["role"] for message in messages]  # an error without one, which a template may ignore
         is_begun = is_prompt and roles[-1] == "assistant"  # the policy goes on with this message
         # strftime_now('%d %B %Y') in a template would be another day when the run is resumed.
         day = datetime.date.fromisoformat(date)
@@ -1753,9 +1753,9 @@ def resumed_args(resume, recipe, flags):
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it. (It
-    # stays in its folder, whatever --output-dir says.)
+    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
     # (With a warm-up or a falling learning rate, a longer run is not one that was longer from the start.)
+    # --output-dir may be spelled in another way; the run stays in its folder.
     may_change = "resume output_dir save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # Run.start refuses another batch size, so these two change only together or with the number of processes.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"

@@ -411,6 +411,15 @@ def test_messages_that_the_template_cannot_write(scripts):
         documents_of(scripts["sft"], build_tokenizer("qwen2_5"), {"messages": call})
 
 
+def test_messages_without_a_role(scripts):
+    """The columns of ShareGPT, and a template that ignores what it does not know."""
+    messages = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
+    tokenizer = build_tokenizer("qwen2_5")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.value }}{% endfor %}"
+    with pytest.raises(scripts["sft"].UserError, match="cannot render chats .*role"):
+        documents_of(scripts["sft"], tokenizer, {"messages": messages})
+
+
 def test_a_template_for_a_tokenizer_without_one(sft, tmp_path, capsys, scripts):
     """--chat-template-path gives it one, which is saved; without it, one line says what to do."""
     rows = [{"messages": chat(*TURNS)}] * 20

@@ -513,6 +513,7 @@ def test_every_number_of_a_preference_model(
         max_grad_norm=0.5,
     )
     del calls[:2]  # of can_share_prompts
+    assert all(shares_prompts for (_, _, shares_prompts), _ in calls)
     model, tokenizer = classifier(tiny_preference_model())
 
     def scores_of(row):
