@@ -254,6 +254,8 @@ RECIPES = {
 #     pad    2      +      3      | =      5      EOS    pad    pad       length of the response: 3
 #
 # The hidden state of each token predicts the next one: "3" predicts "=".
+#
+# Outside of train, P and B count the tasks and rows that a function gets.
 
 
 def train(args):
@@ -395,7 +397,7 @@ def train(args):
                         token_metrics = {
                             "loss/policy_avg": policy_loss,
                             "policy/approxkl_avg": 0.5 * log_ratio**2,
-                            # Clipped: the other term of the maximum is larger.
+                            # clipfrac: how often clipping raises the loss above that of the plain ratio.
                             "policy/clipfrac_avg": policy_loss > -token_advantages * ratio,
                             "policy/entropy_avg": entropies,
                             "val/ratio": ratio,
@@ -536,7 +538,7 @@ def evaluate_tasks(model, tokenizer, stop_ids, get_rewards, tasks, args, acceler
     return accelerate.utils.gather_object(records)
 
 
-def task_metrics(records):
+def task_metrics(records, is_greedy=False):
     """The numbers of the final table for one set of tasks. Records as in evaluate_tasks -> dict of floats"""
     right = torch.tensor([record["right"] for record in records]).float()  # [tasks, k]
     pass_at_1 = right.mean(1)  # [tasks]
@@ -547,7 +549,7 @@ def task_metrics(records):
         "tokens per response": lengths.mean(),
     }
     k = right.shape[1]
-    if k > 1:  # greedy decoding has one response per task
+    if not is_greedy:
         responses = [response for record in records for response in record["responses"]]
         different = [len(set(record["responses"])) for record in records]
         ended = torch.tensor([record["ended"] for record in records]).float()  # [tasks, k]
@@ -645,7 +647,7 @@ def rollout_tasks(model, tokenizer, stop_ids, get_rewards, ref_model, batch, arg
 
     # Old log-probabilities, the denominator of the ratio. With one optimizer step per batch, the policy does
     # not change before the update, and train uses its new log-probabilities as the old ones. With several
-    # steps they are computed here, by a forward pass like that of the update. Log-probabilities from
+    # steps they are computed here, by a forward pass over the whole responses. Log-probabilities from
     # generation differ more, so they are only logged.
     if not takes_several_steps(args) and args.kl_coef == 0:
         return b, responses
@@ -774,7 +776,7 @@ def group_keys(lengths, k):
     lengths of the responses, first responses to all prompts first [k * P] -> [k * P], equal within a group
     """
     longest = lengths.view(k, -1).amax(0)  # [P]
-    # 0: the group whose longest response is the shortest. (Equal lengths would mix groups: ranks do not.)
+    # Not `longest` itself: groups with equal keys would be mixed up. Rank 0: the longest response is short.
     rank = longest.argsort(stable=True).argsort()  # [P]
     return rank.repeat(k)
 
@@ -816,7 +818,8 @@ def group_logprobs(lm, ids, mask, T, temperature):
     ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [number of valid tokens]
     """
     body, head = body_and_head(lm)
-    if body.training and body.is_activation_checkpointing:  # cannot use a cache: each row reads its prompt
+    if body.training and body.is_activation_checkpointing:
+        # Gradient checkpointing (transformers has renamed it) cannot use a cache: each row reads its prompt.
         hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
     else:
         prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
@@ -1224,8 +1227,8 @@ def check_model(lm, name, max_tokens):
     mask = torch.arange(L + 2, device=lm.device).expand(2, -1) >= 2
     try:
         body, head = body_and_head(lm.eval())
-        # A soft cap shows only in large logits, so make them large. (Tied embeddings grow too, but alike for
-        # `logits` and `product`.)
+        # A soft cap shows only in large logits, so make them large. (With tied embeddings the inputs grow
+        # too, but for both `logits` and `product`.)
         head.weight.mul_(64)
         logits = lm(short_ids).logits[0].float()  # [6, V]
         product = token_logits(hidden_states(body, short_ids, short_ids >= 0)[0], head.weight, bias=head.bias)
@@ -1531,7 +1534,7 @@ def task_prompt(row, tokenizer, args, name):
         return prompt
     if not is_chat(prompt):
         return f"{args.system_prompt}\n\n{prompt}"
-    if prompt[0]["role"] == "system":  # the data bring their own
+    if isinstance(prompt[0], dict) and prompt[0].get("role") == "system":  # the data bring their own
         return prompt
     return [{"role": "system", "content": args.system_prompt}, *prompt]
 
@@ -2009,7 +2012,7 @@ def is_sample_update(update, updates, args):
 def log_samples(run, update, texts, b, columns):
     """Show some responses of the batch; save them, and in tokens.jsonl their numbers, token by token.
 
-    texts: a dict of texts and numbers for each response; b: rows of the batch that begin with theirs, with
+    texts: a dict of texts and numbers for each response; b: a batch whose first rows are those of texts, with
     ids [B, C + T] and lengths [B]; columns: name -> [B, T]
     """
     run.table(f"samples of update {update}", texts)
@@ -2030,8 +2033,9 @@ def report_tasks(run, before, after):
     args = run.args
     metrics_before, metrics_after, rows = {}, {}, []
     for name in before:
-        metrics_before |= {f"{name}: {metric}": x for metric, x in task_metrics(before[name]).items()}
-        metrics_after |= {f"{name}: {metric}": x for metric, x in task_metrics(after[name]).items()}
+        for metrics, records in ((metrics_before, before[name]), (metrics_after, after[name])):
+            for metric, x in task_metrics(records, is_greedy=name == "greedy").items():
+                metrics[f"{name}: {metric}"] = x
         for old, new in zip(before[name], after[name]):
             task = old.pop("task")
             new.pop("task")  # the same
@@ -2047,9 +2051,9 @@ def report_tasks(run, before, after):
     count = len(before["held-out"])
     decoding = f"sampling, temperature {args.temperature}, at most {args.response_length} tokens"
     run.table("held-out tasks, the first of the sampled responses", samples)
-    run.table(f"{count} held-out tasks, {args.num_eval_samples} responses each", comparison)
+    run.table(f"{count} held-out tasks", comparison)
     run.print(f"right: {args.reward_fn[0]} gives 1 or more")
-    run.print(f"{decoding}; greedy: temperature 0.01, one response")
+    run.print(f"{args.num_eval_samples} responses per task by {decoding}; greedy: one, temperature 0.01")
     about = {"before": metrics_before, "after": metrics_after, "n": count}
     about |= {"judge": args.reward_fn[0], "decoding": decoding}  # names of all scripts, for report.py
     run.write("evaluation.json", json.dumps(about, indent=2))

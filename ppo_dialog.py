@@ -1270,8 +1270,8 @@ def check_model(lm, name, max_tokens):
     mask = torch.arange(L + 2, device=lm.device).expand(2, -1) >= 2
     try:
         body, head = body_and_head(lm.eval())
-        # A soft cap shows only in large logits, so make them large. (Tied embeddings grow too, but alike for
-        # `logits` and `product`.)
+        # A soft cap shows only in large logits, so make them large. (With tied embeddings the inputs grow
+        # too, but for both `logits` and `product`.)
         head.weight.mul_(64)
         logits = lm(short_ids).logits[0].float()  # [6, V]
         product = token_logits(hidden_states(body, short_ids, short_ids >= 0)[0], head.weight, bias=head.bias)
@@ -2132,7 +2132,7 @@ def is_sample_update(update, updates, args):
 def log_samples(run, update, texts, b, columns):
     """Show some responses of the batch; save them, and in tokens.jsonl their numbers, token by token.
 
-    texts: a dict of texts and numbers for each response; b: rows of the batch that begin with theirs, with
+    texts: a dict of texts and numbers for each response; b: a batch whose first rows are those of texts, with
     ids [B, C + T] and lengths [B]; columns: name -> [B, T]
     """
     run.table(f"samples of update {update}", texts)

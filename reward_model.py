@@ -29,12 +29,11 @@ If you know how to train a text classifier, this is what its use as a reward add
    in config.json, and rloo_tldr.py subtracts it (N+ paper, detail 15). Plain transformers ignores it.
 7. ppo_sentiment.py scores the first words of a review. --min-prefix-length cuts the training texts at random
    tokens, so that a classifier of texts learns to judge beginnings too.
-8. Pretrained models are trained without dropout, as in the other scripts. Models --from-config keep that of
-   their config.
+8. Models are trained without dropout, as in the other scripts.
 
     python reward_model.py                       # recipe tiny: how checkpoints/reviews-sentiment was made
     python reward_model.py tiny-tldr             # how checkpoints/tldr-reward was made, from preferences
-    python reward_model.py tiny-dialog           # how checkpoints/dialogs-intent was made
+    python reward_model.py tiny-dialog           # a classifier like checkpoints/dialogs-intent
     python reward_model.py distilbert-imdb       # like lvwerra/distilbert-imdb, from the Hub
     python reward_model.py smollm2-imdb          # the reward of ppo_sentiment.py's recipe: MiniLM, in minutes
     python reward_model.py tldr-pythia-1b        # the reward model of the N+ paper, from the Hub
@@ -80,7 +79,6 @@ import resource
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import warnings
 from collections import defaultdict
@@ -129,10 +127,7 @@ class Args:
 
     # Models
     model_name_or_path: str = "distilbert/distilbert-base-uncased"  # a language model gets a new head
-    from_config: str | None = None  # random weights instead: "gpt2 n_layer=2 n_embd=64", or a folder
-    tokenizer_name_or_path: str | None = None  # None: the tokenizer of model_name_or_path
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
-    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved weights; bfloat16 halves the file
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights); the head is trained as a whole
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
@@ -181,21 +176,18 @@ RECIPES = {
         center_dataset_name="data/tldr",
         max_length=224,
         dtype="float32",
-        save_dtype="bfloat16",
         num_train_epochs=4.0,
         per_device_train_batch_size=32,
         learning_rate=1e-3,
         lr_scheduler_type="cosine",
         warmup_ratio=0.1,
     ),
-    "tiny-dialog": Args(  # checkpoints/dialogs-intent
-        from_config="gpt2 n_embd=96 n_layer=2 n_head=4 n_positions=128",
-        tokenizer_name_or_path="checkpoints/dialogs-lm",
+    "tiny-dialog": Args(  # like checkpoints/dialogs-intent
+        model_name_or_path="checkpoints/dialogs-lm",
         dataset_name="data/dialogs",
         label_names="inform,question,directive,commissive",
         max_length=64,
         dtype="float32",
-        save_dtype="bfloat16",
         num_train_epochs=2.0,
         per_device_train_batch_size=64,
         learning_rate=2e-3,
@@ -280,9 +272,8 @@ def train(args):
     n = args.per_device_train_batch_size
     B = n * args.gradient_accumulation_steps * world  # rows per update
 
-    tokenizer_name = args.tokenizer_name_or_path or args.model_name_or_path
     # It may append EOS to every text: good for labeled texts; load_preference_rows refuses it.
-    tokenizer = load_tokenizer(tokenizer_name, for_prompts=False)
+    tokenizer = load_tokenizer(args.model_name_or_path, for_prompts=False)
     data = load_data(args, tokenizer)
     train_rows, label_names = data["train"], data["label_names"]
     has_labels = label_names is not None
@@ -290,16 +281,15 @@ def train(args):
     # What the progress bar shows: label -> metric.
     run = Run(args, accelerator, updates, status={"loss": "loss", "accuracy": "accuracy"})
 
-    classifier, head_is_new = build_classifier(args, tokenizer, label_names)
+    classifier = build_classifier(args, tokenizer, label_names)
     model = ClassLogits(classifier).to(device)
     shares_prompts = not has_labels and can_share_prompts(model, args, accelerator)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
     task = f"{len(label_names)} classes: {', '.join(label_names)}" if has_labels else "preferences"
-    head = "a new head" if head_is_new else "the head that was saved with the model"
+    head = "a new head" if classifier.has_new_head else "the head that was saved with the model"
     run.print(
-        f"recipe {args.recipe}: {args.from_config or args.model_name_or_path} on {args.dataset_name}, "
-        f"{device}, bf16: {is_bf16}\n"
+        f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
         f"{len(train_rows):,} training rows; {task}; {head}\n"
         f"batch: {n} rows per pass x {args.gradient_accumulation_steps} accumulated x {world} processes "
         f"= {B} rows; {updates} optimizer steps"
@@ -312,10 +302,9 @@ def train(args):
     state = run.start(learner, optimizer, parameters, B)  # update 0 in a new run
 
     for update in range(state["update"] + 1, updates + 1):
-        # 1. Batch: the next B rows of an endless stream of shuffled epochs. For a given B, and without
-        #    dropout, the result does not depend on the number of processes, up to rounding.
+        # 1. Batch: the next B rows of an endless stream of shuffled epochs. For a given B, the result does
+        #    not depend on the number of processes, up to rounding.
         start_time = time.time()
-        set_global_seed(args.seed, update)  # for dropout, which models --from-config have
         row_numbers = stream_rows(len(train_rows), (update - 1) * B, B, args.seed)
         batch = [train_rows[i] for i in row_numbers.tolist()]
         if has_labels and args.min_prefix_length > 0:
@@ -324,7 +313,7 @@ def train(args):
         # 2. Gradient. Each process works on its share of the batch, n rows at a time. The loss is the sum
         #    over this process's rows, divided by the number of rows on all processes. So the gradient does
         #    not depend on how the batch is split.
-        learner.train()  # dropout (of models --from-config only) and gradient checkpointing
+        learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, update, updates)
         metric_sums = defaultdict(float)  # sums over the rows of all micro-batches
@@ -944,50 +933,6 @@ def appends_eos(tokenizer):
     return tokenizer("word").input_ids[-len(word) - 1 :] == [*word, tokenizer.eos_token_id]
 
 
-def model_from_config(auto_class, text, tokenizer, **settings):
-    """A model with random weights from "TYPE_OR_FOLDER name=value ...", sized for the tokenizer."""
-    name, *pairs = text.split()
-    special_tokens = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    try:
-        values = {}
-        for pair in pairs:
-            key, value = pair.split("=")
-            values[key] = json.loads(value)
-        if "/" in name:
-            config = transformers.AutoConfig.from_pretrained(resolve_path(name))
-        else:
-            config = transformers.AutoConfig.for_model(name, **values)  # derives other sizes from these
-        config.update({"vocab_size": len(tokenizer)} | special_tokens | settings | values)
-        model = auto_class.from_config(config, dtype=torch.float32)
-    except Exception as error:  # the libraries raise a dozen different types
-        example = "expected for example 'gpt2 n_layer=3 n_embd=128', or ./FOLDER"
-        raise UserError(f"--from-config {text!r}: {error}; {example}") from error
-    check_saved_tokenizer(tokenizer, model)
-    return model
-
-
-def check_saved_tokenizer(tokenizer, model):
-    """Raise UserError if the tokenizer, saved next to the model and loaded again, gives other tokens.
-
-    For models of some families (Qwen2, Phi-3), transformers ignores which tokenizer was saved, and loads the
-    family's own.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        model.config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        reloaded = AutoTokenizer.from_pretrained(folder)
-    text = tokenizer.decode(range(len(tokenizer)), skip_special_tokens=True)  # all words that it knows
-    if reloaded(text).input_ids != tokenizer(text).input_ids:
-        raise UserError(
-            f"with a {model.config.model_type} model, transformers would load this tokenizer as a "
-            f"{type(reloaded).__name__}, and texts would have other tokens: use another model type"
-        )
-
-
 def trainable(module):
     """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -1023,23 +968,19 @@ def add_lora(model, args):
 
 
 def build_classifier(args, tokenizer, label_names):
-    """A model with one output per label, or with one output, the score. -> model, True if its head is new"""
+    """A model with one output per label, or with one output, the score."""
     num_labels = 1 if label_names is None else len(label_names)
     settings = {"num_labels": num_labels}
     if label_names is not None:
         label2id = {name: i for i, name in enumerate(label_names)}
         settings = {"id2label": dict(enumerate(label_names)), "label2id": label2id}
-    if args.from_config is not None:
-        model = model_from_config(AutoModelForSequenceClassification, args.from_config, tokenizer, **settings)
-    else:
-        name = args.model_name_or_path
-        settings["ignore_mismatched_sizes"] = True  # a head for another number of labels is replaced
-        head_may_be_new = not has_head(name, num_labels)
-        model = load_model(AutoModelForSequenceClassification, name, head_may_be_new, **settings)
-        if getattr(model, "is_quantized", False):
-            raise UserError(f"{name}: quantized weights cannot be trained here")
-    head_is_new = args.from_config is not None or model.has_new_head
-    if head_is_new:
+    name = args.model_name_or_path
+    settings["ignore_mismatched_sizes"] = True  # a head for another number of labels is replaced
+    head_may_be_new = not has_head(name, num_labels)
+    model = load_model(AutoModelForSequenceClassification, name, head_may_be_new, **settings)
+    if getattr(model, "is_quantized", False):
+        raise UserError(f"{name}: quantized weights cannot be trained here")
+    if model.has_new_head:
         init_new_head(model)
     # For users of the saved model: transformers reads the last token that is not the pad. If texts end with
     # EOS, and pad is EOS, that is the wrong token. Then the config gets no pad: transformers reads the last
@@ -1050,23 +991,22 @@ def build_classifier(args, tokenizer, label_names):
     context = context_length(model.config)
     if context < args.max_length:
         raise UserError(f"--max-length {args.max_length}: the model's context is {context} tokens")
-    check_classifier(model.eval(), tokenizer, args.from_config or args.model_name_or_path, args.max_length)
+    check_classifier(model.eval(), tokenizer, name, args.max_length)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing, renamed
     if args.lora_r:  # for the transformer only; the head is trained as a whole, and BERT's pooler with it
         setattr(model, model.base_model_prefix, add_lora(model.base_model, args))
-        for name, p in model.named_parameters():
-            if "pooler" in name:
+        for key, p in model.named_parameters():
+            if "pooler" in key:
                 p.requires_grad_(True)
-    return model, head_is_new
+    return model
 
 
 def save_reward_model(model, tokenizer, args, folder):
     """Save what plain transformers loads, with LoRA merged, and a tokenizer that can cut at --max-length."""
     if args.lora_r:
         setattr(model, model.base_model_prefix, model.base_model.merge_and_unload())
-    model.to(getattr(torch, args.save_dtype)).save_pretrained(folder)
-    model.float()  # train returns it
+    model.save_pretrained(folder)
     tokenizer.model_max_length = args.max_length
     tokenizer.init_kwargs["truncation_side"] = tokenizer.truncation_side  # else it is not saved
     tokenizer.save_pretrained(folder)
@@ -1343,11 +1283,6 @@ def load_reference_rows(train_rows, tokenizer, args):
         raise UserError(f"--center-dataset-name {args.center_dataset_name}: chats and texts are mixed")
     texts = preference_ids(tokenizer, prompts, completions, args.max_length, args.date)
     return [Row([ids]) for ids in texts]
-
-
-def set_global_seed(seed, *purpose):
-    """Seed the global generators of python, numpy and torch for one purpose."""
-    transformers.set_seed(generator_for(seed, *purpose).initial_seed() % 2**32)
 
 
 # ---- Processes and optimizer -------------------------------------------------------------------------------

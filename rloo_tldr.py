@@ -729,7 +729,7 @@ def group_keys(lengths, k):
     lengths of the responses, first responses to all prompts first [k * P] -> [k * P], equal within a group
     """
     longest = lengths.view(k, -1).amax(0)  # [P]
-    # 0: the group whose longest response is the shortest. (Equal lengths would mix groups: ranks do not.)
+    # Not `longest` itself: groups with equal keys would be mixed up. Rank 0: the longest response is short.
     rank = longest.argsort(stable=True).argsort()  # [P]
     return rank.repeat(k)
 
@@ -771,7 +771,8 @@ def group_logprobs(lm, ids, mask, T, temperature):
     ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [number of valid tokens]
     """
     body, head = body_and_head(lm)
-    if body.training and body.is_activation_checkpointing:  # cannot use a cache: each row reads its prompt
+    if body.training and body.is_activation_checkpointing:
+        # Gradient checkpointing (transformers has renamed it) cannot use a cache: each row reads its prompt.
         hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
     else:
         prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
@@ -1175,8 +1176,8 @@ def check_model(lm, name, max_tokens):
     mask = torch.arange(L + 2, device=lm.device).expand(2, -1) >= 2
     try:
         body, head = body_and_head(lm.eval())
-        # A soft cap shows only in large logits, so make them large. (Tied embeddings grow too, but alike for
-        # `logits` and `product`.)
+        # A soft cap shows only in large logits, so make them large. (With tied embeddings the inputs grow
+        # too, but for both `logits` and `product`.)
         head.weight.mul_(64)
         logits = lm(short_ids).logits[0].float()  # [6, V]
         product = token_logits(hidden_states(body, short_ids, short_ids >= 0)[0], head.weight, bias=head.bias)
@@ -2244,7 +2245,7 @@ def is_sample_update(update, updates, args):
 def log_samples(run, update, texts, b, columns):
     """Show some responses of the batch; save them, and in tokens.jsonl their numbers, token by token.
 
-    texts: a dict of texts and numbers for each response; b: rows of the batch that begin with theirs, with
+    texts: a dict of texts and numbers for each response; b: a batch whose first rows are those of texts, with
     ids [B, C + T] and lengths [B]; columns: name -> [B, T]
     """
     run.table(f"samples of update {update}", texts)

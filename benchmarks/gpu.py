@@ -496,7 +496,7 @@ def math_cases(toy):
     )
     from reward_model import preference_loss, ranking_loss
     from rloo_tldr import kl_per_token, rloo_advantages
-    from sft import next_token_losses
+    from sft import next_token_loss
 
     torch.manual_seed(0)
     B, T, H = (16, 24, 32) if toy else (256, 64, 768)
@@ -530,7 +530,7 @@ def math_cases(toy):
         logprobs_of = [hidden, weight, words, 0.7, bias]
         cases[f"token_logprobs, {V} words"] = (token_logprobs, logprobs_of, [0, 1, 4])
         losses_of = [hidden, weight, words, bias]
-        cases[f"next_token_losses, {V} words"] = (next_token_losses, losses_of, [0, 1, 3])
+        cases[f"next_token_loss, {V} words"] = (next_token_loss, losses_of, [0, 1, 3])
     return cases
 
 
@@ -547,7 +547,7 @@ def math_functions(device, toy, seconds):
     for name, (function, inputs, *differentiate) in cases.items():
         yield attempt(name, compare, device, function, inputs, *differentiate)
     for name, (function, inputs, *differentiate) in cases.items():
-        if name.startswith(("token_logprobs", "next_token_losses")):
+        if name.startswith(("token_logprobs", "next_token_loss")):
             # The output layer must stay in fp32.
             yield attempt(f"{name}, bf16", compare, device, in_autocast(function), inputs, *differentiate)
     yield attempt("sample_tokens", sampling_differences, device, toy)

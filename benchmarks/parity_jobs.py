@@ -476,7 +476,7 @@ def train_reward_trl(script, args, updates, snapshots, our_order=False, our_deca
 
     torch.manual_seed(args.seed)
     tokenizer = script.load_tokenizer(args.model_name_or_path)
-    model, _ = script.build_classifier(args, tokenizer, None)
+    model = script.build_classifier(args, tokenizer, None)
     rows = rows_for_trl(script, args, updates, our_order)
     trainer = trl.RewardTrainer(
         model=model,
@@ -618,7 +618,7 @@ def reward_meter(job, script, args):
     """Measures a reward model by loss and accuracy on held-out pairs."""
     accelerator = script.start_accelerator(args)
     tokenizer = script.load_tokenizer(args.model_name_or_path)
-    model, _ = script.build_classifier(args, tokenizer, None)
+    model = script.build_classifier(args, tokenizer, None)
     _, held_out = script.load_splits(args.dataset_name)
     rows = script.load_preference_rows(held_out, tokenizer, args)
 
@@ -732,8 +732,6 @@ JOBS = {
         script="sft",
         recipe="tiny-tldr",
         changes=dict(
-            train_tokenizer=0,
-            model_name_or_path="checkpoints/tldr-sft",  # only its tokenizer
             packing=False,
             num_train_epochs=5.0,
             per_device_train_batch_size=48,  # the data have 50 batches

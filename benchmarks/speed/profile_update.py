@@ -41,8 +41,7 @@ PHASES = {
     ),
     "logits and their gradient": (
         "token_logprobs",
-        "CrossEntropy.forward",
-        "CrossEntropy.backward",
+        "next_token_loss",
     ),
     "transformer, backward": ("accelerate.Accelerator.backward",),
     "optimizer": ("clip_gradients", "accelerate.optimizer.AcceleratedOptimizer.step"),

@@ -247,7 +247,6 @@ def test_a_model_learns_a_chat(scripts, sft, chat_lm, family, tmp_path):
     _, folder, metrics = sft(
         model_name_or_path=chat_lm(family),
         from_config=None,
-        train_tokenizer=0,
         dataset_name=data,
         max_length=128,
         learning_rate=1e-2,
@@ -352,7 +351,7 @@ def test_settings_of_sampling_do_not_stop_the_saving(scripts, chat_lm, tmp_path,
     (tmp_path / "lm/generation_config.json").write_text(json.dumps(settings))
     model = script.load_model(transformers.AutoModelForCausalLM, str(tmp_path / "lm"))
     assert model.generation_config.eos_token_id == 2
-    args = script.Args(lora_r=None, save_dtype="float32")
+    args = script.Args()
     script.save_language_model(model, build_tokenizer("qwen2_5"), tmp_path / "model", args, [2, 5])
     saved = transformers.GenerationConfig.from_pretrained(tmp_path / "model")
     assert saved.eos_token_id == [2, 5] and saved.temperature == (0.9 if do_sample else None)
@@ -420,20 +419,19 @@ def test_messages_without_a_role(scripts):
         documents_of(scripts["sft"], tokenizer, {"messages": messages})
 
 
-def test_a_template_for_a_tokenizer_without_one(sft, tmp_path, capsys, scripts):
+def test_a_template_for_a_tokenizer_without_one(sft, tiny_lm, tmp_path, capsys, scripts):
     """--chat-template-path gives it one, which is saved; without it, one line says what to do."""
     rows = [{"messages": chat(*TURNS)}] * 20
     data = write_rows(tmp_path / "data", train=rows, test=rows[:2])
-    flags = dict(
-        from_config="gpt2 n_embd=16 n_layer=1 n_head=2 n_positions=256", train_tokenizer=300, max_length=256
-    )
     _, folder, _ = sft(
-        dataset_name=data, chat_template_path=str(TEMPLATES / "llama3.jinja"), num_train_epochs=1.0, **flags
+        dataset_name=data,
+        chat_template_path=str(TEMPLATES / "llama3.jinja"),
+        num_train_epochs=1.0,
+        max_length=256,
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     assert "start_header_id" in tokenizer.chat_template
-    words = ["--from-config", flags["from_config"], "--train-tokenizer", "300", "--dataset-name", data]
-    words += ["--max-length", "256"]
+    words = ["--model-name-or-path", tiny_lm(), "--dataset-name", data, "--max-length", "256"]
     assert "cannot render chats" in one_line(scripts["sft"], words, capsys)
     line = one_line(scripts["sft"], [*words, "--chat-template-path", "no.jinja"], capsys)
     assert "--chat-template-path no.jinja: there is no such file" in line

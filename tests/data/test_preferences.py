@@ -179,8 +179,8 @@ def test_a_head_of_another_size_is_replaced(script, tiny_lm, tmp_path):
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm("llama"))
     args = script.Args(model_name_or_path=str(tmp_path), max_length=64)
-    model, is_new = script.build_classifier(args, tokenizer, None)
-    assert is_new and model.score.weight.shape == (1, 32)
+    model = script.build_classifier(args, tokenizer, None)
+    assert model.has_new_head and model.score.weight.shape == (1, 32)
     assert model.score.weight.std().item() == pytest.approx(33**-0.5, rel=0.4)
 
 
@@ -188,8 +188,9 @@ def test_a_run_can_start_from_an_adapter(pairs, rloo, tiny_lm):
     """From a LoRA folder that rloo_tldr.py saved."""
     lm = tiny_lm("llama")
     _, policy, _ = rloo("policy", lora_r=4, model_name_or_path=lm)
-    start = dict(model_name_or_path=str(policy / "adapter"), tokenizer_name_or_path=lm)
-    _, folder, [metrics] = pairs(**start, num_train_epochs=8 / 48)
+    AutoTokenizer.from_pretrained(lm).save_pretrained(policy / "adapter")
+    start = str(policy / "adapter")
+    _, folder, [metrics] = pairs(model_name_or_path=start, num_train_epochs=8 / 48)
     assert math.isfinite(metrics["loss"])
     assert (folder / "model/model.safetensors").exists()
 

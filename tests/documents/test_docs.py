@@ -253,7 +253,7 @@ BEFORE_AND_AFTER = [  # page, the heading before the table, evaluation.json
     ("ppo_dialog", "### Real dialogs", "dailydialog/ppo"),
     ("sft", "## Results", "reviews-lm"),
 ]
-CALIBRATION = [("### Pairs", "tldr-reward"), ("### Real pairs", "hh-reward")]
+CALIBRATION = [("### Pairs", "tldr-reward")]
 
 
 @pytest.mark.parametrize("name, folder", THREE_SEEDS)
@@ -279,7 +279,6 @@ HEALTH_TABLES = [
         "ppo-sentiment-ablations/kl-coef-0.06",
         "ppo-sentiment-ablations/old-classifier",
     ],
-    ["imdb/ppo", "imdb/ppo-hacked"],
 ]
 
 

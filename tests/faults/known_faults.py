@@ -366,15 +366,15 @@ ppo_sentiment.token_logprobs: the chunks are log-softmaxed over the rows
   - bias), dim=1)
   + bias), dim=0)
 
-sft.CrossEntropy.backward: chunks of losses come back in another order (RuntimeError)
+sft.next_token_loss: the logits have no bias
   math/test_fine_tuning.py::test_cross_entropy_in_chunks
-  - kept[i] if
-  + kept[-1 - i] if
+  - linear_bias=bias,
+  +
 
-sft.CrossEntropy.backward: chunks of losses that are computed again have no bias (trap 43)
+sft.next_token_loss: correct tokens are counted without the bias
   math/test_fine_tuning.py::test_cross_entropy_in_chunks
-  - log_softmax(hidden[rows], weight, bias)
-  + log_softmax(hidden[rows], weight, None)
+  - F.linear(chunk, weight, bias)
+  + F.linear(chunk, weight)
 
 ppo_sentiment.token_logits: logits are rounded to bf16
   math/test_output_layer.py::test_logits_are_never_rounded_to_bf16
@@ -696,8 +696,8 @@ rloo_tldr.train: a sum of micro-batch means in rloo (trap 28)
 
 sft.train: a sum of micro-batch means in sft (trap 28)
   runs/test_sft.py::test_sft_gradient_does_not_depend_on_micro_batches
-  - losses.sum() / num_tokens
-  + losses.sum() / (mb["labels"] != -100).sum() / len(micro_batches)
+  - mb_loss_sum / num_tokens
+  + mb_loss_sum / (mb["labels"] != -100).sum() / len(micro_batches)
 
 ppo_dialog.train: the loss of ppo is not divided (trap 28)
   faults/test_mutants.py::test_one_step_by_hand[ppo_dialog]
@@ -711,8 +711,8 @@ reward_model.train: the loss of the reward model is not divided (trap 28)
 
 sft.train: the loss of sft is not divided (trap 28)
   faults/test_mutants.py::test_a_larger_batch_of_equal_rows_has_the_same_gradient[sft]
-  - losses.sum() / num_tokens
-  + losses.sum()
+  - mb_loss_sum / num_tokens
+  + mb_loss_sum
 
 ppo_sentiment.train: the gradient is not scaled by the processes (trap 28)
   runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]
@@ -847,11 +847,6 @@ sft.find_end_tokens: a stop token is what a document was cut at
   data/test_chats.py::test_what_ends_a_response
   - if len(labels) < max_length]
   + ]
-
-sft.all_texts: a new tokenizer does not read completions of chats
-  runs/test_evaluation_sft.py::test_a_new_tokenizer_learns_from_chats
-  - ("messages", "prompt", "completion")
-  + ("messages", "prompt")
 
 sft.text_documents: BOS is dropped
   runs/test_first_steps.py::test_bos_in_an_evaluation_of_sft[texts]
@@ -1326,7 +1321,7 @@ rloo_tldr.group_keys: the order of rows is that of neighbors
 
 sft.check_documents: any head is taken for a matrix product in sft (trap 43)
   math/test_fine_tuning.py::test_models_are_measured
-  - is_equal = torch.allclose(losses, expected, 1e-3, 1e-3)
+  - is_equal = torch.allclose(product, logits, 1e-2, 0.1)
   + is_equal = True
 """
 

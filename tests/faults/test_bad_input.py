@@ -199,11 +199,9 @@ CASES = {
         "config, type": (dict(from_config="nonsense n_layer=2"), "nonsense"),
         "config, value": (dict(from_config="gpt2 n_layer=two"), "two"),
         "config, heads": (dict(from_config="gpt2 n_layer=1 n_embd=30 n_head=4"), "30"),
-        "tokenizer alone": (dict(train_tokenizer=300), "--train-tokenizer"),
         "blank end": (dict(utterance_end=" "), "--utterance-end must not be empty"),
         "packing in windows": (
             dict(
-                train_tokenizer=300,
                 from_config="mistral hidden_size=32 intermediate_size=64 num_hidden_layers=2 "
                 "num_attention_heads=2 num_key_value_heads=2 sliding_window=8",
             ),
@@ -212,8 +210,6 @@ CASES = {
     },
     "reward_model": {
         "context": (dict(max_length=257), "context"),
-        "tokenizer": (dict(tokenizer_name_or_path=MISSING), MISSING),
-        "config, type": (dict(from_config="nonsense dim=2"), "nonsense"),
         "shard, form": (dict(train_shard="half"), "half"),
         "shard, number": (dict(train_shard="2/2"), "2/2"),
         "held-out labels": (dict(dataset_name="DATA/no-held-out-labels"), "None is none of"),

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import RL, byte_level_tokenizer
+from conftest import RL
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -204,17 +204,6 @@ def test_a_process_without_a_text_to_score(scripts, small, tiny_classifier, monk
     assert full.shape == empty.shape and full.abs().sum() > 0 and empty.abs().sum() == 0
 
 
-def test_a_tokenizer_that_would_be_replaced(reward, scripts, tmp_path):
-    """A Qwen2 model with GPT-2's tokenizer: loaded again, it would be Qwen2's."""
-    tokenizer = str(tmp_path / "tokenizer")
-    byte_level_tokenizer(["1234567 sun"] * 9).save_pretrained(tokenizer)  # 1234567 is one token
-    rows = [dict(text=f"1234567 suns{i}", label=i % 2) for i in range(8)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = "qwen2 hidden_size=32 num_hidden_layers=1 num_attention_heads=2 num_key_value_heads=2"
-    with pytest.raises(scripts["reward_model"].UserError, match="would load this tokenizer as a Qwen2"):
-        reward(from_config=config, tokenizer_name_or_path=tokenizer, dataset_name=str(tmp_path))
-
-
 # ---- Models ------------------------------------------------------------------------------------------------
 
 
@@ -286,10 +275,19 @@ def test_a_head_in_spite_of_the_config(scripts, world, copy_of, change):
     assert found(*texts) == expected(*texts)
 
 
-def test_a_reward_model_in_fewer_positions(reward, scripts, tiny_lm):
+def test_a_reward_model_in_fewer_positions(reward, scripts, tiny_lm, tmp_path):
     """RoBERTa's positions begin at 2, so it can read two tokens less than its config says."""
-    config = "roberta hidden_size=32 num_hidden_layers=1 num_attention_heads=2 max_position_embeddings=66"
-    flags = dict(from_config=config, tokenizer_name_or_path=tiny_lm(), num_train_epochs=0.1)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    config = transformers.RobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=66,
+    )
+    transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    flags = dict(model_name_or_path=str(tmp_path), num_train_epochs=0.1)
     with pytest.raises(scripts["reward_model"].UserError, match="cannot read 66 tokens"):
         reward(max_length=66, **flags)
     reward(max_length=64, **flags)

@@ -41,7 +41,7 @@ def test_a_wrong_folder(scripts, capsys):
 # ---- Flags -------------------------------------------------------------------------------------------------
 
 MODEL_FLAGS = [(name, "model_name_or_path") for name in ALL]
-MODEL_FLAGS += [("rloo_tldr", "sft_model_path"), ("sft", "from_config"), ("reward_model", "from_config")]
+MODEL_FLAGS += [("rloo_tldr", "sft_model_path"), ("sft", "from_config")]
 
 
 @pytest.mark.parametrize("name, field", MODEL_FLAGS)

@@ -118,7 +118,6 @@ def test_resume_with_dropout(scripts, small, monkeypatch, capsys):
     """A model that sft.py trains from scratch has dropout. Its masks are those of an uninterrupted run."""
     flags = SIX_UPDATES["sft"] | dict(
         from_config="gpt2 n_embd=32 n_layer=1 n_head=2 n_positions=256 resid_pdrop=0.5",
-        train_tokenizer=300,
         save_every=0,
     )
     _, whole = scripts["sft"].train(small("sft", "whole", **flags))

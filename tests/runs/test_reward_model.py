@@ -114,7 +114,6 @@ def test_words_as_labels(reward, tiny_reviews, tmp_path):
     model, folder, metrics = reward(
         dataset_name=write_rows(tmp_path / "data", train=rows[:36], test=held_out),
         num_eval_rows=12,
-        from_config="distilbert dim=32 n_layers=1 n_heads=4 hidden_dim=64 max_position_embeddings=128",
     )
     assert model.config.num_labels == 3
     assert metrics[0]["loss"] == pytest.approx(math.log(3), abs=0.3)
@@ -162,15 +161,13 @@ def test_lora_trains_berts_pooler_as_a_whole(reward, tiny_classifier, tmp_path, 
     assert sorted(map(tuple, shapes)) == [(32,), (32, 32)]
 
 
-def test_save_dtype(reward, scripts):
-    """bfloat16 halves model/. The scripts load it in float32: the same numbers, rounded."""
-    folders = {dtype: reward(dtype, save_dtype=dtype)[1] / "model" for dtype in ("float32", "bfloat16")}
-    full, half = (weights(folder) for folder in folders.values())
-    assert {x.dtype for x in half.values()} == {torch.bfloat16}
-    assert same(half, {name: x.bfloat16() for name, x in full.items()})
-    path = str(folders["bfloat16"])
-    model = scripts["reward_model"].load_model(AutoModelForSequenceClassification, path)
-    assert all(p.dtype == torch.float32 for p in model.parameters())
+def test_a_model_in_bfloat16(reward, scripts, tiny_lm, tmp_path):
+    """The scripts load it in float32: the same numbers, rounded."""
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_lm(), num_labels=1)
+    model.bfloat16().save_pretrained(tmp_path)
+    loaded = scripts["reward_model"].load_model(AutoModelForSequenceClassification, str(tmp_path))
+    assert all(p.dtype == torch.float32 for p in loaded.parameters())
+    assert same(weights(tmp_path), {name: x.bfloat16() for name, x in loaded.state_dict().items()})
 
 
 def test_answers_and_acts(scripts):

@@ -216,15 +216,14 @@ def test_architectures(sft, tiny_lm, arch):
 # ---- Options -----------------------------------------------------------------------------------------------
 
 
-def test_from_config_with_a_new_tokenizer(sft):
-    """Random weights and a tokenizer of the requested size. The loss falls, on held-out texts too."""
-    flags = dict(train_tokenizer=300, num_train_rows=None, num_train_epochs=4.0)
-    model, folder, rows = sft(from_config=TINY_GPT2, **flags)
+def test_from_config(sft, tiny_lm):
+    """Random weights for the tokenizer of model_name_or_path. The loss falls, on held-out texts too."""
+    model, folder, rows = sft(from_config=TINY_GPT2, num_train_rows=None, num_train_epochs=4.0)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    assert len(tokenizer) == 300 == model.config.vocab_size
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(tiny_lm()).get_vocab()
+    assert len(tokenizer) == model.config.vocab_size
     assert (model.config.n_embd, model.config.n_layer) == (32, 2)
-    assert rows[0]["loss"] == pytest.approx(math.log(300), abs=0.3)
+    assert rows[0]["loss"] == pytest.approx(math.log(len(tokenizer)), abs=0.3)
     assert rows[0]["perplexity"] == pytest.approx(math.exp(rows[0]["loss"]))
     assert rows[-1]["loss"] < rows[0]["loss"] - 1
     evaluation = evaluation_of(folder)
@@ -234,17 +233,9 @@ def test_from_config_with_a_new_tokenizer(sft):
 def test_from_config_of_a_model_that_lists_its_layers(sft):
     """qwen3's config lists the kinds of its layers. With a wrong list the model could not be saved."""
     config = "qwen3 hidden_size=32 intermediate_size=64 num_hidden_layers=2 num_attention_heads=2"
-    _, folder, _ = sft(from_config=f"{config} num_key_value_heads=2 head_dim=16", train_tokenizer=300)
+    _, folder, _ = sft(from_config=f"{config} num_key_value_heads=2 head_dim=16")
     model, _ = language_model(folder / "model")
     assert model.config.num_hidden_layers == 2
-
-
-def test_a_tokenizer_from_damaged_dialogs(sft, tmp_path):
-    """Dialogs that are skipped do not stop a new tokenizer either."""
-    data = write_rows(tmp_path / "data", train=DIALOGS, test=DIALOGS)
-    _, folder, _ = sft(dataset_name=data, from_config=TINY_GPT2, train_tokenizer=280)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    assert tokenizer.decode(tokenizer(" I am Leo.").input_ids) == " I am Leo."
 
 
 def test_prompts_of_samples(scripts, tiny_lm):
@@ -291,7 +282,7 @@ def test_sft_lora(sft, tiny_lm):
 def test_dropout_is_seeded_in_every_update(sft):
     """Checkpoints, evaluations and samples do not change the masks. Each update has its own."""
     shape = "gpt2 n_embd=32 n_layer=1 n_head=2 n_positions=256 resid_pdrop=0.5"
-    start = dict(from_config=shape, train_tokenizer=300)
+    start = dict(from_config=shape)
     _, one, _ = sft("one", save_every=1, **start)
     _, other, _ = sft("other", save_every=0, num_eval_rows=2, num_samples=0, **start)
     assert same(weights(one / "model"), weights(other / "model"))
@@ -311,13 +302,3 @@ def test_gradient_checkpointing_and_bf16(sft):
     assert {x.dtype for x in weights(half / "model").values()} == {torch.float32}
     assert half_rows[0]["loss"] == pytest.approx(loss, rel=1e-2)
     assert half_rows[0]["loss"] != loss
-
-
-def test_save_dtype(sft, scripts):
-    """bfloat16 halves model/. The scripts load it in float32: the same numbers, rounded."""
-    folders = {dtype: sft(dtype, save_dtype=dtype)[1] / "model" for dtype in ("float32", "bfloat16")}
-    full, half = (weights(folder) for folder in folders.values())
-    assert {x.dtype for x in half.values()} == {torch.bfloat16}
-    assert same(half, {name: x.bfloat16() for name, x in full.items()})
-    model = scripts["sft"].load_model(AutoModelForCausalLM, str(folders["bfloat16"]))
-    assert all(p.dtype == torch.float32 for p in model.parameters())
