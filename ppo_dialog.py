@@ -2041,8 +2041,6 @@ class Run:
         self.fixed = {"batch_size": batch_size, "deepspeed": deepspeed}  # may not change in a resumed run
         state = {"update": 0, "sizes": {}}  # sizes: bytes of each jsonl file
         checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
-        if any(self.folder.glob("checkpoints/*/state.pt")):
-            raise UserError(f"{self.name} is a run of an earlier version: see CHANGELOG.md")
         if self.args.resume and checkpoints:
             state = load(torch.load, str(checkpoints[-1]), map_location="cpu", weights_only=True)
             if state["fixed"] != self.fixed:

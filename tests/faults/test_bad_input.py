@@ -341,12 +341,13 @@ def test_resume_of_another_scripts_run(script, small, capsys, tmp_path):
 
 
 def test_resume_of_an_old_editions_run(scripts, small, capsys, tmp_path):
-    """The flags that it had, or its checkpoints in folders, give it away. Nothing of it is touched."""
+    """The flags that it had give it away. Nothing of it is touched."""
     folder = tmp_path / "run"
-    (folder / "checkpoints/000002").mkdir(parents=True)
-    (folder / "checkpoints/000002/state.pt").write_bytes(b"old")
+    folder.mkdir()
     (folder / "metrics.jsonl").write_text("{}\n")
-    for name, flags in dict(ppo_sentiment=dict(compile=False), reward_model={}).items():
+    for name, flags in dict(
+        ppo_sentiment=dict(compile=False), reward_model=dict(save_dtype="float32")
+    ).items():
         saved = asdict(small(name)) | flags
         (folder / "args.json").write_text(json.dumps(dict(args=saved)))
         line = one_line(scripts[name], ["--resume", str(folder)], capsys)
