@@ -319,14 +319,11 @@ def test_a_table_before_and_after_is_that_of_the_file(name, heading, folder):
 
 
 def test_the_table_of_the_readme_is_that_of_the_file():
-    evaluation = result("ppo-sentiment-tiny/seed1/evaluation.json")
+    evaluation = result("ppo-sentiment-default/evaluation.json")
     assert f"| {evaluation['n']} held-out prompts | before | after |" in README
     for metric, after in evaluation["after"].items():
         before = evaluation["before"][metric]
         assert cells_of(README, metric) == [f"{before:.3f}", f"{after:.3f}"]
-    new_word = evaluation["commonest new word"]
-    shares = [f"{new_word['before']:.3f}", f"{new_word['after']:.3f}"]
-    assert cells_of(README, new_word["metric"]) == shares
 
 
 @pytest.mark.parametrize("heading, folder", CALIBRATION)
