@@ -2145,22 +2145,23 @@ def resumed_args(resume, recipe, flags):
     if not path.exists():
         raise UserError(f"--resume {resume}: there is no {path}")
     try:
-        saved = Args(**json.loads(path.read_text())["args"])
+        saved = Args(**json.loads(path.read_text())["args"] | {"output_dir": str(path.parent)})
     except (TypeError, KeyError, ValueError) as error:
         line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
         raise UserError(line) from error
     args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
+    if Path(args.output_dir or "").resolve() == path.parent.resolve():
+        args = replace(args, output_dir=saved.output_dir)  # the same folder, spelled in another way
     # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
     # (With a warm-up or a falling learning rate, a longer run is not one that was longer from the start.)
-    # --output-dir may be spelled in another way; the run stays in its folder.
-    may_change = "resume output_dir save_every keep_checkpoints log_with total_episodes num_train_epochs"
+    may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
     # Run.start refuses another batch size, so these two change only together or with the number of processes.
     may_change += " per_device_train_batch_size gradient_accumulation_steps"
     changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
     changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]
     if changed:
         raise UserError(f"--resume {resume} would change {', '.join(changed)}; start a new run for that")
-    return replace(args, output_dir=str(path.parent))
+    return args
 
 
 def run_command_line(function, *inputs):
