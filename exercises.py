@@ -261,7 +261,7 @@ EXERCISES = {
             ("only the clipped one is used", "return torch.max(unclipped, clipped)", "return clipped"),
             (
                 "the logarithm of the ratio is used",
-                "ratio = torch.exp(log_ratio.clamp(max=80))",
+                "ratio = torch.exp(log_ratio.clamp(max=40))",
                 "ratio = log_ratio",
             ),
         ],

@@ -335,9 +335,9 @@ def train(args):
         # The next P tasks of an endless stream of shuffled epochs.
         task_numbers = stream_rows(len(train_tasks), (update - 1) * P, P, args.seed)
         prompt_batch = draw_groups([train_tasks[i] for i in task_numbers], k, args, update)
-        prompt_batch = local_share(prompt_batch, accelerator)
+        prompt_share = local_share(prompt_batch, accelerator)
         with autocast:
-            b, responses = rollout_tasks(*sampling_inputs, ref_model, prompt_batch, args)
+            b, responses = rollout_tasks(*sampling_inputs, ref_model, prompt_share, args)
         # Rollouts of all processes: a dict of tensors, [B, ...] each
         b = {name: gather_groups(x, k, accelerator) for name, x in b.items()}
         C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
@@ -389,7 +389,7 @@ def train(args):
 
                     with torch.no_grad():
                         log_ratio = new_logprobs - old_logprobs
-                        ratio = log_ratio.exp()
+                        ratio = log_ratio.clamp(max=40).exp()  # the square of a larger one may be infinite
                         # Generation computes one token at a time, with a cache. How far its log-probabilities
                         # are from those of a full forward pass:
                         sampling_gap = (b["sampling_logprobs"][rows, :t][m] - old_logprobs).abs()
@@ -458,8 +458,8 @@ def train(args):
         if is_sample_update(update, updates, args):
             # The k responses to the first task. b has all P tasks, `responses` only those of this process:
             # the main one shows them, and its first task is the first of all.
-            own_count = len(prompt_batch["rows"])
-            first_task = [plain_text(prompt_batch["rows"][0]["prompt"])] * k
+            own_count = len(prompt_share["rows"])
+            first_task = [plain_text(prompt_share["rows"][0]["prompt"])] * k
             first = {name: x[::P] for name, x in b.items()}  # [k, ...] each
             texts = sample_texts(first_task, responses[::own_count], first["scores"])
             with torch.no_grad(), autocast:
@@ -776,7 +776,8 @@ def group_keys(lengths, k):
     lengths of the responses, first responses to all prompts first [k * P] -> [k * P], equal within a group
     """
     longest = lengths.view(k, -1).amax(0)  # [P]
-    # Not `longest` itself: groups with equal keys would be mixed up. Rank 0: the longest response is short.
+    # Not `longest` itself: groups with equal keys would be mixed up. Rank 0 has the group whose longest
+    # response is the shortest.
     rank = longest.argsort(stable=True).argsort()  # [P]
     return rank.repeat(k)
 
@@ -969,7 +970,7 @@ def grpo_advantages(rewards, k):
 def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
     log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=80))  # an infinite ratio times an advantage of 0 is nan
+    ratio = torch.exp(log_ratio.clamp(max=40))  # an infinite ratio times an advantage of 0 is nan
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped)
@@ -1320,8 +1321,8 @@ def score_responses(functions, rows, responses, response_tokens, trainer_state, 
         completions.append([message] if is_chat(row["prompt"]) else response)
     prompts = [row["prompt"] for row in rows]
     inputs = dict(prompts=prompts, completions=completions, completion_ids=response_tokens)
-    columns = [row["columns"] for row in rows]
-    return call_reward_functions(functions, columns, inputs, trainer_state, device)
+    data_rows = [row["columns"] for row in rows]
+    return call_reward_functions(functions, data_rows, inputs, trainer_state, device)
 
 
 def load_functions(flag, names):
@@ -1393,7 +1394,10 @@ def call_reward_functions(functions, rows, inputs, trainer_state, device):
 
 
 def reward_means(b):
-    """The means of b["rewards/NAME"] over the responses to which a function applies. -> dict: name -> mean"""
+    """The means of b["rewards/NAME"] over the responses to which a function applies; 0 if there is none.
+
+    -> dict: name -> mean
+    """
     return {f"{name}/mean": x.nanmean().nan_to_num() for name, x in b.items() if name.startswith("rewards/")}
 
 
@@ -2002,7 +2006,9 @@ class Run:
 
 
 def is_sample_update(update, updates, args):
-    """True in num_sample_generations updates of the run, or up to twice as many, evenly spaced."""
+    """True in num_sample_generations updates of the run, evenly spaced, or in up to twice as many (in all of
+    them if there are fewer).
+    """
     count = args.num_sample_generations
     return count > 0 and update % max(1, updates // count) == 0
 
@@ -2105,7 +2111,8 @@ def check_grpo_args(args):
 def without_foreign_tasks(args):
     """Drop the harder tasks of the recipe tiny if the data is another: your reward may not fit them."""
     tiny = RECIPES["tiny"]
-    if args.hard_dataset_name == tiny.hard_dataset_name and args.dataset_name != tiny.dataset_name:
+    has_other_data = Path(args.dataset_name) != Path(tiny.dataset_name)
+    if args.hard_dataset_name == tiny.hard_dataset_name and has_other_data:
         return replace(args, hard_dataset_name=None)
     return args
 

@@ -353,7 +353,7 @@ def train(args):
 
                     with torch.no_grad():
                         log_ratio = new_logprobs - old_logprobs
-                        ratio = log_ratio.exp()
+                        ratio = log_ratio.clamp(max=40).exp()  # the square of a larger one may be infinite
                         unclipped_value_loss = 0.5 * (new_values - mb_returns) ** 2
                         # approxkl: KL between the old and the new policy. It is estimated by k2, as in TRL;
                         # CleanRL uses k3 (joschu.net/blog/kl-approx.html compares them).
@@ -862,7 +862,7 @@ def gae(rewards, values, mask, gamma, lam):
 def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
     log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=80))  # an infinite ratio times an advantage of 0 is nan
+    ratio = torch.exp(log_ratio.clamp(max=40))  # an infinite ratio times an advantage of 0 is nan
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped)
@@ -1428,7 +1428,10 @@ def call_reward_functions(functions, rows, inputs, trainer_state, device):
 
 
 def reward_means(b):
-    """The means of b["rewards/NAME"] over the responses to which a function applies. -> dict: name -> mean"""
+    """The means of b["rewards/NAME"] over the responses to which a function applies; 0 if there is none.
+
+    -> dict: name -> mean
+    """
     return {f"{name}/mean": x.nanmean().nan_to_num() for name, x in b.items() if name.startswith("rewards/")}
 
 
@@ -1956,7 +1959,9 @@ class Run:
 
 
 def is_sample_update(update, updates, args):
-    """True in num_sample_generations updates of the run, or up to twice as many, evenly spaced."""
+    """True in num_sample_generations updates of the run, evenly spaced, or in up to twice as many (in all of
+    them if there are fewer).
+    """
     count = args.num_sample_generations
     return count > 0 and update % max(1, updates // count) == 0
 

@@ -224,6 +224,8 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "DR:" predicts "My".
 #
+# Outside of train, P and B count the prompts and rows that a function gets.
+#
 # From reward functions to the reward, per response:
 #
 #     rewards/NAME   what one reward function returns
@@ -260,8 +262,8 @@ def train(args):
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     get_rewards = load_summary_reward(args, device, trainer_state)
-    # None without --judge-fn. Its scores of every batch are logged. It is also the judge below, but a
-    # --judge-model goes before it.
+    # The function of --judge-fn, or None. Its score of every batch is logged. In the evaluations it is the
+    # judge, unless there is a --judge-model.
     get_judge_scores = load_judge_fn(args, device, trainer_state)
     judge = None
     # The main process only, so that a judge on a server is asked only once.
@@ -306,14 +308,14 @@ def train(args):
         # The next P posts of an endless stream of shuffled epochs.
         post_numbers = stream_rows(len(train_posts), (update - 1) * P, P, args.seed)
         prompt_batch = draw_groups([train_posts[i] for i in post_numbers], k, args, update)
-        prompt_batch = local_share(prompt_batch, accelerator)
+        prompt_share = local_share(prompt_batch, accelerator)
         with autocast:
-            local, responses = rollout_groups(*rollout_inputs, prompt_batch, args)
+            local, responses = rollout_groups(*rollout_inputs, prompt_share, args)
         # The score of --judge-fn is only logged. If it falls while the reward's score rises, the policy
         # over-optimizes the reward.
         if get_judge_scores is not None:
             local["judge_scores"] = score_texts(
-                get_judge_scores, tokenizer, prompt_batch["rows"] * k, responses
+                get_judge_scores, tokenizer, prompt_share["rows"] * k, responses
             )
         # Rollouts of all processes, [B, ...] each
         b = {name: gather_groups(x, k, accelerator) for name, x in local.items()}
@@ -378,10 +380,11 @@ def train(args):
 
                     with torch.no_grad():
                         log_ratio = new_logprobs - old_logprobs
-                        ratio = log_ratio.exp()
+                        ratio = log_ratio.clamp(max=40).exp()  # the square of a larger one may be infinite
                         response_metrics = {
                             "loss/policy_avg": policy_loss,
                             "policy/approxkl_avg": 0.5 * log_ratio**2,
+                            # clipfrac: how often clipping raises the loss above that of the plain ratio.
                             "policy/clipfrac_avg": policy_loss > -mb_advantages * ratio,
                             "val/ratio": ratio,
                             "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
@@ -443,13 +446,14 @@ def train(args):
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
         }
         if get_judge_scores is not None:
+            # nan: the function returned None. If it did so everywhere, the mean is 0.
             metrics["judge/scores"] = b["judge_scores"].nanmean().nan_to_num()
         run.log(metrics)  # raises if one is not finite
         if is_sample_update(update, updates, args):
             # The k responses to the first post: every P-th row of a tensor. The list `responses` has those of
             # this process only. (The main process prints this, and its first post is the first of all.)
-            first_post = [plain_text(prompt_batch["rows"][0]["prompt"])] * k
-            texts = sample_texts(first_post, responses[:: len(prompt_batch["rows"])], scores[::P])
+            first_post = [plain_text(prompt_share["rows"][0]["prompt"])] * k
+            texts = sample_texts(first_post, responses[:: len(prompt_share["rows"])], scores[::P])
             token_columns = {
                 "logprob": b["logprobs"][::P],
                 "entropy": b["entropies"][::P],
@@ -603,7 +607,8 @@ def rollout_groups(model, ref_model, tokenizer, stop_ids, get_rewards, batch, ar
     # batch["rows"] * k is in the order of the responses.
     rewards = get_rewards(batch["rows"] * k, responses, response_tokens)  # name -> [k * P]
 
-    # Compute log-probabilities with the forward pass of the update, and as many rows at a time.
+    # Compute log-probabilities with a forward pass over whole responses, and as many rows at a time as in the
+    # update.
     # Dropout is 0, so the ratio is 1 until the first optimizer step, up to rounding. The log-probabilities
     # from generation differ more, and the sum over a response adds the differences up, so they are only
     # logged.
@@ -729,7 +734,8 @@ def group_keys(lengths, k):
     lengths of the responses, first responses to all prompts first [k * P] -> [k * P], equal within a group
     """
     longest = lengths.view(k, -1).amax(0)  # [P]
-    # Not `longest` itself: groups with equal keys would be mixed up. Rank 0: the longest response is short.
+    # Not `longest` itself: groups with equal keys would be mixed up. Rank 0 has the group whose longest
+    # response is the shortest.
     rank = longest.argsort(stable=True).argsort()  # [P]
     return rank.repeat(k)
 
@@ -937,7 +943,7 @@ def rloo_advantages(rewards, rloo_k):
 def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
     log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=80))  # an infinite ratio times an advantage of 0 is nan
+    ratio = torch.exp(log_ratio.clamp(max=40))  # an infinite ratio times an advantage of 0 is nan
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped)
@@ -1280,8 +1286,8 @@ def score_responses(functions, rows, responses, response_tokens, trainer_state, 
         completions.append([message] if is_chat(row["prompt"]) else response)
     prompts = [row["prompt"] for row in rows]
     inputs = dict(prompts=prompts, completions=completions, completion_ids=response_tokens)
-    columns = [row["columns"] for row in rows]
-    return call_reward_functions(functions, columns, inputs, trainer_state, device)
+    data_rows = [row["columns"] for row in rows]
+    return call_reward_functions(functions, data_rows, inputs, trainer_state, device)
 
 
 def load_functions(flag, names):
@@ -1353,7 +1359,10 @@ def call_reward_functions(functions, rows, inputs, trainer_state, device):
 
 
 def reward_means(b):
-    """The means of b["rewards/NAME"] over the responses to which a function applies. -> dict: name -> mean"""
+    """The means of b["rewards/NAME"] over the responses to which a function applies; 0 if there is none.
+
+    -> dict: name -> mean
+    """
     return {f"{name}/mean": x.nanmean().nan_to_num() for name, x in b.items() if name.startswith("rewards/")}
 
 
@@ -2235,7 +2244,9 @@ class Run:
 
 
 def is_sample_update(update, updates, args):
-    """True in num_sample_generations updates of the run, or up to twice as many, evenly spaced."""
+    """True in num_sample_generations updates of the run, evenly spaced, or in up to twice as many (in all of
+    them if there are fewer).
+    """
     count = args.num_sample_generations
     return count > 0 and update % max(1, updates // count) == 0
 
@@ -2330,7 +2341,7 @@ def check_rloo_args(args):
 def without_foreign_judge(args):
     """Drop the judge function of the recipe tiny if the data is another: it only understands data/tldr."""
     tiny = RECIPES["tiny"]
-    if args.judge_fn == tiny.judge_fn and args.dataset_name != tiny.dataset_name:
+    if args.judge_fn == tiny.judge_fn and Path(args.dataset_name) != Path(tiny.dataset_name):
         return replace(args, judge_fn=None)
     return args
 

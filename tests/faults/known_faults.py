@@ -87,7 +87,7 @@ ppo_sentiment.gae: nan of a masked position in gae (trap 5)
 
 ppo_sentiment.clipped_policy_loss: a ratio of e^89 is infinite (trap 5)
   math/test_math.py::test_clipped_policy_loss_of_extreme_ratios
-  - log_ratio.clamp(max=80)
+  - log_ratio.clamp(max=40)
   + log_ratio
 
 ppo_sentiment.response_logprobs: hidden states one to the right (trap 6)
@@ -545,8 +545,8 @@ ppo_sentiment.masked_mean: a mean of bf16 numbers in bf16
 
 rloo_tldr.train: the judge gets the posts in another order than the responses
   runs/test_reward_functions.py::test_the_judge_of_an_update_gets_what_the_reward_gets
-  - prompt_batch["rows"] * k, responses
-  + [post for post in prompt_batch["rows"] for _ in range(k)], responses
+  - prompt_share["rows"] * k, responses
+  + [post for post in prompt_share["rows"] for _ in range(k)], responses
 
 # Groups and advantages
 
@@ -1157,8 +1157,8 @@ grpo_math.find_stop_tokens: only EOS ends a response
 
 grpo_math.task_prompt: a second system message
   runs/test_grpo_math.py::test_prompts_that_are_chats
-  - if prompt[0]["role"] == "system":
-  + if prompt[-1]["role"] == "system":
+  - prompt[0].get("role") == "system":
+  + prompt[-1].get("role") == "system":
 
 grpo_math.load_tasks: the limit of a prompt does not count the last token
   runs/test_grpo_math.py::test_long_tasks_are_skipped

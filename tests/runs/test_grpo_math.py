@@ -447,10 +447,11 @@ def test_the_harder_tasks_of_tiny_are_for_its_own_data(script, monkeypatch):
         [],
         ["--dataset-name", "other"],
         ["--dataset-name", "other", "--hard-dataset-name", "mine"],
+        ["--dataset-name", "./data/arithmetic/"],  # its own
     ):
         script.main(["tiny", *flags])
-    assert [args.hard_dataset_name for args in started] == [own, None, "mine"]
-    assert [args.dataset_name for args in started] == ["data/arithmetic", "other", "other"]
+    assert [args.hard_dataset_name for args in started] == [own, None, "mine", own]
+    assert [args.dataset_name for args in started[:3]] == ["data/arithmetic", "other", "other"]
 
 
 def test_every_recipe_can_start(script):
