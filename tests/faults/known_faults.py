@@ -1231,7 +1231,7 @@ rloo_tldr.chat_judge: the chat judge reads a list of messages
 
 rloo_tldr.without_foreign_judge: the gold judge judges other posts
   runs/test_evaluation_rloo.py::test_both_verbs_drop_the_judge_of_tiny
-  - args.dataset_name != tiny.dataset_name
+  - Path(args.dataset_name) != Path(tiny.dataset_name)
   + False
 
 rloo_tldr.main: the verb judge keeps the gold judge for other posts
