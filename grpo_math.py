@@ -600,7 +600,7 @@ def draw_groups(rows, k, args, *purpose):
         start = C - len(row["ids"])
         ids[i, start:] = torch.tensor(row["ids"])
         mask[i, start:] = True
-    # Drawn as [k, P, T], so that the first responses get the same numbers for any k.
+    # Drawn as [k, P, T]: the first response to a prompt gets the same numbers, however many others there are.
     uniforms = torch.rand(k, P, args.response_length, generator=generator_for(args.seed, "tokens", *purpose))
     return dict(rows=rows, ids=ids, mask=mask, uniforms=uniforms.transpose(0, 1))
 

@@ -217,8 +217,9 @@ RECIPES = {
 #
 # Shapes: P prompts with k responses each make B = k * P rows. C positions of the prompt, T positions of the
 # response, V tokens in the vocabulary, H hidden units. Rows are ordered as in TRL: the first responses to all
-# prompts, then the second ones, ... So rows r, P + r, 2 P + r, ... are the group of prompt r. A row of C + T
-# tokens is a left-padded prompt and a right-padded response, here with C = 4 and T = 5:
+# prompts, then the second ones, ... So rows r, P + r, 2 P + r, ... are the group of prompt r. (Only in
+# generate_groups are they neighbors.) A row of C + T tokens is a left-padded prompt and a right-padded
+# response, here with C = 4 and T = 5:
 #
 #     pad    pad    TL;    DR:   | My     cat    EOS    pad    pad       length of the response: 3
 #
@@ -424,6 +425,7 @@ def train(args):
             "objective/kl_coef": args.kl_coef,
             "objective/entropy": -b["logprobs"].sum(1).mean(),  # per response
             "objective/non_score_reward": -args.kl_coef * kl.mean(),
+            # What RLHF maximizes: the score minus the KL, whether the KL is in the reward or in the loss.
             "objective/rlhf_reward": scores.mean() - args.kl_coef * kl.mean(),
             "objective/scores": scores.mean(),
             **update_metrics,
@@ -483,7 +485,7 @@ def evaluate_summaries(model, ref_model, tokenizer, stop_ids, get_rewards, batch
     """Summarize the held-out posts, with the same random numbers before and after training.
 
     batch: from draw_groups, with k = 1; judge: from load_judge; None: no win rate, as without references
-    -> metrics (dict of floats), one dict(prompt, response, score) per post
+    -> metrics (dict of floats), one dict(prompt, response, score) per post; scores without clip and penalty
     """
     set_global_seed(args.seed, "held-out")  # for random numbers in your own reward function
     b, responses = rollout_groups(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args)
@@ -567,7 +569,7 @@ def draw_groups(rows, k, args, *purpose):
         start = C - len(row["ids"])
         ids[i, start:] = torch.tensor(row["ids"])
         mask[i, start:] = True
-    # Drawn as [k, P, T], so that the first responses get the same numbers for any k.
+    # Drawn as [k, P, T]: the first response to a prompt gets the same numbers, however many others there are.
     uniforms = torch.rand(k, P, args.response_length, generator=generator_for(args.seed, "tokens", *purpose))
     return dict(rows=rows, ids=ids, mask=mask, uniforms=uniforms.transpose(0, 1))
 
