@@ -46,9 +46,7 @@ RLHF with PPO (Huang et al. 2024). Results, metrics, which lines to change for w
 
 import copy
 import datetime
-import gzip
 import importlib
-import inspect
 import json
 import logging
 import math
@@ -59,14 +57,12 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections import defaultdict
-from contextlib import chdir, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from pydoc import locate
+from statistics import fmean, median
 from typing import Literal
 
 import accelerate
@@ -76,12 +72,10 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -228,9 +222,7 @@ RECIPES = {
 
 def train(args):
     """The whole run, from the flags to the final table. -> (PolicyAndValue, run folder)"""
-    check_rl_args(args)
-    check_positive(args, "query_min_length", "response_min_length", "num_eval_prompts")
-    check_positive(args, "kl_target", "kl_horizon")
+    check_positive(args, "total_episodes", "temperature", "max_grad_norm", "kl_target", "kl_horizon")
     if args.query_min_length > args.query_max_length or args.response_min_length > args.response_length:
         raise UserError("--query-min-length or --response-min-length is larger than the largest length")
     accelerator = start_accelerator(args)
@@ -245,10 +237,11 @@ def train(args):
     run = Run(args, accelerator, updates, status={"score": "objective/scores", "KL": "objective/kl"})
 
     tokenizer = load_tokenizer(args.model_name_or_path)
-    model, ref_model = load_policy_and_value(args, C + T, device)
+    model, ref_model = load_policy_and_value(args, device)
+    check_model(model.policy, args.model_name_or_path, C + T)
     stop_ids = find_stop_tokens(args, tokenizer, model.policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
-    get_rewards = load_reward(args, device, trainer_state)
+    get_rewards = partial(call_reward_functions, load_reward(args, device), trainer_state, device)
     judge = None
     if args.judge_model_path is not None:
         judge = load_label_scorer(args, args.judge_model_path, device)
@@ -258,8 +251,10 @@ def train(args):
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 
-    run.print(
+    accelerator.print(
         f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
+        f"reviews that are long enough: {len(train_reviews)} of {len(train_rows)} for training, "
+        f"{len(held_out_reviews)} of {len(held_out_rows)} held out\n"
         f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
         f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes; {updates} updates "
         f"x {args.num_ppo_epochs} epochs x {args.num_mini_batches} minibatches = "
@@ -268,18 +263,18 @@ def train(args):
 
     # The held-out prompts and their random numbers depend only on the seed, so the evaluations before and
     # after training use the same ones, and so does a resumed run: `before` is always measured with the policy
-    # before PPO, since run.start loads a checkpoint only below. Every process evaluates all of them.
+    # before PPO, since run.start loads a checkpoint only below.
     num_eval_prompts = min(args.num_eval_prompts, len(held_out_reviews))
     held_out = draw_batch(held_out_reviews, 0, num_eval_prompts, args, "held-out")
-    rollout_inputs = model, ref_model, tokenizer, stop_ids, get_rewards
+    respond = partial(rollout, model, ref_model, tokenizer, stop_ids, get_rewards, args=args)
     with autocast:
-        before = evaluate(*rollout_inputs, held_out, judge, args)
+        before = evaluate(respond, held_out, judge, args, accelerator)
 
     # `model` generates, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3 shards them:
     # then the learner is a sharded copy, and copy_weights copies its weights back after each update.
-    learner, optimizer, parameters = make_learner(model, args, accelerator)  # parameters: name -> parameter
-    state = run.start(learner, optimizer, parameters, B)  # update 0 in a new run
-    copy_weights(parameters, model)  # run.start may have loaded a checkpoint into the learner
+    learner, optimizer = make_learner(model, args, accelerator)
+    state = run.start(B)  # update 0 in a new run
+    copy_weights(learner, model)  # run.start may have loaded a checkpoint into the learner
     kl_coef = state.get("kl_coef", args.kl_coef)
     is_first_step = True
 
@@ -294,9 +289,8 @@ def train(args):
         # The beginnings of the next B reviews are the prompts. With them come a length limit for each
         # response, and the random numbers to sample it with.
         prompt_batch = draw_batch(train_reviews, (update - 1) * B, B, args, update)
-        with autocast:
-            prompt_share = local_share(prompt_batch, accelerator)
-            b, prompts, responses = rollout(*rollout_inputs, prompt_share, args)
+        with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
+            b, prompts, responses = respond(prompt_share)
         # Rollouts of all processes: a dict of tensors, [B, ...] each. The texts stay those of this process.
         b = accelerator.gather(b)
         valid = length_mask(b["lengths"], T)  # [B, T]
@@ -332,24 +326,29 @@ def train(args):
             order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch)).to(device)
             for minibatch in order.split(B // args.num_mini_batches):
                 num_tokens = b["lengths"][minibatch].sum()
-                # Processes exchange gradients only in the last micro-batch: micro_batches sees to that.
-                for rows in micro_batches(minibatch, b["lengths"], n, learner, accelerator):
+                with accelerator.split_between_processes(minibatch) as share:
+                    share = share[b["lengths"][share].argsort(stable=True)]  # similar lengths: less padding
+                for rows in share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
-                    with autocast:
-                        new_logprobs, entropies, new_values = learner(
-                            b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
-                        )
-                    # From here on, tensors are flat: [number of valid tokens in the micro-batch].
                     m = valid[rows, :t]
-                    old_logprobs, old_values = b["logprobs"][rows, :t][m], b["values"][rows, :t][m]
-                    mb_advantages, mb_returns = advantages[rows, :t][m], returns[rows, :t][m]
+                    old_logprobs, old_values = b["logprobs"][rows, :t], b["values"][rows, :t]  # [n, t]
+                    mb_advantages, mb_returns = advantages[rows, :t], returns[rows, :t]  # [n, t]
 
-                    policy_loss = clipped_policy_loss(
-                        new_logprobs, old_logprobs, mb_advantages, args.cliprange
-                    )
-                    value_loss = clipped_value_loss(new_values, old_values, mb_returns, args.cliprange_value)
-                    loss = (policy_loss + args.vf_coef * value_loss).sum() / num_tokens
-                    accelerator.backward(loss * world)  # DDP averages over processes; we want the sum
+                    # Before the last micro-batch, this keeps processes from exchanging gradients.
+                    with accelerator.accumulate(learner):
+                        with autocast:
+                            new_logprobs, entropies, new_values = learner(
+                                b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
+                            )  # [n, t] each, 0 after the end of a response
+                        policy_loss = clipped_policy_loss(
+                            new_logprobs, old_logprobs, mb_advantages, args.cliprange
+                        )
+                        value_loss = clipped_value_loss(
+                            new_values, old_values, mb_returns, args.cliprange_value
+                        )
+                        loss = ((policy_loss + args.vf_coef * value_loss) * m).sum() / num_tokens
+                        # We want the sum, but DDP averages over processes and accelerate over micro-batches.
+                        accelerator.backward(loss * world * args.gradient_accumulation_steps)
 
                     with torch.no_grad():
                         log_ratio = new_logprobs - old_logprobs
@@ -369,17 +368,17 @@ def train(args):
                             "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
                         }
                         for name, x in token_metrics.items():
-                            metric_sums[name] += x.float().sum()
+                            metric_sums[name] += (x * m).sum()
                         if is_first_step:  # no optimizer step since the rollout, so the ratios must be 1
-                            check_first_ratio(log_ratio, args)
+                            assert log_ratio[m].abs().mean() < 0.02, "rollout and update differ, or nan"
 
                 is_first_step = False
-                grad_norm = clip_gradients(parameters, args.max_grad_norm, accelerator)
+                grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()
                 optimizer.zero_grad()
-        copy_weights(parameters, model)
+        copy_weights(learner, model)
 
-        # 6. Log. What TRL logs too has TRL's name: "objective/scores" are after clipping and penalty,
+        # 6. Log. Metrics that TRL also logs keep its names: "objective/scores" is after clipping and penalty,
         #    "env/reward_mean" is before.
         tokens_trained = valid.sum() * args.num_ppo_epochs
         metric_sums = accelerator.reduce(dict(metric_sums))
@@ -403,7 +402,7 @@ def train(args):
             "objective/rlhf_reward": scores.mean() - kl_coef * kl_per_response,
             "objective/scores": scores.mean(),
             **update_metrics,
-            "grad_norm": grad_norm,  # of the last optimizer step, before clipping
+            "grad_norm": unshard(grad_norm),  # of the last optimizer step, before clipping
             "val/num_eos_tokens": b["stopped"].sum(),
             "env/reward_mean": b["raw_scores"].mean(),
             "env/reward_std": b["raw_scores"].std(correction=0),
@@ -418,8 +417,9 @@ def train(args):
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
         }
         metrics = run.log(metrics)  # tensors become numbers; raises if one is not finite
-        if is_sample_update(update, updates, args):
+        if args.num_sample_generations and update % max(1, updates // args.num_sample_generations) == 0:
             token_columns = {
+                "ids": b["ids"][:, C:],
                 "logprob": b["logprobs"],
                 "entropy": b["entropies"],
                 "kl": kl,
@@ -429,17 +429,18 @@ def train(args):
                 "advantage": advantages,
             }
             # The main process generated the first rows of the batch, so its texts fit the first scores.
-            log_samples(run, update, sample_texts(prompts, responses, scores)[:4], b, token_columns)
+            samples = {"prompt": prompts[:4], "response": responses[:4], "score": scores[:4].tolist()}
+            run.log_samples(update, rows_of(samples), b["lengths"], token_columns)
 
         # 7. Adapt the KL coefficient for the next update, and save.
         if args.kl_target is not None:
             kl_coef = adaptive_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, B)
-        run.checkpoint(update, kl_coef=kl_coef)
+        run.checkpoint({"update": update, "batch_size": B, "kl_coef": kl_coef})
 
     # 8. Evaluate on the same held-out prompts again, and save the model.
     trainer_state.global_step = updates
     with autocast:
-        after = evaluate(*rollout_inputs, held_out, judge, args)
+        after = evaluate(respond, held_out, judge, args, accelerator)
     if accelerator.is_main_process:
         report_evaluation(run, before, after)
         save_policy_and_value(model, tokenizer, run.folder / "model")
@@ -450,33 +451,41 @@ def train(args):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 
 
-def evaluate(model, ref_model, tokenizer, stop_ids, get_rewards, batch, judge, args):
+def evaluate(respond, batch, judge, args, accelerator):
     """Respond to the held-out prompts, with the same random numbers before and after training.
 
+    respond: rollout, with everything but the prompts filled in. Each process takes its share of the prompts.
     -> metrics (dict of floats), one dict(prompt, response, score) per prompt; scores without clip and penalty
     """
-    set_global_seed(args.seed, "held-out")  # for random numbers in your own reward function
-    b, prompts, responses = rollout(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args)
-    kl = b["logprobs"] - b["ref_logprobs"]  # [B, T]
-    metrics = {
-        "score mean": b["raw_scores"].mean(),
-        "score median": b["raw_scores"].quantile(0.5),
-        "KL, nats per response": kl.sum(1).mean(),
-        "perplexity under the reference": torch.exp(-b["ref_logprobs"].sum() / b["lengths"].sum()),
-        "distinct bigrams": distinct_bigrams(responses),
-        "tokens per response": b["lengths"].float().mean(),
+    # For random numbers in your own reward function.
+    set_global_seed(args.seed, "held-out", accelerator.process_index)
+    with accelerator.split_between_processes(dict(batch)) as share:  # a copy, because it cuts the dict itself
+        b, prompts, responses = respond(share)
+    columns = {
+        "prompt": prompts,
+        "response": responses,
+        "score": b["raw_scores"].tolist(),
+        "kl": (b["logprobs"] - b["ref_logprobs"]).sum(1).tolist(),
+        "ref_logprob": b["ref_logprobs"].sum(1).tolist(),
+        "length": b["lengths"].tolist(),
     }
     if judge is not None:
         _, probabilities = judge(prompts, responses)
-        metrics[f"judge: P({args.reward_label})"] = probabilities.mean()
-    metrics = {name: float(x) for name, x in metrics.items()}
-    return metrics, sample_texts(prompts, responses, b["raw_scores"])
-
-
-def sample_texts(prompts, responses, scores):
-    """One dict(prompt, response, score) per response, for tables and files."""
-    rows = zip(prompts, responses, scores.tolist())
-    return [{"prompt": prompt, "response": response, "score": score} for prompt, response, score in rows]
+        columns["judge"] = probabilities.tolist()
+    rows = accelerate.utils.gather_object(rows_of(columns))  # of all processes, in the order of the prompts
+    column = {name: [row[name] for row in rows] for name in columns}
+    metrics = {
+        "score mean": fmean(column["score"]),
+        "score median": median(column["score"]),
+        "KL, nats per response": fmean(column["kl"]),
+        "perplexity under the reference": math.exp(-sum(column["ref_logprob"]) / sum(column["length"])),
+        "distinct bigrams": distinct_bigrams(column["response"]),
+        "tokens per response": fmean(column["length"]),
+    }
+    if judge is not None:
+        metrics[f"judge: P({args.reward_label})"] = fmean(column["judge"])
+    samples = [{name: row[name] for name in ("prompt", "response", "score")} for row in rows]
+    return metrics, samples
 
 
 def distinct_bigrams(texts):
@@ -515,12 +524,11 @@ def draw_batch(reviews, start, B, args, purpose):
         args.response_min_length, T + 1, (B,), generator=generator_for(args.seed, "room", purpose)
     )
     uniforms = torch.rand(B, T, generator=generator_for(args.seed, "tokens", purpose))
+    prompts = [review["ids"][:length] for review, length in zip(reviews, prompt_lengths)]
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    mask = length_mask(lengths, C).flip(1)  # [B, C], prompts end in the last column
     ids = torch.zeros(B, C, dtype=torch.long)  # 0 only fills the row: the mask hides it
-    mask = torch.zeros(B, C, dtype=torch.bool)
-    for i, (review, length) in enumerate(zip(reviews, prompt_lengths.tolist())):
-        prompt = torch.tensor(review["ids"][:length])
-        ids[i, C - len(prompt) :] = prompt
-        mask[i, C - len(prompt) :] = True
+    ids[mask] = torch.tensor([token for prompt in prompts for token in prompt])
     return dict(reviews=reviews, ids=ids, mask=mask, max_new_tokens=max_new_tokens, uniforms=uniforms)
 
 
@@ -532,20 +540,17 @@ def generator_for(seed, *purpose):
 
 def stream_rows(num_rows, start, count, seed):
     """Row numbers start ... start + count - 1 of an endless stream of shuffled epochs. -> [count]"""
-    first_epoch = start // num_rows
-    last_epoch = (start + count - 1) // num_rows
-    epochs = []
-    for epoch in range(first_epoch, last_epoch + 1):
-        epochs.append(torch.randperm(num_rows, generator=generator_for(seed, "pass", epoch)))
-    offset = start - first_epoch * num_rows
-    return torch.cat(epochs)[offset : offset + count]
+    first, last = start // num_rows, (start + count - 1) // num_rows
+    generators = [generator_for(seed, "pass", epoch) for epoch in range(first, last + 1)]
+    rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
+    return rows[start - first * num_rows :][:count]
 
 
 @torch.no_grad()
 def rollout(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args):
     """Sample a response to each prompt, score it, and compute the log-probabilities that PPO calls old.
 
-    batch: from draw_batch; get_rewards: from load_reward. Returns
+    batch: from draw_batch; get_rewards: call_reward_functions, with its first arguments. Returns
     - a dict of tensors: ids, mask [B, C + T]; lengths, stopped, raw_scores, rewards/NAME [B]; logprobs,
       ref_logprobs, sampling_logprobs, entropies, values [B, T]
     - prompts and responses, lists of B str
@@ -573,7 +578,8 @@ def rollout(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args):
     if args.stop_token_id is None:  # EOS, <|im_end|>, ... are not text; a stop token you chose (".") is
         text_tokens = list_tokens(tokens, valid & ~is_stop)
     prompts, responses = decode(tokenizer, prompt_tokens, text_tokens)  # lists of B str
-    scores_by_name = get_rewards(prompts, responses, response_tokens, batch["reviews"])  # name -> [B]
+    rows = [review["columns"] for review in batch["reviews"]]
+    scores_by_name = get_rewards(rows, prompts, responses, response_tokens)  # name -> [B]
 
     # 3. Compute log-probabilities and values of the tokens with the same forward pass, and as many rows at a
     #    time, as in the update. Dropout is 0, so the ratio is 1 until the first optimizer step, up to
@@ -584,9 +590,8 @@ def rollout(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args):
     for rows in lengths.argsort(stable=True).split(args.per_device_train_batch_size):
         t = lengths[rows].max().item()
         inputs = ids[rows, : C + t], mask[rows, : C + t], t, args.temperature
-        outputs = [*model(*inputs), reference_logprobs(ref_model, model.policy, *inputs)]
-        for result, x in zip([logprobs, entropies, values, ref_logprobs], outputs):
-            result[rows, :t] = unflatten(x, valid[rows, :t])
+        logprobs[rows, :t], entropies[rows, :t], values[rows, :t] = model(*inputs)
+        ref_logprobs[rows, :t] = reference_logprobs(ref_model, model.policy, *inputs)
 
     b = {
         "ids": ids,
@@ -661,21 +666,21 @@ class PolicyAndValue(nn.Module):
     def forward(self, ids, mask, T, temperature):
         """Log-probabilities, entropies and values of the last T tokens of each row.
 
-        ids [B, C + T], bool mask [B, C + T] -> three tensors, fp32 [number of valid tokens among the last T].
-        The value is predicted from the state before the token.
+        ids [B, C + T], bool mask [B, C + T] -> three tensors, fp32 [B, T], 0 after the end of a response. The
+        value is predicted from the state before the token.
         """
         logprobs, entropies, hidden = response_logprobs(self.policy, ids, mask, T, temperature)
         if self.critic is not None:
-            hidden = hidden_states(self.critic, ids, mask)[:, -T - 1 : -1][mask[:, -T:]]
+            hidden = hidden_states(self.critic, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
         with torch.autocast(ids.device.type, enabled=False):
-            values = self.value_head(hidden.float()).squeeze(-1)
-        return logprobs, entropies, values
+            values = self.value_head(hidden.float()).squeeze(-1)  # [B, T]
+        return logprobs, entropies, torch.where(mask[:, -T:], values, 0.0)
 
 
 def reference_logprobs(ref_model, policy, *inputs):
     """Log-probabilities under the reference, or under the policy without its LoRA adapter if that is None.
 
-    inputs: those of response_logprobs -> fp32 [number of valid tokens]
+    inputs: those of response_logprobs -> fp32 [B, T]
     """
     if ref_model is not None:
         return response_logprobs(ref_model, *inputs)[0]
@@ -684,24 +689,21 @@ def reference_logprobs(ref_model, policy, *inputs):
 
 
 def response_logprobs(lm, ids, mask, T, temperature):
-    """Log-probabilities of the valid tokens among the last T of each row, one row after the other.
+    """Log-probabilities of the last T tokens of each row, 0 after the end of a response.
 
-    ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [number of valid tokens]; and the
-    hidden states that predict these tokens [number of valid tokens, H]
+    ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [B, T]; and the hidden states that
+    predict these tokens [B, T, H]
     """
     body, head = body_and_head(lm)
-    valid = mask[:, -T:].nonzero(as_tuple=True)  # rows and columns; once, because nonzero waits for the GPU
-    # The state at position t - 1 predicts token t. The output layer is large, so only valid tokens go
-    # through it.
-    hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1][valid]  # [number of valid tokens, H]
-    tokens = ids[:, -T:][valid]
-    logprobs, entropies = token_logprobs(hidden, head.weight, tokens, temperature, head.bias)
-    return logprobs, entropies, hidden
-
-
-def unflatten(values, mask):
-    """Put values back where the mask is True, and 0 elsewhere. [number of True], bool [B, T] -> [B, T]"""
-    return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values)
+    # The state at position t - 1 predicts token t.
+    hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
+    # The output layer is large, so only valid tokens go through it, as a flat list.
+    valid = mask[:, -T:]
+    rows, columns = valid.nonzero(as_tuple=True)  # only once, because nonzero waits for the GPU
+    flat_hidden, flat_tokens = hidden[rows, columns], ids[:, -T:][rows, columns]
+    logprobs, entropies = token_logprobs(flat_hidden, head.weight, flat_tokens, temperature, head.bias)
+    zeros = torch.zeros(valid.shape, device=ids.device)
+    return zeros.masked_scatter(valid, logprobs), zeros.masked_scatter(valid, entropies), hidden
 
 
 def body_and_head(lm):
@@ -814,7 +816,7 @@ def weighted_sum(rewards, weights=None):
     A nan means that a reward does not apply to a row (the function returned None), and counts as 0.
     """
     weights = weights or [1.0] * len(rewards)
-    return sum(weight * values.nan_to_num() for weight, values in zip(weights, rewards.values()))
+    return sum(weight * values.nan_to_num() for weight, values in zip(weights, rewards.values(), strict=True))
 
 
 def masked_mean(values, mask):
@@ -909,8 +911,7 @@ def learning_rate(args, update, updates):
 
 # ============================================================================================================
 # Part II: infrastructure. You need nothing below to understand PPO: here are models, rewards, data, files and
-# flags. The scripts share these functions, copied verbatim, so a few arguments, return values and names of
-# flags are used only in another script.
+# flags. The scripts share these functions, copied verbatim, so a few arguments are used only in another one.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -918,10 +919,14 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 
 
 class UserError(Exception):
-    """An error the user can fix: printed on one line, exit code 2."""
+    """An error the user can fix: printed on one line, exit code 2.
+
+    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
+    reported by the libraries, with a traceback.
+    """
 
 
-# ---- Loading models ----------------------------------------------------------------------------------------
+# ---- Models ------------------------------------------------------------------------------------------------
 
 
 def resolve_path(name):
@@ -932,38 +937,32 @@ def resolve_path(name):
     return name
 
 
-def load(function, path, **kwargs):
-    """function(path), with a one-line error if it fails: a wrong path, no network, a broken file."""
-    try:
-        return function(resolve_path(path), **kwargs)
-    except Exception as error:  # the libraries raise a dozen different types
-        reason = f"{error} {error.__cause__ or ''}".strip() or repr(error)
-        raise UserError(f"cannot load {path!r}: {reason}") from error
-
-
-def load_model(auto_class, name, head_may_be_new=False, **kwargs):
+def load_model(auto_class, name, new_head=False, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
-    Weights that the files lack would be random, so they are refused. With head_may_be_new, those of the head
-    may be missing, and model.has_new_head tells reward_model.py and rloo_tldr.py if they were. Loading never
-    runs code from the files: without safetensors, pytorch_model.bin is read with weights_only.
+    Weights that are missing from the checkpoint would be random, so they are refused. new_head: accept it if
+    those of the head are missing.
     """
-    if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
-        return load_adapter(auto_class, name, head_may_be_new, **kwargs)
-    kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
-    model, report = load(auto_class.from_pretrained, name, **kwargs)
-    missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. (BERT's pooler is inside, but counts as head too: the
-    # files of a BERT language model lack it.)
-    inner = f"{model.base_model_prefix}."
-    of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
-    model.has_new_head = len(of_body) < len(missing)
-    if head_may_be_new:
-        missing = of_body
+    path = resolve_path(name)
+    if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
+        import peft
+
+        adapter = peft.PeftConfig.from_pretrained(path)
+        new_head = new_head or adapter.task_type == "SEQ_CLS"  # then peft saves the head with the adapter
+        base = load_model(auto_class, adapter.base_model_name_or_path, new_head, **kwargs)
+        model = peft.PeftModel.from_pretrained(base, path).merge_and_unload()
+        model.name_or_path = path  # a new adapter trained on top will name this as its base
+        for p in model.parameters():
+            p.requires_grad_(p.is_floating_point())  # peft froze them
+        return model
+    kwargs |= dict(dtype=torch.float32, output_loading_info=True)
+    model, report = auto_class.from_pretrained(path, **kwargs)
+    missing = report["missing_keys"]
+    if new_head:  # what is outside of the transformer; and BERT's pooler, which its language models lack
+        body = f"{model.base_model_prefix}."
+        missing = [key for key in missing if key.startswith(body) and "pooler" not in key]
     if missing:
-        raise UserError(f"{name}: {len(missing)} weights are not in the files, such as {min(missing)}")
-    if not getattr(model, "is_quantized", False):
-        model.float()  # a format that transformers dequantizes while loading (fp8) ignores the dtype above
+        raise UserError(f"{name}: weights are missing from the checkpoint, such as {min(missing)}")
     for module in model.modules():
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
@@ -972,40 +971,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
-    clean_generation_config(model)
     return model
-
-
-def load_adapter(auto_class, name, head_may_be_new, **kwargs):
-    """The base model of a LoRA adapter, with the adapter merged into it."""
-    import peft
-
-    adapter = load(peft.PeftConfig.from_pretrained, name)
-    holds_head = adapter.task_type == "SEQ_CLS"  # then peft saves the head with the adapter
-    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or holds_head, **kwargs)
-    base.has_new_head = base.has_new_head and not holds_head
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Found missing adapter keys")
-        model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    # Some kinds of adapters cannot be merged; load() makes one line of that error too.
-    model = load(lambda path: model.merge_and_unload(), name)
-    for p in model.parameters():
-        p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
-    model.name_or_path = resolve_path(name)  # a new adapter trained on top will name this as its base
-    return model
-
-
-def clean_generation_config(model):
-    """Reduce the generation config to its token ids if transformers would refuse to save it at the end."""
-    settings = getattr(model, "generation_config", None)
-    if settings is None:
-        return
-    try:
-        settings.validate(strict=True)
-    except ValueError:
-        # -1: no pad token, in some old files
-        ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id") and x != -1}
-        model.generation_config = transformers.GenerationConfig(**ids)
 
 
 def context_length(config):
@@ -1019,21 +985,60 @@ def load_tokenizer(name, for_prompts=True):
 
     for_prompts: refuse one that appends EOS to every text, because a prompt does not end there.
     """
-    tokenizer = load(AutoTokenizer.from_pretrained, name)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_path(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    # Without tokenizer files, transformers returns a tokenizer with nothing but special and added tokens.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
-        raise UserError(f"{name} has no tokenizer")
-    if for_prompts and appends_eos(tokenizer):
+    if for_prompts and tokenizer.eos_token_id in tokenizer("").input_ids[1:]:
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
 
 
-def appends_eos(tokenizer):
-    """True if a tokenizer ends every text with EOS."""
-    # EOS at the end alone proves nothing: GPT-2's unknown token is EOS, and the vocabulary may lack the word.
-    word = tokenizer("word", add_special_tokens=False).input_ids
-    return tokenizer("word").input_ids[-len(word) - 1 :] == [*word, tokenizer.eos_token_id]
+@torch.no_grad()
+def check_model(lm, name, max_tokens):
+    """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
+
+    This samples a few tokens after two left-padded prompts. Together they have max_tokens tokens, so that a
+    sliding window shows too. The first response ends before the second one, so its row leaves the cache.
+    """
+    if context_length(lm.config) < max_tokens:
+        raise UserError(f"{name} reads fewer tokens than the {max_tokens} of prompt and response together")
+    C, T, device = max(max_tokens - 4, 4), 4, lm.device
+    prompt_lengths = torch.tensor([C // 2, C - 1], device=device)
+    lengths = torch.tensor([2, 4], device=device)  # of the responses
+    ids = torch.randint(lm.config.get_text_config().vocab_size, (2, C), device=device)
+    mask = length_mask(prompt_lengths, C).flip(1)
+    no_stop, uniforms = torch.tensor([-1], device=device), torch.rand(2, T, device=device)
+    tokens, sampled = generate(lm.eval(), ids, mask, lengths, uniforms, no_stop, 1.0)  # [2, T] each
+    ids, mask = torch.cat([ids, tokens], 1), torch.cat([mask, length_mask(lengths, T)], 1)
+    updated, _, _ = response_logprobs(lm.train(), ids, mask, T, 1.0)  # [2, T]
+    compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
+
+
+def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
+    """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
+
+    ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
+    """
+    # A soft cap shows only in large logits. So the output layer multiplies by 64, and we divide by 64.
+    hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
+    own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
+    for row, length in enumerate(lengths):
+        text = ids[row, mask[row]]  # without padding
+        logits = lm(text[None]).logits[0, -length - 1 : -1].float() / 64  # [length, V]
+        own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
+    hook.remove()
+    gap = (torch.stack([sampled, updated]).sum(2) - own).abs().max()
+    if not gap < 0.1:  # 8-bit weights round the most, by up to 0.03
+        raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
+
+
+@torch.no_grad()
+def check_critic(critic, name):
+    """Refuse a critic unless it reads from left to right, after padding too."""
+    ids = torch.arange(8)[None]  # [1, 8]: 0 and 1 are pads, and 7 is a token that 2 to 6 must not see
+    alone = critic(ids[:, 2:7]).last_hidden_state  # [1, 5, H]
+    padded = hidden_states(critic, ids, ids >= 2)[:, 2:7]
+    if not torch.allclose(padded, alone, 1e-3, 1e-3):
+        raise UserError(f"--value-model-path {name}: it sees later tokens, or cannot read left-padded rows")
 
 
 def trainable(module):
@@ -1052,48 +1057,22 @@ def add_lora(model, args):
     import peft
 
     names = args.lora_target_modules.replace(" ", "").split(",")
-    is_all = names == ["all-linear"]
-    target_modules = "all-linear" if is_all else names
-    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target_modules)
-    try:
-        model = peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise UserError(f"--lora-target-modules {args.lora_target_modules}: {error}") from error
-    layers = model.targeted_module_names
-    for name in names:
-        if not is_all and not any(f".{layer}".endswith(f".{name}") for layer in layers):
-            raise UserError(f"--lora-target-modules: no layer is called {name!r}")
+    targets = "all-linear" if names == ["all-linear"] else names
+    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=targets)
+    model = peft.get_peft_model(model, config)
+    found = {layer.split(".")[-1] for layer in model.targeted_module_names}
+    if targets != "all-linear" and found != set(names):  # peft complains only if it finds none
+        raise UserError(f"--lora-target-modules {','.join(names)}: only {found} are names of layers")
+    # Part I reads the output layer's weights without an adapter. Embeddings may share these weights.
     base = model.get_base_model()
-    # The scripts read the output layer's weights, without an adapter. Embeddings may share these weights.
     if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
-        raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings or the head")
+        raise UserError("--lora-target-modules: embeddings and the output layer cannot have an adapter")
     return model
-
-
-def check_gradients(model):
-    """Raise UserError if a layer of a LoRA adapter would not be trained.
-
-    Measured, not guessed: on some CPUs, bitsandbytes passes no gradient through 4-bit weights (of a model
-    that was saved with them), once they have been used in eval mode.
-    """
-    ids = torch.arange(6, device=model.device)[None]  # [1, 6]
-    with torch.no_grad():
-        model.eval()(input_ids=ids)
-    loss = model.train()(input_ids=ids).logits[..., 0].sum()
-    # Only B: the gradient of A is 0 as long as B is 0, as it is now.
-    weights = [p for name, p in model.named_parameters() if "lora_B" in name]
-    grads = []
-    if loss.requires_grad:
-        grads = torch.autograd.grad(loss, weights, materialize_grads=True)
-    if not grads or not all(grad.any() for grad in grads):
-        raise UserError("LoRA: some layers get no gradient; are weights behind them quantized, on a CPU?")
 
 
 def share_layers(policy, count):
     """Freeze the policy's embeddings and first layers. -> a reference that shares them and copies the rest"""
     layers = transformer_layers(policy)
-    if not 0 < count <= len(layers):
-        raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
     embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
     shared = [p for module in [*embeddings, *layers[:count]] for p in module.parameters()]
     for p in shared:
@@ -1101,82 +1080,24 @@ def share_layers(policy, count):
     return copy.deepcopy(policy, memo={id(p): p for p in shared})  # what is in the memo is not copied
 
 
-@torch.no_grad()
-def check_model(lm, name, max_tokens):
-    """Raise UserError if Part I cannot train a language model, or sample from it, as it is.
-
-    Measured, not guessed. The model's own logits must be the product of its last hidden states and the output
-    layer, without a soft cap or a scale (Gemma 2, Granite). And the hidden states of a text must be the same
-    (1) alone in eval mode, (2) in train mode after two pads, and (3) read in two halves with a cache, from
-    which another row is removed in between. Text and pads together have max_tokens tokens, so that a sliding
-    window or scaled positions show too.
-    """
-    config = lm.config.get_text_config()
-    context = context_length(config)
-    if context < max_tokens:
-        raise UserError(f"{name} can read {context} tokens; prompt and response may have {max_tokens}")
-    L = max(max_tokens - 2, 6)
-    ids = torch.arange(L, device=lm.device)[None] % config.vocab_size  # [1, L]
-    short_ids = ids[:, :6]
-    padded_ids = F.pad(ids, (2, 0)).expand(2, -1)  # [2, L + 2], two equal rows with two pads each
-    mask = torch.arange(L + 2, device=lm.device).expand(2, -1) >= 2
-    try:
-        body, head = body_and_head(lm.eval())
-        # A soft cap shows only in large logits, so make them large. (With tied embeddings the inputs grow
-        # too, but for both `logits` and `product`.)
-        head.weight.mul_(64)
-        logits = lm(short_ids).logits[0].float()  # [6, V]
-        product = token_logits(hidden_states(body, short_ids, short_ids >= 0)[0], head.weight, bias=head.bias)
-        head.weight.div_(64)  # exact, because 64 is a power of 2
-        alone = hidden_states(body, ids, ids >= 0)[0]  # [L, H]
-        lm.train()
-        padded = hidden_states(body, padded_ids[:1], mask[:1])[0]  # [L + 2, H]
-        # As in rollouts: two rows fill the cache, row 0 leaves, row 1 goes on.
-        cache = transformers.DynamicCache(config=body.config)
-        half = L // 2
-        hidden_states(body, padded_ids[:, :half], mask[:, :half], cache)
-        cache.batch_select_indices(torch.tensor([1], device=lm.device))
-        cached = hidden_states(body, padded_ids[1:, half:], mask[1:], cache)[0]  # [L + 2 - half, H]
-    except Exception as error:  # models fail in many ways, recurrent ones because a row leaves the cache
-        raise UserError(
-            f"{name}: this kind of model does not work here; it cannot read left-padded rows, or no row can "
-            f"leave its cache ({type(error).__name__})"
-        ) from error
-    is_equal = []
-    for states in (padded[2:], cached):
-        same = alone[-len(states) :]
-        if getattr(lm, "is_quantized", False):  # rounding can change the states of a few tokens completely
-            distances = (states - same).norm(dim=-1) / same.norm(dim=-1)
-            is_equal.append(distances.median().item() < 0.5)
-        else:
-            is_equal.append(torch.allclose(states, same, 1e-3, 1e-3 * alone.abs().mean()))
-    is_equal.append(torch.allclose(product, logits, 1e-2, 0.1))
-    if not all(is_equal):
-        raise UserError(
-            f"{name}: this kind of model does not work here, its log-probabilities differ from ours "
-            f"(left-padded: {not is_equal[0]}, with a cache: {not is_equal[1]}, logits: {not is_equal[2]})"
-        )
-
-
-def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
+def load_policy_and_reference(args, name, device, needs_reference=True):
     """The policy to train, and the frozen reference model.
 
     The reference is None with LoRA, where it is the policy without its adapter; and if none is needed.
-    max_tokens: of prompt and response together
     """
+    if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
+        raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
     eight_bit = {}
     if args.load_in_8bit:
         # Threshold 0 rounds each token alone. With 6, the default, log-probabilities depend on the batch.
         config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
         eight_bit = dict(quantization_config=config)
-    policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {}))
-    check_model(policy, name, max_tokens)
+    policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {})).to(device)
     if not all(p.is_floating_point() for p in policy.parameters()) and not args.lora_r:
         raise UserError(f"{name}: quantized weights cannot be trained: add --lora-r 16")
     ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
-        check_gradients(policy)
     elif args.num_shared_layers:
         ref_model = share_layers(policy, args.num_shared_layers)
     elif needs_reference:
@@ -1184,50 +1105,27 @@ def load_policy_and_reference(args, name, max_tokens, needs_reference=True):
     if not needs_reference:  # share_layers makes one in any case
         ref_model = None
     if ref_model is not None:
-        ref_model.requires_grad_(False).eval()
+        ref_model.requires_grad_(False).eval().to(device)
     if args.gradient_checkpointing:
         policy.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing, renamed
     return policy, ref_model
 
 
-def load_policy_and_value(args, max_tokens, device):
-    """Policy and value function in one module, and the reference. -> PolicyAndValue, model or None
-
-    max_tokens: of prompt and response together
-    """
-    policy, ref_model = load_policy_and_reference(args, args.model_name_or_path, max_tokens)
+def load_policy_and_value(args, device):
+    """Policy and value function in one module, and the reference. -> PolicyAndValue, model or None"""
+    policy, ref_model = load_policy_and_reference(args, args.model_name_or_path, device)
     critic = None
     if args.value_model_path is not None:
         critic = load_model(AutoModel, args.value_model_path)
-        vocab_size = policy.config.get_text_config().vocab_size
-        check_critic(critic, args.value_model_path, vocab_size, max_tokens)
+        check_critic(critic, args.value_model_path)
         if args.gradient_checkpointing:
             critic.activation_checkpointing_enable(dict(use_reentrant=False))
     model = PolicyAndValue(policy, critic)
     folder = resolve_path(args.value_model_path or args.model_name_or_path)
     saved_head = Path(folder, "value_head.safetensors")
     if saved_head.exists():  # of an earlier run
-        load(lambda path: model.value_head.load_state_dict(load_file(path)), str(saved_head))
-    if ref_model is not None:
-        ref_model.to(device)
+        model.value_head.load_state_dict(load_file(saved_head))
     return model.to(device), ref_model
-
-
-@torch.no_grad()
-def check_critic(critic, name, vocab_size, max_tokens):
-    """Raise UserError if a critic cannot read the policy's tokens from left to right, or left padding."""
-    config = critic.config.get_text_config()
-    if config.vocab_size < vocab_size or context_length(config) < max_tokens:
-        raise UserError(f"--value-model-path {name}: its vocabulary or context is smaller than the policy's")
-    ids = torch.arange(8)[None]  # [1, 8]: 0 and 1 are pads, and 7 is a token that 2 to 6 must not see
-    try:
-        alone = critic(ids[:, 2:7]).last_hidden_state  # [1, 5, H]
-        padded = hidden_states(critic, ids, ids >= 2)[:, 2:7]
-        is_equal = torch.allclose(padded, alone, 1e-3, 1e-3)
-    except Exception:  # models fail in many ways: T5 needs inputs of a decoder
-        is_equal = False
-    if not is_equal:
-        raise UserError(f"--value-model-path {name}: it sees later tokens, or cannot read left-padded rows")
 
 
 def save_policy(policy, tokenizer, folder):
@@ -1245,8 +1143,7 @@ def save_policy_and_value(model, tokenizer, folder):
     if model.critic is not None:
         folder = folder / "critic"
         model.critic.save_pretrained(folder)
-    weights = {name: x.detach().cpu() for name, x in model.value_head.state_dict().items()}
-    save_file(weights, folder / "value_head.safetensors")
+    save_file(model.value_head.state_dict(), folder / "value_head.safetensors")
 
 
 # ---- Rewards -----------------------------------------------------------------------------------------------
@@ -1258,10 +1155,11 @@ def load_classifier(args, name, device):
     It reads text with its own tokenizer, so it need not share the policy's.
     """
     model = load_model(AutoModelForSequenceClassification, name).to(device).eval().requires_grad_(False)
+    if model.config.model_type in ("xlnet", "ctrl"):
+        raise UserError(f"{name}: XLNet and CTRL read the last position, which may be padding")
     tokenizer = load_tokenizer(name, for_prompts=False)
     tokenizer.truncation_side = "left"  # the response is at the end
     max_length = min(tokenizer.model_max_length, context_length(model.config))
-    check_classifier(model, tokenizer, name, min(max_length, 1024))
 
     def classify(texts):
         tokens = tokenizer(texts, truncation=True, max_length=max_length).input_ids
@@ -1281,23 +1179,6 @@ def score_tokens(model, texts, batch_size):
         ids = nn.utils.rnn.pad_sequence(ids, batch_first=True).to(model.device)  # [rows, L]
         logits[rows] = sequence_logits(model, ids, length_mask(lengths[rows], ids.shape[1]))
     return logits
-
-
-@torch.no_grad()
-def check_classifier(model, tokenizer, name, max_length):
-    """Raise UserError if a classifier cannot read max_length tokens, or if padding changes its logits.
-
-    Measured, not guessed: RoBERTa cannot use its last two positions, and XLNet reads the last pad.
-    """
-    short, long = tokenizer(["word", "word " * max_length]).input_ids
-    long = long[: max_length - 1] + long[-1:]  # cut, but with the special token at the end, if there is one
-    try:
-        alone = score_tokens(model, [short], 1)[0]  # [classes]
-        padded = score_tokens(model, [short, long], 2)[0]
-    except Exception as error:  # models fail in many ways
-        raise UserError(f"{name} cannot read {max_length} tokens: {error!r}") from error
-    if not torch.allclose(alone, padded, 0.01, 0.01):
-        raise UserError(f"{name}: this kind of classifier does not work here, padding changes its logits")
 
 
 def sequence_logits(model, ids, mask):
@@ -1321,13 +1202,11 @@ def load_label_scorer(args, name, device):
     --reward-label, [B] each.
     """
     classify, labels = load_classifier(args, name, device)
-    # Try the exact name, then the name in any case if it fits only one label, then the number of a label.
-    names = [labels, [label.lower() for label in labels], [str(i) for i in range(len(labels))]]
-    wanted = [args.reward_label, args.reward_label.lower(), args.reward_label]
-    found = [known.index(word) for known, word in zip(names, wanted) if known.count(word) == 1]
-    if not found:
+    # By name, in upper or lower case, or by number.
+    names = [*(label.lower() for label in labels), *map(str, range(len(labels)))]
+    if args.reward_label.lower() not in names:
         raise UserError(f"--reward-label {args.reward_label}: the labels of {name} are {', '.join(labels)}")
-    label = found[0]
+    label = names.index(args.reward_label.lower()) % len(labels)
 
     def score_label(prompts, responses):
         logits = classify([prompt + response for prompt, response in zip(prompts, responses)])
@@ -1336,93 +1215,59 @@ def load_label_scorer(args, name, device):
     return score_label
 
 
-def load_reward(args, device, trainer_state):
-    """The classifier, or the functions of --reward-fn, as one function: prompts, responses, response_tokens,
-    reviews (lists of B) -> dict: name -> rewards, fp32 [B]
-    """
+def load_reward(args, device):
+    """The functions of --reward-fn, or the classifier. -> dict: name -> function"""
     if args.reward_fn is not None:
-        functions = load_functions("--reward-fn", args.reward_fn)
-    else:
-        score_label = load_label_scorer(args, args.reward_model_path, device)
+        return load_functions(args.reward_fn)
+    score_label = load_label_scorer(args, args.reward_model_path, device)
 
-        def classifier(prompts, completions, **kwargs):
-            logits, _ = score_label(prompts, completions)
-            return logits.tolist()
+    def classifier(prompts, completions, **columns):
+        logits, _ = score_label(prompts, completions)
+        return logits.tolist()
 
-        functions = {"classifier": classifier}
-
-    def get_rewards(prompts, responses, response_tokens, reviews):
-        rows = [review["columns"] for review in reviews]
-        inputs = dict(prompts=prompts, completions=responses, completion_ids=response_tokens)
-        return call_reward_functions(functions, rows, inputs, trainer_state, device)
-
-    return get_rewards
+    return {"classifier": classifier}
 
 
-def load_functions(flag, names):
-    """The functions FILE.py:function that a flag names. -> dict: name -> function"""
-    if not names:
-        raise UserError(f"{flag} needs a function: FILE.py:function")
+def load_functions(names):
+    """Import functions that are named FILE.py:function. -> dict: name -> function"""
     functions = {}
     for name in names:
-        path, _, function_name = name.rpartition(":")
+        path, _, function = name.rpartition(":")
         path = Path(resolve_path(path)).absolute()
-        if not path.is_file():
-            raise UserError(f"{flag} {name}: expected FILE.py:function, and there is no file {path}")
-        try:
-            # The file may change the working directory or the grad mode. These two restore them at their end.
-            with chdir("."), torch.enable_grad():
-                function = getattr(import_file(path), function_name, None)
-        except BaseException as error:  # SystemExit too
-            raise UserError(f"{flag} {name}: the file cannot be imported: {error!r}") from error
-        if not callable(function) or function_name in functions:
-            raise UserError(f"{flag} {name}: no such function, or two of this name")
-        functions[function_name] = function
+        sys.path.insert(0, str(path.parent))  # so that the file can import its neighbors
+        module = importlib.import_module(path.stem)
+        if Path(module.__file__) != path or function in functions:
+            raise UserError(f"{name}: there is another module {path.stem}, or another function {function}")
+        functions[function] = getattr(module, function)
     return functions
 
 
-def import_file(path):
-    """A Python file as a module: run once, able to import its neighbors, in sys.modules for process pools."""
-    sys.path.insert(0, str(path.parent))
-    module = importlib.import_module(path.stem)
-    if Path(module.__file__) != path:
-        raise ImportError(f"there is another module {path.stem}: rename the file")
-    return module
-
-
-def call_reward_functions(functions, rows, inputs, trainer_state, device):
+def call_reward_functions(functions, trainer_state, device, rows, prompts, completions, completion_ids):
     """Call reward functions as TRL's GRPOTrainer calls them: by keyword. For example:
 
         def correct(prompts, completions, answer, **kwargs):
             return [float(text.endswith(right)) for text, right in zip(completions, answer)]
 
-    Where prompts are lists of messages, a completion is one too: its text is completion[0]["content"].
-    inputs: prompts, completions, completion_ids (lists of token ids), each with one entry per response; rows:
-    for each response, a dict with the columns of the data. A function gets each column except prompt as a
-    list with one entry per response. trainer_state.global_step is the number of updates so far, max_steps
-    that of all. A function returns one number per response, or None where it does not apply.
+    If prompts are lists of messages, a completion is one too: its text is completion[0]["content"].
+    rows: for each response, a dict with the columns of the data. A function gets each column except prompt as
+    a list with one entry per response. trainer_state.global_step is the number of updates so far, max_steps
+    that of all. A function returns one number per response, or None if it does not apply.
     -> dict: name of the function -> fp32 [B], nan where it does not apply
     """
-    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
-    taken = {"trainer_state", *inputs} & set(columns)
-    if taken:
-        raise UserError(f"rename the column {min(taken)}: reward functions get something else of that name")
+    columns = {name for row in rows for name in row} - {"prompt"}
+    inputs = {name: [row.get(name) for row in rows] for name in columns}
+    inputs |= dict(prompts=prompts, completions=completions, completion_ids=completion_ids)
     rewards = {}
     for name, function in functions.items():
         # A function may change what it gets, so every function and every response has a copy.
-        own = {key: [copy.deepcopy(x) for x in values] for key, values in (columns | inputs).items()}
-        try:
-            with torch.autocast(device.type, enabled=False), torch.no_grad():
-                scores = list(function(**own, trainer_state=trainer_state))
-            numbers = [math.nan if score is None else float(score) for score in scores]
-        except BaseException as error:  # SystemExit too
-            traceback.print_exc()
-            raise UserError(f"reward {name} failed: {error!r}") from error
-        if len(numbers) != len(rows):
-            raise UserError(f"reward {name}: {len(numbers)} numbers for {len(rows)} responses")
-        for score, number in zip(scores, numbers):
-            if score is not None and not abs(number) < 3e38:  # nan, or infinite in fp32
-                raise UserError(f"reward {name}: {score!r} is not a finite number")
+        own = {key: [copy.deepcopy(x) for x in values] for key, values in inputs.items()}
+        with torch.autocast(device.type, enabled=False):
+            scores = list(function(**own, trainer_state=trainer_state))
+        if len(scores) != len(rows):
+            raise UserError(f"reward {name}: {len(scores)} numbers for {len(rows)} responses")
+        if not all(score is None or math.isfinite(score) for score in scores):
+            raise UserError(f"reward {name}: a number is not finite")
+        numbers = [math.nan if score is None else float(score) for score in scores]
         rewards[name] = torch.tensor(numbers, device=device)
     return rewards
 
@@ -1439,57 +1284,57 @@ def reward_means(b):
 
 
 def load_splits(name):
-    """The training and held-out rows of a data set: a folder with train.jsonl, or a Hub name, NAME or
-    NAME:CONFIG.
+    """The training and held-out rows of a data set, as lists of dict.
 
-    Held out: the split test, or else validation, or else the last 10 % of train.
+    name: a folder with train.jsonl (or train-*.jsonl), or anything that datasets.load_dataset reads, as NAME
+    or NAME:CONFIG. Held out is the split test, or else validation, or else the last 10 % of train.
     """
-    splits = read_splits(name)
-    if "train" not in splits or len(splits["train"]) < 2:
-        raise UserError(
-            f"data set {name!r} needs a split train of two rows or more; it has {', '.join(splits)}"
-        )
-    for held_out in ("test", "validation"):
-        if held_out in splits:
-            return splits["train"], splits[held_out]
-    parts = splits["train"].train_test_split(max(1, len(splits["train"]) // 10), shuffle=False)
-    return parts["train"], parts["test"]
-
-
-def read_splits(name):
-    """All splits of a data set: see load_splits. -> dict: name of the split -> rows"""
     splits = {}
     for split in ("train", "validation", "test"):
         folder = Path(resolve_path(name))
-        patterns = f"{split}*.jsonl", f"{split}*.jsonl.gz", f"{split}.json"
-        paths = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+        paths = [*folder.glob(f"{split}.jsonl"), *sorted(folder.glob(f"{split}-*.jsonl"))]
         if paths:
-            splits[split] = datasets.concatenate_datasets([load(read_rows, str(path)) for path in paths])
-    if splits:
-        return splits
-    if any(Path(resolve_path(name)).glob("train*.csv")):
-        raise UserError(f"data set {name!r}: csv changes values such as 010 and NA; use jsonl")
-    name, _, config = name.partition(":")
-    return load(datasets.load_dataset, name, name=config or None)
+            splits[split] = [row for path in paths for row in read_rows(path)]
+    if not splits:
+        path, _, config = resolve_path(name).partition(":")
+        loaded = datasets.load_dataset(path, config or None)
+        splits = {split: rows.to_list() for split, rows in loaded.items()}
+    train, held_out = splits["train"], splits.get("test") or splits.get("validation")
+    if not held_out:
+        count = max(1, len(train) // 10)
+        train, held_out = train[:-count], train[-count:]
+    return train, held_out
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed (.jsonl.gz), or of a json file with a list.
+    """The rows of a jsonl file, a list of dict.
 
-    Values stay as they are: the reader of `datasets` would turn "2024-01-15" into a timestamp, and a 1 beside
-    a 2.5 into 1.0.
+    Not by `datasets`, whose reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
     """
-    with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
-        text = file.read()
-    is_list = text.lstrip().startswith("[")
-    rows = json.loads(text) if is_list else [json.loads(line) for line in text.split("\n") if line.strip()]
+    rows = []
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    raise UserError(f"{path}, line {number}: {error}") from error
+    return rows
+
+
+def load_reviews(rows, tokenizer, args):
+    """The reviews that are long enough, as a list of dict:
+
+    ids: the first query_max_length tokens; columns: the row of the data set, for functions of --reward-fn
+    """
+    rows = [row for row in rows if len(row.get("text") or "") > args.min_text_length]
     if not rows:
-        raise ValueError("the file is empty")
-    names = dict.fromkeys(name for row in rows for name in row)
-    # datasets.Json would encode the values itself, but it takes a text such as "7" for encoded already and
-    # returns the number 7. So each value is encoded here. Reading a row decodes it.
-    columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
-    return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
+        raise UserError(f"{args.dataset_name}: no row has a column text that is long enough")
+    reviews = []
+    for row, ids in zip(rows, tokenizer([row["text"] for row in rows]).input_ids):
+        if len(ids) >= args.query_min_length:
+            reviews.append({"ids": ids[: args.query_max_length], "columns": row})
+    return reviews
 
 
 def decode(tokenizer, prompt_tokens, response_tokens):
@@ -1500,13 +1345,15 @@ def decode(tokenizer, prompt_tokens, response_tokens):
     such as <answer>, is a part of the text.
     """
     left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-    prompt_tokens = [[token for token in row if token not in left_out] for row in prompt_tokens]
-    response_tokens = [[token for token in row if token not in left_out] for row in response_tokens]
-    full_texts = tokenizer.batch_decode([x + y for x, y in zip(prompt_tokens, response_tokens)])
+
+    def text_of(tokens):
+        return tokenizer.decode([token for token in tokens if token not in left_out])
+
     prompts, responses = [], []
-    for prompt, text in zip(tokenizer.batch_decode(prompt_tokens), full_texts):
-        # Not len(prompt): a response may complete the last character of the prompt.
-        start = len(os.path.commonprefix([prompt, text]))
+    for prompt, response in zip(prompt_tokens, response_tokens):
+        text = text_of(prompt + response)
+        # Not the length of the prompt: a response may complete its last character.
+        start = len(os.path.commonprefix([text_of(prompt), text]))
         prompts.append(text[:start])
         responses.append(text[start:])
     return prompts, responses
@@ -1514,33 +1361,7 @@ def decode(tokenizer, prompt_tokens, response_tokens):
 
 def list_tokens(ids, mask):
     """The token ids of each row where the mask is True. [B, L], bool [B, L] -> list of B lists"""
-    ids, mask = ids.cpu(), mask.cpu()
-    return [row[m].tolist() for row, m in zip(ids, mask)]
-
-
-def check_texts(rows, column, name):
-    """Raise UserError if the data set `name` has no such column, or something else than texts in it."""
-    columns = rows.column_names
-    texts = rows[column] if column in columns else []
-    if {type(text) for text in texts} - {type(None)} != {str}:
-        raise UserError(f"data set {name!r} needs the column {column} with texts, not {', '.join(columns)}")
-
-
-def load_reviews(rows, tokenizer, args):
-    """The reviews that are long enough, as a list of dict:
-
-    ids: the first query_max_length tokens; columns: the row of the data set, for functions of --reward-fn
-    """
-    check_texts(rows, "text", args.dataset_name)
-    reviews = []
-    texts = [text or "" for text in rows["text"]]
-    for row, text, ids in zip(rows, texts, tokenizer(texts).input_ids):
-        if len(text) > args.min_text_length and len(ids) >= args.query_min_length:
-            reviews.append({"ids": ids[: args.query_max_length], "columns": row})
-    if not reviews:
-        flags = "--min-text-length and --query-min-length"
-        raise UserError(f"data set {args.dataset_name!r}: no text is long enough for {flags}")
-    return reviews
+    return [row[m].tolist() for row, m in zip(ids.cpu(), mask.cpu())]
 
 
 def set_global_seed(seed, *purpose):
@@ -1549,17 +1370,16 @@ def set_global_seed(seed, *purpose):
 
 
 def find_stop_tokens(args, tokenizer, policy):
-    """The ids of the tokens that end a response; none if responses end only at their limit. -> [any number]
+    """The ids of the tokens that end a response. -> [any number]
 
     Chat models have several: the tokenizer's EOS, and the ends of a turn in the model's generation_config.
     """
     if args.stop_token_id is not None:
         return torch.tensor([args.stop_token_id])
     if args.stop_token is None:
-        return torch.tensor([], dtype=torch.long)
+        return torch.tensor([-1])  # no token has this id
     eos = policy.generation_config.eos_token_id  # an id, a list of ids, or None
-    ids = set(eos if isinstance(eos, list) else [eos])
-    ids = (ids | {tokenizer.eos_token_id}) - {None}
+    ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
     if not ids:
         raise UserError("the tokenizer has no EOS token: use --stop-token-id, or --stop-token None")
     return torch.tensor(sorted(ids))
@@ -1576,13 +1396,12 @@ def start_accelerator(args):
     # With a mask, cuDNN's attention returns NaN gradients on an H100 in torch 2.13 (pytorch#196678), and it
     # makes a new plan for each shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
-    if uses_fsdp and os.environ.get("FSDP_VERSION") != "2":
-        raise UserError("FSDP 1 does not work here: set fsdp_version: 2 in accelerate's config")
+    accumulation = accelerate.utils.GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps)
     accelerator = accelerate.Accelerator(
-        cpu=not torch.accelerator.is_available(),  # Apple's GPUs count, but nobody has tried them yet
+        cpu=not torch.accelerator.is_available(),  # Apple's GPUs count, but are untested
         mixed_precision="no",  # autocast is explicit in train
+        dynamo_backend="no",
+        gradient_accumulation_plugin=accumulation,  # unlike a number, the environment does not change it
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
@@ -1590,19 +1409,13 @@ def start_accelerator(args):
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
-    # Where accelerate cannot connect processes, or shard, it goes on without a word.
-    started = int(os.environ.get("WORLD_SIZE", 1))
-    is_sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
-    if accelerator.num_processes != started or is_sharded != (uses_fsdp or uses_deepspeed):
-        raise UserError(
-            f"accelerate runs {accelerator.num_processes} of {started} processes here, and sharding is "
-            f"{is_sharded}: FSDP2 and DeepSpeed need GPUs, and Apple's GPUs work alone"
-        )
-    if accelerator.state.deepspeed_plugin is not None:
+    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
+        raise UserError("accelerate does not connect the processes here; Apple's GPUs work alone")
+    if accelerator.distributed_type == "DEEPSPEED":
         # Batch, clipping and precision follow the flags, not what the config of DeepSpeed says.
         accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
             train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
-            gradient_accumulation_steps=1,  # train accumulates
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
             gradient_clipping=args.max_grad_norm or 0.0,
             torch_autocast=dict(
                 enabled=wants_bf16(args, accelerator.device),
@@ -1611,42 +1424,18 @@ def start_accelerator(args):
             ),
         )
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else from_pretrained loads shards
-    torch.manual_seed(args.seed % 2**64)  # for weights that start at random, such as LoRA's
+    set_global_seed(args.seed)  # for weights that start at random, such as LoRA's
     return accelerator
 
 
 def wants_bf16(args, device):
     """True if matmuls should run in bf16: on request, or with dtype auto on a GPU that supports it."""
-    if args.dtype == "auto":
-        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return args.dtype == "bfloat16"
-
-
-def local_share(x, accelerator):
-    """The rows of a global batch that this process works on. x: a tensor, a list, or a dict of them"""
-    if isinstance(x, dict):
-        return {name: local_share(value, accelerator) for name, value in x.items()}
-    rank, world = accelerator.process_index, accelerator.num_processes
-    return x[rank * len(x) // world : (rank + 1) * len(x) // world]
-
-
-def make_optimizer(args, parameters):
-    """The optimizer that --optimizer names, for a list of parameters."""
-    optimizer_class = locate(args.optimizer)  # None if there is no such class
-    options = dict(eps=args.adam_eps, fused=True) if "Adam" in args.optimizer else {}
-    try:
-        accepted = inspect.signature(optimizer_class).parameters
-        options = {name: value for name, value in options.items() if name in accepted}
-        optimizer = optimizer_class(parameters, lr=args.learning_rate, **options)
-        optimizer.step()  # changes nothing, since there are no gradients
-        return optimizer
-    except Exception as error:  # Muon, for example, trains only matrices, and LBFGS needs a closure
-        line = f"--optimizer {args.optimizer}: no such class, or it does not work here: {error}"
-        raise UserError(line) from error
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return args.dtype == "bfloat16" or (args.dtype == "auto" and has_bf16)
 
 
 def make_learner(model, args, accelerator):
-    """The module that is trained, its optimizer, and its parameters (dict: name -> parameter).
+    """The module that is trained, and its optimizer.
 
     One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
     shards. Shards cannot generate, so every process keeps the whole model for sampling and scoring.
@@ -1657,63 +1446,20 @@ def make_learner(model, args, accelerator):
         learner = copy.deepcopy(model)
         # accelerate reads this: FSDP2 gathers one layer of this class at a time.
         learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]
-    optimizer = make_optimizer(args, list(trainable(learner).values()))
-    learner, optimizer = accelerator.prepare(learner, optimizer)
-    # Only now, because prepare replaces the parameters if it shards the learner.
-    parameters = trainable(accelerator.unwrap_model(learner))
-    return learner, optimizer, parameters
-
-
-def micro_batches(minibatch, keys, size, learner, accelerator):
-    """The rows of a minibatch that this process trains on, `size` at a time, sorted so that rows with equal
-    or similar keys are together. Processes exchange gradients only in the last micro-batch: until then, this
-    generator keeps accelerator.no_sync open while the body of the loop runs.
-
-    minibatch: row numbers [any number]; keys [B], such as lengths -> yields row numbers [size]
-    """
-    rows = local_share(minibatch, accelerator)
-    rows = rows[keys[rows].argsort(stable=True)]
-    parts = rows.split(size)
-    for i, part in enumerate(parts):
-        # accelerate reads this: if it is True, DeepSpeed's backward pass takes the optimizer's step.
-        accelerator.sync_gradients = i + 1 == len(parts)
-        with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(learner):
-            yield part
+    options = dict(lr=args.learning_rate)
+    if "Adam" in args.optimizer:
+        options["eps"] = args.adam_eps
+    if args.optimizer in ("torch.optim.Adam", "torch.optim.AdamW"):
+        options["fused"] = True  # one kernel for all parameters
+    module, _, name = args.optimizer.rpartition(".")
+    optimizer_class = getattr(importlib.import_module(module), name)
+    return accelerator.prepare(learner, optimizer_class(trainable(learner).values(), **options))
 
 
 @torch.no_grad()
-def unshard(x):
-    """The whole tensor of which FSDP2 has shards; anything else as it is."""
-    return x.full_tensor().cpu() if hasattr(x, "full_tensor") else x
-
-
-def shard_like(value, p):
-    """The shard of a value that belongs to the parameter p if p is sharded (FSDP2); else the value, as for
-    Adam's step counter, which has another shape.
-    """
-    if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
-        return value
-    value = value.to(p.device)
-    return torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
-
-
-def clip_gradients(parameters, max_norm, accelerator):
-    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float
-
-    (With DeepSpeed, the last backward pass has clipped and taken the step. Then this only reads the norm, and
-    optimizer.step does nothing.)
-    """
-    norm = float(unshard(accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)))
-    if not math.isfinite(norm):
-        raise UserError("the gradient is not finite: lower --learning-rate, or use --dtype float32")
-    return norm
-
-
-@torch.no_grad()
-def copy_weights(parameters, model):
-    """Copy the trained parameters (name -> parameter) into the whole model, if they are shards of a copy."""
-    for name, p in trainable(model).items():
-        trained = parameters[name]
+def copy_weights(learner, model):
+    """Copy the trained weights into the whole model, if they are shards of a copy."""
+    for p, trained in zip(trainable(model).values(), trainable(learner).values(), strict=True):
         if hasattr(trained, "full_tensor"):  # FSDP2
             p.copy_(trained.full_tensor())
         elif trained is not p:  # ZeRO-3
@@ -1723,111 +1469,70 @@ def copy_weights(parameters, model):
                 p.copy_(trained)
 
 
-def check_first_ratio(log_ratio, args):
-    """Raise if the ratio is not 1 before the first optimizer step: then rollout and update compute different
-    probabilities. log_ratio [N]
-
-    It is not exactly 1, because a matrix product is rounded differently in a batch of another shape. That
-    makes the largest difference in bf16, in 8 bit, and on a GPU in TF32.
-    """
-    gap = log_ratio.abs()
-    mean, largest = gap.mean().item(), gap.quantile(0.999).item()
-    is_rounded = gap.is_cuda or args.dtype == "bfloat16" or args.load_in_8bit
-    max_mean, max_largest = (0.02, 0.2) if is_rounded else (1e-4, 1e-3)
-    if not (mean < max_mean and largest < max_largest):
-        raise UserError(
-            f"before the first optimizer step, log-ratios are {mean:.2g} on average, 1 in 1000 above "
-            f"{largest:.2g}, instead of 0: rollout and update do not compute the same probabilities"
-        )
+def unshard(x):
+    """The whole tensor of which FSDP2 has shards; anything else as it is."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def performance_metrics(start_time, rollout_end, num_tokens, device):
     """Speed of an update that started at start_time and whose rollout ended at rollout_end; peak memory."""
     now = time.time()
+    if device.type == "cuda":
+        peak_memory = torch.cuda.max_memory_allocated() / 2**20
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+        peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
     return {
         "perf/seconds": now - start_time,
         "perf/rollout_seconds": rollout_end - start_time,
         "perf/train_seconds": now - rollout_end,
         "perf/tokens_per_second": num_tokens / (now - start_time),
-        "perf/peak_memory_mb": peak_memory_mb(device),
+        "perf/peak_memory_mb": peak_memory,
     }
 
 
-def peak_memory_mb(device):
-    """The most memory that was in use: of the GPU, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
-
-
 # ---- Run folder and screen ---------------------------------------------------------------------------------
+
+LOGS = ("metrics.jsonl", "samples.jsonl", "tokens.jsonl")  # the files of a run that grow
 
 
 class Run:
     """The run folder (args.json, metrics.jsonl, samples.jsonl, checkpoints/, ...), the screen, and resuming.
 
-    Only the main process writes and prints. (With DeepSpeed, all write checkpoints.) Checkpoints and json
-    files get their names when they are complete. The jsonl files grow; resuming cuts off what came after the
+    Only the main process writes and prints. (With DeepSpeed and FSDP2, all write checkpoints.) Checkpoints
+    and args.json get their names when they are complete. The logs grow; resuming cuts off what came after the
     checkpoint. So a run can be killed at any time.
     """
 
     def __init__(self, args, accelerator, updates, status):
         """status: label -> metric, for the metrics shown next to the progress bar"""
-        self.args = args
-        self.accelerator = accelerator
-        self.updates = updates
-        self.status = status
-        self.is_main = accelerator.is_main_process
-        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
-        self.console.quiet = not self.is_main
-        columns = "{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}"
-        self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self.args, self.accelerator, self.updates, self.status = args, accelerator, updates, status
+        self.console = Console(
+            highlight=False, markup=False, emoji=False, quiet=not accelerator.is_main_process
+        )
+        self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=updates)
         self.last_line_time = 0.0
-        self.signal_number = 0  # of a signal that asked us to stop
-        if args.recipe == "custom" and not args.resume:
-            self.print("no recipe: flags that are not given have the defaults of Args")
-        # The same folder on all processes. self.name is the path as it was given, for messages. A new run
-        # must not write into the folder of another one.
+        # The same folder on all processes. self.name is the path as it was given, for messages.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
-    def on_signal(self, number, frame):
-        """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
-        signal.signal(number, signal.SIG_DFL)
-        self.signal_number = number
-
-    def print(self, text):
-        self.console.print(text)
-
-    def write(self, name, text):
-        draft = self.folder / f".{name}"
-        draft.write_text(text)
-        os.replace(draft, self.folder / name)
-
     def append(self, name, rows):
-        if self.is_main:
+        if self.accelerator.is_main_process:
             with open(self.folder / name, "a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
 
-    def logs(self):
-        """The files of this run that grow."""
-        names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
-        return [self.folder / name for name in names if (self.folder / name).exists()]
-
     def table(self, title, rows):
         """Print dicts as the rows of a table."""
-        has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
-        table = Table(title=title, title_justify="left", show_lines=has_long_text)
+        table = Table(title=title, title_justify="left", show_lines="prompt" in rows[0])
         for name, cell in rows[-1].items():  # not rows[0]: in ppo_dialog.py it has empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
-        self.console.print(table, soft_wrap=False)
+        self.console.print(table)
 
     def log(self, metrics):
         """Log one update: to metrics.jsonl, to the tracker (under train/, as TRL does) and to the screen.
@@ -1838,151 +1543,135 @@ class Run:
         update = metrics["update"]
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
-            names = ", ".join(not_finite)
-            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
+            raise UserError(f"update {update}, not finite: {not_finite} (is --learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
         shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
+        shown = f"update {update}/{self.updates}  {shown}"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
-        if update == self.updates:
-            self.bar.stop()  # before the final tables
         is_due = time.time() - self.last_line_time > 10 or update == self.updates
         if self.bar.disable and is_due:  # not a terminal: print a line now and then
             self.last_line_time = time.time()
-            self.print(f"update {update}/{self.updates}  {shown}")
+            self.accelerator.print(shown, flush=True)
         return metrics
+
+    def log_samples(self, update, rows, lengths, columns):
+        """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
+
+        rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
+        """
+        self.table(f"samples of update {update}", rows)
+        for row, length, *values in zip(rows, lengths, *columns.values()):
+            tokens = {name: x[:length].tolist() for name, x in zip(columns, values)}
+            self.append("samples.jsonl", [{"update": update} | row])
+            self.append("tokens.jsonl", [{"update": update} | row | tokens])
+        if self.args.log_with == "wandb" and self.accelerator.is_main_process:
+            data = [list(row.values()) for row in rows]
+            self.accelerator.get_tracker("wandb").log_table("samples", list(rows[0]), data, step=update)
 
     def finish(self):
         """Wait until the main process has saved everything, then close the tracker."""
-        self.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
+        self.bar.stop()
+        self.accelerator.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
 
     # -- Checkpoints --
 
-    def start(self, learner, optimizer, parameters, batch_size):
-        """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new
-
-        Remembers learner, optimizer and parameters (name -> parameter) for the checkpoints to come.
-        """
+    def start(self, batch_size):
+        """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
             # A worker that a reward function forks ends at these signals as usual.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
-        self.learner, self.optimizer, self.parameters = learner, optimizer, parameters
-        plugin = self.accelerator.state.deepspeed_plugin
-        # A checkpoint of DeepSpeed fits only this stage and number of processes; ours fit any number.
-        deepspeed = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
-        self.fixed = {"batch_size": batch_size, "deepspeed": deepspeed}  # may not change in a resumed run
-        state = {"update": 0, "sizes": {}}  # sizes: bytes of each jsonl file
-        checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
+        self.accelerator.register_save_state_pre_hook(save_trained)
+        self.accelerator.register_load_state_pre_hook(load_trained)
+        state = {"update": 0, "batch_size": batch_size, "sizes": dict.fromkeys(LOGS, 0)}
+        checkpoints = sorted(self.folder.glob("checkpoints/*/state.json"))
         if self.args.resume and checkpoints:
-            state = load(torch.load, str(checkpoints[-1]), map_location="cpu", weights_only=True)
-            if state["fixed"] != self.fixed:
-                raise UserError(f"--resume: that run had {state['fixed']}, this one has {self.fixed}")
-            self.load_checkpoint(state)
+            state = json.loads(checkpoints[-1].read_text())
+            self.accelerator.load_state(checkpoints[-1].parent)
+        if state["batch_size"] != batch_size:
+            raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        config = asdict(self.args)
         about = {
-            "args": asdict(self.args),
+            "args": config,
             "command": sys.argv,
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
             "world_size": self.accelerator.num_processes,
         }
-        if self.is_main:
+        if self.accelerator.is_main_process:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            self.write("args.json", json.dumps(about, indent=2))
-            # Forget what the run wrote after its checkpoint: it will be written again.
-            for path in self.logs():
-                os.truncate(path, state["sizes"].get(path.name, 0))
+            (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
+            os.replace(self.folder / "draft.json", self.folder / "args.json")
+            for name, size in state["sizes"].items():  # what came after the checkpoint will be written again
+                with open(self.folder / name, "a") as file:
+                    file.truncate(size)
         if self.args.log_with != "none":  # only now, because the tracker writes to the run folder
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
-            config = {name: str(value) for name, value in asdict(self.args).items()}
+            config = {name: str(x) for name, x in config.items()}
             self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
-        self.print(f"run folder {self.name}, after update {state['update']}")
+        self.accelerator.print(f"run folder {self.name}, after update {state['update']}")
         return state
 
-    def load_checkpoint(self, state):
-        if self.fixed["deepspeed"] is not None:
-            self.learner.load_checkpoint(str(self.folder / "checkpoints"), tag=f"{state['update']:06d}")
-            return
-        for name, p in self.parameters.items():
-            p.data.copy_(shard_like(state["parameters"][name], p))
-        in_order = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for i, moments in state["optimizer"]["state"].items():
-            for name, value in moments.items():
-                moments[name] = shard_like(value, in_order[i])
-        self.optimizer.load_state_dict(state["optimizer"])
+    def on_signal(self, number, frame):
+        """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
+        signal.signal(number, signal.SIG_DFL)
+        self.accelerator.set_trigger()
 
-    def checkpoint(self, update, **extra):
-        """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit."""
-        signals = torch.tensor([self.signal_number], device=self.accelerator.device)
-        signal_number = int(self.accelerator.gather(signals).max())  # any process may have got it
-        is_last = update == self.updates
-        is_due = self.args.save_every > 0 and update % self.args.save_every == 0
-        if is_due or is_last or signal_number:
-            self.save_checkpoint({"update": update, "fixed": self.fixed, **extra})
-        if signal_number and not is_last:
+    def checkpoint(self, state):
+        """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit.
+
+        state: update, batch_size, and anything else that json can hold
+        """
+        update, save_every = state["update"], self.args.save_every
+        is_stopped = self.accelerator.check_trigger()  # by a signal that any process got
+        if is_stopped or update == self.updates or save_every and update % save_every == 0:
+            draft = self.folder / "draft"
+            if self.accelerator.is_main_process:
+                shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed here
+            self.accelerator.wait_for_everyone()
+            self.accelerator.save_state(draft)
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                state["sizes"] = {name: (self.folder / name).stat().st_size for name in LOGS}
+                (draft / "state.json").write_text(json.dumps(state))
+                draft.rename(self.folder / "checkpoints" / f"{update:06d}")
+                for old in sorted(self.folder.glob("checkpoints/*"))[: -max(self.args.keep_checkpoints, 1)]:
+                    shutil.rmtree(old)
+        if is_stopped and update < self.updates:
             self.bar.stop()
-            self.print(f"stopped by signal {signal_number}")
-            self.print(f"to continue: the same command with --resume {self.name}")
+            self.accelerator.print(f"stopped; to continue: the same command with --resume {self.name}")
             self.accelerator.wait_for_everyone()
-            sys.exit(128 + signal_number)
-
-    def save_checkpoint(self, state):
-        """Write checkpoints/<update>.pt. DeepSpeed's processes write shards to a folder of that name."""
-        folder = self.folder / "checkpoints"
-        tag = f"{state['update']:06d}"
-        if self.fixed["deepspeed"] is not None:
-            self.learner.save_checkpoint(str(folder), tag=tag, save_latest=False)
-            self.accelerator.wait_for_everyone()
-        else:
-            weights = {name: p.detach() for name, p in self.parameters.items()}
-            tensors = {"parameters": weights, "optimizer": self.optimizer.state_dict()}
-            state |= tree_map(unshard, tensors)
-            if not all(p.isfinite().all() for p in state["parameters"].values()):
-                raise UserError(f"update {state['update']} is not saved: weights are not finite")
-        if not self.is_main:
-            return
-        state["sizes"] = {path.name: path.stat().st_size for path in self.logs()}
-        try:
-            with open(folder / "draft", "wb") as file:
-                torch.save(state, file)
-        except (OSError, RuntimeError) as error:  # a full disk: then the context has the reason
-            raise UserError(f"cannot save {folder / tag}.pt: {error.__context__ or error}") from error
-        os.replace(folder / "draft", folder / f"{tag}.pt")
-        for old in sorted(folder.glob("*.pt"))[: -max(self.args.keep_checkpoints, 1)]:
-            old.unlink()
-            shutil.rmtree(old.with_suffix(""), ignore_errors=True)  # of DeepSpeed
+            sys.exit(128 + signal.SIGTERM)
 
 
-def is_sample_update(update, updates, args):
-    """True in num_sample_generations updates of the run, evenly spaced, or in up to twice as many (in all of
-    them if there are fewer).
+def save_trained(models, weights, folder):
+    """Save only the trained weights, without the prefix of DDP, so that any number of processes can go on: a
+    hook of accelerator.save_state. It has no weights with FSDP2 and DeepSpeed, which save their shards.
     """
-    count = args.num_sample_generations
-    return count > 0 and update % max(1, updates // count) == 0
+    if weights and accelerate.PartialState().is_main_process:
+        model = accelerate.utils.extract_model_from_parallel(models[0])
+        save_file({name: p.detach() for name, p in trainable(model).items()}, f"{folder}/trained.safetensors")
+    weights.clear()
 
 
-def log_samples(run, update, texts, b, columns):
-    """Show some responses of the batch; save them, and in tokens.jsonl their numbers, token by token.
+def load_trained(models, folder):
+    """Load what save_trained saved: a hook of accelerator.load_state."""
+    for model in models:
+        saved = load_file(f"{folder}/trained.safetensors")
+        for name, p in trainable(accelerate.utils.extract_model_from_parallel(model)).items():
+            p.data.copy_(saved[name])
+    models.clear()
 
-    texts: a dict of texts and numbers for each response; b: a batch whose first rows are those of texts, with
-    ids [B, C + T] and lengths [B]; columns: name -> [B, T]
-    """
-    run.table(f"samples of update {update}", texts)
-    run.append("samples.jsonl", [{"update": update} | text for text in texts])
-    columns = columns | {"ids": b["ids"][:, -run.args.response_length :]}  # [B, T]
-    rows = []
-    for i, text in enumerate(texts):
-        length = int(b["lengths"][i])
-        rows.append({"update": update} | text | {name: x[i, :length].tolist() for name, x in columns.items()})
-    run.append("tokens.jsonl", rows)
-    if run.args.log_with == "wandb" and run.is_main:
-        data = [list(text.values()) for text in texts]
-        run.accelerator.get_tracker("wandb").log_table("samples", list(texts[0]), data, step=update)
+
+def rows_of(columns):
+    """A dict of lists -> a list of dicts."""
+    return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
 def report_evaluation(run, before, after):
@@ -1999,8 +1688,9 @@ def report_evaluation(run, before, after):
     run.table("held-out prompts", rows[:6])
     run.table(f"{len(rows)} held-out prompts", comparison)
     about = {"before": metrics_before, "after": metrics_after, "n": len(rows)}
-    run.write("evaluation.json", json.dumps(about, indent=2))
-    run.write("evaluation_samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
     run.accelerator.log({f"eval/{name}": x for name, x in metrics_after.items()}, step=run.updates)
 
 
@@ -2015,18 +1705,6 @@ def check_positive(args, *names):
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
 
 
-def check_rl_args(args):
-    """Raise for flags that cannot work, before anything is loaded."""
-    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
-    check_positive(args, "num_ppo_epochs", "total_episodes", "local_rollout_forward_batch_size")
-    check_positive(args, "response_length", "temperature", "max_grad_norm")
-    if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
-        raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
-    count = len(args.reward_fn or [])
-    if args.reward_weights is not None and len(args.reward_weights) != count:
-        raise UserError(f"--reward-weights: {len(args.reward_weights)} weights, but --reward-fn has {count}")
-
-
 def parse_args(argv):
     """The command line: an optional recipe, then flags. -> Args
 
@@ -2035,80 +1713,43 @@ def parse_args(argv):
     model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of any script
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
     recipe = "custom" if names_model else "tiny"
-    flags = argv
-    names_recipe = len(argv) > 0 and not argv[0].startswith("-")
-    if names_recipe:
-        recipe, flags = argv[0], argv[1:]
+    if argv and not argv[0].startswith("-"):
+        recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    default = replace(RECIPES.get(recipe, Args()), recipe=recipe)
     description = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
-    args, unknown = tyro.cli(
-        Args, default=default, args=flags, description=description, return_unknown_args=True
-    )
-    if unknown:
-        raise UserError(f"unknown: {' '.join(unknown)}. See --help; CHANGELOG.md has flags that were removed")
+    parse = partial(tyro.cli, Args, args=argv, description=description)
+    args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:
         return args
-    return resumed_args(args.resume, recipe if names_recipe else None, flags)
 
-
-def resumed_args(resume, recipe, flags):
-    """The flags of the run to continue. All changes are refused, except those of a few flags."""
-    path = Path(resume, "args.json")
-    if resume == "latest":
-        runs = Path("runs", SCRIPT)
-        path = max(runs.glob("*/args.json"), key=os.path.getmtime, default=runs / "*/args.json")
-    if not path.exists():
-        raise UserError(f"--resume {resume}: there is no {path}")
-    try:
-        saved = Args(**json.loads(path.read_text())["args"] | {"output_dir": str(path.parent)})
-    except (TypeError, KeyError, ValueError) as error:
-        line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
-        raise UserError(line) from error
-    args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    if Path(args.output_dir or "").resolve() == path.parent.resolve():
-        args = replace(args, output_dir=saved.output_dir)  # the same folder, spelled in another way
-    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
-    # (With a warm-up or a falling learning rate, a longer run is not one that was longer from the start.)
-    may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
-    # Run.start refuses another batch size, so these two change only together or with the number of processes.
-    may_change += " per_device_train_batch_size gradient_accumulation_steps"
-    changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
-    changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]
-    if changed:
-        raise UserError(f"--resume {resume} would change {', '.join(changed)}; start a new run for that")
+    # The flags of that run, changed by those that are given now.
+    folder = Path(args.resume)
+    if args.resume == "latest":
+        folder = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime).parent
+    if any(folder.glob("checkpoints/*.pt")):
+        raise UserError(f"{folder}: a run of the third edition; finish it with the version that began it")
+    saved = json.loads((folder / "args.json").read_text())["args"]
+    args = parse(default=Args(**saved | {"output_dir": str(folder)}))
+    if Path(args.output_dir).resolve() != folder.resolve():
+        raise UserError("--resume continues a run in its own folder: leave out --output-dir")
     return args
 
 
-def run_command_line(function, *inputs):
-    """Call function(*inputs). Errors that the user can fix print one line, with exit code 2."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel we do not use
+def main(argv=None):
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):
         library.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # not in a notebook
-            stream.reconfigure(errors="replace")  # a terminal may not know all characters of a response
     try:
-        function(*inputs)
-    except (UserError, UnicodeDecodeError, OSError, SafetensorError) as error:
-        line = str(error)  # UnicodeDecodeError: data that is not UTF-8; OSError: a full disk, for example
-    except ModuleNotFoundError as error:
-        line = f"this needs {error.name}: pip install {error.name}, or uv run --with {error.name} {SCRIPT}.py"
-    else:
-        return
+        train(parse_args(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        sys.exit(2)
     finally:
         Console().show_cursor()  # the progress bar hid it
-    print(f"{SCRIPT}.py: {' '.join(line.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    run_command_line(lambda: train(parse_args(argv)))
 
 
 if __name__ == "__main__":

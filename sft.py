@@ -771,13 +771,10 @@ def generator_for(seed, *purpose):
 
 def stream_rows(num_rows, start, count, seed):
     """Row numbers start ... start + count - 1 of an endless stream of shuffled epochs. -> [count]"""
-    first_epoch = start // num_rows
-    last_epoch = (start + count - 1) // num_rows
-    epochs = []
-    for epoch in range(first_epoch, last_epoch + 1):
-        epochs.append(torch.randperm(num_rows, generator=generator_for(seed, "pass", epoch)))
-    offset = start - first_epoch * num_rows
-    return torch.cat(epochs)[offset : offset + count]
+    first, last = start // num_rows, (start + count - 1) // num_rows
+    generators = [generator_for(seed, "pass", epoch) for epoch in range(first, last + 1)]
+    rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
+    return rows[start - first * num_rows :][:count]
 
 
 # ============================================================================================================
@@ -791,7 +788,11 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 
 
 class UserError(Exception):
-    """An error the user can fix: printed on one line, exit code 2."""
+    """An error the user can fix: printed on one line, exit code 2.
+
+    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
+    reported by the libraries, with a traceback.
+    """
 
 
 # ---- Loading models ----------------------------------------------------------------------------------------
@@ -805,38 +806,32 @@ def resolve_path(name):
     return name
 
 
-def load(function, path, **kwargs):
-    """function(path), with a one-line error if it fails: a wrong path, no network, a broken file."""
-    try:
-        return function(resolve_path(path), **kwargs)
-    except Exception as error:  # the libraries raise a dozen different types
-        reason = f"{error} {error.__cause__ or ''}".strip() or repr(error)
-        raise UserError(f"cannot load {path!r}: {reason}") from error
-
-
-def load_model(auto_class, name, head_may_be_new=False, **kwargs):
+def load_model(auto_class, name, new_head=False, **kwargs):
     """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
 
-    Weights that the files lack would be random, so they are refused. With head_may_be_new, those of the head
-    may be missing, and model.has_new_head tells reward_model.py and rloo_tldr.py if they were. Loading never
-    runs code from the files: without safetensors, pytorch_model.bin is read with weights_only.
+    Weights that are missing from the checkpoint would be random, so they are refused. new_head: accept it if
+    those of the head are missing.
     """
-    if load(transformers.utils.peft_utils.find_adapter_config_file, name) is not None:
-        return load_adapter(auto_class, name, head_may_be_new, **kwargs)
-    kwargs |= dict(dtype=torch.float32, weights_only=True, output_loading_info=True)
-    model, report = load(auto_class.from_pretrained, name, **kwargs)
-    missing = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    # What is outside of the transformer is the head. (BERT's pooler is inside, but counts as head too: the
-    # files of a BERT language model lack it.)
-    inner = f"{model.base_model_prefix}."
-    of_body = [key for key in missing if key.startswith(inner) and "pooler" not in key]
-    model.has_new_head = len(of_body) < len(missing)
-    if head_may_be_new:
-        missing = of_body
+    path = resolve_path(name)
+    if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
+        import peft
+
+        adapter = peft.PeftConfig.from_pretrained(path)
+        new_head = new_head or adapter.task_type == "SEQ_CLS"  # then peft saves the head with the adapter
+        base = load_model(auto_class, adapter.base_model_name_or_path, new_head, **kwargs)
+        model = peft.PeftModel.from_pretrained(base, path).merge_and_unload()
+        model.name_or_path = path  # a new adapter trained on top will name this as its base
+        for p in model.parameters():
+            p.requires_grad_(p.is_floating_point())  # peft froze them
+        return model
+    kwargs |= dict(dtype=torch.float32, output_loading_info=True)
+    model, report = auto_class.from_pretrained(path, **kwargs)
+    missing = report["missing_keys"]
+    if new_head:  # what is outside of the transformer; and BERT's pooler, which its language models lack
+        body = f"{model.base_model_prefix}."
+        missing = [key for key in missing if key.startswith(body) and "pooler" not in key]
     if missing:
-        raise UserError(f"{name}: {len(missing)} weights are not in the files, such as {min(missing)}")
-    if not getattr(model, "is_quantized", False):
-        model.float()  # a format that transformers dequantizes while loading (fp8) ignores the dtype above
+        raise UserError(f"{name}: weights are missing from the checkpoint, such as {min(missing)}")
     for module in model.modules():
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
@@ -845,40 +840,7 @@ def load_model(auto_class, name, head_may_be_new=False, **kwargs):
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
-    clean_generation_config(model)
     return model
-
-
-def load_adapter(auto_class, name, head_may_be_new, **kwargs):
-    """The base model of a LoRA adapter, with the adapter merged into it."""
-    import peft
-
-    adapter = load(peft.PeftConfig.from_pretrained, name)
-    holds_head = adapter.task_type == "SEQ_CLS"  # then peft saves the head with the adapter
-    base = load_model(auto_class, adapter.base_model_name_or_path, head_may_be_new or holds_head, **kwargs)
-    base.has_new_head = base.has_new_head and not holds_head
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Found missing adapter keys")
-        model = load(partial(peft.PeftModel.from_pretrained, base), name)
-    # Some kinds of adapters cannot be merged; load() makes one line of that error too.
-    model = load(lambda path: model.merge_and_unload(), name)
-    for p in model.parameters():
-        p.requires_grad_(p.is_floating_point())  # peft froze the base; quantized weights cannot be trained
-    model.name_or_path = resolve_path(name)  # a new adapter trained on top will name this as its base
-    return model
-
-
-def clean_generation_config(model):
-    """Reduce the generation config to its token ids if transformers would refuse to save it at the end."""
-    settings = getattr(model, "generation_config", None)
-    if settings is None:
-        return
-    try:
-        settings.validate(strict=True)
-    except ValueError:
-        # -1: no pad token, in some old files
-        ids = {name: x for name, x in settings.to_dict().items() if name.endswith("_token_id") and x != -1}
-        model.generation_config = transformers.GenerationConfig(**ids)
 
 
 def context_length(config):
@@ -915,21 +877,11 @@ def load_tokenizer(name, for_prompts=True):
 
     for_prompts: refuse one that appends EOS to every text, because a prompt does not end there.
     """
-    tokenizer = load(AutoTokenizer.from_pretrained, name)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_path(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    # Without tokenizer files, transformers returns a tokenizer with nothing but special and added tokens.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
-        raise UserError(f"{name} has no tokenizer")
-    if for_prompts and appends_eos(tokenizer):
+    if for_prompts and tokenizer.eos_token_id in tokenizer("").input_ids[1:]:
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
-
-
-def appends_eos(tokenizer):
-    """True if a tokenizer ends every text with EOS."""
-    # EOS at the end alone proves nothing: GPT-2's unknown token is EOS, and the vocabulary may lack the word.
-    word = tokenizer("word", add_special_tokens=False).input_ids
-    return tokenizer("word").input_ids[-len(word) - 1 :] == [*word, tokenizer.eos_token_id]
 
 
 def build_tokenizer(args):
@@ -979,21 +931,16 @@ def add_lora(model, args):
     import peft
 
     names = args.lora_target_modules.replace(" ", "").split(",")
-    is_all = names == ["all-linear"]
-    target_modules = "all-linear" if is_all else names
-    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=target_modules)
-    try:
-        model = peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise UserError(f"--lora-target-modules {args.lora_target_modules}: {error}") from error
-    layers = model.targeted_module_names
-    for name in names:
-        if not is_all and not any(f".{layer}".endswith(f".{name}") for layer in layers):
-            raise UserError(f"--lora-target-modules: no layer is called {name!r}")
+    targets = "all-linear" if names == ["all-linear"] else names
+    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=targets)
+    model = peft.get_peft_model(model, config)
+    found = {layer.split(".")[-1] for layer in model.targeted_module_names}
+    if targets != "all-linear" and found != set(names):  # peft complains only if it finds none
+        raise UserError(f"--lora-target-modules {','.join(names)}: only {found} are names of layers")
+    # Part I reads the output layer's weights without an adapter. Embeddings may share these weights.
     base = model.get_base_model()
-    # The scripts read the output layer's weights, without an adapter. Embeddings may share these weights.
     if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
-        raise UserError(f"--lora-target-modules {args.lora_target_modules}: not for embeddings or the head")
+        raise UserError("--lora-target-modules: embeddings and the output layer cannot have an adapter")
     return model
 
 
@@ -1111,65 +1058,42 @@ def save_language_model(model, tokenizer, folder, args, stop_ids):
 
 
 def load_splits(name):
-    """The training and held-out rows of a data set: a folder with train.jsonl, or a Hub name, NAME or
-    NAME:CONFIG.
+    """The training and held-out rows of a data set, as lists of dict.
 
-    Held out: the split test, or else validation, or else the last 10 % of train.
+    name: a folder with train.jsonl (or train-*.jsonl), or anything that datasets.load_dataset reads, as NAME
+    or NAME:CONFIG. Held out is the split test, or else validation, or else the last 10 % of train.
     """
-    splits = read_splits(name)
-    if "train" not in splits or len(splits["train"]) < 2:
-        raise UserError(
-            f"data set {name!r} needs a split train of two rows or more; it has {', '.join(splits)}"
-        )
-    for held_out in ("test", "validation"):
-        if held_out in splits:
-            return splits["train"], splits[held_out]
-    parts = splits["train"].train_test_split(max(1, len(splits["train"]) // 10), shuffle=False)
-    return parts["train"], parts["test"]
-
-
-def read_splits(name):
-    """All splits of a data set: see load_splits. -> dict: name of the split -> rows"""
     splits = {}
     for split in ("train", "validation", "test"):
         folder = Path(resolve_path(name))
-        patterns = f"{split}*.jsonl", f"{split}*.jsonl.gz", f"{split}.json"
-        paths = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+        paths = [*folder.glob(f"{split}.jsonl"), *sorted(folder.glob(f"{split}-*.jsonl"))]
         if paths:
-            splits[split] = datasets.concatenate_datasets([load(read_rows, str(path)) for path in paths])
-    if splits:
-        return splits
-    if any(Path(resolve_path(name)).glob("train*.csv")):
-        raise UserError(f"data set {name!r}: csv changes values such as 010 and NA; use jsonl")
-    name, _, config = name.partition(":")
-    return load(datasets.load_dataset, name, name=config or None)
+            splits[split] = [row for path in paths for row in read_rows(path)]
+    if not splits:
+        path, _, config = resolve_path(name).partition(":")
+        loaded = datasets.load_dataset(path, config or None)
+        splits = {split: rows.to_list() for split, rows in loaded.items()}
+    train, held_out = splits["train"], splits.get("test") or splits.get("validation")
+    if not held_out:
+        count = max(1, len(train) // 10)
+        train, held_out = train[:-count], train[-count:]
+    return train, held_out
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed (.jsonl.gz), or of a json file with a list.
+    """The rows of a jsonl file, a list of dict.
 
-    Values stay as they are: the reader of `datasets` would turn "2024-01-15" into a timestamp, and a 1 beside
-    a 2.5 into 1.0.
+    Not by `datasets`, whose reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
     """
-    with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
-        text = file.read()
-    is_list = text.lstrip().startswith("[")
-    rows = json.loads(text) if is_list else [json.loads(line) for line in text.split("\n") if line.strip()]
-    if not rows:
-        raise ValueError("the file is empty")
-    names = dict.fromkeys(name for row in rows for name in row)
-    # datasets.Json would encode the values itself, but it takes a text such as "7" for encoded already and
-    # returns the number 7. So each value is encoded here. Reading a row decodes it.
-    columns = {name: [json.dumps(row.get(name), ensure_ascii=False) for row in rows] for name in names}
-    return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(names, datasets.Json())))
-
-
-def check_texts(rows, column, name):
-    """Raise UserError if the data set `name` has no such column, or something else than texts in it."""
-    columns = rows.column_names
-    texts = rows[column] if column in columns else []
-    if {type(text) for text in texts} - {type(None)} != {str}:
-        raise UserError(f"data set {name!r} needs the column {column} with texts, not {', '.join(columns)}")
+    rows = []
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    raise UserError(f"{path}, line {number}: {error}") from error
+    return rows
 
 
 def is_chat(value):
@@ -1177,33 +1101,20 @@ def is_chat(value):
     return isinstance(value, list) and len(value) > 0
 
 
-def render_chat(tokenizer, messages, date, is_prompt=False):
+def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    date: today's, for templates that write it, year-month-day; is_prompt: end where the assistant goes on,
-    after the header of its turn or, if the last message is its own, in that message. -> str
+    is_prompt: end where the assistant goes on, after the header of its turn or, if the last message is its
+    own, in that message. -> str
     """
-    try:
-        roles = [message["role"] for message in messages]  # an error without one, which a template may ignore
-        is_begun = is_prompt and roles[-1] == "assistant"  # the policy goes on with this message
-        # strftime_now('%d %B %Y') in a template would be another day when the run is resumed.
-        day = datetime.date.fromisoformat(date)
-        call = r"strftime_now\(\s*['\"]([^'\"\\]+)['\"]\s*\)"
-        template = re.sub(call, lambda m: repr(day.strftime(m[1])), tokenizer.get_chat_template())
-        if "strftime_now(" in template:
-            raise ValueError("it calls strftime_now with something else than a text")
-        return tokenizer.apply_chat_template(
-            messages,
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=is_prompt and not is_begun,
-            continue_final_message=is_begun,
-        )
-    except Exception as error:  # no messages, no template, or one that refuses these roles
-        raise UserError(
-            f"cannot render chats with the tokenizer of {tokenizer.name_or_path}: {error}"
-        ) from error
+    is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
+    return tokenizer.apply_chat_template(
+        messages,
+        tokenize=False,
+        add_generation_prompt=is_prompt and not is_begun,
+        continue_final_message=is_begun,
+    )
 
 
 def load_dialogs(rows):
@@ -1240,13 +1151,12 @@ def start_accelerator(args):
     # With a mask, cuDNN's attention returns NaN gradients on an H100 in torch 2.13 (pytorch#196678), and it
     # makes a new plan for each shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
-    if uses_fsdp and os.environ.get("FSDP_VERSION") != "2":
-        raise UserError("FSDP 1 does not work here: set fsdp_version: 2 in accelerate's config")
+    accumulation = accelerate.utils.GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps)
     accelerator = accelerate.Accelerator(
-        cpu=not torch.accelerator.is_available(),  # Apple's GPUs count, but nobody has tried them yet
+        cpu=not torch.accelerator.is_available(),  # Apple's GPUs count, but are untested
         mixed_precision="no",  # autocast is explicit in train
+        dynamo_backend="no",
+        gradient_accumulation_plugin=accumulation,  # unlike a number, the environment does not change it
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
@@ -1254,19 +1164,13 @@ def start_accelerator(args):
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
-    # Where accelerate cannot connect processes, or shard, it goes on without a word.
-    started = int(os.environ.get("WORLD_SIZE", 1))
-    is_sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
-    if accelerator.num_processes != started or is_sharded != (uses_fsdp or uses_deepspeed):
-        raise UserError(
-            f"accelerate runs {accelerator.num_processes} of {started} processes here, and sharding is "
-            f"{is_sharded}: FSDP2 and DeepSpeed need GPUs, and Apple's GPUs work alone"
-        )
-    if accelerator.state.deepspeed_plugin is not None:
+    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
+        raise UserError("accelerate does not connect the processes here; Apple's GPUs work alone")
+    if accelerator.distributed_type == "DEEPSPEED":
         # Batch, clipping and precision follow the flags, not what the config of DeepSpeed says.
         accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
             train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
-            gradient_accumulation_steps=1,  # train accumulates
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
             gradient_clipping=args.max_grad_norm or 0.0,
             torch_autocast=dict(
                 enabled=wants_bf16(args, accelerator.device),
@@ -1275,42 +1179,18 @@ def start_accelerator(args):
             ),
         )
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else from_pretrained loads shards
-    torch.manual_seed(args.seed % 2**64)  # for weights that start at random, such as LoRA's
+    set_global_seed(args.seed)  # for weights that start at random, such as LoRA's
     return accelerator
 
 
 def wants_bf16(args, device):
     """True if matmuls should run in bf16: on request, or with dtype auto on a GPU that supports it."""
-    if args.dtype == "auto":
-        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return args.dtype == "bfloat16"
-
-
-def local_share(x, accelerator):
-    """The rows of a global batch that this process works on. x: a tensor, a list, or a dict of them"""
-    if isinstance(x, dict):
-        return {name: local_share(value, accelerator) for name, value in x.items()}
-    rank, world = accelerator.process_index, accelerator.num_processes
-    return x[rank * len(x) // world : (rank + 1) * len(x) // world]
-
-
-def make_optimizer(args, parameters):
-    """The optimizer that --optimizer names, for a list of parameters."""
-    optimizer_class = locate(args.optimizer)  # None if there is no such class
-    options = dict(eps=args.adam_eps, fused=True) if "Adam" in args.optimizer else {}
-    try:
-        accepted = inspect.signature(optimizer_class).parameters
-        options = {name: value for name, value in options.items() if name in accepted}
-        optimizer = optimizer_class(parameters, lr=args.learning_rate, **options)
-        optimizer.step()  # changes nothing, since there are no gradients
-        return optimizer
-    except Exception as error:  # Muon, for example, trains only matrices, and LBFGS needs a closure
-        line = f"--optimizer {args.optimizer}: no such class, or it does not work here: {error}"
-        raise UserError(line) from error
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return args.dtype == "bfloat16" or (args.dtype == "auto" and has_bf16)
 
 
 def make_learner(model, args, accelerator):
-    """The module that is trained, its optimizer, and its parameters (dict: name -> parameter).
+    """The module that is trained, and its optimizer.
 
     One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
     shards. Shards cannot generate, so every process keeps the whole model for sampling and scoring.
@@ -1321,11 +1201,14 @@ def make_learner(model, args, accelerator):
         learner = copy.deepcopy(model)
         # accelerate reads this: FSDP2 gathers one layer of this class at a time.
         learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]
-    optimizer = make_optimizer(args, list(trainable(learner).values()))
-    learner, optimizer = accelerator.prepare(learner, optimizer)
-    # Only now, because prepare replaces the parameters if it shards the learner.
-    parameters = trainable(accelerator.unwrap_model(learner))
-    return learner, optimizer, parameters
+    options = dict(lr=args.learning_rate)
+    if "Adam" in args.optimizer:
+        options["eps"] = args.adam_eps
+    if args.optimizer in ("torch.optim.Adam", "torch.optim.AdamW"):
+        options["fused"] = True  # one kernel for all parameters
+    module, _, name = args.optimizer.rpartition(".")
+    optimizer_class = getattr(importlib.import_module(module), name)
+    return accelerator.prepare(learner, optimizer_class(trainable(learner).values(), **options))
 
 
 def synchronize_last(micro_batches, learner, accelerator):
@@ -1337,39 +1220,15 @@ def synchronize_last(micro_batches, learner, accelerator):
             yield micro_batch
 
 
-@torch.no_grad()
 def unshard(x):
     """The whole tensor of which FSDP2 has shards; anything else as it is."""
-    return x.full_tensor().cpu() if hasattr(x, "full_tensor") else x
-
-
-def shard_like(value, p):
-    """The shard of a value that belongs to the parameter p if p is sharded (FSDP2); else the value, as for
-    Adam's step counter, which has another shape.
-    """
-    if not hasattr(p, "full_tensor") or getattr(value, "shape", None) != p.shape:
-        return value
-    value = value.to(p.device)
-    return torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
-
-
-def clip_gradients(parameters, max_norm, accelerator):
-    """Scale the gradients down to this norm; None: no clipping. -> the norm before that, a float
-
-    (With DeepSpeed, the last backward pass has clipped and taken the step. Then this only reads the norm, and
-    optimizer.step does nothing.)
-    """
-    norm = float(unshard(accelerator.clip_grad_norm_(parameters.values(), max_norm or math.inf)))
-    if not math.isfinite(norm):
-        raise UserError("the gradient is not finite: lower --learning-rate, or use --dtype float32")
-    return norm
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 @torch.no_grad()
-def copy_weights(parameters, model):
-    """Copy the trained parameters (name -> parameter) into the whole model, if they are shards of a copy."""
-    for name, p in trainable(model).items():
-        trained = parameters[name]
+def copy_weights(learner, model):
+    """Copy the trained weights into the whole model, if they are shards of a copy."""
+    for p, trained in zip(trainable(model).values(), trainable(learner).values(), strict=True):
         if hasattr(trained, "full_tensor"):  # FSDP2
             p.copy_(trained.full_tensor())
         elif trained is not p:  # ZeRO-3
@@ -1379,81 +1238,49 @@ def copy_weights(parameters, model):
                 p.copy_(trained)
 
 
-def peak_memory_mb(device):
-    """The most memory that was in use: of the GPU, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
-
-
 # ---- Run folder and screen ---------------------------------------------------------------------------------
+
+
+LOGS = ("metrics.jsonl", "samples.jsonl", "tokens.jsonl")  # the files of a run that grow
 
 
 class Run:
     """The run folder (args.json, metrics.jsonl, samples.jsonl, checkpoints/, ...), the screen, and resuming.
 
-    Only the main process writes and prints. (With DeepSpeed, all write checkpoints.) Checkpoints and json
-    files get their names when they are complete. The jsonl files grow; resuming cuts off what came after the
+    Only the main process writes and prints. (With DeepSpeed and FSDP2, all write checkpoints.) Checkpoints
+    and args.json get their names when they are complete. The logs grow; resuming cuts off what came after the
     checkpoint. So a run can be killed at any time.
     """
 
     def __init__(self, args, accelerator, updates, status):
         """status: label -> metric, for the metrics shown next to the progress bar"""
-        self.args = args
-        self.accelerator = accelerator
-        self.updates = updates
-        self.status = status
-        self.is_main = accelerator.is_main_process
-        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
-        self.console.quiet = not self.is_main
-        columns = "{task.completed}/{task.total}", BarColumn(20), TimeRemainingColumn(), "{task.description}"
-        self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self.args, self.accelerator, self.updates, self.status = args, accelerator, updates, status
+        self.console = Console(
+            highlight=False, markup=False, emoji=False, quiet=not accelerator.is_main_process
+        )
+        self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=updates)
         self.last_line_time = 0.0
-        self.signal_number = 0  # of a signal that asked us to stop
-        if args.recipe == "custom" and not args.resume:
-            self.print("no recipe: flags that are not given have the defaults of Args")
-        # The same folder on all processes. self.name is the path as it was given, for messages. A new run
-        # must not write into the folder of another one.
+        # The same folder on all processes. self.name is the path as it was given, for messages.
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
-    def on_signal(self, number, frame):
-        """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
-        signal.signal(number, signal.SIG_DFL)
-        self.signal_number = number
-
-    def print(self, text):
-        self.console.print(text)
-
-    def write(self, name, text):
-        draft = self.folder / f".{name}"
-        draft.write_text(text)
-        os.replace(draft, self.folder / name)
-
     def append(self, name, rows):
-        if self.is_main:
+        if self.accelerator.is_main_process:
             with open(self.folder / name, "a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
 
-    def logs(self):
-        """The files of this run that grow."""
-        names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
-        return [self.folder / name for name in names if (self.folder / name).exists()]
-
     def table(self, title, rows):
         """Print dicts as the rows of a table."""
-        has_long_text = any(isinstance(cell, str) and len(cell) > 40 for row in rows for cell in row.values())
-        table = Table(title=title, title_justify="left", show_lines=has_long_text)
+        table = Table(title=title, title_justify="left", show_lines="prompt" in rows[0])
         for name, cell in rows[-1].items():  # not rows[0]: in ppo_dialog.py it has empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
-        self.console.print(table, soft_wrap=False)
+        self.console.print(table)
 
     def log(self, metrics):
         """Log one update: to metrics.jsonl, to the tracker (under train/, as TRL does) and to the screen.
@@ -1464,124 +1291,135 @@ class Run:
         update = metrics["update"]
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
-            names = ", ".join(not_finite)
-            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
+            raise UserError(f"update {update}, not finite: {not_finite} (is --learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
         shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
+        shown = f"update {update}/{self.updates}  {shown}"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
-        if update == self.updates:
-            self.bar.stop()  # before the final tables
         is_due = time.time() - self.last_line_time > 10 or update == self.updates
         if self.bar.disable and is_due:  # not a terminal: print a line now and then
             self.last_line_time = time.time()
-            self.print(f"update {update}/{self.updates}  {shown}")
+            self.accelerator.print(shown, flush=True)
         return metrics
+
+    def log_samples(self, update, rows, lengths, columns):
+        """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
+
+        rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
+        """
+        self.table(f"samples of update {update}", rows)
+        for row, length, *values in zip(rows, lengths, *columns.values()):
+            tokens = {name: x[:length].tolist() for name, x in zip(columns, values)}
+            self.append("samples.jsonl", [{"update": update} | row])
+            self.append("tokens.jsonl", [{"update": update} | row | tokens])
+        if self.args.log_with == "wandb" and self.accelerator.is_main_process:
+            data = [list(row.values()) for row in rows]
+            self.accelerator.get_tracker("wandb").log_table("samples", list(rows[0]), data, step=update)
 
     def finish(self):
         """Wait until the main process has saved everything, then close the tracker."""
-        self.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
+        self.bar.stop()
+        self.accelerator.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
 
     # -- Checkpoints --
 
-    def start(self, learner, optimizer, parameters, batch_size):
-        """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new
-
-        Remembers learner, optimizer and parameters (name -> parameter) for the checkpoints to come.
-        """
+    def start(self, batch_size):
+        """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
             # A worker that a reward function forks ends at these signals as usual.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
-        self.learner, self.optimizer, self.parameters = learner, optimizer, parameters
-        plugin = self.accelerator.state.deepspeed_plugin
-        # A checkpoint of DeepSpeed fits only this stage and number of processes; ours fit any number.
-        deepspeed = None if plugin is None else [plugin.zero_stage, self.accelerator.num_processes]
-        self.fixed = {"batch_size": batch_size, "deepspeed": deepspeed}  # may not change in a resumed run
-        state = {"update": 0, "sizes": {}}  # sizes: bytes of each jsonl file
-        checkpoints = sorted(self.folder.glob("checkpoints/*.pt"))
+        self.accelerator.register_save_state_pre_hook(save_trained)
+        self.accelerator.register_load_state_pre_hook(load_trained)
+        state = {"update": 0, "batch_size": batch_size, "sizes": dict.fromkeys(LOGS, 0)}
+        checkpoints = sorted(self.folder.glob("checkpoints/*/state.json"))
         if self.args.resume and checkpoints:
-            state = load(torch.load, str(checkpoints[-1]), map_location="cpu", weights_only=True)
-            if state["fixed"] != self.fixed:
-                raise UserError(f"--resume: that run had {state['fixed']}, this one has {self.fixed}")
-            self.load_checkpoint(state)
+            state = json.loads(checkpoints[-1].read_text())
+            self.accelerator.load_state(checkpoints[-1].parent)
+        if state["batch_size"] != batch_size:
+            raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        config = asdict(self.args)
         about = {
-            "args": asdict(self.args),
+            "args": config,
             "command": sys.argv,
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
             "world_size": self.accelerator.num_processes,
         }
-        if self.is_main:
+        if self.accelerator.is_main_process:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            self.write("args.json", json.dumps(about, indent=2))
-            # Forget what the run wrote after its checkpoint: it will be written again.
-            for path in self.logs():
-                os.truncate(path, state["sizes"].get(path.name, 0))
+            (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
+            os.replace(self.folder / "draft.json", self.folder / "args.json")
+            for name, size in state["sizes"].items():  # what came after the checkpoint will be written again
+                with open(self.folder / name, "a") as file:
+                    file.truncate(size)
         if self.args.log_with != "none":  # only now, because the tracker writes to the run folder
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
-            config = {name: str(value) for name, value in asdict(self.args).items()}
+            config = {name: str(x) for name, x in config.items()}
             self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
-        self.print(f"run folder {self.name}, after update {state['update']}")
+        self.accelerator.print(f"run folder {self.name}, after update {state['update']}")
         return state
 
-    def load_checkpoint(self, state):
-        if self.fixed["deepspeed"] is not None:
-            self.learner.load_checkpoint(str(self.folder / "checkpoints"), tag=f"{state['update']:06d}")
-            return
-        for name, p in self.parameters.items():
-            p.data.copy_(shard_like(state["parameters"][name], p))
-        in_order = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for i, moments in state["optimizer"]["state"].items():
-            for name, value in moments.items():
-                moments[name] = shard_like(value, in_order[i])
-        self.optimizer.load_state_dict(state["optimizer"])
+    def on_signal(self, number, frame):
+        """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
+        signal.signal(number, signal.SIG_DFL)
+        self.accelerator.set_trigger()
 
-    def checkpoint(self, update, **extra):
-        """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit."""
-        signals = torch.tensor([self.signal_number], device=self.accelerator.device)
-        signal_number = int(self.accelerator.gather(signals).max())  # any process may have got it
-        is_last = update == self.updates
-        is_due = self.args.save_every > 0 and update % self.args.save_every == 0
-        if is_due or is_last or signal_number:
-            self.save_checkpoint({"update": update, "fixed": self.fixed, **extra})
-        if signal_number and not is_last:
+    def checkpoint(self, state):
+        """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit.
+
+        state: update, batch_size, and anything else that json can hold
+        """
+        update, save_every = state["update"], self.args.save_every
+        is_stopped = self.accelerator.check_trigger()  # by a signal that any process got
+        if is_stopped or update == self.updates or save_every and update % save_every == 0:
+            draft = self.folder / "draft"
+            if self.accelerator.is_main_process:
+                shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed here
+            self.accelerator.wait_for_everyone()
+            self.accelerator.save_state(draft)
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                state["sizes"] = {name: (self.folder / name).stat().st_size for name in LOGS}
+                (draft / "state.json").write_text(json.dumps(state))
+                draft.rename(self.folder / "checkpoints" / f"{update:06d}")
+                for old in sorted(self.folder.glob("checkpoints/*"))[: -max(self.args.keep_checkpoints, 1)]:
+                    shutil.rmtree(old)
+        if is_stopped and update < self.updates:
             self.bar.stop()
-            self.print(f"stopped by signal {signal_number}")
-            self.print(f"to continue: the same command with --resume {self.name}")
+            self.accelerator.print(f"stopped; to continue: the same command with --resume {self.name}")
             self.accelerator.wait_for_everyone()
-            sys.exit(128 + signal_number)
+            sys.exit(128 + signal.SIGTERM)
 
-    def save_checkpoint(self, state):
-        """Write checkpoints/<update>.pt. DeepSpeed's processes write shards to a folder of that name."""
-        folder = self.folder / "checkpoints"
-        tag = f"{state['update']:06d}"
-        if self.fixed["deepspeed"] is not None:
-            self.learner.save_checkpoint(str(folder), tag=tag, save_latest=False)
-            self.accelerator.wait_for_everyone()
-        else:
-            weights = {name: p.detach() for name, p in self.parameters.items()}
-            tensors = {"parameters": weights, "optimizer": self.optimizer.state_dict()}
-            state |= tree_map(unshard, tensors)
-            if not all(p.isfinite().all() for p in state["parameters"].values()):
-                raise UserError(f"update {state['update']} is not saved: weights are not finite")
-        if not self.is_main:
-            return
-        state["sizes"] = {path.name: path.stat().st_size for path in self.logs()}
-        try:
-            with open(folder / "draft", "wb") as file:
-                torch.save(state, file)
-        except (OSError, RuntimeError) as error:  # a full disk: then the context has the reason
-            raise UserError(f"cannot save {folder / tag}.pt: {error.__context__ or error}") from error
-        os.replace(folder / "draft", folder / f"{tag}.pt")
-        for old in sorted(folder.glob("*.pt"))[: -max(self.args.keep_checkpoints, 1)]:
-            old.unlink()
-            shutil.rmtree(old.with_suffix(""), ignore_errors=True)  # of DeepSpeed
+
+def save_trained(models, weights, folder):
+    """Save only the trained weights, without the prefix of DDP, so that any number of processes can go on: a
+    hook of accelerator.save_state. It has no weights with FSDP2 and DeepSpeed, which save their shards.
+    """
+    if weights and accelerate.PartialState().is_main_process:
+        model = accelerate.utils.extract_model_from_parallel(models[0])
+        save_file({name: p.detach() for name, p in trainable(model).items()}, f"{folder}/trained.safetensors")
+    weights.clear()
+
+
+def load_trained(models, folder):
+    """Load what save_trained saved: a hook of accelerator.load_state."""
+    for model in models:
+        saved = load_file(f"{folder}/trained.safetensors")
+        for name, p in trainable(accelerate.utils.extract_model_from_parallel(model)).items():
+            p.data.copy_(saved[name])
+    models.clear()
+
+
+def rows_of(columns):
+    """A dict of lists -> a list of dicts."""
+    return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
 def report_held_out(run, before, after, num_documents):
@@ -1629,80 +1467,43 @@ def parse_args(argv):
     model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of any script
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
     recipe = "custom" if names_model else "tiny"
-    flags = argv
-    names_recipe = len(argv) > 0 and not argv[0].startswith("-")
-    if names_recipe:
-        recipe, flags = argv[0], argv[1:]
+    if argv and not argv[0].startswith("-"):
+        recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    default = replace(RECIPES.get(recipe, Args()), recipe=recipe)
     description = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
-    args, unknown = tyro.cli(
-        Args, default=default, args=flags, description=description, return_unknown_args=True
-    )
-    if unknown:
-        raise UserError(f"unknown: {' '.join(unknown)}. See --help; CHANGELOG.md has flags that were removed")
+    parse = partial(tyro.cli, Args, args=argv, description=description)
+    args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:
         return args
-    return resumed_args(args.resume, recipe if names_recipe else None, flags)
 
-
-def resumed_args(resume, recipe, flags):
-    """The flags of the run to continue. All changes are refused, except those of a few flags."""
-    path = Path(resume, "args.json")
-    if resume == "latest":
-        runs = Path("runs", SCRIPT)
-        path = max(runs.glob("*/args.json"), key=os.path.getmtime, default=runs / "*/args.json")
-    if not path.exists():
-        raise UserError(f"--resume {resume}: there is no {path}")
-    try:
-        saved = Args(**json.loads(path.read_text())["args"] | {"output_dir": str(path.parent)})
-    except (TypeError, KeyError, ValueError) as error:
-        line = f"--resume {resume}: a run of another script or version, see CHANGELOG.md: {error}"
-        raise UserError(line) from error
-    args = tyro.cli(Args, default=replace(saved, recipe=recipe or saved.recipe), args=flags)
-    if Path(args.output_dir or "").resolve() == path.parent.resolve():
-        args = replace(args, output_dir=saved.output_dir)  # the same folder, spelled in another way
-    # What may change, by the names of all scripts: how long the run is, what it saves, and who judges it.
-    # (With a warm-up or a falling learning rate, a longer run is not one that was longer from the start.)
-    may_change = "resume save_every keep_checkpoints log_with total_episodes num_train_epochs"
-    # Run.start refuses another batch size, so these two change only together or with the number of processes.
-    may_change += " per_device_train_batch_size gradient_accumulation_steps"
-    changed = [name for name, value in asdict(args).items() if value != getattr(saved, name)]
-    changed = [x for x in changed if x not in may_change.split() and not x.startswith("judge_")]
-    if changed:
-        raise UserError(f"--resume {resume} would change {', '.join(changed)}; start a new run for that")
+    # The flags of that run, changed by those that are given now.
+    folder = Path(args.resume)
+    if args.resume == "latest":
+        folder = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime).parent
+    if any(folder.glob("checkpoints/*.pt")):
+        raise UserError(f"{folder}: a run of the third edition; finish it with the version that began it")
+    saved = json.loads((folder / "args.json").read_text())["args"]
+    args = parse(default=Args(**saved | {"output_dir": str(folder)}))
+    if Path(args.output_dir).resolve() != folder.resolve():
+        raise UserError("--resume continues a run in its own folder: leave out --output-dir")
     return args
 
 
-def run_command_line(function, *inputs):
-    """Call function(*inputs). Errors that the user can fix print one line, with exit code 2."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel we do not use
+def main(argv=None):
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):
         library.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # not in a notebook
-            stream.reconfigure(errors="replace")  # a terminal may not know all characters of a response
     try:
-        function(*inputs)
-    except (UserError, UnicodeDecodeError, OSError, SafetensorError) as error:
-        line = str(error)  # UnicodeDecodeError: data that is not UTF-8; OSError: a full disk, for example
-    except ModuleNotFoundError as error:
-        line = f"this needs {error.name}: pip install {error.name}, or uv run --with {error.name} {SCRIPT}.py"
-    else:
-        return
+        train(parse_args(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        sys.exit(2)
     finally:
         Console().show_cursor()  # the progress bar hid it
-    print(f"{SCRIPT}.py: {' '.join(line.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    run_command_line(lambda: train(parse_args(argv)))
 
 
 if __name__ == "__main__":
