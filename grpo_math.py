@@ -4,12 +4,11 @@ GRPO is PPO without a value function: each task gets several responses, and a re
 is above the average of its group. If you know RLOO from rloo_tldr.py, this is what changes:
 
 1. Rewards are verifiable: a function compares the final answer of a response with the column `answer`, and
-   returns 1 or 0 (`correct` in data/math_rewards.py; it reads the last \\boxed{...}, <answer>...</answer> or
-   number). No reward model is trained, and nobody has to compare responses. There is no penalty for a missing
-   EOS: a response that is cut off before its answer is simply wrong.
+   returns 1 or 0 (`correct` in data/math_rewards.py). No reward model is trained. There is no penalty for a
+   missing EOS: a response that is cut off before its answer is simply wrong.
 2. The advantage of a response is its reward minus the mean reward of its group, divided by the group's
    standard deviation (`grpo_advantages`). If all rewards of a group are equal, for example because all
-   responses are right, the advantages are 0: no gradient comes from this group, except that of a KL penalty.
+   responses are right, the advantages are 0: only a KL penalty, if there is one, still has a gradient.
 3. Every token is an action. All tokens of a response have its advantage, but each one has a ratio and a clip
    of its own, as in PPO. In RLOO the whole response has one.
 4. The loss is the sum over all tokens of the minibatch, divided by the number of tokens, as in DAPO (Yu et
@@ -17,14 +16,10 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
    response first, so a token of a long response has less weight.
 5. A KL penalty, if there is one, is a term of the loss (k3, see `kl_per_token`), not of the reward. By
    default there is none, as in DAPO, and then no reference model is needed.
-6. By default there is one optimizer step per batch of rollouts. The policy that is trained is then still the
-   one that sampled: every ratio is 1, and nothing is clipped. What is left is REINFORCE with the advantages
-   of point 2. Ratios matter with --num-mini-batches or --num-ppo-epochs above 1.
+6. By default there is one optimizer step per batch of rollouts, so every ratio is 1, and nothing is clipped:
+   REINFORCE with the advantages of point 2. Ratios matter with --num-mini-batches or --num-ppo-epochs > 1.
 7. Before and after training, held-out tasks are solved several times each. pass@1 is the share of responses
    that are right; pass@k, the share of tasks with at least one right response among k.
-8. A forward pass reads a prompt only once, however many of its responses it holds (`generate_groups` and,
-   without gradient checkpointing, `group_logprobs`). Minibatches, and the shares of the processes, are whole
-   groups.
 
     python grpo_math.py                              # recipe tiny: no download, no GPU, minutes on 2 cores
     python grpo_math.py --learning-rate 1e-4         # tiny with one change; every field of Args is a flag
@@ -37,8 +32,8 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
 Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, rewards,
 data, processes, run folder, flags. Papers: DeepSeekMath (GRPO, Shao et al. 2024), DAPO (Yu et al. 2025),
 Understanding R1-Zero-Like Training (Dr. GRPO, Liu et al. 2025), Back to Basics (RLOO, Ahmadian et al. 2024),
-PPO (Schulman et al. 2017), "Approximating KL divergence" (k3, Schulman 2020). TRL is Hugging Face's library
-of trainers. Results, metrics, variants, which lines to change for what: docs/grpo_math.md.
+PPO (Schulman et al. 2017), "Approximating KL divergence" (k3, Schulman 2020). Results, metrics, which lines
+to change for what: docs/grpo_math.md.
 """
 
 # `uv run grpo_math.py` installs these packages and needs no other set-up.
@@ -57,6 +52,7 @@ of trainers. Results, metrics, variants, which lines to change for what: docs/gr
 # ///
 
 import copy
+import datetime
 import importlib
 import json
 import logging
@@ -66,6 +62,7 @@ import random
 import resource
 import shutil
 import signal
+import string
 import sys
 import time
 import warnings
@@ -73,6 +70,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Literal
 
 import accelerate
@@ -82,7 +80,8 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from rich.console import Console
-from rich.table import Column, Table
+from rich.progress import Progress
+from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -109,6 +108,8 @@ class Args:
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
     num_sample_generations: int = 10  # about how many times samples are printed during the run
+    num_examples: int = 256  # number of held-out tasks to solve before and after training, per data set
+    num_eval_samples: int = 8  # responses to each of them: the k of pass@k
 
     # Model
     model_name_or_path: str = "Qwen/Qwen2.5-0.5B-Instruct"  # initial policy: Hub name, folder, or LoRA folder
@@ -123,7 +124,9 @@ class Args:
     # Tasks and rewards
     dataset_name: str = "openai/gsm8k:main"  # Hub name, NAME:CONFIG, or folder; rewards get all columns
     num_train_rows: int | None = None  # train on the first N rows of the data set only; None: on all
-    hard_dataset_name: str | None = None  # other held-out tasks, for the final table: its split test
+    hard_dataset_name: str | None = (
+        None  # other held-out tasks, for the final table: a folder with test.jsonl
+    )
     prompt_template: str | None = "{question}"  # makes prompts, if the data have no column prompt
     system_prompt: str | None = (  # system message of each chat, or text before each prompt
         "Think step by step, and put your final answer within \\boxed{}."
@@ -153,10 +156,6 @@ class Args:
     num_generations: int = 8  # responses per task, the size of a group; 2 or more
     kl_coef: float = 0.0  # coefficient of the KL to the initial policy, in the loss; 0: no KL penalty
     cliprange: float = 0.2  # ratios are clipped to 1 +- this; no effect with one optimizer step per batch
-
-    # Evaluation
-    num_examples: int = 256  # number of held-out tasks to solve before and after training, per data set
-    num_eval_samples: int = 8  # responses to each of them: the k of pass@k
 
     # Optimizer
     learning_rate: float = 1e-6  # the highest learning rate of the schedule
@@ -195,9 +194,8 @@ RECIPES = {
         gradient_checkpointing=True,
         save_every=50,  # a checkpoint takes 18 GB
     ),
-    # Run the recipe of this name in sft.py first: see docs/real_models.md.
     "smollm2-word-problems": Args(
-        model_name_or_path="runs/smollm2-word-problems/sft/model",
+        model_name_or_path="runs/smollm2-word-problems/sft/model",  # of sft.py: see docs/real_models.md
         dataset_name="runs/smollm2-word-problems/word-problems",
         prompt_template=None,
         system_prompt=None,
@@ -249,8 +247,9 @@ RECIPES = {
 
 def train(args):
     """The whole run, from the flags to the final table. -> (Policy, run folder)"""
+    check_positive(args, "total_episodes", "temperature", "max_grad_norm", "num_examples", "num_eval_samples")
     n, k, T = args.per_device_train_batch_size, args.num_generations, args.response_length
-    if k < 2 or n * args.gradient_accumulation_steps % k:
+    if k < 2 or n * args.gradient_accumulation_steps % k != 0:
         raise UserError(
             f"--num-generations {k} must be 2 or more, and divide the minibatch of a process: "
             "per_device_train_batch_size x gradient_accumulation_steps"
@@ -260,30 +259,32 @@ def train(args):
     B = n * args.gradient_accumulation_steps * args.num_mini_batches * world  # episodes per update
     P = B // k  # tasks per update
     updates = math.ceil(args.total_episodes / B)
-    run = Run(args, accelerator)
+    status = {"reward": "objective/scores", "equal groups": "frac_reward_zero_std"}  # for the progress bar
+    run = Run(args, accelerator, updates, status)
 
     tokenizer = load_tokenizer(args.model_name_or_path)
-    train_rows, held_out_rows = load_splits(args.dataset_name)
-    train_tasks = load_tasks(train_rows[: args.num_train_rows], tokenizer, args)
-    # Held-out tasks: those of the training data set and, with --hard-dataset-name, harder ones.
-    held_out = {"held-out": choose_tasks(load_tasks(held_out_rows, tokenizer, args), args)}
-    if args.hard_dataset_name is not None:
-        _, hard_rows = load_splits(args.hard_dataset_name)
-        held_out["harder"] = choose_tasks(load_tasks(hard_rows, tokenizer, args), args)
-    all_tasks = [task for tasks in [train_tasks, *held_out.values()] for task in tasks]
-    max_tokens = max(len(task["ids"]) for task in all_tasks) + T
-    policy, ref_model = load_policy_and_reference(
-        args, args.model_name_or_path, max_tokens, device, needs_reference=args.kl_coef > 0
-    )
-    model = Policy(policy).to(device)
+    train_tasks, held_out, counts = load_all_tasks(args, tokenizer)
+    has_kl = args.kl_coef != 0  # only then a reference model is needed
+    policy, ref_model = load_policy_and_reference(args, args.model_name_or_path, device, has_kl)
+    check_group_model(policy, args.model_name_or_path, args.max_prompt_length + T)
+    model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     get_rewards = partial(score_responses, load_functions(args.reward_fn), trainer_state, device)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device))
+    is_bf16 = wants_bf16(args, device)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
+
+    accelerator.print(
+        f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
+        f"tasks whose prompt is complete and short enough: {counts}\n"
+        f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
+        f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes = {P} tasks x {k}; "
+        f"{updates} updates x {args.num_ppo_epochs} epochs x {args.num_mini_batches} minibatches = "
+        f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps"
+    )
 
     # The random numbers of an evaluation depend only on the seed, so they are the same before and after
-    # training, and in a resumed run. There, `before` is that of the initial policy too, since run.start loads
-    # a checkpoint only below.
+    # training. In a resumed run too, `before` is that of the initial policy: run.start loads the checkpoint.
     respond = partial(sample_responses, policy, tokenizer, stop_ids, get_rewards)
     with autocast:
         before = evaluate_all(respond, held_out, args, accelerator)
@@ -291,15 +292,14 @@ def train(args):
     # `model` generates, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3 shards them:
     # then the learner is a sharded copy, and copy_weights copies its weights back after each update.
     learner, optimizer = make_learner(model, args, accelerator)
-    state = run.start(args, B)  # update 0 in a new run
+    state = run.start(B)  # update 0 in a new run
     copy_weights(learner, model)  # run.start may have loaded a checkpoint into the learner
     is_first_step = True
 
     for update in range(state["update"] + 1, updates + 1):
         # 1. Rollout. All random numbers are drawn for the global batch. Each process generates all k
-        #    responses to its share of the tasks; then every process gets the tensors of all responses. (The
-        #    texts stay where they were made, except for a metric in step 4.) For a given B, the result does
-        #    not depend on the number of processes, up to rounding.
+        #    responses to its share of the tasks; then every process gets all of them. For a given B, the
+        #    result does not depend on the number of processes, up to rounding.
         start_time = time.time()
         trainer_state.global_step = update - 1
         # For random numbers in your own reward function. They do depend on the process.
@@ -309,7 +309,8 @@ def train(args):
         prompt_batch = draw_groups([train_tasks[i] for i in task_numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, responses = rollout_tasks(respond, model, ref_model, prompt_share, args)
-        b = accelerator.gather(b)  # rollouts of all processes: a dict of tensors, [B, ...] each
+        # Rollouts of all processes: a dict of tensors, [B, ...] each. The texts stay those of this process.
+        b = accelerator.gather(b)
         C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
         valid = length_mask(b["lengths"], T)  # [B, T]
         rollout_end = time.time()
@@ -317,10 +318,10 @@ def train(args):
         # 2. Advantages: one per response, and the same for all its tokens.
         advantages = grpo_advantages(b["scores"], k)  # [B]
 
-        # 3. Update. Minibatches are whole groups, drawn from the global batch; each process trains on its
-        #    share of these groups, n rows at a time. The loss is the sum over this process's tokens, divided
-        #    by the number of tokens in the minibatch on all processes (DAPO). So the gradient does not depend
-        #    on how a minibatch is split, up to rounding.
+        # 3. Update. Minibatches are drawn from the global batch; each process trains on its share, n rows at
+        #    a time. Both are whole groups, since rows with the same prompt are read together. The loss is the
+        #    sum over this process's tokens, divided by the number of tokens in the minibatch on all processes
+        #    (DAPO). So the gradient does not depend on how a minibatch is split, up to rounding.
         learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, update, updates)
@@ -351,7 +352,7 @@ def train(args):
                             new_logprobs, old_logprobs, token_advantages, args.cliprange
                         )
                         token_loss = policy_loss
-                        if args.kl_coef > 0:
+                        if has_kl:
                             token_kl = kl_per_token(new_logprobs, b["ref_logprobs"][rows, :t], "k3")
                             token_loss = policy_loss + args.kl_coef * token_kl
                         loss = (token_loss * m).sum() / num_tokens
@@ -388,8 +389,8 @@ def train(args):
                 optimizer.zero_grad()
         copy_weights(learner, model)
 
-        # 4. Log. What TRL logs too has TRL's name: RLOOTrainer 0.11's, so curves of rloo_tldr.py overlay,
-        #    and GRPOTrainer's (completions/*, rewards/*, frac_reward_zero_std).
+        # 4. Log. Metrics that TRL also logs keep its names: RLOOTrainer 0.11's, as in rloo_tldr.py, and
+        #    GRPOTrainer's (completions/*, rewards/*, frac_reward_zero_std).
         tokens_trained = valid.sum() * args.num_ppo_epochs
         metric_sums = accelerator.reduce(dict(metric_sums))
         update_metrics = {name: x / tokens_trained for name, x in metric_sums.items()}
@@ -420,14 +421,12 @@ def train(args):
             "sampling/logprob_gap_max": accelerator.gather(max_sampling_gap).max(),
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
         }
-        if args.kl_coef > 0:
+        if has_kl:
             # The metric is k1, summed over each response. (The loss has k3 per token: see kl_per_token.)
             kl = kl_per_token(b["sampling_logprobs"], b["ref_logprobs"], "k1")  # [B, T], 0 after the end
             metrics["objective/kl"] = kl.sum(1).mean()
             metrics["objective/kl_coef"] = args.kl_coef
-        metrics = run.log(metrics)  # tensors become numbers; raises if one is not finite
-        reward, equal = metrics["objective/scores"], metrics["frac_reward_zero_std"]
-        accelerator.print(f"update {update}/{updates}  reward {reward:.3f}  equal: {equal:.2f}", flush=True)
+        run.log(metrics)  # tensors become numbers; raises if one is not finite
         if args.num_sample_generations and update % max(1, updates // args.num_sample_generations) == 0:
             # The k responses to the first task, which the main process generated.
             with torch.no_grad(), autocast:
@@ -438,25 +437,23 @@ def train(args):
                 "entropy": entropies,  # of the policy after this update
                 "advantage": advantages[:k, None].expand(k, T),
             }
-            if args.kl_coef > 0:
+            if has_kl:
                 token_columns["kl"] = kl[:k]
-            prompt = plain_text(prompt_batch["rows"][0]["prompt"])
-            texts = {"prompt": [prompt] * k, "response": responses[:k], "score": b["scores"][:k].tolist()}
-            run.log_samples(update, texts, b["lengths"], token_columns)
+            prompt = plain_text(prompt_share["examples"][0]["prompt"])
+            samples = {"prompt": [prompt] * k, "response": responses[:k], "score": b["scores"][:k].tolist()}
+            run.log_samples(update, rows_of(samples), b["lengths"], token_columns)
 
         # 5. Save.
-        run.checkpoint(args, {"update": update, "batch_size": B}, is_last=update == updates)
+        run.checkpoint({"update": update, "batch_size": B})
 
     # 6. Evaluate on the same held-out tasks again, and save the model.
     trainer_state.global_step = updates
     with autocast:
         after = evaluate_all(respond, held_out, args, accelerator)
     if accelerator.is_main_process:
-        report_tasks(run, before, after, args, updates)
+        report_tasks(run, before, after)
         save_policy(policy, tokenizer, run.folder / "model")
-    accelerator.print(f"saved {run.folder}/model; to look at the run: python report.py {run.folder}")
-    accelerator.wait_for_everyone()  # until the main process has saved everything
-    accelerator.end_training()
+    run.finish()
     return model, run.folder
 
 
@@ -488,16 +485,17 @@ def evaluate_tasks(respond, tasks, args, accelerator):
         length        k int, in tokens
         rewards/NAME  k numbers, for each reward function; None: it does not apply
     """
-    set_global_seed(args.seed, "held-out")  # for random numbers in your own reward function
+    # For random numbers in your own reward function.
+    set_global_seed(args.seed, "held-out", accelerator.process_index)
     k = args.num_eval_samples
     records = []
-    with accelerator.split_between_processes(draw_groups(tasks, k, args, "held-out")) as batch:
-        if batch["rows"]:  # there may be more processes than tasks
-            b, responses = respond(batch, args)
+    with accelerator.split_between_processes(draw_groups(tasks, k, args, "held-out")) as share:
+        if share["examples"]:  # there may be more processes than tasks
+            b, responses = respond(share, args)
             rewards = {name: x for name, x in b.items() if name.startswith("rewards/")}
             is_right = next(iter(rewards.values())) >= 1  # [P * k]
             columns = rewards | {"right": is_right, "ended": b["stopped"], "length": b["lengths"]}
-            for i, task in enumerate(batch["rows"]):
+            for i, task in enumerate(share["examples"]):
                 group = slice(i * k, (i + 1) * k)
                 record = {"task": plain_text(task["prompt"]), "responses": responses[group]}
                 for name, x in columns.items():
@@ -508,29 +506,26 @@ def evaluate_tasks(respond, tasks, args, accelerator):
 
 def task_metrics(records, is_greedy=False):
     """The numbers of the final table for one set of tasks. Records as in evaluate_tasks -> dict of floats"""
-    right = torch.tensor([record["right"] for record in records]).float()  # [tasks, k]
-    pass_at_1 = right.mean(1)  # [tasks]
-    lengths = torch.tensor([record["length"] for record in records]).float()  # [tasks, k]
+    pass_at_1 = [fmean(record["right"]) for record in records]  # of each task
     metrics = {
-        "pass@1": pass_at_1.mean(),
-        "+- (95 % interval)": 1.96 * pass_at_1.std(correction=0) / len(records) ** 0.5,
-        "tokens per response": lengths.mean(),
+        "pass@1": fmean(pass_at_1),
+        "+- (95 % interval)": 1.96 * pstdev(pass_at_1) / len(records) ** 0.5,
+        "tokens per response": fmean(length for record in records for length in record["length"]),
     }
-    k = right.shape[1]
-    if not is_greedy:
-        responses = [response for record in records for response in record["responses"]]
-        different = [len(set(record["responses"])) for record in records]
-        ended = torch.tensor([record["ended"] for record in records]).float()  # [tasks, k]
-        metrics[f"pass@{k}"] = right.amax(1).mean()
-        metrics["tasks all right or all wrong"] = ((pass_at_1 == 0) | (pass_at_1 == 1)).float().mean()
-        metrics["different responses per task"] = sum(different) / len(different)
-        metrics["distinct bigrams"] = distinct_bigrams(responses)
-        metrics["ended by itself"] = ended.mean()
-        for name in records[0]:
-            if name.startswith("rewards/"):
-                values = [x for record in records for x in record[name] if x is not None]
-                metrics[name] = sum(values) / max(len(values), 1)
-    return {name: float(x) for name, x in metrics.items()}
+    if is_greedy:  # one response per task
+        return metrics
+    k = len(records[0]["right"])
+    responses = [response for record in records for response in record["responses"]]
+    metrics[f"pass@{k}"] = fmean(any(record["right"]) for record in records)
+    metrics["tasks all right or all wrong"] = fmean(x in (0.0, 1.0) for x in pass_at_1)
+    metrics["different responses per task"] = fmean(len(set(record["responses"])) for record in records)
+    metrics["distinct bigrams"] = distinct_bigrams(responses)
+    metrics["ended by itself"] = fmean(ended for record in records for ended in record["ended"])
+    for name in records[0]:
+        if name.startswith("rewards/"):
+            rewards = [x for record in records for x in record[name] if x is not None]
+            metrics[name] = fmean(rewards or [0])
+    return metrics
 
 
 def distinct_bigrams(texts):
@@ -549,19 +544,19 @@ def distinct_bigrams(texts):
 # ---- Rollout -----------------------------------------------------------------------------------------------
 
 
-def draw_groups(rows, k, args, *purpose):
+def draw_groups(examples, k, args, purpose):
     """Prompts, left-padded to the longest one, and random numbers to sample k responses to each.
 
-    rows: P dicts with ids, the tokens of the prompt; purpose: the number of the update, for example
-    -> dict: rows (list of P), ids [P, C], bool mask [P, C], uniforms [P, k, T]
+    examples: P dicts with ids, the tokens of the prompt; purpose: the number of the update, or "held-out"
+    -> dict: examples (list of P), ids [P, C], bool mask [P, C], uniforms [P, k, T]
     """
-    lengths = torch.tensor([len(row["ids"]) for row in rows])
+    lengths = torch.tensor([len(example["ids"]) for example in examples])
     mask = length_mask(lengths, lengths.max()).flip(1)  # [P, C], prompts end in the last column
     ids = torch.zeros(mask.shape, dtype=torch.long)  # 0 only fills the row: the mask hides it
-    ids[mask] = torch.tensor([token for row in rows for token in row["ids"]])
-    generator = generator_for(args.seed, "tokens", *purpose)
-    uniforms = torch.rand(len(rows), k, args.response_length, generator=generator)
-    return dict(rows=rows, ids=ids, mask=mask, uniforms=uniforms)
+    ids[mask] = torch.tensor([token for example in examples for token in example["ids"]])
+    generator = generator_for(args.seed, "tokens", purpose)
+    uniforms = torch.rand(len(examples), k, args.response_length, generator=generator)
+    return dict(examples=examples, ids=ids, mask=mask, uniforms=uniforms)
 
 
 def generator_for(seed, *purpose):
@@ -584,7 +579,7 @@ def rollout_tasks(respond, model, ref_model, batch, args):
 
     respond: sample_responses, with everything but batch and args filled in; batch: from draw_groups. Returns
     - the dict of sample_responses, and scores (the weighted sum of the rewards) [P * k]; logprobs (if
-      takes_several_steps), ref_logprobs (if kl_coef is above 0) [P * k, T]
+      takes_several_steps), ref_logprobs (if kl_coef is not 0) [P * k, T]
     - the responses, P * k str
     """
     b, responses = respond(batch, args)
@@ -597,8 +592,10 @@ def rollout_tasks(respond, model, ref_model, batch, args):
     # generation differ more, so they are only logged.
     P, k, T = batch["uniforms"].shape
     C = b["ids"].shape[1] - T
-    old = {"logprobs": takes_several_steps(args), "ref_logprobs": args.kl_coef > 0}
-    b |= {name: torch.zeros_like(b["sampling_logprobs"]) for name, is_needed in old.items() if is_needed}
+    if takes_several_steps(args):
+        b["logprobs"] = torch.zeros_like(b["sampling_logprobs"])
+    if args.kl_coef != 0:
+        b["ref_logprobs"] = torch.zeros_like(b["sampling_logprobs"])
     groups = torch.arange(P, device=b["ids"].device)
     for rows in sorted_groups(groups, b["lengths"], k).split(args.per_device_train_batch_size):
         t = b["lengths"][rows].max().item()
@@ -630,8 +627,8 @@ def sample_responses(policy, tokenizer, stop_ids, get_rewards, batch, args):
     """Sample k responses to each prompt, and reward them.
 
     get_rewards: score_responses, with its first arguments; batch: from draw_groups. Returns
-    - a dict of tensors, the responses to a prompt are neighbors: ids, mask [P * k, C + T]; lengths, stopped,
-      rewards/NAME [P * k]; sampling_logprobs [P * k, T]
+    - a dict of tensors, in which the responses to a prompt are neighbors: ids, mask [P * k, C + T]; lengths,
+      stopped, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
     - the responses, P * k str
     """
     policy.eval()
@@ -639,22 +636,28 @@ def sample_responses(policy, tokenizer, stop_ids, get_rewards, batch, args):
     P, k, T = batch["uniforms"].shape
 
     # 1. Generate.
-    outputs = []
-    for prompts in torch.arange(P).split(max(1, args.local_rollout_forward_batch_size // k)):
-        inputs = batch["ids"][prompts], batch["mask"][prompts], batch["uniforms"][prompts]
-        outputs.append(generate_groups(policy, *inputs, stop_ids, args.temperature))
-    tokens, sampling_logprobs = [torch.cat(x).flatten(0, 1) for x in zip(*outputs)]  # [P * k, T] each
+    tokens = torch.zeros(P, k, T, dtype=torch.long, device=stop_ids.device)
+    sampling_logprobs = torch.zeros(P, k, T, device=stop_ids.device)
+    groups_at_once = max(1, args.local_rollout_forward_batch_size // k)
+    for groups in torch.arange(P, device=stop_ids.device).split(groups_at_once):
+        inputs = batch["ids"][groups], batch["mask"][groups], batch["uniforms"][groups]
+        outputs = generate_groups(policy, *inputs, stop_ids, args.temperature)
+        tokens[groups], sampling_logprobs[groups] = outputs
+    tokens, sampling_logprobs = tokens.flatten(0, 1), sampling_logprobs.flatten(0, 1)  # [P * k, T] each
     prompt_ids = batch["ids"].repeat_interleave(k, 0)  # [P * k, C]
     prompt_mask = batch["mask"].repeat_interleave(k, 0)
     lengths = response_lengths(tokens, stop_ids)  # [P * k]
     valid = length_mask(lengths, T)  # [P * k, T]
     is_stop = torch.isin(tokens, stop_ids) & valid  # [P * k, T]
 
-    # 2. Decode, without the stop token: it is not part of the text. Then reward.
-    prompt_tokens = list_tokens(prompt_ids, prompt_mask)
-    _, responses = decode(tokenizer, prompt_tokens, list_tokens(tokens, valid & ~is_stop))  # P * k str
-    rows = [row for row in batch["rows"] for _ in range(k)]
-    rewards = get_rewards(rows, responses, list_tokens(tokens, valid))  # name -> [P * k]
+    # 2. Decode and reward.
+    response_tokens = list_tokens(tokens, valid)
+    text_tokens = response_tokens
+    if args.stop_token_id is None:  # EOS, <|im_end|>, ... are not text; a stop token you chose (".") is
+        text_tokens = list_tokens(tokens, valid & ~is_stop)
+    _, responses = decode(tokenizer, list_tokens(prompt_ids, prompt_mask), text_tokens)  # P * k str
+    examples = [example for example in batch["examples"] for _ in range(k)]
+    rewards = get_rewards(examples, responses, response_tokens)  # name -> [P * k]
 
     b = {
         "ids": torch.cat([prompt_ids, tokens], 1),  # [P * k, C + T]
@@ -960,6 +963,7 @@ def resolve_path(name):
     for path in (Path(name), HERE / name):
         if path.exists():
             return str(path)
+    print(f"{name}: no such file or folder here, so it is looked up on the Hub")
     return name
 
 
@@ -1019,23 +1023,27 @@ def load_tokenizer(name, for_prompts=True):
 
 
 @torch.no_grad()
-def check_model(lm, name, max_tokens):
+def check_group_model(lm, name, max_tokens):
     """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
 
-    This samples a few tokens after two left-padded prompts. Together they have max_tokens tokens, so that a
-    sliding window shows too. The first response ends before the second one, so its row leaves the cache.
+    This samples two responses to each of two left-padded prompts. Prompt and response have max_tokens tokens,
+    so that a sliding window shows too. One response ends at its first token, so its row leaves the cache.
     """
     if context_length(lm.config) < max_tokens:
         raise UserError(f"{name} reads fewer tokens than the {max_tokens} of prompt and response together")
     C, T, device = max(max_tokens - 4, 4), 4, lm.device
     prompt_lengths = torch.tensor([C // 2, C - 1], device=device)
-    lengths = torch.tensor([2, 4], device=device)  # of the responses
     ids = torch.randint(lm.config.get_text_config().vocab_size, (2, C), device=device)
     mask = length_mask(prompt_lengths, C).flip(1)
-    no_stop, uniforms = torch.tensor([-1], device=device), torch.rand(2, T, device=device)
-    tokens, sampled = generate(lm.eval(), ids, mask, lengths, uniforms, no_stop, 1.0)  # [2, T] each
-    ids, mask = torch.cat([ids, tokens], 1), torch.cat([mask, length_mask(lengths, T)], 1)
-    updated, _, _ = response_logprobs(lm.train(), ids, mask, T, 1.0)  # [2, T]
+    no_stop, uniforms = torch.tensor([-1], device=device), torch.rand(2, 2, T, device=device)
+    first_tokens, _ = generate_groups(lm.eval(), ids, mask, uniforms[:, :, :1], no_stop, 1.0)
+    stop_id = first_tokens[0, 0]
+    tokens, sampled = generate_groups(lm, ids, mask, uniforms, stop_id, 1.0)  # [2, 2, T] each
+    tokens, sampled = tokens.flatten(0, 1), sampled.flatten(0, 1)  # [4, T]
+    lengths = response_lengths(tokens, stop_id)
+    ids = torch.cat([ids.repeat_interleave(2, 0), tokens], 1)
+    mask = torch.cat([mask.repeat_interleave(2, 0), length_mask(lengths, T)], 1)
+    updated, _ = group_logprobs(lm.train(), ids, mask, T, 1.0)  # [4, T]
     compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
 
 
@@ -1089,6 +1097,8 @@ def add_lora(model, args):
 def share_layers(policy, count):
     """Freeze the policy's embeddings and first layers. -> a reference that shares them and copies the rest"""
     layers = transformer_layers(policy)
+    if count > len(layers):
+        raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
     embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
     shared = [p for module in [*embeddings, *layers[:count]] for p in module.parameters()]
     for p in shared:
@@ -1139,20 +1149,20 @@ def save_policy(policy, tokenizer, folder):
 # ---- Rewards -----------------------------------------------------------------------------------------------
 
 
-def score_responses(functions, trainer_state, device, rows, responses, response_tokens):
-    """Call reward functions for one response to each row. -> dict: name of the function -> fp32 [B]
+def score_responses(functions, trainer_state, device, examples, responses, response_tokens):
+    """Call reward functions for one response to each example. -> dict: name of the function -> fp32 [B]
 
-    rows: B dicts with prompt (str or list of messages) and columns (dict); responses: B str; response_tokens:
-    B lists of token ids. Where the prompt is a list of messages, functions get the response as one too, as in
-    TRL.
+    examples: B dicts with prompt (str or list of messages) and columns (dict); responses: B str;
+    response_tokens: B lists of token ids. If the prompt is a list of messages, functions get the response as
+    one too, as in TRL.
     """
     completions = []
-    for row, response in zip(rows, responses):
+    for example, response in zip(examples, responses):
         message = {"role": "assistant", "content": response}
-        completions.append([message] if is_chat(row["prompt"]) else response)
-    prompts = [row["prompt"] for row in rows]
-    columns = [row["columns"] for row in rows]
-    inputs = columns, prompts, completions, response_tokens
+        completions.append([message] if is_chat(example["prompt"]) else response)
+    prompts = [example["prompt"] for example in examples]
+    rows = [example["columns"] for example in examples]
+    inputs = rows, prompts, completions, response_tokens
     return call_reward_functions(functions, trainer_state, device, *inputs)
 
 
@@ -1250,39 +1260,57 @@ def read_rows(path):
     return rows
 
 
+def load_all_tasks(args, tokenizer):
+    """Training tasks (a list, from load_tasks); held-out tasks (a dict: name -> list); how many rows of the
+    data they are (a text for the screen).
+    """
+    train_rows, held_out_rows = load_splits(args.dataset_name)
+    splits = {"training": train_rows[: args.num_train_rows], "held-out": held_out_rows}
+    # The harder tasks of the recipe tiny are for its own data: other data may need another reward function.
+    tiny = RECIPES["tiny"]
+    has_other_data = Path(args.dataset_name) != Path(tiny.dataset_name)
+    is_foreign = has_other_data and args.hard_dataset_name == tiny.hard_dataset_name
+    if args.hard_dataset_name is not None and not is_foreign:
+        splits["harder"] = read_rows(Path(resolve_path(args.hard_dataset_name), "test.jsonl"))
+    tasks = {name: load_tasks(rows, tokenizer, args) for name, rows in splits.items()}
+    counts = ", ".join(f"{len(tasks[name])} of {len(rows)} {name}" for name, rows in splits.items())
+    train_tasks = tasks.pop("training")
+    return train_tasks, {name: choose_tasks(x, args) for name, x in tasks.items()}, counts
+
+
 def load_tasks(rows, tokenizer, args):
-    """The tasks that are short enough, as a list of dict:
+    """The tasks whose prompt is complete and short enough, as a list of dict:
 
     ids: token ids of the prompt; prompt: str or list of messages; columns: the row, for reward functions
     """
     tasks = []
     for row in rows:
         prompt = task_prompt(row, tokenizer, args)
-        if is_chat(prompt):
-            is_begun = prompt[-1]["role"] == "assistant"  # the policy goes on with this message
-            text = tokenizer.apply_chat_template(
-                prompt, tokenize=False, add_generation_prompt=not is_begun, continue_final_message=is_begun
-            )
-            ids = tokenizer(text, add_special_tokens=False).input_ids  # the template wrote them
-        else:
-            ids = tokenizer(prompt).input_ids
-        if len(ids) <= args.max_prompt_length:
-            tasks.append(dict(ids=ids, prompt=prompt, columns=row))
+        if prompt is not None:
+            ids = tokenize_prompt(tokenizer, prompt)
+            if len(ids) <= args.max_prompt_length:
+                tasks.append(dict(ids=ids, prompt=prompt, columns=row))
     if not tasks:
-        raise UserError("the data set has no rows with at most --max-prompt-length tokens")
+        raise UserError(
+            f"no row with a prompt of at most --max-prompt-length {args.max_prompt_length} tokens; columns: "
+            f"{', '.join(rows[0])}; --prompt-template: {args.prompt_template!r}"
+        )
     return tasks
 
 
 def task_prompt(row, tokenizer, args):
-    """The prompt of a row of the data, with the system prompt. -> str or list of messages
+    """The prompt of a row, with the system prompt. -> str or list of messages; None if a part is missing
 
     The column prompt may be either. What --prompt-template makes is a user's message, if the tokenizer has a
     chat template.
     """
+    names = ["prompt"]
+    if "prompt" not in row:  # the columns that the template names
+        names = [name for _, name, _, _ in string.Formatter().parse(args.prompt_template or "") if name]
+    if not names or any(row.get(name) in (None, "", []) for name in names):
+        return None
     if "prompt" in row:
         prompt = row["prompt"]
-    elif args.prompt_template is None:
-        raise UserError(f"there is no column prompt, but {', '.join(row)}: use --prompt-template")
     else:
         prompt = args.prompt_template.format(**row)
         if tokenizer.chat_template is not None:
@@ -1300,6 +1328,13 @@ def choose_tasks(tasks, args):
     """num_examples of the held-out tasks, in random order."""
     count = min(args.num_examples, len(tasks))
     return [tasks[row] for row in stream_rows(len(tasks), start=0, count=count, seed=args.seed)]
+
+
+def tokenize_prompt(tokenizer, prompt):
+    """The token ids of a prompt, which is a text or a list of messages. -> list"""
+    if not is_chat(prompt):
+        return tokenizer(prompt).input_ids
+    return tokenizer(render_chat(tokenizer, prompt, is_prompt=True), add_special_tokens=False).input_ids
 
 
 def is_chat(value):
@@ -1324,7 +1359,7 @@ def render_chat(tokenizer, messages, is_prompt=False):
 
 
 def plain_text(prompt):
-    """A prompt for tables: the text itself, or the messages of a chat, one below the other."""
+    """A prompt for tables and judges: the text itself, or the messages of a chat, one below the other."""
     if not is_chat(prompt):
         return prompt
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
@@ -1486,8 +1521,6 @@ def performance_metrics(start_time, rollout_end, num_tokens, device):
 
 # ---- Run folder and screen ---------------------------------------------------------------------------------
 
-LOGS = ("metrics.jsonl", "samples.jsonl", "tokens.jsonl")  # the files of a run that grow
-
 
 class Run:
     """The run folder (args.json, metrics.jsonl, samples.jsonl, checkpoints/, ...), the screen, and resuming.
@@ -1513,6 +1546,11 @@ class Run:
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
+    def logs(self):
+        """The files of this run that grow."""
+        names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
+        return [self.folder / name for name in names if (self.folder / name).exists()]
+
     def append(self, name, rows):
         if self.accelerator.is_main_process:
             with open(self.folder / name, "a") as file:
@@ -1536,7 +1574,8 @@ class Run:
         update = metrics["update"]
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
-            raise UserError(f"update {update}, not finite: {not_finite} (is --learning-rate too high?)")
+            names = ", ".join(not_finite)
+            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
@@ -1581,7 +1620,7 @@ class Run:
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
-        state = {"update": 0, "batch_size": batch_size, "sizes": dict.fromkeys(LOGS, 0)}
+        state = {"update": 0, "batch_size": batch_size, "sizes": {}}  # sizes: bytes of each log
         checkpoints = sorted(self.folder.glob("checkpoints/*/state.json"))
         if self.args.resume and checkpoints:
             state = json.loads(checkpoints[-1].read_text())
@@ -1600,9 +1639,8 @@ class Run:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
             os.replace(self.folder / "draft.json", self.folder / "args.json")
-            for name, size in state["sizes"].items():  # what came after the checkpoint will be written again
-                with open(self.folder / name, "a") as file:
-                    file.truncate(size)
+            for path in self.logs():  # what came after the checkpoint will be written again
+                os.truncate(path, state["sizes"].get(path.name, 0))
         if self.args.log_with != "none":  # only now, because the tracker writes to the run folder
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
@@ -1631,7 +1669,7 @@ class Run:
             self.accelerator.save_state(draft)
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
-                state["sizes"] = {name: (self.folder / name).stat().st_size for name in LOGS}
+                state["sizes"] = {path.name: path.stat().st_size for path in self.logs()}
                 (draft / "state.json").write_text(json.dumps(state))
                 draft.rename(self.folder / "checkpoints" / f"{update:06d}")
                 for old in sorted(self.folder.glob("checkpoints/*"))[: -max(self.args.keep_checkpoints, 1)]:
@@ -1667,34 +1705,40 @@ def rows_of(columns):
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def report_tasks(run, before, after, args, update):
+def report_tasks(run, before, after):
     """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate_all"""
-    metrics, new_metrics, rows = {}, {}, []
-    for name, records in before.items():
-        for all_metrics, x in ((metrics, records), (new_metrics, after[name])):
-            found = task_metrics(x, is_greedy=name == "greedy")
-            all_metrics |= {f"{name}: {metric}": value for metric, value in found.items()}
-        for old, new in zip(records, after[name]):
+    args = run.args
+    comparison, rows = [], []
+    for name in before:
+        new_metrics = task_metrics(after[name], is_greedy=name == "greedy")
+        for metric, x in task_metrics(before[name], is_greedy=name == "greedy").items():
+            comparison.append({"metric": f"{name}: {metric}", "before": x, "after": new_metrics[metric]})
+        for old, new in zip(before[name], after[name]):
             rows.append({"set": name, "task": old.pop("task"), "before": old, "after": new})
             del new["task"]  # the same
     samples = []
     for row in rows[:6]:
-        sample = {"prompt": row["task"]}
-        for side in ("before", "after"):
-            sample |= {side: row[side]["responses"][0], f"right {side}": row[side]["right"][0]}
-        samples.append(sample)
-    comparison = {"metric": metrics, "before": metrics.values(), "after": new_metrics.values()}
+        old, new = row["before"], row["after"]
+        sample = {"prompt": row["task"], "before": old["responses"][0], "right": old["right"][0]}
+        samples.append(sample | {"after": new["responses"][0], "right after": new["right"][0]})
     count = len(before["held-out"])
-    run.table("held-out tasks, the first of the sampled responses", samples)
-    run.table(f"{count} held-out tasks", rows_of(comparison))
     decoding = f"sampling, temperature {args.temperature}, at most {args.response_length} tokens"
-    run.console.print(f"right: {args.reward_fn[0]} gives 1 or more; {decoding}; greedy: temperature 0.01")
-    about = {"before": metrics, "after": new_metrics, "n": count}
-    about |= {"judge": args.reward_fn[0], "decoding": decoding}  # names of all scripts, for report.py
+    run.table("held-out tasks, the first of the sampled responses", samples)
+    run.table(f"{count} held-out tasks", comparison)
+    run.accelerator.print(
+        f"right: {args.reward_fn[0]} gives 1 or more\n"
+        f"{args.num_eval_samples} responses per task by {decoding}; greedy: one, temperature 0.01"
+    )
+    about = {part: {row["metric"]: row[part] for row in comparison} for part in ("before", "after")}
+    about |= {
+        "n": count,
+        "judge": args.reward_fn[0],
+        "decoding": decoding,
+    }  # as in other scripts, for report.py
     (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
     lines = [json.dumps(row) + "\n" for row in rows]
     (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
-    run.accelerator.log({f"eval/{name}": x for name, x in new_metrics.items()}, step=update)
+    run.accelerator.log({f"eval/{name}": x for name, x in about["after"].items()}, step=run.updates)
 
 
 # ---- Command line ------------------------------------------------------------------------------------------

@@ -50,9 +50,7 @@ metrics, which lines to change for what: docs/ppo_dialog.md.
 
 import copy
 import datetime
-import gzip
 import importlib
-import inspect
 import json
 import logging
 import math
@@ -63,29 +61,29 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections import defaultdict
-from contextlib import chdir, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from pydoc import locate
+from statistics import fmean, median
 from typing import Literal
 
 import accelerate
 import datasets
+import nltk
+import sacrebleu
 import torch
 import torch.nn.functional as F
 import transformers
 import tyro
+from nltk.translate.meteor_score import single_meteor_score
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
-from safetensors import SafetensorError
+from rouge_score.rouge_scorer import RougeScorer
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -228,13 +226,17 @@ RECIPES = {
 #     pad    pad    Hello  EOS   | Hi     there  EOS    pad    pad       length of the response: 3
 #
 # The hidden state of each token predicts the next one: the first EOS predicts "Hi".
+#
+# Outside of train, B is the number of rows that a function gets.
+#
+# score: one number per response, the weighted sum of intent, METEOR and --reward-fn. reward: one number per
+# token, the KL penalty, plus the score on the last one. (Reward functions, a name of TRL's, return scores.)
 
 
 def train(args):
     """The whole run, from the flags to the final table. -> (PolicyAndValue, run folder)"""
-    check_rl_args(args)
-    check_positive(args, "num_context_utterances", "max_prompt_length", "num_eval_prompts")
-    check_positive(args, "kl_target", "kl_horizon")
+    check_positive(args, "total_episodes", "temperature", "max_grad_norm", "kl_target", "kl_horizon")
+    check_positive(args, "num_context_utterances")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n, T = args.per_device_train_batch_size, args.response_length
@@ -249,7 +251,8 @@ def train(args):
 
     tokenizer = load_tokenizer(args.model_name_or_path)
     is_end = load_end_criteria(args, tokenizer)  # a StoppingCriteriaList of transformers
-    model, ref_model = load_policy_and_value(args, args.max_prompt_length + T, device)
+    model, ref_model = load_policy_and_value(args, device)
+    check_dialog_model(model.policy, args.model_name_or_path, args.max_prompt_length + T)
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     get_reward_parts, num_acts = load_reward_parts(args, device, trainer_state)
     train_rows, held_out_rows = load_splits(args.dataset_name)
@@ -258,30 +261,33 @@ def train(args):
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 
-    run.print(
+    accelerator.print(
         f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
+        f"turns that can be used: {len(train_turns)} of {count_turns(train_rows)} for training, "
+        f"{len(held_out_turns)} of {count_turns(held_out_rows)} held out; "
+        f"{sum(turn.is_cut for turn in train_turns + held_out_turns)} of their prompts are cut to "
+        f"{args.max_prompt_length} tokens\n"
+        f"METEOR counts {meteor_matches()}; METEOR, ROUGE and BLEU are made for English\n"
         f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
         f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes; {updates} updates "
         f"x {args.num_ppo_epochs} epochs x {args.num_mini_batches} minibatches = "
-        f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps\n"
-        f"{len(train_turns):,} turns to train on, {len(held_out_turns):,} held out; "
-        f"METEOR counts {meteor_matches()}"
+        f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps"
     )
 
     # The held-out prompts and their random numbers depend only on the seed, so the evaluations before and
     # after training use the same ones, and so does a resumed run: `before` is always measured with the policy
-    # before PPO, since run.start loads a checkpoint only below. Every process evaluates all of them.
+    # before PPO, since run.start loads a checkpoint only below.
     num_eval_prompts = min(args.num_eval_prompts, len(held_out_turns))
     held_out = draw_prompts(held_out_turns, 0, num_eval_prompts, args, "held-out")
-    rollout_inputs = model, ref_model, tokenizer, is_end, get_reward_parts
+    respond = partial(rollout_answers, model, ref_model, tokenizer, is_end, get_reward_parts, args=args)
     with autocast:
-        before = evaluate_dialogs(*rollout_inputs, held_out, args)
+        before = evaluate_dialogs(respond, model.policy, held_out, args, accelerator)
 
     # `model` generates, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3 shards them:
     # then the learner is a sharded copy, and copy_weights copies its weights back after each update.
-    learner, optimizer, parameters = make_learner(model, args, accelerator)  # parameters: name -> parameter
-    state = run.start(learner, optimizer, parameters, B)  # update 0 in a new run
-    copy_weights(parameters, model)  # run.start may have loaded a checkpoint into the learner
+    learner, optimizer = make_learner(model, args, accelerator)
+    state = run.start(B)  # update 0 in a new run
+    copy_weights(learner, model)  # run.start may have loaded a checkpoint into the learner
     kl_coef = state.get("kl_coef", args.kl_coef)
     is_first_step = True
 
@@ -296,8 +302,8 @@ def train(args):
         # The next B turns with their prompts, and the random numbers to sample answers with.
         prompt_batch = draw_prompts(train_turns, (update - 1) * B, B, args, update)
         turns = prompt_batch["turns"]
-        with autocast:
-            b, answers = rollout_answers(*rollout_inputs, local_share(prompt_batch, accelerator), args)
+        with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
+            b, answers = respond(prompt_share)
         b = accelerator.gather(b)  # rollouts of all processes: a dict of tensors, [B, ...] each
         answers = accelerate.utils.gather_object(answers)  # B str, in the order of turns
         C = b["ids"].shape[1] - T  # of this batch
@@ -319,7 +325,7 @@ def train(args):
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, valid, shift_mean=False)
 
-        # 4. Advantages, always whitened, as OpenAI and TRL do.
+        # 4. Advantages, always whitened.
         advantages, returns = gae(rewards, b["values"], valid, args.gamma, args.lam)  # [B, T] each
         advantages = masked_whiten(advantages, valid)
 
@@ -334,24 +340,29 @@ def train(args):
             order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch)).to(device)
             for minibatch in order.split(B // args.num_mini_batches):
                 num_tokens = b["lengths"][minibatch].sum()
-                # Processes exchange gradients only in the last micro-batch: micro_batches sees to that.
-                for rows in micro_batches(minibatch, b["lengths"], n, learner, accelerator):
+                with accelerator.split_between_processes(minibatch) as share:
+                    share = share[b["lengths"][share].argsort(stable=True)]  # similar lengths: less padding
+                for rows in share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
-                    with autocast:
-                        new_logprobs, entropies, new_values = learner(
-                            b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
-                        )
-                    # From here on, tensors are flat: [number of valid tokens in the micro-batch].
                     m = valid[rows, :t]
-                    old_logprobs, old_values = b["logprobs"][rows, :t][m], b["values"][rows, :t][m]
-                    mb_advantages, mb_returns = advantages[rows, :t][m], returns[rows, :t][m]
+                    old_logprobs, old_values = b["logprobs"][rows, :t], b["values"][rows, :t]  # [n, t]
+                    mb_advantages, mb_returns = advantages[rows, :t], returns[rows, :t]  # [n, t]
 
-                    policy_loss = clipped_policy_loss(
-                        new_logprobs, old_logprobs, mb_advantages, args.cliprange
-                    )
-                    value_loss = clipped_value_loss(new_values, old_values, mb_returns, args.cliprange_value)
-                    loss = (policy_loss + args.vf_coef * value_loss).sum() / num_tokens
-                    accelerator.backward(loss * world)  # DDP averages over processes; we want the sum
+                    # Before the last micro-batch, this keeps processes from exchanging gradients.
+                    with accelerator.accumulate(learner):
+                        with autocast:
+                            new_logprobs, entropies, new_values = learner(
+                                b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
+                            )  # [n, t] each, 0 after the end of a response
+                        policy_loss = clipped_policy_loss(
+                            new_logprobs, old_logprobs, mb_advantages, args.cliprange
+                        )
+                        value_loss = clipped_value_loss(
+                            new_values, old_values, mb_returns, args.cliprange_value
+                        )
+                        loss = ((policy_loss + args.vf_coef * value_loss) * m).sum() / num_tokens
+                        # We want the sum, but DDP averages over processes and accelerate over micro-batches.
+                        accelerator.backward(loss * world * args.gradient_accumulation_steps)
 
                     with torch.no_grad():
                         log_ratio = new_logprobs - old_logprobs
@@ -371,17 +382,17 @@ def train(args):
                             "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
                         }
                         for name, x in token_metrics.items():
-                            metric_sums[name] += x.float().sum()
+                            metric_sums[name] += (x * m).sum()
                         if is_first_step:  # no optimizer step since the rollout, so the ratios must be 1
-                            check_first_ratio(log_ratio, args)
+                            assert log_ratio[m].abs().mean() < 0.02, "rollout and update differ, or nan"
 
                 is_first_step = False
-                grad_norm = clip_gradients(parameters, args.max_grad_norm, accelerator)
+                grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()
                 optimizer.zero_grad()
-        copy_weights(parameters, model)
+        copy_weights(learner, model)
 
-        # 6. Log. What TRL logs too has TRL's name: "objective/scores" are after clipping and penalty,
+        # 6. Log. Metrics that TRL also logs keep its names: "objective/scores" is after clipping and penalty,
         #    "env/reward_mean" is before.
         tokens_trained = valid.sum() * args.num_ppo_epochs
         metric_sums = accelerator.reduce(dict(metric_sums))
@@ -405,13 +416,13 @@ def train(args):
             "objective/rlhf_reward": scores.mean() - kl_coef * kl_per_response,
             "objective/scores": scores.mean(),
             **update_metrics,
-            "grad_norm": grad_norm,  # of the last optimizer step, before clipping
+            "grad_norm": unshard(grad_norm),  # of the last optimizer step, before clipping
             "val/num_eos_tokens": b["stopped"].sum(),
             "env/reward_mean": b["raw_scores"].mean(),
             "env/reward_std": b["raw_scores"].std(correction=0),
-            **reward_means(b),
             **{name: b[name].mean() for name in ("intent", "intent_match", "meteor") if name in b},
-            **{name: float(x) for name, x in custom_metrics(turns, answers).items()},
+            **reward_means(b),  # rewards/NAME/mean, one for each reward function
+            **custom_metrics(turns, answers),
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
@@ -421,9 +432,10 @@ def train(args):
             "sampling/logprob_gap_max": sampling_gap.max(),
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
         }
-        metrics = run.log(metrics)  # -> the same as numbers; raises if one is not finite
-        if is_sample_update(update, updates, args):
+        metrics = run.log(metrics)  # tensors become numbers; raises if one is not finite
+        if args.num_sample_generations and update % max(1, updates // args.num_sample_generations) == 0:
             token_columns = {
+                "ids": b["ids"][:, C:],
                 "logprob": b["logprobs"],
                 "entropy": b["entropies"],
                 "kl": kl,
@@ -432,19 +444,24 @@ def train(args):
                 "return": returns,
                 "advantage": advantages,
             }
-            numbers = {"score": scores} | {name: b[name] for name in ("intent", "meteor") if name in b}
-            records = dialog_records(turns[:4], answers, numbers)
-            log_samples(run, update, records, b, token_columns)
+            samples = {
+                "last": [turn.context[-1] for turn in turns[:4]],
+                "reference": [turn.reference for turn in turns[:4]],
+                "answer": answers[:4],
+                "score": scores[:4].tolist(),
+            }
+            samples |= {name: b[name][:4].tolist() for name in ("intent", "meteor") if name in b}
+            run.log_samples(update, rows_of(samples), b["lengths"], token_columns)
 
         # 7. Adapt the KL coefficient for the next update, and save.
         if args.kl_target is not None:
             kl_coef = adaptive_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, B)
-        run.checkpoint(update, kl_coef=kl_coef)
+        run.checkpoint({"update": update, "batch_size": B, "kl_coef": kl_coef})
 
     # 8. Evaluate on the same held-out prompts again, and save the model.
     trainer_state.global_step = updates
     with autocast:
-        after = evaluate_dialogs(*rollout_inputs, held_out, args)
+        after = evaluate_dialogs(respond, model.policy, held_out, args, accelerator)
     if accelerator.is_main_process:
         report_dialog_evaluation(run, held_out["turns"], before, after)
         save_policy_and_value(model, tokenizer, run.folder / "model")
@@ -455,34 +472,45 @@ def train(args):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 
 
-def evaluate_dialogs(model, ref_model, tokenizer, is_end, get_reward_parts, batch, args):
+def evaluate_dialogs(respond, policy, batch, args, accelerator):
     """Answer the held-out prompts, with the same random numbers before and after training.
 
-    -> metrics (dict of floats), one dict(last, reference, answer, score) per prompt; scores without clip and
-    penalty
+    respond: rollout_answers, with everything but the prompts filled in. Each process takes its share of the
+    prompts. -> metrics (dict of floats), one dict(last, reference, answer, score) per prompt; scores without
+    clip and penalty
     """
-    set_global_seed(args.seed, "held-out")  # for random numbers in your own reward function
-    b, answers = rollout_answers(model, ref_model, tokenizer, is_end, get_reward_parts, batch, args)
-    turns = batch["turns"]
-    kl = b["logprobs"] - b["ref_logprobs"]  # [B, T]
-    metrics = text_metrics(answers, [turn.reference for turn in turns])
-    metrics["meteor"] = b["meteor"].mean()
-    if "intent_match" in b:
-        # OpenRL's table calls the accuracy "intent". (In the log, "intent" is the reward that --intent-reward
-        # selects, and "intent_match" is the accuracy.)
-        metrics["intent"] = b["intent_match"].mean()
-    metrics |= {
-        "tokens per answer": b["lengths"].float().mean(),
-        "distinct1": distinct_ngrams(answers, 1),
-        "distinct2": distinct_ngrams(answers, 2),
-        "perplexity of the references": reference_perplexity(model.policy, batch, args),
-        "score mean": b["raw_scores"].mean(),
-        "score median": b["raw_scores"].quantile(0.5),
-        "KL, nats per response": kl.sum(1).mean(),
-        **custom_metrics(turns, answers),
+    # For random numbers in your own reward function.
+    set_global_seed(args.seed, "held-out", accelerator.process_index)
+    with accelerator.split_between_processes(dict(batch)) as share:  # a copy, because it cuts the dict itself
+        b, answers = respond(share)
+    columns = {
+        "last": [turn.context[-1] for turn in share["turns"]],
+        "reference": [turn.reference for turn in share["turns"]],
+        "answer": answers,
+        "score": b["raw_scores"].tolist(),
+        "kl": (b["logprobs"] - b["ref_logprobs"]).sum(1).tolist(),
+        "length": b["lengths"].tolist(),
+        "reference_logprobs": [score_reference(policy, turn) for turn in share["turns"]],
     }
-    metrics = {name: float(x) for name, x in metrics.items()}
-    return metrics, dialog_records(turns, answers, {"score": b["raw_scores"]})
+    parts = [name for name in ("meteor", "intent", "intent_match") if name in b]
+    columns |= {name: b[name].tolist() for name in parts}
+    rows = accelerate.utils.gather_object(rows_of(columns))  # of all processes, in the order of the prompts
+    column = {name: [row[name] for row in rows] for name in columns}
+    logprobs_of_references = [x for logprobs in column["reference_logprobs"] for x in logprobs]
+    metrics = {
+        **text_metrics(column["answer"], column["reference"]),
+        **{name: fmean(column[name]) for name in parts},
+        "tokens per answer": fmean(column["length"]),
+        "distinct1": distinct_ngrams(column["answer"], 1),
+        "distinct2": distinct_ngrams(column["answer"], 2),
+        "perplexity of the references": math.exp(-fmean(logprobs_of_references)),
+        "score mean": fmean(column["score"]),
+        "score median": median(column["score"]),
+        "KL, nats per response": fmean(column["kl"]),
+        **custom_metrics(batch["turns"], column["answer"]),
+    }
+    samples = [{name: row[name] for name in ("last", "reference", "answer", "score")} for row in rows]
+    return metrics, samples
 
 
 def custom_metrics(turns, answers):
@@ -500,60 +528,33 @@ def text_metrics(answers, references):
 
     ROUGE-1 and ROUGE-Lsum: F1 with stems, mean over answers. BLEU of the whole corpus.
     """
-    import sacrebleu
-    from rouge_score.rouge_scorer import RougeScorer
-
     scorer = RougeScorer(["rouge1", "rougeLsum"], use_stemmer=True)
     rouge = [scorer.score(reference, answer) for reference, answer in zip(references, answers)]
     bleu = sacrebleu.corpus_bleu(answers, [references], force=True)  # force: no warning about tokenized text
     return {
-        "rouge1": sum(scores["rouge1"].fmeasure for scores in rouge) / len(answers),
-        "rougeLsum": sum(scores["rougeLsum"].fmeasure for scores in rouge) / len(answers),
+        "rouge1": fmean(scores["rouge1"].fmeasure for scores in rouge),
+        "rougeLsum": fmean(scores["rougeLsum"].fmeasure for scores in rouge),
         "sacrebleu": bleu.score / 100,
     }
 
 
 def distinct_ngrams(texts, n):
     """Different n-grams / all n-grams of the texts: a measure of variety (after Li et al. 2016)."""
-    import nltk
-
-    tokenizer = nltk.NLTKWordTokenizer()
     ngrams = []
     for text in texts:
-        ngrams.extend(nltk.ngrams(tokenizer.tokenize(text.lower()), n))
+        ngrams.extend(nltk.ngrams(words_of(text.lower()), n))
     return len(set(ngrams)) / max(len(ngrams), 1)
 
 
 @torch.no_grad()
-def reference_perplexity(policy, batch, args):
-    """Perplexity of the references, given the same prompts, at temperature 1. batch: from draw_prompts"""
-    device = policy.device
-    prompt_ids, prompt_mask = batch["ids"].to(device), batch["mask"].to(device)  # [B, C]
-    limit = context_length(policy.config) - prompt_ids.shape[1]  # a longer reference is cut
-    references = [torch.tensor(turn.reference_tokens[:limit]) for turn in batch["turns"]]
-    lengths = torch.tensor([len(reference) for reference in references], device=device)  # [B]
-    tokens = nn.utils.rnn.pad_sequence(references, batch_first=True).to(device)  # [B, R]
-    R = tokens.shape[1]
-    ids = torch.cat([prompt_ids, tokens], 1)  # [B, C + R]
-    mask = torch.cat([prompt_mask, length_mask(lengths, R)], 1)  # [B, C + R]
-    total = 0.0
-    for rows in torch.arange(len(ids), device=device).split(args.per_device_train_batch_size):
-        logprobs, _, _ = response_logprobs(policy, ids[rows], mask[rows], R, temperature=1.0)
-        total += logprobs.sum()
-    return torch.exp(-total / lengths.sum())
-
-
-def dialog_records(turns, answers, columns):
-    """One dict(last utterance, reference, answer, numbers) per turn, for tables and files.
-
-    answers, and the tensors in columns (dict: name -> tensor), may be longer than turns
-    """
-    columns = {name: x.tolist() for name, x in columns.items()}
-    records = []
-    for i, turn in enumerate(turns):
-        record = {"last": turn.context[-1], "reference": turn.reference, "answer": answers[i]}
-        records.append(record | {name: numbers[i] for name, numbers in columns.items()})
-    return records
+def score_reference(policy, turn):
+    """The policy's log-probabilities of the tokens of the reference, at temperature 1. -> list of float"""
+    limit = context_length(policy.config) - len(turn.prompt_tokens)  # a longer reference is cut
+    reference = turn.reference_tokens[:limit]
+    ids = torch.tensor([turn.prompt_tokens + reference], device=policy.device)  # [1, C + R]
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    logprobs, _, _ = response_logprobs(policy, ids, mask, len(reference), temperature=1.0)  # [1, R]
+    return logprobs[0].tolist()
 
 
 # ---- Rollout -----------------------------------------------------------------------------------------------
@@ -570,6 +571,7 @@ class Turn:
     act: int | None  # dialog act of the reference, counted from 1; None: not in the data
     prompt_tokens: list[int]  # token ids of the prompt: the end of the context
     reference_tokens: list[int]  # token ids of the reference, with its end mark
+    is_cut: bool = False  # max_prompt_length cut something off the prompt
 
 
 def draw_prompts(turns, start, B, args, purpose):
@@ -613,8 +615,8 @@ def rollout_answers(model, ref_model, tokenizer, is_end, get_reward_parts, batch
     """
     model.eval()
     device = model.value_head.weight.device
-    prompt_ids, prompt_mask = batch["ids"].to(device), batch["mask"].to(device)  # [B, C], left-padded
-    uniforms = batch["uniforms"].to(device)  # [B, T]
+    batch = accelerate.utils.send_to_device(batch, device)
+    prompt_ids, prompt_mask, uniforms = batch["ids"], batch["mask"], batch["uniforms"]  # [B, C] x 2, [B, T]
     (B, C), T = prompt_ids.shape, args.response_length
 
     # 1. Generate.
@@ -643,9 +645,8 @@ def rollout_answers(model, ref_model, tokenizer, is_end, get_reward_parts, batch
     for rows in lengths.argsort(stable=True).split(args.per_device_train_batch_size):
         t = lengths[rows].max().item()
         inputs = ids[rows, : C + t], mask[rows, : C + t], t, args.temperature
-        outputs = [*model(*inputs), reference_logprobs(ref_model, model.policy, *inputs)]
-        for result, x in zip([logprobs, entropies, values, ref_logprobs], outputs):
-            result[rows, :t] = unflatten(x, valid[rows, :t])
+        logprobs[rows, :t], entropies[rows, :t], values[rows, :t] = model(*inputs)
+        ref_logprobs[rows, :t] = reference_logprobs(ref_model, model.policy, *inputs)
 
     b = {
         "ids": ids,
@@ -688,7 +689,7 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
         logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
 
         # Only the response is searched: its beginning must not complete a mark that the prompt began.
-        has_ended = is_end(tokens[rows, : t + 1], None)  # [rows]; None: in place of logits
+        has_ended = is_end(tokens[rows, : t + 1], None)  # [rows]; None instead of logits
         lengths[rows[has_ended]] = t + 1
         stopped[rows[has_ended]] = True
         if t + 1 == T or has_ended.all():
@@ -733,7 +734,7 @@ def load_reward_parts(args, device, trainer_state):
     if args.reward_model_path is not None:
         classify, labels = load_classifier(args, args.reward_model_path, device)
         num_acts = len(labels)
-    functions = {} if args.reward_fn is None else load_functions("--reward-fn", args.reward_fn)
+    functions = {} if args.reward_fn is None else load_functions(args.reward_fn)
 
     def get_reward_parts(turns, answers, answer_tokens):
         parts = {}
@@ -741,21 +742,19 @@ def load_reward_parts(args, device, trainer_state):
             previous = [turn.context[-1] for turn in turns]
             probs = classify(intent_texts(previous, answers)).softmax(-1)  # [B, acts]
             # Label i of the classifier is act i + 1. (load_turns has left out turns without an act.)
-            acts = torch.tensor([turn.act - 1 for turn in turns], device=device)  # [B]
+            acts = torch.tensor([turn.act - 1 for turn in turns], dtype=torch.long, device=device)  # [B]
             probability = probs.gather(1, acts[:, None]).squeeze(1)  # [B]
             match = (probs.argmax(-1) == acts).float()  # [B]
             parts["intent"] = match if args.intent_reward == "match" else probability
             parts["intent_match"] = match
         meteors = [meteor(turn.reference, answer) for turn, answer in zip(turns, answers)]
-        parts["meteor"] = torch.tensor(meteors, dtype=torch.float32, device=device)
+        parts["meteor"] = torch.tensor(meteors, device=device)
         # Your functions get the whole context as the prompt, one utterance per line; the columns of the data;
-        # and a list `turn`. The reference is dialog[turn].
-        inputs = dict(prompts=["\n".join(turn.context) for turn in turns], completions=answers)
-        inputs |= dict(completion_ids=answer_tokens, turn=[turn.number for turn in turns])
-        rows = [turn.columns for turn in turns]
-        rewards = {}
-        if functions:  # only with them, a column that is called "turn" is an error
-            rewards = call_reward_functions(functions, rows, inputs, trainer_state, device)
+        # and a list `turn` (instead of a column of that name). The reference is dialog[turn].
+        rows = [turn.columns | {"turn": turn.number} for turn in turns]
+        prompts = ["\n".join(turn.context) for turn in turns]
+        inputs = rows, prompts, answers, answer_tokens
+        rewards = call_reward_functions(functions, trainer_state, device, *inputs)
         return parts | {f"rewards/{name}": x for name, x in rewards.items()}
 
     return get_reward_parts, num_acts
@@ -769,19 +768,26 @@ def intent_texts(previous, answers):
 
 def load_meteor():
     """nltk's METEOR (Banerjee and Lavie 2005) as a function: reference, answer -> float from 0 to 1."""
-    from nltk.stem import PorterStemmer
-    from nltk.tokenize import NLTKWordTokenizer
-    from nltk.translate.meteor_score import single_meteor_score
-
     wordnet = load_wordnet()
-    stemmer = PorterStemmer()
-    stemmer.stem = lru_cache(100_000)(stemmer.stem)  # the same words and references come again and again
-    words = lru_cache(100_000)(NLTKWordTokenizer().tokenize)
+    stemmer = nltk.PorterStemmer()
+    stemmer.stem = lru_cache(100_000)(stemmer.stem)  # the same words come again and again
 
     def meteor(reference, answer):
-        return single_meteor_score(words(reference), words(answer), stemmer=stemmer, wordnet=wordnet)
+        return single_meteor_score(words_of(reference), words_of(answer), stemmer=stemmer, wordnet=wordnet)
 
     return meteor
+
+
+@lru_cache(100_000)
+def words_of(text):
+    """The words of a text, cut as in nltk.word_tokenize: into sentences, then into words. -> list of str
+
+    The word tokenizer alone separates a period only at the end of the text: in "I see. Thanks." it finds a
+    word "see.". word_tokenize also needs a list of abbreviations that nltk downloads. Here there is none, so
+    "Mr. Lee" is two sentences.
+    """
+    sentences = nltk.PunktSentenceTokenizer().tokenize(text)
+    return [word for sentence in sentences for word in nltk.NLTKWordTokenizer().tokenize(sentence)]
 
 
 def weighted_score(parts, args):
@@ -1051,8 +1057,7 @@ def learning_rate(args, update, updates):
 
 # ============================================================================================================
 # Part II: infrastructure. You need nothing below to understand PPO: here are models, rewards, data, files and
-# flags. The scripts share these functions, copied verbatim, so a few arguments, return values and names of
-# flags are used only in another script.
+# flags. The scripts share these functions, copied verbatim, so a few arguments are used only in another one.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -1067,7 +1072,7 @@ class UserError(Exception):
     """
 
 
-# ---- Loading models ----------------------------------------------------------------------------------------
+# ---- Models ------------------------------------------------------------------------------------------------
 
 
 def resolve_path(name):
@@ -1075,6 +1080,7 @@ def resolve_path(name):
     for path in (Path(name), HERE / name):
         if path.exists():
             return str(path)
+    print(f"{name}: no such file or folder here, so it is looked up on the Hub")
     return name
 
 
@@ -1165,6 +1171,8 @@ def add_lora(model, args):
 def share_layers(policy, count):
     """Freeze the policy's embeddings and first layers. -> a reference that shares them and copies the rest"""
     layers = transformer_layers(policy)
+    if count > len(layers):
+        raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
     embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
     shared = [p for module in [*embeddings, *layers[:count]] for p in module.parameters()]
     for p in shared:
@@ -1173,21 +1181,25 @@ def share_layers(policy, count):
 
 
 @torch.no_grad()
-def check_model(lm, name, max_tokens):
+def check_dialog_model(lm, name, max_tokens):
     """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
 
     This samples a few tokens after two left-padded prompts. Together they have max_tokens tokens, so that a
-    sliding window shows too. The first response ends before the second one, so its row leaves the cache.
+    sliding window shows too. The first response ends with its first token, so its row leaves the cache.
     """
     if context_length(lm.config) < max_tokens:
         raise UserError(f"{name} reads fewer tokens than the {max_tokens} of prompt and response together")
     C, T, device = max(max_tokens - 4, 4), 4, lm.device
     prompt_lengths = torch.tensor([C // 2, C - 1], device=device)
-    lengths = torch.tensor([2, 4], device=device)  # of the responses
     ids = torch.randint(lm.config.get_text_config().vocab_size, (2, C), device=device)
     mask = length_mask(prompt_lengths, C).flip(1)
-    no_stop, uniforms = torch.tensor([-1], device=device), torch.rand(2, T, device=device)
-    tokens, sampled = generate(lm.eval(), ids, mask, lengths, uniforms, no_stop, 1.0)  # [2, T] each
+    uniforms = torch.rand(2, T, device=device)
+    row_ends = torch.tensor([True, False], device=device)
+
+    def is_end(tokens, logits):
+        return row_ends[-len(tokens) :]  # for both rows; later for the second one, which never ends
+
+    tokens, sampled, lengths, _ = generate_until(lm.eval(), ids, mask, uniforms, is_end, 1.0)
     ids, mask = torch.cat([ids, tokens], 1), torch.cat([mask, length_mask(lengths, T)], 1)
     updated, _, _ = response_logprobs(lm.train(), ids, mask, T, 1.0)  # [2, T]
     compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
@@ -1514,15 +1526,9 @@ def load_turns(rows, tokenizer, num_acts, args):
     num_acts: for the intent classifier, which needs acts from 1 to this number. Turns without an act are left
     out. None: no acts needed.
     """
-    needed = {"dialog"} if num_acts is None else {"dialog", "act"}
-    if not needed <= set(rows.column_names):
-        raise UserError(
-            f"data set {args.dataset_name!r} needs the columns dialog and act (without act: "
-            f"--reward-model-path None); it has {', '.join(rows.column_names)}"
-        )
     bos = tokenizer("").input_ids  # [BOS], or nothing for GPT-2
     turns = []
-    for row, utterances, acts in load_dialogs(rows):
+    for row, utterances, acts in load_dialogs([row for row in rows if row.get("dialog")]):
         tokens = utterance_ids(tokenizer, utterances, args.utterance_end)
         for t in range(1, len(utterances)):
             act = None if acts is None else acts[t]
@@ -1531,12 +1537,21 @@ def load_turns(rows, tokenizer, num_acts, args):
                     continue
                 if act not in range(1, num_acts + 1):
                     raise UserError(f"data: act {act}, but the classifier knows 1 to {num_acts}")
-                act = int(act)  # the column may hold 2.0
-            prompt_tokens = context_ids(tokens[:t], args, bos)
-            turns.append(Turn(row, t, utterances[:t], utterances[t], act, prompt_tokens, tokens[t]))
+            context = tokens[max(t - args.num_context_utterances, 0) : t]
+            prompt_tokens = context_ids(context, args, bos)
+            is_cut = len(prompt_tokens) < len(bos) + sum(len(ids) for ids in context)
+            turns.append(Turn(row, t, utterances[:t], utterances[t], act, prompt_tokens, tokens[t], is_cut))
     if not turns:
-        raise UserError(f"data set {args.dataset_name!r}: no dialog has two utterances (and acts, if needed)")
+        raise UserError(
+            f"{args.dataset_name}: no row has a column dialog with two utterances, and a column act with a "
+            "number for each (not needed with --reward-model-path None)"
+        )
     return turns
+
+
+def count_turns(rows):
+    """The number of utterances that answer another one, with those that load_turns leaves out."""
+    return sum(len(row["dialog"]) - 1 for row in rows if row.get("dialog"))
 
 
 def set_global_seed(seed, *purpose):
@@ -1558,9 +1573,7 @@ def load_end_criteria(args, tokenizer):
         mark = args.utterance_end.strip()
         ids = utterance_ids(tokenizer, ["Yes"], args.utterance_end)
         if not mark or mark not in tokenizer.decode(ids[0]):
-            raise UserError(
-                f"--utterance-end {args.utterance_end!r}: it is blank, or the tokenizer cannot write it"
-            )
+            raise UserError(f"--utterance-end {mark!r}: it is blank, or the tokenizer cannot write it")
         criteria.append(transformers.StopStringCriteria(tokenizer, mark))
     return criteria
 
@@ -1674,9 +1687,6 @@ def performance_metrics(start_time, rollout_end, num_tokens, device):
 # ---- Run folder and screen ---------------------------------------------------------------------------------
 
 
-LOGS = ("metrics.jsonl", "samples.jsonl", "tokens.jsonl")  # the files of a run that grow
-
-
 class Run:
     """The run folder (args.json, metrics.jsonl, samples.jsonl, checkpoints/, ...), the screen, and resuming.
 
@@ -1701,6 +1711,11 @@ class Run:
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
+    def logs(self):
+        """The files of this run that grow."""
+        names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
+        return [self.folder / name for name in names if (self.folder / name).exists()]
+
     def append(self, name, rows):
         if self.accelerator.is_main_process:
             with open(self.folder / name, "a") as file:
@@ -1724,7 +1739,8 @@ class Run:
         update = metrics["update"]
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
-            raise UserError(f"update {update}, not finite: {not_finite} (is --learning-rate too high?)")
+            names = ", ".join(not_finite)
+            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
@@ -1769,7 +1785,7 @@ class Run:
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
-        state = {"update": 0, "batch_size": batch_size, "sizes": dict.fromkeys(LOGS, 0)}
+        state = {"update": 0, "batch_size": batch_size, "sizes": {}}  # sizes: bytes of each log
         checkpoints = sorted(self.folder.glob("checkpoints/*/state.json"))
         if self.args.resume and checkpoints:
             state = json.loads(checkpoints[-1].read_text())
@@ -1788,9 +1804,8 @@ class Run:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
             os.replace(self.folder / "draft.json", self.folder / "args.json")
-            for name, size in state["sizes"].items():  # what came after the checkpoint will be written again
-                with open(self.folder / name, "a") as file:
-                    file.truncate(size)
+            for path in self.logs():  # what came after the checkpoint will be written again
+                os.truncate(path, state["sizes"].get(path.name, 0))
         if self.args.log_with != "none":  # only now, because the tracker writes to the run folder
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
@@ -1819,7 +1834,7 @@ class Run:
             self.accelerator.save_state(draft)
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
-                state["sizes"] = {name: (self.folder / name).stat().st_size for name in LOGS}
+                state["sizes"] = {path.name: path.stat().st_size for path in self.logs()}
                 (draft / "state.json").write_text(json.dumps(state))
                 draft.rename(self.folder / "checkpoints" / f"{update:06d}")
                 for old in sorted(self.folder.glob("checkpoints/*"))[: -max(self.args.keep_checkpoints, 1)]:
@@ -1857,20 +1872,20 @@ def rows_of(columns):
 
 def report_dialog_evaluation(run, turns, before, after):
     """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate_dialogs"""
-    metrics_before, records_before = before
-    metrics_after, records_after = after
+    metrics_before, samples_before = before
+    metrics_after, samples_after = after
     rows = []
-    for old, new in zip(records_before, records_after):
+    for old, new in zip(samples_before, samples_after):
         row = {"last": old["last"], "reference": old["reference"]}
         row |= {"before": old["answer"], "score": old["score"]}
         rows.append(row | {"after": new["answer"], "score after": new["score"]})
     # The same metrics of the references, as far as they can be measured.
     references = [turn.reference for turn in turns]
     metrics_of_references = {
-        "tokens per answer": sum(len(turn.reference_tokens) for turn in turns) / len(turns),
+        "tokens per answer": fmean(len(turn.reference_tokens) for turn in turns),
         "distinct1": distinct_ngrams(references, 1),
         "distinct2": distinct_ngrams(references, 2),
-        **{name: float(x) for name, x in custom_metrics(turns, references).items()},
+        **custom_metrics(turns, references),
     }
     comparison = []
     for name, value in metrics_before.items():
@@ -1885,8 +1900,9 @@ def report_dialog_evaluation(run, turns, before, after):
         "n": len(rows),
         "meteor": meteor_matches(),
     }
-    run.write("evaluation.json", json.dumps(about, indent=2))
-    run.write("evaluation_samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2, default=float))
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
     run.accelerator.log({f"eval/{name}": x for name, x in metrics_after.items()}, step=run.updates)
 
 
@@ -1895,58 +1911,50 @@ def report_dialog_evaluation(run, turns, before, after):
 
 def chat(argv):
     """Talk with a model: RUN_FOLDER_OR_MODEL, then flags. A run brings its own flags."""
-    name, args = parse_chat_args(argv)
+    if not argv:
+        raise UserError(f"chat needs a run folder or a model: python {SCRIPT}.py chat RUN_FOLDER_OR_MODEL")
+    name, *flags = argv
+    # What the flags do not say comes from the run, from the recipe that starts with this model, or from Args.
+    default = {recipe.model_name_or_path: recipe for recipe in RECIPES.values()}.get(name, Args())
+    path = Path(resolve_path(name))
+    run_folder = path.parent if path.name == "model" else path
+    if (run_folder / "args.json").exists():  # perhaps of another script: take the flags that both have
+        saved = json.loads((run_folder / "args.json").read_text())["args"]
+        default = Args(**{key: value for key, value in saved.items() if hasattr(Args, key)})
+        name = str(run_folder / "model")
+    args = tyro.cli(Args, default=default, args=flags, description=chat.__doc__)
+    check_positive(args, "temperature", "num_context_utterances")
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(name)
     is_end = load_end_criteria(args, tokenizer)
-    model = load_model(AutoModelForCausalLM, name)
-    check_model(model, name, args.max_prompt_length + args.response_length)
+    model = load_model(AutoModelForCausalLM, name).to(device)
+    check_dialog_model(model, name, args.max_prompt_length + args.response_length)
     model.eval()
     bos = tokenizer("").input_ids
     torch.manual_seed(args.seed)
     print(
-        f"{name}: the prompt is the last {args.num_context_utterances} utterances; "
-        "`reset` forgets them, `quit` leaves"
+        f"{name}: the prompt is the last {args.num_context_utterances} utterances, each with the end mark "
+        f"{args.utterance_end!r}; `reset` forgets them, `quit` leaves"
     )
-    history = []  # token ids of each utterance
+    history = []  # all utterances since the last reset
     try:
         while (text := input("> You: ").strip()) != "quit":
             if text == "reset":
                 history = []
                 print("forgotten")
             elif text:
-                history += utterance_ids(tokenizer, [text], args.utterance_end)
-                ids = torch.tensor([context_ids(history, args, bos)])  # [1, C]
-                mask, uniforms = torch.ones_like(ids, dtype=torch.bool), torch.rand(1, args.response_length)
+                history.append(text)
+                utterances = utterance_ids(tokenizer, history, args.utterance_end)
+                ids = torch.tensor([context_ids(utterances, args, bos)], device=device)  # [1, C]
+                mask = torch.ones_like(ids, dtype=torch.bool)
+                uniforms = torch.rand(1, args.response_length, device=device)
                 tokens, _, length, _ = generate_until(model, ids, mask, uniforms, is_end, args.temperature)
                 answer = answer_text(tokenizer, tokens[0, :length].tolist(), args.utterance_end)
-                history += utterance_ids(tokenizer, [answer], args.utterance_end)
+                history.append(answer)
                 print(f"> Bot: {answer}")
     except (EOFError, KeyboardInterrupt):  # Ctrl-D, Ctrl-C
         print()
-
-
-def parse_chat_args(argv):
-    """The words after `chat`. -> the model to load, Args
-
-    Flags that are not given come from the run, from the recipe that starts with this model, or from Args.
-    """
-    if not argv or argv[0].startswith("-"):
-        raise UserError(f"chat needs a run folder or a model: python {SCRIPT}.py chat RUN_FOLDER_OR_MODEL")
-    name, folder, default = argv[0], Path(argv[0]), Args()
-    for recipe in RECIPES.values():
-        if Path(resolve_path(recipe.model_name_or_path)).resolve() == Path(resolve_path(name)).resolve():
-            default = recipe
-            break
-    if (folder / "args.json").exists():  # a run folder
-        name = str(folder / "model")
-    for path in (folder / "args.json", folder.parent / "args.json"):  # the second one for RUN_FOLDER/model
-        if path.exists():  # perhaps of another script: the flags that both have
-            saved = json.loads(path.read_text())["args"]
-            default = replace(Args(), **{key: value for key, value in saved.items() if hasattr(Args, key)})
-            break
-    args = tyro.cli(Args, default=default, args=argv[1:], description=chat.__doc__)
-    check_positive(args, "temperature", "response_length", "num_context_utterances", "max_prompt_length")
-    return name, args
 
 
 # ---- Command line ------------------------------------------------------------------------------------------
@@ -1992,6 +2000,7 @@ def parse_args(argv):
 
 
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
@@ -1999,7 +2008,10 @@ def main(argv=None):
         library.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
     try:
-        train(parse_args(sys.argv[1:] if argv is None else argv))
+        if argv[:1] == ["chat"]:
+            chat(argv[1:])
+        else:
+            train(parse_args(argv))
     except UserError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)

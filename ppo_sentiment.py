@@ -934,6 +934,7 @@ def resolve_path(name):
     for path in (Path(name), HERE / name):
         if path.exists():
             return str(path)
+    print(f"{name}: no such file or folder here, so it is looked up on the Hub")
     return name
 
 
@@ -1073,6 +1074,8 @@ def add_lora(model, args):
 def share_layers(policy, count):
     """Freeze the policy's embeddings and first layers. -> a reference that shares them and copies the rest"""
     layers = transformer_layers(policy)
+    if count > len(layers):
+        raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
     embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
     shared = [p for module in [*embeddings, *layers[:count]] for p in module.parameters()]
     for p in shared:
@@ -1493,9 +1496,6 @@ def performance_metrics(start_time, rollout_end, num_tokens, device):
 
 # ---- Run folder and screen ---------------------------------------------------------------------------------
 
-LOGS = ("metrics.jsonl", "samples.jsonl", "tokens.jsonl")  # the files of a run that grow
-
-
 class Run:
     """The run folder (args.json, metrics.jsonl, samples.jsonl, checkpoints/, ...), the screen, and resuming.
 
@@ -1520,6 +1520,11 @@ class Run:
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
+    def logs(self):
+        """The files of this run that grow."""
+        names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
+        return [self.folder / name for name in names if (self.folder / name).exists()]
+
     def append(self, name, rows):
         if self.accelerator.is_main_process:
             with open(self.folder / name, "a") as file:
@@ -1543,7 +1548,8 @@ class Run:
         update = metrics["update"]
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
-            raise UserError(f"update {update}, not finite: {not_finite} (is --learning-rate too high?)")
+            names = ", ".join(not_finite)
+            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
@@ -1588,7 +1594,7 @@ class Run:
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
-        state = {"update": 0, "batch_size": batch_size, "sizes": dict.fromkeys(LOGS, 0)}
+        state = {"update": 0, "batch_size": batch_size, "sizes": {}}  # sizes: bytes of each log
         checkpoints = sorted(self.folder.glob("checkpoints/*/state.json"))
         if self.args.resume and checkpoints:
             state = json.loads(checkpoints[-1].read_text())
@@ -1607,9 +1613,8 @@ class Run:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
             os.replace(self.folder / "draft.json", self.folder / "args.json")
-            for name, size in state["sizes"].items():  # what came after the checkpoint will be written again
-                with open(self.folder / name, "a") as file:
-                    file.truncate(size)
+            for path in self.logs():  # what came after the checkpoint will be written again
+                os.truncate(path, state["sizes"].get(path.name, 0))
         if self.args.log_with != "none":  # only now, because the tracker writes to the run folder
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
@@ -1638,7 +1643,7 @@ class Run:
             self.accelerator.save_state(draft)
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
-                state["sizes"] = {name: (self.folder / name).stat().st_size for name in LOGS}
+                state["sizes"] = {path.name: path.stat().st_size for path in self.logs()}
                 (draft / "state.json").write_text(json.dumps(state))
                 draft.rename(self.folder / "checkpoints" / f"{update:06d}")
                 for old in sorted(self.folder.glob("checkpoints/*"))[: -max(self.args.keep_checkpoints, 1)]:

@@ -67,14 +67,13 @@ Results, metrics, which lines to change for what: docs/reward_model.md.
 
 import copy
 import datetime
-import gzip
-import inspect
+import importlib
+import itertools
 import json
 import logging
 import math
 import os
 import random
-import re
 import resource
 import shutil
 import signal
@@ -82,11 +81,10 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from pydoc import locate
+from statistics import fmean
 from typing import Literal
 
 import accelerate
@@ -96,11 +94,10 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
-from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils._pytree import tree_map
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 # ============================================================================================================
@@ -117,7 +114,6 @@ class Args:
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
-    date: str = time.strftime("%Y-%m-%d")  # today's date, for chat templates; kept by --resume
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
     resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
@@ -257,10 +253,15 @@ RECIPES = {
 
 # ---- Training ----------------------------------------------------------------------------------------------
 #
-# Shapes: N rows of the data, with at most K responses each (K = 1 with labels, 2 with chosen and rejected); P
-# pairs of responses to one prompt, P = K (K - 1) / 2; texts = the number of texts in all N rows; L tokens,
-# and Q tokens of prompts that are read once. B rows per update. (In hidden_states, sequence_logits and
-# length_mask, B is the number of rows of their arguments.)
+# Shapes: B rows of the data per update, n in a micro-batch; L tokens; Q tokens of prompts that are read once.
+# A row is a labeled text, or a prompt with two or more responses, best first. The texts of all rows are
+# counted through, [texts]. N pairs of texts, each a better and a worse response to the same prompt:
+#
+#     row   responses   texts      better, worse             weight
+#     0     a > b > c   0, 1, 2    (0, 1), (0, 2), (1, 2)    1/3 each
+#     1     d > e       3, 4       (3, 4)                    1
+#
+# (In functions about one text per row, such as hidden_states and sequence_logits, B is their number.)
 
 
 def train(args):
@@ -281,16 +282,17 @@ def train(args):
     # What the progress bar shows: label -> metric.
     run = Run(args, accelerator, updates, status={"loss": "loss", "accuracy": "accuracy"})
 
-    classifier = build_classifier(args, tokenizer, label_names)
+    classifier, has_new_head = build_classifier(args, tokenizer, train_rows, label_names)
     model = ClassLogits(classifier).to(device)
     shares_prompts = not has_labels and can_share_prompts(model, args, accelerator)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
     task = f"{len(label_names)} classes: {', '.join(label_names)}" if has_labels else "preferences"
-    head = "a new head" if classifier.has_new_head else "the head that was saved with the model"
-    run.print(
+    head = "a new head" if has_new_head else "the head that was saved with the model"
+    accelerator.print(
         f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
-        f"{len(train_rows):,} training rows; {task}; {head}\n"
+        f"{task}; {head}\n"
+        f"{data['left_out']}\n"
         f"batch: {n} rows per pass x {args.gradient_accumulation_steps} accumulated x {world} processes "
         f"= {B} rows; {updates} optimizer steps"
     )
@@ -298,8 +300,8 @@ def train(args):
     # `classifier`, inside `model`, scores the held-out rows. `learner` is trained. They share their weights,
     # unless FSDP2 or ZeRO-3 shards them: then the learner is a sharded copy, and copy_weights copies its
     # weights back at the end.
-    learner, optimizer, parameters = make_learner(model, args, accelerator)  # parameters: name -> parameter
-    state = run.start(learner, optimizer, parameters, B)  # update 0 in a new run
+    learner, optimizer = make_learner(model, args, accelerator)
+    state = run.start(B)  # update 0 in a new run
 
     for update in range(state["update"] + 1, updates + 1):
         # 1. Batch: the next B rows of an endless stream of shuffled epochs. For a given B, the result does
@@ -307,7 +309,7 @@ def train(args):
         start_time = time.time()
         row_numbers = stream_rows(len(train_rows), (update - 1) * B, B, args.seed)
         batch = [train_rows[i] for i in row_numbers.tolist()]
-        if has_labels and args.min_prefix_length > 0:
+        if args.min_prefix_length > 0:
             batch = cut_to_prefixes(batch, tokenizer, args, update)
 
         # 2. Gradient. Each process works on its share of the batch, n rows at a time. The loss is the sum
@@ -318,29 +320,44 @@ def train(args):
             group["lr"] = learning_rate(args, update, updates)
         metric_sums = defaultdict(float)  # sums over the rows of all micro-batches
         all_scores = []  # of all responses; empty with labels
-        lengths = torch.tensor([longest_text(row) for row in batch])  # to sort by: that saves padding
-        for rows in micro_batches(torch.arange(B), lengths, n, learner, accelerator):
-            mb = collate_texts([batch[i] for i in rows.tolist()], device, shares_prompts)
-            with autocast:
-                logits = learner(mb["prompts"], mb["ids"], mb["mask"], mb["row_of_text"])  # [texts, C]
-            if has_labels:
-                row_metrics = label_metrics(logits, mb["labels"])
-            else:
-                scores = group_by_row(logits, mb["response_mask"]).squeeze(-1)  # [n, K], best first
-                row_metrics = preference_metrics(scores, mb["response_mask"], mb["margins"])
-                all_scores.extend(logits.flatten().tolist())
-            loss = row_metrics["loss"].sum() / B
-            accelerator.backward(loss * world)  # DDP averages over processes; we want the sum
-            for name, x in row_metrics.items():
-                metric_sums[name] += x.detach().sum()
+        lengths = torch.tensor([max(len(ids) for ids in row.texts) for row in batch])  # [B]
+        with accelerator.split_between_processes(torch.arange(B)) as share:
+            share = share[lengths[share].argsort(stable=True)]  # similar lengths: less padding
+        for numbers in share.split(n):
+            rows = [batch[i] for i in numbers.tolist()]
+            prompts, ids, mask, row_of_text = collate_texts(rows, device, shares_prompts)
+
+            # Before the last micro-batch, this keeps processes from exchanging gradients.
+            with accelerator.accumulate(learner):
+                with autocast:
+                    logits = learner(prompts, ids, mask, row_of_text)  # [texts, classes or 1]
+                if has_labels:
+                    labels = torch.tensor([row.label for row in rows], device=device)  # [n]
+                    weight = 1.0
+                    losses = F.cross_entropy(logits, labels, reduction="none")
+                    unreduced = {"loss": losses, "accuracy": logits.argmax(-1) == labels}
+                else:
+                    scores = logits.squeeze(-1)  # [texts]
+                    all_scores.extend(scores.tolist())
+                    better, worse, weight, margin = pair_table(rows, device)  # [N] each
+                    losses = pair_loss(scores[better], scores[worse], margin)
+                    differences = scores[better] - scores[worse]  # [N]
+                    unreduced = {"loss": losses, "accuracy": differences > 0, "margin": differences}
+                loss = (weight * losses).sum() / B
+                # We want the sum, but DDP averages over processes and accelerate over micro-batches.
+                accelerator.backward(loss * world * args.gradient_accumulation_steps)
+
+            for name, x in unreduced.items():
+                metric_sums[name] += (weight * x.detach()).sum()
 
         # 3. Optimizer step.
-        grad_norm = clip_gradients(parameters, args.max_grad_norm, accelerator)
+        grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
         optimizer.step()
         optimizer.zero_grad()
 
         # 4. Log and save. loss, accuracy, margin and *_reward are names of TRL's RewardTrainer.
         metric_sums = accelerator.reduce(dict(metric_sums))  # it cannot reduce a defaultdict
+        speed = performance_metrics(start_time, start_time, lengths.sum(), device)
         metrics = {
             "update": update,
             "epoch": update * B / len(train_rows),
@@ -350,32 +367,32 @@ def train(args):
         if not has_labels:
             all_scores = accelerate.utils.gather_object(all_scores)
             metrics["min_reward"] = min(all_scores)
-            metrics["mean_reward"] = sum(all_scores) / len(all_scores)
+            metrics["mean_reward"] = fmean(all_scores)
             metrics["max_reward"] = max(all_scores)
-        metrics["grad_norm"] = grad_norm  # before clipping
-        metrics["perf/seconds"] = time.time() - start_time
-        metrics["perf/peak_memory_mb"] = peak_memory_mb(device)
+        metrics["grad_norm"] = unshard(grad_norm)  # before clipping
+        metrics |= {name: speed[name] for name in ("perf/seconds", "perf/peak_memory_mb")}
         run.log(metrics)
-        run.checkpoint(update)
-    copy_weights(parameters, model)
+        run.checkpoint({"update": update, "batch_size": B})
+    copy_weights(learner, model)
 
     # 5. Evaluate on held-out rows. The mean score of the references, completions of center_dataset_name or
     #    chosen responses, is what rloo_tldr.py will subtract.
     with autocast:
-        logits = score_rows(classifier, data["held_out"], accelerator)  # [N, K, classes or 1]
+        logits = score_rows(classifier, data["held_out"], accelerator)  # [texts, classes or 1]
     if has_labels:
         evaluation, table = evaluate_labels(logits, data["held_out"], label_names)
     else:
-        evaluation, table = evaluate_preferences(logits, data["held_out"])
+        evaluation, table = evaluate_pairs(logits.squeeze(-1), data["held_out"])
         with autocast:
             offset = score_rows(classifier, data["references"], accelerator).mean().item()
         evaluation["reward_offset"] = classifier.config.reward_offset = offset
-        run.print(f"mean score of {len(data['references'])} references, saved as reward_offset: {offset:.3f}")
+        count = len(data["references"])
+        accelerator.print(f"mean score of {count} references, saved as reward_offset: {offset:.3f}")
 
     # 6. Report and save.
     if accelerator.is_main_process:
         run.table(f"{evaluation['n']} held-out rows, accuracy {evaluation['accuracy']:.4f}", table)
-        run.write("evaluation.json", json.dumps(evaluation, indent=2))
+        (run.folder / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
         numbers = {f"eval/{name}": x for name, x in evaluation.items() if isinstance(x, (int, float))}
         accelerator.log(numbers, step=updates)
         save_reward_model(classifier, tokenizer, args, run.folder / "model")
@@ -386,23 +403,19 @@ def train(args):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def score_rows(classifier, rows, accelerator):
-    """Outputs for all texts of all rows; each process computes a share. -> fp32 [N, K, classes or 1]"""
+    """Outputs for the texts of all rows; each process computes a share. -> fp32 [texts, classes or 1]"""
     classifier.eval()
     texts = [ids for row in rows for ids in row.texts]
-    logits = torch.zeros(len(texts), classifier.config.num_labels, device=accelerator.device)
-    share = local_share(torch.arange(len(texts)), accelerator)
-    if len(share) > 0:
-        logits[share] = score_tokens(classifier, [texts[i] for i in share.tolist()], batch_size=64)
-    logits = accelerator.reduce(logits).cpu()  # a sum: each row is 0 on all processes but one
-    return group_by_row(logits, find_responses(rows))
+    with accelerator.split_between_processes(texts) as share:
+        logits = score_tokens(classifier, share, batch_size=64).tolist() if share else []
+    return torch.tensor(accelerate.utils.gather_object(logits))
 
 
 def evaluate_labels(logits, rows, names):
-    """Accuracy and confusion matrix of labeled texts. [N, 1, classes] -> metrics, table (list of dicts)"""
+    """Accuracy and confusion matrix of labeled texts. [N, classes] -> metrics, table (list of dicts)"""
     labels = torch.tensor([row.label for row in rows])
-    predicted = logits[:, 0].argmax(-1)
+    predicted = logits.argmax(-1)
     C = len(names)
     confusion = torch.bincount(labels * C + predicted, minlength=C * C).view(C, C)  # [label, predicted]
     metrics = {
@@ -417,16 +430,15 @@ def evaluate_labels(logits, rows, names):
     return metrics, table
 
 
-def evaluate_preferences(logits, rows):
-    """Accuracy (mean over rows) and calibration (over all pairs). [N, K, 1] -> metrics, table (list of dicts)
+def evaluate_pairs(scores, rows):
+    """Accuracy, mean score difference and calibration of all pairs. [texts] -> metrics, table (list of dicts)
 
     The table splits the pairs into five equal parts, by the size of their score difference. Accuracy is the
     share in the right order, and expected is what the model predicts: the mean of sigmoid(|difference|).
     They agree if a score difference means what the Bradley-Terry model says.
     """
-    scores, mask = logits.squeeze(-1), find_responses(rows)  # [N, K] each; best first
-    better, worse, pair_mask = response_pairs(mask)
-    differences = (scores[:, better] - scores[:, worse])[pair_mask]  # [pairs of all rows]
+    better, worse, weight, _ = pair_table(rows, scores.device)  # [N] each
+    differences = scores[better] - scores[worse]  # [N]
     by_size = differences[differences.abs().argsort()]
     table = []
     for part in by_size.tensor_split(min(5, len(differences))):
@@ -438,11 +450,14 @@ def evaluate_preferences(logits, rows):
             "expected": sizes.sigmoid().mean().item(),
         }
         table.append(row)
-    # Means over rows, unlike the table. "margin" is the mean score difference. (The column margin matters
-    # only for the loss, so it is 0 here.)
-    row_metrics = preference_metrics(scores, mask, torch.zeros(len(rows)))
-    metrics = {name: row_metrics[name].mean().item() for name in ("accuracy", "margin")}
-    return metrics | {"calibration": table, "n": len(rows)}, table
+    # All pairs count alike in the table. Here all rows do, as in training. "margin" is the mean difference.
+    metrics = {
+        "accuracy": (weight * (differences > 0)).sum().item() / len(rows),
+        "margin": (weight * differences).sum().item() / len(rows),
+        "calibration": table,
+        "n": len(rows),
+    }
+    return metrics, table
 
 
 # ---- Texts -------------------------------------------------------------------------------------------------
@@ -479,26 +494,38 @@ def cut_to_prefixes(rows, tokenizer, args, update):
         [ids] = row.texts
         shortest = min(args.min_prefix_length, len(ids))
         length = shortest + round(fraction * (len(ids) - shortest))
-        prefix = ids[:length]
-        # BERT's [SEP], or an EOS that the tokenizer appends, stays at the end.
-        if ids[-1] in (tokenizer.sep_token_id, tokenizer.eos_token_id):
-            prefix[-1] = ids[-1]
-        prefixes.append(Row([prefix], row.label))
+        prefixes.append(Row([cut_end(ids, length, tokenizer)], row.label))
     return prefixes
 
 
-def longest_text(row):
-    """The number of tokens of a row's longest text."""
-    return max(len(ids) for ids in row.texts)
+def cut_end(ids, max_length, tokenizer):
+    """The first max_length tokens. BERT's [SEP], or an EOS that the tokenizer appends, stays at the end."""
+    if len(ids) > max_length and ids[-1] in (tokenizer.sep_token_id, tokenizer.eos_token_id):
+        return [*ids[: max_length - 1], ids[-1]]
+    return ids[:max_length]
+
+
+def cut_beginning(texts, max_length, tokenizer):
+    """Cut texts to max_length tokens. They keep BOS (or [CLS]) and their end.
+
+    texts: lists of token ids; if there are several, they begin with the same prompt. If one text is too long,
+    all lose the same tokens of the prompt. Only if that is not enough, a text loses more. -> list of lists
+    """
+    start = int(texts[0][0] in (tokenizer.bos_token_id, tokenizer.cls_token_id))
+    excess = max(len(ids) for ids in texts) - max_length
+    common = len(os.path.commonprefix(texts)) - start  # (commonprefix works on lists too)
+    cut = max(0, min(excess, common))
+    texts = [ids[:start] + ids[start + cut :] for ids in texts]
+    return [ids[:start] + ids[max(start, start + len(ids) - max_length) :] for ids in texts]
 
 
 def collate_texts(rows, device, shares_prompts=False):
-    """The texts of N rows with at most K texts each, one below the other and padded on the right.
+    """The texts of all rows, one below the other and padded on the right.
 
     With shares_prompts, what the texts of a row have in common at their beginning is taken off, so that the
-    model can read it once. (If texts lost their beginning because they were too long, it may be nothing.)
-    -> dict: prompts [N, Q], what was taken off, with -1 as padding on the left; ids [texts, L] and bool mask
-    [texts, L]; row_of_text [texts]; bool response_mask [N, K]; labels [N]; margins [N]
+    model can read it once.
+    -> prompts [n, Q], what was taken off, with -1 as padding on the left; ids [texts, L]; bool mask
+    [texts, L]; row_of_text [texts]
     """
     prompts, texts, row_of_text = [], [], []
     for i, row in enumerate(rows):
@@ -509,56 +536,29 @@ def collate_texts(rows, device, shares_prompts=False):
         prompts.append(torch.tensor(row.texts[0][:length], dtype=torch.long))
         texts += [torch.tensor(ids[length:]) for ids in row.texts]
         row_of_text += [i] * len(row.texts)
-    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)  # with 0, which the mask hides
-    batch = {
-        "prompts": nn.utils.rnn.pad_sequence(
-            prompts, batch_first=True, padding_value=-1, padding_side="left"
-        ),
-        "ids": ids,
-        "mask": length_mask(torch.tensor([len(text) for text in texts]), ids.shape[1]),
-        "row_of_text": torch.tensor(row_of_text),
-        "response_mask": find_responses(rows),
-        "labels": torch.tensor([row.label for row in rows]),
-        "margins": torch.tensor([row.margin for row in rows]),
-    }
-    return {name: x.to(device) for name, x in batch.items()}
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    prompts = pad(prompts, padding_value=-1, padding_side="left")
+    ids = pad(texts)  # with 0, which the mask hides
+    mask = length_mask(torch.tensor([len(text) for text in texts]), ids.shape[1])
+    return [x.to(device) for x in (prompts, ids, mask, torch.tensor(row_of_text))]
 
 
-def find_responses(rows):
-    """True for the texts that each row has; K is the largest number of texts in a row. -> bool [N, K]"""
-    counts = torch.tensor([len(row.texts) for row in rows])
-    return length_mask(counts, int(counts.max()))
-
-
-def group_by_row(logits, response_mask):
-    """Put the outputs of all texts into their rows, and 0 where a row has fewer texts than K.
-
-    [texts, C], [N, K] -> [N, K, C]; C: the number of outputs, which is 1 for scores
-    """
-    by_row = torch.zeros(*response_mask.shape, logits.shape[1], device=logits.device)
-    return by_row.masked_scatter(response_mask[:, :, None], logits)
-
-
-def preference_ids(tokenizer, prompts, responses, max_length, date):
+def preference_ids(tokenizer, prompts, responses):
     """Token ids of each prompt with its response, by the same rule in training and in rollouts.
 
     prompts, responses: lists of str, which get EOS at the end; or lists of chats, which end as the chat
-    template ends them. The lists are not empty. In rollouts, a response that was cut off at its length limit
-    gets an EOS too: the score is read at the EOS. -> list of lists, each with the last max_length ids at most
+    template ends them. In rollouts, a response that was cut off at its length limit gets an EOS too: the
+    score is read at the EOS. -> list of lists
     """
+    pairs = list(zip(prompts, responses))
     if is_chat(responses[0]):  # then all are chats
-        chats = [prompt + response for prompt, response in zip(prompts, responses)]
-        texts = [render_chat(tokenizer, chat, date) for chat in chats]
-        all_ids = tokenizer(texts, add_special_tokens=False).input_ids
-    elif tokenizer.cls_token_id is not None:  # tokenizers of BERT's family write [CLS] and [SEP] themselves
-        tokenizer.truncation_side = "left"
-        texts = [prompt + response for prompt, response in zip(prompts, responses)]
-        all_ids = tokenizer(texts, truncation=True, max_length=max_length).input_ids
-    else:
-        prompt_ids = tokenizer(prompts).input_ids
-        response_ids = tokenizer(responses, add_special_tokens=False).input_ids
-        all_ids = [x + with_eos(y, tokenizer) for x, y in zip(prompt_ids, response_ids)]
-    return [ids[-max_length:] for ids in all_ids]
+        chats = [render_chat(tokenizer, prompt + response) for prompt, response in pairs]
+        return tokenizer(chats, add_special_tokens=False).input_ids
+    if tokenizer.cls_token_id is not None:  # tokenizers of BERT's family write [CLS] and [SEP] themselves
+        return tokenizer([prompt + response for prompt, response in pairs]).input_ids
+    prompt_ids = tokenizer(prompts).input_ids
+    response_ids = tokenizer(responses, add_special_tokens=False).input_ids
+    return [x + with_eos(y, tokenizer) for x, y in zip(prompt_ids, response_ids)]
 
 
 def with_eos(ids, tokenizer):
@@ -591,12 +591,12 @@ def shared_prompt_logits(model, prompts, ids, mask, row_of_text):
     """
     body = model.base_model
     cache = transformers.DynamicCache(config=model.config)
-    prompt_mask = prompts >= 0  # [N, Q]
+    prompt_mask = prompts >= 0  # [n, Q]
     hidden_states(body, prompts.clamp(min=0), prompt_mask, cache)
     # Not cache.batch_select_indices: on a CPU, its gradient is added up in a varying order, and a resumed run
     # would not be the same bit for bit.
     for layer in cache.layers:
-        layer.keys = layer.keys.index_select(0, row_of_text)  # [N, ...] -> [texts, ...]
+        layer.keys = layer.keys.index_select(0, row_of_text)  # [n, ...] -> [texts, ...]
         layer.values = layer.values.index_select(0, row_of_text)
     full_mask = torch.cat([prompt_mask[row_of_text], mask], 1)  # [texts, Q + L]
     hidden = hidden_states(body, ids, full_mask, cache)  # [texts, L, H]
@@ -624,26 +624,19 @@ def hidden_states(body, ids, mask, cache=None):
 
 @torch.no_grad()
 def can_share_prompts(model, args, accelerator):
-    """True if the scores stay the same when the common beginning of two texts is read once.
-
-    Measured, not guessed: BERT's family reads in both directions, and recurrent models have another cache.
-    """
-    # A checkpointed layer cannot use a cache. And FSDP2 gathers a layer for the backward pass when its output
-    # gets a gradient. For a prompt, the output of the last layer gets none, only its keys and values.
-    if args.gradient_checkpointing or accelerator.distributed_type == "FSDP":
+    """True if the scores stay the same when the common beginning of two texts is read once."""
+    classifier = model.model
+    # BERT's family reads in both directions. A checkpointed layer cannot use a cache. And FSDP2 gathers a
+    # layer for the backward pass when its output gets a gradient. For a prompt, the output of the last layer
+    # gets none, only its keys and values.
+    is_decoder = hasattr(classifier, "score")
+    if not is_decoder or args.gradient_checkpointing or accelerator.distributed_type == "FSDP":
         return False
-    # The longest text that there can be, and a short row beside it, which needs padding.
-    vocab_size = model.model.config.vocab_size
-    prompt = [i % vocab_size for i in range(args.max_length - 2)]
+    # The longest text that there can be, and a short row next to it, which needs padding.
+    prompt = [i % classifier.config.vocab_size for i in range(args.max_length - 2)]
     rows = [Row([[*prompt, 5, 6], [*prompt, 7]]), Row([[9, 8, 7], [9, 4]])]
-    logits = []
-    try:
-        for shares_prompts in (False, True):
-            mb = collate_texts(rows, model.model.device, shares_prompts)
-            logits.append(model.eval()(mb["prompts"], mb["ids"], mb["mask"], mb["row_of_text"]))
-    except Exception:  # models fail in many ways
-        return False
-    return torch.allclose(*logits, 0.01, 0.01)
+    alone, shared = [model.eval()(*collate_texts(rows, classifier.device, x)) for x in (False, True)]
+    return torch.allclose(alone, shared, 0.01, 0.01)
 
 
 @torch.no_grad()
@@ -677,63 +670,34 @@ def sequence_logits(model, ids, mask):
 # ---- Math: pure functions of tensors -----------------------------------------------------------------------
 
 
-def label_metrics(logits, labels):
-    """Cross-entropy and accuracy of each text. fp32 [N, classes], [N] -> dict of [N]"""
-    return {
-        "loss": F.cross_entropy(logits, labels, reduction="none"),
-        "accuracy": (logits.argmax(-1) == labels).float(),
-    }
+def pair_table(rows, device):
+    """All pairs of different responses to the same prompt (Ouyang et al. 2022, eq. 1). -> four tensors [N]
 
-
-def preference_metrics(scores, mask, margins):
-    """Loss, share of pairs in the right order, and mean score difference of the pairs (TRL's margin).
-
-    scores [N, K], bool mask [N, K], margins from the data [N] -> dict of [N]
+    better, worse: the numbers of two texts, where the texts of all rows are counted through; weight: that of
+    the pair, the same for all pairs of a row, and 1 in all, so that all rows count alike; margin
     """
-    better, worse, pair_mask = response_pairs(mask)
-    differences = scores[:, better] - scores[:, worse]  # [N, P]
-    return {
-        "loss": ranking_loss(scores, mask, margins[:, None]),
-        "accuracy": pair_mean((differences > 0).float(), pair_mask),
-        "margin": pair_mean(differences, pair_mask),
-    }
+    table = []
+    first = 0  # the number of the row's first text
+    for row in rows:
+        pairs = different_pairs(row.texts)
+        table += [(first + i, first + j, 1 / len(pairs), row.margin) for i, j in pairs]
+        first += len(row.texts)
+    return [torch.tensor(column, device=device) for column in zip(*table)]
 
 
-def preference_loss(chosen, rejected, margin=0.0):
-    """-log P(chosen is preferred), where P = sigmoid(score difference) (Bradley-Terry). Any shape -> same
+def different_pairs(texts):
+    """All pairs of texts that differ, as pairs of numbers: the first text is the better one."""
+    numbers = itertools.combinations(range(len(texts)), 2)
+    return [(better, worse) for better, worse in numbers if texts[better] != texts[worse]]
+
+
+def pair_loss(better, worse, margin=0.0):
+    """-log P(the better one is preferred), where P = sigmoid(score difference) (Bradley-Terry). [N] -> [N]
 
     A margin, in units of the score, asks for a larger difference between texts that differ more in quality
     (Llama 2, section 3.2.2).
     """
-    return -F.logsigmoid((chosen - rejected).float() - margin)
-
-
-def ranking_loss(scores, mask, margin=0.0):
-    """Mean preference_loss over all pairs of a row, best first (Ouyang et al. 2022, eq. 1). [N, K] -> [N]
-
-    The mask, bool [N, K], is False where a row has fewer than K responses. Rows have two or more. margin: a
-    number, or one for each row [N, 1]
-    """
-    scores = torch.where(mask, scores.float(), 0.0)  # whatever is outside of the mask, it may be nan
-    better, worse, pair_mask = response_pairs(mask)
-    losses = preference_loss(scores[:, better], scores[:, worse], margin)  # [N, P]
-    return pair_mean(losses, pair_mask)
-
-
-def pair_mean(x, pair_mask):
-    """Mean over the pairs that each row has, so that all rows count alike. [N, P], bool [N, P] -> [N]"""
-    return torch.where(pair_mask, x, 0.0).sum(1) / pair_mask.sum(1)
-
-
-def response_pairs(mask):
-    """All pairs of responses to a prompt: column better[i] is ranked above column worse[i].
-
-    bool mask [N, K] -> better [P], worse [P], and which of the pairs each row has, bool [N, P]
-    """
-    K = mask.shape[1]
-    better, worse = torch.triu_indices(K, K, 1, device=mask.device)
-    pair_mask = mask[:, better] & mask[:, worse]
-    return better, worse, pair_mask
+    return -F.logsigmoid((better - worse).float() - margin)
 
 
 def length_mask(lengths, max_length):
@@ -785,6 +749,7 @@ def resolve_path(name):
     for path in (Path(name), HERE / name):
         if path.exists():
             return str(path)
+    print(f"{name}: no such file or folder here, so it is looked up on the Hub")
     return name
 
 
@@ -872,31 +837,44 @@ def add_lora(model, args):
     return model
 
 
-def build_classifier(args, tokenizer, label_names):
-    """A model with one output per label, or with one output, the score."""
-    num_labels = 1 if label_names is None else len(label_names)
-    settings = {"num_labels": num_labels}
-    if label_names is not None:
-        label2id = {name: i for i, name in enumerate(label_names)}
-        settings = {"id2label": dict(enumerate(label_names)), "label2id": label2id}
+def has_head(name, num_labels):
+    """True if a model, or a LoRA adapter, was saved as a classifier with this number of labels."""
+    path = resolve_path(name)
+    if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
+        import peft
+
+        adapter = peft.PeftConfig.from_pretrained(path)
+        return adapter.task_type == "SEQ_CLS" or has_head(adapter.base_model_name_or_path, num_labels)
+    config = transformers.AutoConfig.from_pretrained(path)
+    return "ForSequenceClassification" in str(config.architectures) and config.num_labels == num_labels
+
+
+def build_classifier(args, tokenizer, train_rows, label_names):
+    """A model with one output per label or, without labels, with one output, the score.
+
+    -> model, bool: True if its head is new
+    """
     name = args.model_name_or_path
-    settings["ignore_mismatched_sizes"] = True  # a head for another number of labels is replaced
-    head_may_be_new = not has_head(name, num_labels)
-    model = load_model(AutoModelForSequenceClassification, name, head_may_be_new, **settings)
-    if getattr(model, "is_quantized", False):
+    settings = {"num_labels": 1}
+    if label_names is not None:
+        label2id = {label: i for i, label in enumerate(label_names)}
+        settings = {"id2label": dict(enumerate(label_names)), "label2id": label2id}
+    is_new = not has_head(name, len(label_names or ["score"]))
+    settings["ignore_mismatched_sizes"] = is_new  # a head for another number of labels is replaced
+    model = load_model(AutoModelForSequenceClassification, name, new_head=is_new, **settings)
+    if is_new and hasattr(model, "score"):  # of a decoder. BERT's family keeps what transformers made.
+        nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
+    if not all(p.is_floating_point() for p in model.parameters()):
         raise UserError(f"{name}: quantized weights cannot be trained here")
-    if model.has_new_head:
-        init_new_head(model)
+    if model.config.model_type in ("xlnet", "ctrl"):
+        raise UserError(f"{name}: XLNet and CTRL read the last position, which may be padding")
+    if context_length(model.config) < args.max_length:
+        raise UserError(f"{name} reads fewer tokens than --max-length {args.max_length}")
     # For users of the saved model: transformers reads the last token that is not the pad. If texts end with
     # EOS, and pad is EOS, that is the wrong token. Then the config gets no pad: transformers reads the last
     # token of a single text, and refuses batches.
-    ends_with_eos = label_names is None or appends_eos(tokenizer)
-    ends_with_pad = ends_with_eos and tokenizer.pad_token_id == tokenizer.eos_token_id
+    ends_with_pad = any(ids[-1] == tokenizer.pad_token_id for row in train_rows for ids in row.texts)
     model.config.pad_token_id = None if ends_with_pad else tokenizer.pad_token_id
-    context = context_length(model.config)
-    if context < args.max_length:
-        raise UserError(f"--max-length {args.max_length}: the model's context is {context} tokens")
-    check_classifier(model.eval(), tokenizer, name, args.max_length)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing, renamed
     if args.lora_r:  # for the transformer only; the head is trained as a whole, and BERT's pooler with it
@@ -904,7 +882,7 @@ def build_classifier(args, tokenizer, label_names):
         for key, p in model.named_parameters():
             if "pooler" in key:
                 p.requires_grad_(True)
-    return model
+    return model, is_new
 
 
 def save_reward_model(model, tokenizer, args, folder):
@@ -960,76 +938,84 @@ def read_rows(path):
 
 
 def load_data(args, tokenizer):
-    """-> dict: train, held_out, references (lists of Row), label_names (list of str; None: preferences)
+    """-> dict: train, held_out, references (lists of Row), label_names (list of str; None: preferences),
+    left_out (str: how many rows were left out or cut)
 
     References are the texts whose mean score is saved as reward_offset (point 6). With labels there are none.
     """
     train, held_out = load_splits(args.dataset_name)
+    columns = {name for row in train for name in row}
+    is_dialog = {"dialog", "act"} <= columns
+    is_text = {"text", "label"} <= columns and not is_dialog
+    if args.min_prefix_length and not is_text:
+        raise UserError("--min-prefix-length is only for the columns text and label: a response stays whole")
     # What is too long loses its beginning, because a response, or an answer, is at the end.
-    tokenizer.truncation_side = "left"
-    if {"dialog", "act"} <= set(train.column_names):
-        train, held_out = load_answers(train), load_answers(held_out)
-    elif {"text", "label"} <= set(train.column_names):
-        tokenizer.truncation_side = "right"
+    tokenizer.truncation_side = "right" if is_text else "left"
+    left_out = ""
+    if is_dialog:
+        (train, count), (held_out, held_out_count) = load_answers(train), load_answers(held_out)
+        left_out = (
+            f"answers with an act: {len(train)} of {count}; held out: {len(held_out)} of {held_out_count}\n"
+        )
     train = select_shard(train, args.train_shard)
     order = torch.randperm(len(held_out), generator=generator_for(args.seed, "held-out"))
-    held_out = held_out.select(order[: args.num_eval_rows].tolist())
+    held_out = [held_out[i] for i in order[: args.num_eval_rows].tolist()]
 
-    if {"text", "label"} <= set(train.column_names):
+    label_names, references = None, []
+    if is_text or is_dialog:
         label_names, class_of = find_classes(train, args)
-        train = load_labeled_rows(train, class_of, tokenizer, args)
-        held_out = load_labeled_rows(held_out, class_of, tokenizer, args)
-        return dict(train=train, held_out=held_out, references=[], label_names=label_names)
-    train = load_preference_rows(train, tokenizer, args)
-    held_out = load_preference_rows(held_out, tokenizer, args)
-    references = load_reference_rows(train, tokenizer, args)
-    return dict(train=train, held_out=held_out, references=references, label_names=None)
+        train, train_counts = load_labeled_rows(train, class_of, tokenizer, args)
+        held_out, held_out_counts = load_labeled_rows(held_out, class_of, tokenizer, args)
+    else:
+        train, train_counts = load_preference_rows(train, tokenizer, args)
+        held_out, held_out_counts = load_preference_rows(held_out, tokenizer, args)
+        references = load_reference_rows(train, tokenizer, args)
+    left_out += f"training: {train_counts}; held out: {held_out_counts}"
+    data = dict(train=train, held_out=held_out, references=references)
+    return data | dict(label_names=label_names, left_out=left_out)
 
 
 def select_shard(rows, train_shard):
     """Part i of n of the rows, for "i/n". They are shuffled first: files are often sorted by label."""
-    part, _, parts = train_shard.partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
-        raise UserError(f"--train-shard {train_shard}: expected i/n with i less than n, such as 0/2")
-    if int(parts) == 1:
+    part, parts = map(int, train_shard.split("/"))
+    if parts == 1:
         return rows
-    return rows.shuffle(seed=0).shard(int(parts), int(part))  # the same parts for every --seed
+    numbers = datasets.Dataset.from_dict({"row": range(len(rows))})
+    numbers = numbers.shuffle(seed=0).shard(parts, part)  # the same parts for every --seed
+    return [rows[i] for i in numbers["row"]]
 
 
 def load_labeled_rows(rows, class_of, tokenizer, args):
-    """The rows that have a text. -> list of Row"""
-    labeled = []
-    for row in rows:
-        text, label = row.get("text"), row.get("label")
-        if label not in class_of:
-            known = ", ".join(str(name) for name in class_of)
-            raise UserError(f"data set {args.dataset_name!r}: the label {label!r} is none of {known}")
-        if isinstance(text, str) and text.strip():
-            ids = tokenizer(text, truncation=True, max_length=args.max_length).input_ids
-            labeled.append(Row([ids], class_of[label]))
-    if not labeled:
-        raise UserError(f"data set {args.dataset_name!r}: no row has a text")
-    return labeled
+    """The rows that have a text. -> list of Row, and their number as a text"""
+    with_text = [row for row in rows if (row.get("text") or "").strip()]
+    if not with_text:
+        raise UserError(f"{args.dataset_name}: no row has a text")
+    labeled, num_cut = [], 0
+    for row, ids in zip(with_text, tokenizer([row["text"] for row in with_text]).input_ids):
+        if row.get("label") not in class_of:
+            raise UserError(
+                f"{args.dataset_name}: the label {row.get('label')!r} is none of {list(class_of)}"
+            )
+        num_cut += len(ids) > args.max_length
+        if tokenizer.truncation_side == "left":
+            [ids] = cut_beginning([ids], args.max_length, tokenizer)
+        labeled.append(Row([cut_end(ids, args.max_length, tokenizer)], class_of[row["label"]]))
+    return labeled, f"{len(labeled)} of {len(rows)} rows, {num_cut} cut to {args.max_length} tokens"
 
 
 def find_classes(rows, args):
     """The names of the classes in the order of their numbers, and a dict: label -> number of its class.
 
-    The names are --label-names, or those of the data set, or the labels themselves, sorted.
+    The names are --label-names, or else the labels themselves, sorted.
     """
-    kinds = {type(label) for label in rows["label"]} - {type(None)}
-    if kinds not in ({int}, {str}, {bool}):
-        raise UserError(f"data set {args.dataset_name!r}: labels must be whole numbers or words, all alike")
-    names = getattr(rows.features["label"], "names", None)
-    if args.label_names is not None:
+    if args.label_names is not None:  # a label is the number of a class or its name
         names = [name.strip() for name in args.label_names.split(",")]
-    if names is not None:  # a label is the number of a class or its name
         labels = range(len(names))
     else:
-        labels = sorted(set(rows["label"]) - {None})  # load_labeled_rows refuses None
+        labels = sorted({row.get("label") for row in rows} - {None})  # load_labeled_rows refuses None
         names = [str(label) for label in labels]
     if len(set(names)) < max(2, len(names)):
-        raise UserError(f"data set {args.dataset_name!r} needs two labels or more, no two equal: {names}")
+        raise UserError(f"{args.dataset_name} needs two labels or more, no two equal: {names}")
     class_of = {name: number for number, name in enumerate(names)}
     class_of |= {label: number for number, label in enumerate(labels)}
     return names, class_of
@@ -1060,9 +1046,9 @@ def intent_texts(previous, answers):
 
 
 def load_answers(rows):
-    """The answers in dialogs: text is the last utterance and the answer, label is the act. -> data set
+    """The answers in dialogs that have an act. -> list of dict, and the number of all answers
 
-    Acts count from 1, classes from 0.
+    text: the last utterance and the answer; label: the act. Acts count from 1, classes from 0.
     """
     previous, answers, labels = [], [], []
     for _, utterances, acts in load_dialogs(rows):
@@ -1071,16 +1057,8 @@ def load_answers(rows):
                 previous.append(last)
                 answers.append(answer)
                 labels.append(int(act) - 1)
-    return datasets.Dataset.from_dict({"text": intent_texts(previous, answers), "label": labels})
-
-
-def chat_prompt(text, response):
-    """The messages to put before a chat response whose prompt is a text. -> list of messages
-
-    Nothing if the text is empty, or if the chat has a user's message already, as most do.
-    """
-    is_complete = not text or any(message["role"] == "user" for message in response)
-    return [] if is_complete else [{"role": "user", "content": text}]
+    count = sum(max(len(row.get("dialog") or []) - 1, 0) for row in rows)
+    return rows_of({"text": intent_texts(previous, answers), "label": labels}), count
 
 
 def is_chat(value):
@@ -1105,35 +1083,42 @@ def render_chat(tokenizer, messages, is_prompt=False):
 
 
 def load_preference_rows(rows, tokenizer, args):
-    """The rows with two or more responses to compare, none of them empty. -> list of Row"""
-    columns = rows.column_names
-    if "responses" not in columns and not {"chosen", "rejected"} <= set(columns):
-        raise UserError(
-            f"data set {args.dataset_name!r} needs the columns text and label, or dialog and act, or chosen "
-            f"and rejected, or responses; it has {', '.join(columns)}"
-        )
-    if "responses" in columns and "margin" in columns:
-        raise UserError(f"data set {args.dataset_name!r}: a margin goes with chosen and rejected")
-    if tokenizer.cls_token_id is None and appends_eos(tokenizer):
+    """The rows with two or more different responses. -> list of Row, and their number as a text"""
+    word = tokenizer("word", add_special_tokens=False).input_ids
+    appends_eos = tokenizer("word").input_ids[-len(word) - 1 :] == [*word, tokenizer.eos_token_id]
+    if appends_eos and tokenizer.cls_token_id is None:
         raise UserError("the tokenizer appends EOS to every text, prompts too; set add_eos_token to false")
-    preferences = []
+    preferences, num_cut, num_equal = [], 0, 0
     for row in rows:
-        prompt = row.get("prompt") or ""
-        responses = row["responses"] if "responses" in columns else [row["chosen"], row["rejected"]]
-        if not isinstance(responses, list):
+        responses = row.get("responses") or [row.get("chosen"), row.get("rejected")]
+        if not isinstance(responses, list) or len(responses) < 2 or not all(responses):
             continue
-        kinds = {type(response) for response in responses}  # all are texts, or all are chats
-        if kinds in ({str}, {list}) and len(responses) >= 2 and all(responses):
-            if isinstance(prompt, str) and is_chat(responses[0]):
-                prompt = chat_prompt(prompt, responses[0])
-            if type(prompt) not in kinds:
-                raise UserError(f"data set {args.dataset_name!r}: a chat as the prompt of texts: {prompt}")
-            prompts = [prompt] * len(responses)
-            texts = preference_ids(tokenizer, prompts, responses, args.max_length, args.date)
+        texts, is_cut = response_texts(row.get("prompt"), responses, tokenizer, args)
+        num_pairs = len(different_pairs(texts))
+        num_equal += math.comb(len(texts), 2) - num_pairs
+        if num_pairs > 0:
+            num_cut += is_cut
             preferences.append(Row(texts, margin=float(row.get("margin") or 0.0)))
     if not preferences:
-        raise UserError(f"data set {args.dataset_name!r}: no row has two responses to compare")
-    return preferences
+        raise UserError(
+            f"{args.dataset_name} has neither text and label, nor dialog and act, nor two different responses "
+            f"(chosen and rejected, or responses) in any row; its columns are {', '.join(rows[0])}"
+        )
+    counts = f"{len(preferences)} of {len(rows)} rows, {num_cut} cut to {args.max_length} tokens"
+    return preferences, f"{counts}, {num_equal} pairs of equal texts left out"
+
+
+def response_texts(prompt, responses, tokenizer, args):
+    """Token ids of a prompt with each of its responses, cut to max_length. -> list of lists, bool"""
+    if not is_chat(responses[0]):
+        prompt = prompt or ""
+    elif not is_chat(prompt):
+        # A text before chats is the user's message, unless they have one already, as most do.
+        has_user = any(message["role"] == "user" for message in responses[0])
+        prompt = [] if has_user or not prompt else [{"role": "user", "content": prompt}]
+    texts = preference_ids(tokenizer, [prompt] * len(responses), responses)
+    is_cut = max(len(ids) for ids in texts) > args.max_length
+    return cut_beginning(texts, args.max_length, tokenizer), is_cut
 
 
 def load_reference_rows(train_rows, tokenizer, args):
@@ -1146,20 +1131,22 @@ def load_reference_rows(train_rows, tokenizer, args):
         order = torch.randperm(len(train_rows), generator=generator)[:1000]
         return [Row(train_rows[i].texts[:1]) for i in order.tolist()]
     rows, _ = load_splits(args.center_dataset_name)
-    rows = rows.select(torch.randperm(len(rows), generator=generator)[:1000].tolist())
-    rows = [row for row in rows if row.get("prompt") and row.get("completion")]
-    if not rows:
+    references = []
+    for i in torch.randperm(len(rows), generator=generator)[:1000].tolist():
+        prompt, completion = rows[i].get("prompt"), rows[i].get("completion")
+        if prompt and completion:
+            texts, _ = response_texts(prompt, [completion], tokenizer, args)
+            references.append(Row(texts))
+    if not references:
         raise UserError(
             f"--center-dataset-name {args.center_dataset_name}: no row has a prompt and a completion"
         )
-    prompts, completions = [row["prompt"] for row in rows], [row["completion"] for row in rows]
-    if is_chat(completions[0]):
-        pairs = zip(prompts, completions)
-        prompts = [chat_prompt(x, y) if isinstance(x, str) else x for x, y in pairs]
-    if len({type(x) for x in prompts + completions}) > 1:
-        raise UserError(f"--center-dataset-name {args.center_dataset_name}: chats and texts are mixed")
-    texts = preference_ids(tokenizer, prompts, completions, args.max_length, args.date)
-    return [Row([ids]) for ids in texts]
+    return references
+
+
+def set_global_seed(seed, *purpose):
+    """Seed the global generators of python, numpy and torch for one purpose."""
+    transformers.set_seed(generator_for(seed, *purpose).initial_seed() % 2**32)
 
 
 # ---- Processes and optimizer -------------------------------------------------------------------------------
@@ -1251,10 +1238,24 @@ def copy_weights(learner, model):
                 p.copy_(trained)
 
 
+def performance_metrics(start_time, rollout_end, num_tokens, device):
+    """Speed of an update that started at start_time and whose rollout ended at rollout_end; peak memory."""
+    now = time.time()
+    if device.type == "cuda":
+        peak_memory = torch.cuda.max_memory_allocated() / 2**20
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+        peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    return {
+        "perf/seconds": now - start_time,
+        "perf/rollout_seconds": rollout_end - start_time,
+        "perf/train_seconds": now - rollout_end,
+        "perf/tokens_per_second": num_tokens / (now - start_time),
+        "perf/peak_memory_mb": peak_memory,
+    }
+
+
 # ---- Run folder and screen ---------------------------------------------------------------------------------
-
-
-LOGS = ("metrics.jsonl", "samples.jsonl", "tokens.jsonl")  # the files of a run that grow
 
 
 class Run:
@@ -1281,6 +1282,11 @@ class Run:
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
+    def logs(self):
+        """The files of this run that grow."""
+        names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
+        return [self.folder / name for name in names if (self.folder / name).exists()]
+
     def append(self, name, rows):
         if self.accelerator.is_main_process:
             with open(self.folder / name, "a") as file:
@@ -1304,7 +1310,8 @@ class Run:
         update = metrics["update"]
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
-            raise UserError(f"update {update}, not finite: {not_finite} (is --learning-rate too high?)")
+            names = ", ".join(not_finite)
+            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
@@ -1349,7 +1356,7 @@ class Run:
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
-        state = {"update": 0, "batch_size": batch_size, "sizes": dict.fromkeys(LOGS, 0)}
+        state = {"update": 0, "batch_size": batch_size, "sizes": {}}  # sizes: bytes of each log
         checkpoints = sorted(self.folder.glob("checkpoints/*/state.json"))
         if self.args.resume and checkpoints:
             state = json.loads(checkpoints[-1].read_text())
@@ -1368,9 +1375,8 @@ class Run:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
             os.replace(self.folder / "draft.json", self.folder / "args.json")
-            for name, size in state["sizes"].items():  # what came after the checkpoint will be written again
-                with open(self.folder / name, "a") as file:
-                    file.truncate(size)
+            for path in self.logs():  # what came after the checkpoint will be written again
+                os.truncate(path, state["sizes"].get(path.name, 0))
         if self.args.log_with != "none":  # only now, because the tracker writes to the run folder
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
@@ -1399,7 +1405,7 @@ class Run:
             self.accelerator.save_state(draft)
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
-                state["sizes"] = {name: (self.folder / name).stat().st_size for name in LOGS}
+                state["sizes"] = {path.name: path.stat().st_size for path in self.logs()}
                 (draft / "state.json").write_text(json.dumps(state))
                 draft.rename(self.folder / "checkpoints" / f"{update:06d}")
                 for old in sorted(self.folder.glob("checkpoints/*"))[: -max(self.args.keep_checkpoints, 1)]:

@@ -12,11 +12,11 @@ If you know PPO (ppo_sentiment.py), this is what changes:
 4. The score comes from a reward model that was trained on pairs of summaries (reward_model.py), or is the
    weighted sum of what your own functions return (--reward-fn). If a response has no stop token, its score is
    lower by --missing-eos-penalty (1 in all recipes). That teaches the policy to stop.
-5. A policy can learn to please the reward model without getting better. So before and after training, a
-   judge compares summaries of held-out posts with reference summaries: the win rate (`win_rate`).
-6. The k rows of a group begin with the same prompt. So a forward pass reads a prompt only once, however many
-   of its responses it holds, in generation as in training (`generate_groups`, `group_logprobs`). With
-   gradient checkpointing, the update reads it with each response.
+5. A policy can learn to please the reward model without getting better. So a judge compares summaries of
+   held-out posts, from before and after training, with reference summaries: the win rate (`win_rate`).
+6. A forward pass reads a prompt only once, however many of its responses it holds, in generation as in
+   training (`generate_groups`, `group_logprobs`). With gradient checkpointing, the update reads it with each
+   response.
 
     python rloo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
     python rloo_tldr.py --learning-rate 2e-4        # tiny with one change; every field of Args is a flag
@@ -49,9 +49,7 @@ Results, metrics, which lines to change for what: docs/rloo_tldr.md.
 
 import copy
 import datetime
-import gzip
 import importlib
-import inspect
 import json
 import logging
 import math
@@ -63,15 +61,14 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import chdir, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from pydoc import locate
+from statistics import fmean, median
 from typing import Literal
 
 import accelerate
@@ -81,11 +78,10 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
-from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -103,7 +99,6 @@ class Args:
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
-    date: str = time.strftime("%Y-%m-%d")  # today's date, for chat templates; kept by --resume
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
     resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
@@ -144,7 +139,7 @@ class Args:
     gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
     num_mini_batches: int = 1  # optimizer steps per epoch
     num_ppo_epochs: int = 4  # epochs over each batch of rollouts
-    local_rollout_forward_batch_size: int = 64  # responses generated or scored at once on one process
+    local_rollout_forward_batch_size: int = 64  # responses generated, or scored, at once on one process
 
     # RLOO
     rloo_k: int = 2  # responses per prompt; 2 or more
@@ -157,9 +152,9 @@ class Args:
 
     # Judge: judge_model if there is one, or judge_fn, or the reward itself
     num_examples: int = 256  # number of held-out posts whose summaries are judged, before and after
-    judge_fn: str | None = None  # FILE.py:function like --reward-fn; the response with the higher score wins
-    judge_model: str | None = None  # folder of a reward model; else, or with judge_url, a chat model
-    judge_url: str | None = None  # server of the chat model (default: see chat_server)
+    judge_fn: str | None = None  # FILE.py:function like --reward-fn; the summary with the higher score wins
+    judge_model: str | None = None  # folder of a reward model; another name, or with judge_url: a chat model
+    judge_url: str | None = None  # the chat model's OpenAI-compatible server (None: OpenAI); OPENAI_API_KEY
 
     # Optimizer
     learning_rate: float = 3e-6  # the highest learning rate of the schedule
@@ -215,11 +210,10 @@ RECIPES = {
 
 # ---- Training ----------------------------------------------------------------------------------------------
 #
-# Shapes: P prompts with k responses each make B = k * P rows. C positions of the prompt, T positions of the
-# response, V tokens in the vocabulary, H hidden units. Rows are ordered as in TRL: the first responses to all
-# prompts, then the second ones, ... So rows r, P + r, 2 P + r, ... are the group of prompt r. (Only in
-# generate_groups are they neighbors.) A row of C + T tokens is a left-padded prompt and a right-padded
-# response, here with C = 4 and T = 5:
+# Shapes: P prompts with k responses each make B = P * k rows; n rows in a micro-batch, C positions of the
+# prompt, T positions of the response, V tokens in the vocabulary, H hidden units. The k responses to a prompt
+# are neighbors everywhere, so `x.view(P, k)` has one group per row. A row of C + T tokens is a left-padded
+# prompt and a right-padded response, here with C = 4 and T = 5:
 #
 #     pad    pad    TL;    DR:   | My     cat    EOS    pad    pad       length of the response: 3
 #
@@ -237,12 +231,19 @@ RECIPES = {
 
 def train(args):
     """The whole run, from the flags to the final table. -> (Policy, run folder)"""
-    check_rloo_args(args)
+    check_positive(args, "total_episodes", "temperature", "max_grad_norm", "num_examples")
+    n, k, T = args.per_device_train_batch_size, args.rloo_k, args.response_length
+    if k < 2 or n * args.gradient_accumulation_steps % k:
+        raise UserError(
+            f"--rloo-k {k} must be 2 or more, and divide the minibatch of a process: "
+            "per_device_train_batch_size x gradient_accumulation_steps"
+        )
+    if args.missing_eos_penalty is not None and args.stop_token is None and args.stop_token_id is None:
+        raise UserError("--missing-eos-penalty without a stop token would penalize all responses alike")
     if args.bf16:
         args = replace(args, dtype="bfloat16")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
-    n, k, T = args.per_device_train_batch_size, args.rloo_k, args.response_length
     B = n * args.gradient_accumulation_steps * args.num_mini_batches * world  # episodes per update
     P = B // k  # prompts per update
     updates = math.ceil(args.total_episodes / B)
@@ -253,28 +254,33 @@ def train(args):
     tokenizer = load_tokenizer(args.model_name_or_path)
     train_rows, held_out_rows = load_splits(args.dataset_name)
     train_posts = load_posts(train_rows, tokenizer, args)
-    held_out_posts = choose_held_out(load_posts(held_out_rows, tokenizer, args), args)
+    all_held_out_posts = load_posts(held_out_rows, tokenizer, args)
+    held_out_posts = choose_held_out(all_held_out_posts, args)
     policy_name = args.sft_model_path or args.model_name_or_path
-    max_tokens = longest_prompt(train_posts + held_out_posts) + T
-    policy, ref_model = load_policy_and_reference(args, policy_name, max_tokens)
-    model = Policy(policy).to(device)
-    if ref_model is not None:
-        ref_model.to(device)
+    policy, ref_model = load_policy_and_reference(args, policy_name, device)
+    max_tokens = max(len(post["ids"]) for post in train_posts + held_out_posts) + T
+    check_group_model(policy, policy_name, max_tokens)
+    model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
-    get_rewards = load_summary_reward(args, device, trainer_state)
-    # The function of --judge-fn, or None. Its score of every batch is logged. In the evaluations it is the
-    # judge, unless there is a --judge-model.
-    get_judge_scores = load_judge_fn(args, device, trainer_state)
-    judge = None
+    reward_functions = load_summary_reward(args, device)
+    get_rewards = partial(score_responses, reward_functions, trainer_state, device)
+    # The scores of --judge-fn for each batch are only logged. In the evaluation it is the judge, unless there
+    # is a --judge-model.
+    get_judge_scores = None
+    if args.judge_fn is not None:
+        get_judge_scores = partial(score_responses, load_functions([args.judge_fn]), trainer_state, device)
+    judge, judge_name = None, "none, because there are no references"
     # The main process only, so that a judge on a server is asked only once.
-    if accelerator.is_main_process and has_references(held_out_posts):
-        judge = load_judge(args, tokenizer, get_rewards, get_judge_scores, device)
+    if accelerator.is_main_process and held_out_posts[0]["reference"]:
+        judge, judge_name = load_judge(args, tokenizer, reward_functions, trainer_state, device)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 
-    run.print(
+    accelerator.print(
         f"recipe {args.recipe}: {policy_name} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
+        f"posts that are short enough: {len(train_posts)} of {len(train_rows)} for training, "
+        f"{len(all_held_out_posts)} of {len(held_out_rows)} held out\n"
         f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
         f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes = {P} prompts x {k}; "
         f"{updates} updates x {args.num_ppo_epochs} epochs x {args.num_mini_batches} minibatches = "
@@ -283,18 +289,17 @@ def train(args):
 
     # The held-out posts, and the random numbers for one summary of each, depend only on the seed. So the
     # evaluations before and after training use the same ones, and so does a resumed run: `before` is always
-    # measured with the policy before RLOO, since run.start loads a checkpoint only below. Every process
-    # summarizes all of them, which is simpler than sharing them out. Only the main one judges.
+    # measured with the policy before RLOO, since run.start loads a checkpoint only below.
     held_out = draw_groups(held_out_posts, 1, args, "held-out")
-    rollout_inputs = model, ref_model, tokenizer, stop_ids, get_rewards
+    respond = partial(rollout_groups, model, ref_model, tokenizer, stop_ids, get_rewards, args=args)
     with autocast:
-        before = evaluate_summaries(*rollout_inputs, held_out, judge, args)
+        before = evaluate_summaries(respond, held_out, args, accelerator)
 
     # `model` generates, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3 shards them:
     # then the learner is a sharded copy, and copy_weights copies its weights back after each update.
-    learner, optimizer, parameters = make_learner(model, args, accelerator)  # parameters: name -> parameter
-    state = run.start(learner, optimizer, parameters, B)  # update 0 in a new run
-    copy_weights(parameters, model)  # run.start may have loaded a checkpoint into the learner
+    learner, optimizer = make_learner(model, args, accelerator)
+    state = run.start(B)  # update 0 in a new run
+    copy_weights(learner, model)  # run.start may have loaded a checkpoint into the learner
     is_first_step = True
 
     for update in range(state["update"] + 1, updates + 1):
@@ -309,20 +314,14 @@ def train(args):
         # The next P posts of an endless stream of shuffled epochs.
         post_numbers = stream_rows(len(train_posts), (update - 1) * P, P, args.seed)
         prompt_batch = draw_groups([train_posts[i] for i in post_numbers], k, args, update)
-        prompt_share = local_share(prompt_batch, accelerator)
-        with autocast:
-            local, responses = rollout_groups(*rollout_inputs, prompt_share, args)
-        # The score of --judge-fn is only logged. If it falls while the reward's score rises, the policy
-        # over-optimizes the reward.
+        with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
+            b, responses = respond(prompt_share)
+        # If these scores fall while those of the reward rise, the policy over-optimizes the reward.
         if get_judge_scores is not None:
-            local["judge_scores"] = score_texts(
-                get_judge_scores, tokenizer, prompt_share["rows"] * k, responses
-            )
-        # Rollouts of all processes, [B, ...] each
-        b = {name: gather_groups(x, k, accelerator) for name, x in local.items()}
+            posts = [post for post in prompt_share["examples"] for _ in range(k)]
+            b["judge_scores"] = score_texts(get_judge_scores, tokenizer, posts, responses)
+        b = accelerator.gather(b)  # rollouts of all processes: a dict of tensors, [B, ...] each
         C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
-        prompt_ids = b["ids"][:, :C].view(k, P, C)
-        assert (prompt_ids == prompt_ids[0]).all(), "the rows of a group do not answer the same prompt"
         valid = length_mask(b["lengths"], T)  # [B, T]
         rollout_end = time.time()
 
@@ -344,40 +343,42 @@ def train(args):
         # 4. Advantages: the baseline is the mean reward of the other responses to the same prompt.
         advantages = rloo_advantages(rewards, k)  # [B]
 
-        # 5. Update. Minibatches are drawn from the global batch; each process trains on its share, n rows at
-        #    a time. The loss is the sum over this process's responses, divided by the number of responses in
-        #    the minibatch on all processes. So the gradient does not depend on how a minibatch is split.
+        # 5. Update. Minibatches are whole groups, drawn from the global batch; each process trains on its
+        #    share of these groups, n rows at a time. The loss is the sum over this process's responses,
+        #    divided by the number of responses in the minibatch on all processes. So the gradient does not
+        #    depend on how a minibatch is split.
         learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, update, updates)
-        keys = group_keys(b["lengths"], k)  # [B]: sorted by them, rows with the same prompt are together
         metric_sums = defaultdict(float)  # sums over the responses of all minibatches and epochs
         for epoch in range(args.num_ppo_epochs):
-            order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch)).to(device)
-            for minibatch in order.split(B // args.num_mini_batches):
-                # Processes exchange gradients only in the last micro-batch: micro_batches sees to that.
-                for rows in micro_batches(minibatch, keys, n, learner, accelerator):
+            order = torch.randperm(P, generator=generator_for(args.seed, "order", update, epoch)).to(device)
+            for minibatch in order.split(P // args.num_mini_batches):  # numbers of prompts
+                with accelerator.split_between_processes(minibatch) as share:
+                    rows_of_share = sorted_groups(share, b["lengths"], k)
+                for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
-                    with autocast:
-                        new_token_logprobs, entropies = learner(
-                            b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
-                        )  # [number of valid tokens] each
-                    m = valid[rows, :t]  # [n, t]
-
-                    # The action is the whole response: its log-probability is the sum over its tokens.
-                    new_logprobs = unflatten(new_token_logprobs, m).sum(1)  # [n]
-                    old_logprobs = b["logprobs"][rows].sum(1)  # [n]
-                    mb_advantages = advantages[rows]  # [n]
-                    policy_loss = clipped_policy_loss(
-                        new_logprobs, old_logprobs, mb_advantages, args.cliprange
-                    )
-                    response_loss = policy_loss  # [n]
-                    if args.kl_estimator != "k1":
-                        ref_logprobs = b["ref_logprobs"][rows, :t][m]
-                        mb_kl = kl_per_token(new_token_logprobs, ref_logprobs, args.kl_estimator)
-                        response_loss = policy_loss + args.kl_coef * unflatten(mb_kl, m).sum(1)
-                    loss = response_loss.sum() / len(minibatch)
-                    accelerator.backward(loss * world)  # DDP averages over processes; we want the sum
+                    m = valid[rows, :t]
+                    # Before the last micro-batch, this keeps processes from exchanging gradients.
+                    with accelerator.accumulate(learner):
+                        with autocast:
+                            new_token_logprobs, entropies = learner(
+                                b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
+                            )  # [n, t] each, 0 after the end of a response
+                        # The action is the whole response: its log-probability is the sum over its tokens.
+                        new_logprobs = new_token_logprobs.sum(1)  # [n]
+                        old_logprobs = b["logprobs"][rows].sum(1)  # [n]
+                        policy_loss = clipped_policy_loss(
+                            new_logprobs, old_logprobs, advantages[rows], args.cliprange
+                        )
+                        response_loss = policy_loss  # [n]
+                        if args.kl_estimator != "k1":
+                            ref_logprobs = b["ref_logprobs"][rows, :t]
+                            mb_kl = kl_per_token(new_token_logprobs, ref_logprobs, args.kl_estimator)
+                            response_loss = policy_loss + args.kl_coef * mb_kl.sum(1)
+                        loss = response_loss.sum() / (len(minibatch) * k)
+                        # We want the sum, but DDP averages over processes and accelerate over micro-batches.
+                        accelerator.backward(loss * world * args.gradient_accumulation_steps)
 
                     with torch.no_grad():
                         log_ratio = new_logprobs - old_logprobs
@@ -386,24 +387,24 @@ def train(args):
                             "loss/policy_avg": policy_loss,
                             "policy/approxkl_avg": 0.5 * log_ratio**2,
                             # clipfrac: how often clipping raises the loss above that of the plain ratio.
-                            "policy/clipfrac_avg": policy_loss > -mb_advantages * ratio,
+                            "policy/clipfrac_avg": policy_loss > -advantages[rows] * ratio,
                             "val/ratio": ratio,
                             "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
-                            "entropy": unflatten(entropies, m).sum(1),
+                            "entropy": entropies.sum(1),
                         }
                         for name, x in response_metrics.items():
                             metric_sums[name] += x.float().sum()
                         if is_first_step:  # no optimizer step since the rollout, so the ratios must be 1
-                            token_log_ratio = new_token_logprobs - b["logprobs"][rows, :t][m]
-                            check_first_ratio(token_log_ratio, args)
+                            token_log_ratio = new_token_logprobs - b["logprobs"][rows, :t]
+                            assert token_log_ratio[m].abs().mean() < 0.02, "rollout and update differ, or nan"
 
                 is_first_step = False
-                grad_norm = clip_gradients(parameters, args.max_grad_norm, accelerator)
+                grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()
                 optimizer.zero_grad()
-        copy_weights(parameters, model)
+        copy_weights(learner, model)
 
-        # 6. Log. What TRL logs too has TRL's name: "objective/scores" are after clipping and penalty,
+        # 6. Log. Metrics that TRL also logs keep its names: "objective/scores" is after clipping and penalty,
         #    "env/reward_mean" is before.
         metric_sums = accelerator.reduce(dict(metric_sums))
         update_metrics = {name: x / (B * args.num_ppo_epochs) for name, x in metric_sums.items()}
@@ -415,7 +416,7 @@ def train(args):
         # Generation computes one token at a time, with a cache. How far its log-probabilities are from those
         # of the full forward pass:
         sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
-        score_std_of_groups = b["raw_scores"].view(k, P).std(0, correction=0)  # [P]
+        score_std_of_groups = b["raw_scores"].view(P, k).std(1, correction=0)  # [P]
         metrics = {
             "update": update,
             "episode": update * B,
@@ -429,13 +430,13 @@ def train(args):
             "objective/rlhf_reward": scores.mean() - args.kl_coef * kl.mean(),
             "objective/scores": scores.mean(),
             **update_metrics,
-            "grad_norm": grad_norm,  # of the last optimizer step, before clipping
+            "grad_norm": unshard(grad_norm),  # of the last optimizer step, before clipping
             "val/clipfrac_avg": 0.0,  # there is no value function to clip; TRL logs this 0 too
             "val/num_eos_tokens": b["stopped"].sum(),
             "env/reward_mean": b["raw_scores"].mean(),
             "env/reward_std": b["raw_scores"].std(correction=0),
-            # The fraction of groups with equal raw scores. Only penalties (KL, EOS) can tell their rows
-            # apart.
+            # The fraction of groups with equal raw scores, up to rounding. Only the penalties (KL, EOS) can
+            # tell their responses apart.
             "frac_reward_zero_std": (score_std_of_groups < 1e-6).float().mean(),
             **reward_means(b),  # rewards/NAME/mean, one for each reward function
             "completions/mean_length": lengths.mean(),
@@ -450,30 +451,30 @@ def train(args):
         if get_judge_scores is not None:
             # nan: the function returned None. If it did so everywhere, the mean is 0.
             metrics["judge/scores"] = b["judge_scores"].nanmean().nan_to_num()
-        run.log(metrics)  # raises if one is not finite
-        if is_sample_update(update, updates, args):
-            # The k responses to the first post: every P-th row of a tensor. The list `responses` has those of
-            # this process only. (The main process prints this, and its first post is the first of all.)
-            first_post = [plain_text(prompt_share["rows"][0]["prompt"])] * k
-            texts = sample_texts(first_post, responses[:: len(prompt_share["rows"])], scores[::P])
+        run.log(metrics)  # tensors become numbers; raises if one is not finite
+        if args.num_sample_generations and update % max(1, updates // args.num_sample_generations) == 0:
+            # The k responses to the first post, which the main process generated.
             token_columns = {
-                "logprob": b["logprobs"][::P],
-                "entropy": b["entropies"][::P],
-                "kl": token_kl[::P],
-                "advantage": advantages[::P, None].expand(k, T),
+                "ids": b["ids"][:, C:],
+                "logprob": b["logprobs"],
+                "entropy": b["entropies"],
+                "kl": token_kl,
+                "advantage": advantages[:, None].expand(B, T),
             }
-            log_samples(run, update, texts, {name: x[::P] for name, x in b.items()}, token_columns)
+            prompt = plain_text(prompt_share["examples"][0]["prompt"])
+            samples = {"prompt": [prompt] * k, "response": responses[:k], "score": scores[:k].tolist()}
+            run.log_samples(update, rows_of(samples), b["lengths"], token_columns)
 
         # 7. Save.
-        run.checkpoint(update)
+        run.checkpoint({"update": update, "batch_size": B})
 
-    # 8. Evaluate on the same held-out posts again, and save the model.
+    # 8. Evaluate on the same held-out posts again, save the model, and judge both evaluations.
     trainer_state.global_step = updates
     with autocast:
-        after = evaluate_summaries(*rollout_inputs, held_out, judge, args)
+        after = evaluate_summaries(respond, held_out, args, accelerator)
     if accelerator.is_main_process:
-        report_summaries(run, held_out_posts, before, after)
-        save_policy(model.policy, tokenizer, run.folder / "model")
+        save_policy(policy, tokenizer, run.folder / "model")
+        report_summaries(run, judge, judge_name, held_out_posts, before, after)
     run.finish()
     return model, run.folder
 
@@ -481,55 +482,57 @@ def train(args):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 
 
-def evaluate_summaries(model, ref_model, tokenizer, stop_ids, get_rewards, batch, judge, args):
+def evaluate_summaries(respond, batch, args, accelerator):
     """Summarize the held-out posts, with the same random numbers before and after training.
 
-    batch: from draw_groups, with k = 1; judge: from load_judge; None: no win rate, as without references
+    respond: rollout_groups, with everything but the batch filled in. Each process takes its share of the
+    posts.
     -> metrics (dict of floats), one dict(prompt, response, score) per post; scores without clip and penalty
     """
-    set_global_seed(args.seed, "held-out")  # for random numbers in your own reward function
-    b, responses = rollout_groups(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args)
-    posts = batch["rows"]
-    kl = b["logprobs"] - b["ref_logprobs"]  # [B, T]
-    metrics = {}
-    if judge is not None:
-        metrics = win_rate(judge, posts, responses)
-    metrics |= {
-        "score mean": b["raw_scores"].mean(),
-        "score median": b["raw_scores"].quantile(0.5),
-        "KL, nats per response": kl.sum(1).mean(),
-        "ended by itself": b["stopped"].float().mean(),
-        "tokens per response": b["lengths"].float().mean(),
-        # Like all log-probabilities here, those of the distribution at the sampling temperature.
-        "perplexity under the reference": torch.exp(-b["ref_logprobs"].sum() / b["lengths"].sum()),
-        "distinct responses": len(set(responses)) / len(responses),
-        "distinct bigrams": distinct_bigrams(responses),
+    # For random numbers in your own reward function.
+    set_global_seed(args.seed, "held-out", accelerator.process_index)
+    with accelerator.split_between_processes(dict(batch)) as share:  # a copy, because it cuts the dict itself
+        b, responses = respond(share)
+    columns = {
+        "prompt": [plain_text(post["prompt"]) for post in share["examples"]],
+        "response": responses,
+        "score": b["raw_scores"].tolist(),
+        "kl": (b["logprobs"] - b["ref_logprobs"]).sum(1).tolist(),
+        "ref_logprob": b["ref_logprobs"].sum(1).tolist(),
+        "stopped": b["stopped"].tolist(),
+        "length": b["lengths"].tolist(),
     }
-    metrics = {name: float(x) for name, x in metrics.items()}
-    prompts = [plain_text(post["prompt"]) for post in posts]
-    return metrics, sample_texts(prompts, responses, b["raw_scores"])
+    rows = accelerate.utils.gather_object(rows_of(columns))  # of all processes, in the order of the posts
+    column = {name: [row[name] for row in rows] for name in columns}
+    metrics = {
+        "score mean": fmean(column["score"]),
+        "score median": median(column["score"]),
+        "KL, nats per response": fmean(column["kl"]),
+        "ended by itself": fmean(column["stopped"]),
+        "tokens per response": fmean(column["length"]),
+        # Like all log-probabilities here, those of the distribution at the sampling temperature.
+        "perplexity under the reference": math.exp(-sum(column["ref_logprob"]) / sum(column["length"])),
+        "distinct responses": len(set(column["response"])) / len(rows),
+        "distinct bigrams": distinct_bigrams(column["response"]),
+    }
+    samples = [{name: row[name] for name in ("prompt", "response", "score")} for row in rows]
+    return metrics, samples
 
 
-def has_references(posts):
-    """False if the data set has no reference summaries."""
-    return any(post["reference"] for post in posts)
+def win_rate(verdicts):
+    """How often the response is better than the reference summary; a tie counts as half a win.
 
-
-def win_rate(judge, posts, responses):
-    """How often the judge prefers the response to the reference summary; a tie counts as half a win. -> dict
-
-    Posts for which the judge gives no verdict do not count.
+    verdicts [number of posts]: 1 (the response wins), 0 (the reference wins), 0.5 (a tie) or nan (no verdict,
+    which does not count) -> dict of floats
     """
-    # A verdict is 1 (the response wins), 0 (the reference wins), 0.5 (tie) or None (no verdict).
-    verdicts = judge(posts, responses)
-    given = torch.tensor([verdict for verdict in verdicts if verdict is not None])
+    given = verdicts[~verdicts.isnan()]
     if len(given) == 0:
         raise UserError("the judge gave no verdict at all")
-    standard_error = given.std(correction=0) / len(given) ** 0.5
+    standard_error = given.std(correction=0).item() / len(given) ** 0.5
     return {
-        "win rate": given.mean(),
+        "win rate": given.mean().item(),
         "+- (95 % interval)": 1.96 * standard_error,
-        "ties": (given == 0.5).float().mean(),
+        "ties": (given == 0.5).float().mean().item(),
         "no verdict": 1 - len(given) / len(verdicts),
     }
 
@@ -550,22 +553,19 @@ def distinct_bigrams(texts):
 # ---- Rollout -----------------------------------------------------------------------------------------------
 
 
-def draw_groups(rows, k, args, *purpose):
+def draw_groups(examples, k, args, purpose):
     """Prompts, left-padded to the longest one, and random numbers to sample k responses to each.
 
-    rows: P dicts with ids, the tokens of the prompt; purpose: the number of the update, for example
-    -> dict: rows (list of P), ids [P, C], bool mask [P, C], uniforms [P, k, T]
+    examples: P dicts with ids, the tokens of the prompt; purpose: the number of the update, or "held-out"
+    -> dict: examples (list of P), ids [P, C], bool mask [P, C], uniforms [P, k, T]
     """
-    P, C = len(rows), longest_prompt(rows)
-    ids = torch.zeros(P, C, dtype=torch.long)
-    mask = torch.zeros(P, C, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        start = C - len(row["ids"])
-        ids[i, start:] = torch.tensor(row["ids"])
-        mask[i, start:] = True
-    # Drawn as [k, P, T]: the first response to a prompt gets the same numbers, however many others there are.
-    uniforms = torch.rand(k, P, args.response_length, generator=generator_for(args.seed, "tokens", *purpose))
-    return dict(rows=rows, ids=ids, mask=mask, uniforms=uniforms.transpose(0, 1))
+    lengths = torch.tensor([len(example["ids"]) for example in examples])
+    mask = length_mask(lengths, lengths.max()).flip(1)  # [P, C], prompts end in the last column
+    ids = torch.zeros(mask.shape, dtype=torch.long)  # 0 only fills the row: the mask hides it
+    ids[mask] = torch.tensor([token for example in examples for token in example["ids"]])
+    generator = generator_for(args.seed, "tokens", purpose)
+    uniforms = torch.rand(len(examples), k, args.response_length, generator=generator)
+    return dict(examples=examples, ids=ids, mask=mask, uniforms=uniforms)
 
 
 def generator_for(seed, *purpose):
@@ -582,92 +582,97 @@ def stream_rows(num_rows, start, count, seed):
     return rows[start - first * num_rows :][:count]
 
 
-def longest_prompt(rows):
-    """The number of tokens of the longest prompt. rows: dicts with ids"""
-    return max(len(row["ids"]) for row in rows)
-
-
 @torch.no_grad()
 def rollout_groups(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args):
     """Sample k responses to each post, score them, and compute old and reference log-probabilities.
 
-    batch: from draw_groups; get_rewards: from load_summary_reward
-    -> dict of tensors [k * P, ...], responses (list of k * P str); the first responses to all posts first
+    get_rewards: score_responses, with its first arguments; batch: from draw_groups. Returns
+    - the dict of sample_responses, and raw_scores (the weighted sum of the rewards) [P * k]; logprobs,
+      ref_logprobs, entropies [P * k, T]
+    - the responses, P * k str
     """
     model.eval()
-    b, responses, response_tokens = sample_responses(model.policy, tokenizer, batch, stop_ids, args)
-    k = len(responses) // len(batch["rows"])
-    # batch["rows"] * k is in the order of the responses.
-    rewards = get_rewards(batch["rows"] * k, responses, response_tokens)  # name -> [k * P]
+    b, responses = sample_responses(model.policy, tokenizer, stop_ids, get_rewards, batch, args)
+    rewards = {name: x for name, x in b.items() if name.startswith("rewards/")}
 
-    # Compute log-probabilities with a forward pass over whole responses, and as many rows at a time as in the
-    # update.
-    # Dropout is 0, so the ratio is 1 until the first optimizer step, up to rounding. The log-probabilities
-    # from generation differ more, and the sum over a response adds the differences up, so they are only
-    # logged.
-    B, T = b["sampling_logprobs"].shape
+    # The same forward pass, and as many rows at a time, as in the update. Dropout is 0, so the ratio is 1
+    # until the first optimizer step, up to rounding. The log-probabilities from generation differ more, and
+    # the sum over a response adds the differences up, so they are only logged.
+    P, k, T = batch["uniforms"].shape
     C = b["ids"].shape[1] - T
-    logprobs, entropies, ref_logprobs = torch.zeros(3, B, T, device=stop_ids.device)
-    order = group_keys(b["lengths"], k).argsort(stable=True)
-    for rows in order.split(args.per_device_train_batch_size):
+    logprobs, entropies, ref_logprobs = torch.zeros(3, P * k, T, device=stop_ids.device)
+    groups = torch.arange(P, device=stop_ids.device)
+    for rows in sorted_groups(groups, b["lengths"], k).split(args.per_device_train_batch_size):
         t = b["lengths"][rows].max().item()
-        mask = b["mask"][rows, : C + t]
-        inputs = b["ids"][rows, : C + t], mask, t, args.temperature
-        outputs = [*model(*inputs), reference_group_logprobs(ref_model, model.policy, *inputs)]
-        for result, x in zip([logprobs, entropies, ref_logprobs], outputs):
-            result[rows, :t] = unflatten(x, mask[:, C:])
+        inputs = b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
+        logprobs[rows, :t], entropies[rows, :t] = model(*inputs)
+        ref_logprobs[rows, :t] = reference_group_logprobs(ref_model, model.policy, *inputs)
 
     b |= {
         "raw_scores": weighted_sum(rewards, args.reward_weights),
         "logprobs": logprobs,
         "ref_logprobs": ref_logprobs,
         "entropies": entropies,
-        **{f"rewards/{name}": x for name, x in rewards.items()},
     }
     return b, responses
 
 
-@torch.no_grad()
-def sample_responses(policy, tokenizer, batch, stop_ids, args):
-    """Sample k responses to each prompt, and decode them.
+def sorted_groups(groups, lengths, k):
+    """The row numbers of whole groups, those with short responses first: they need less padding.
 
-    batch: from draw_groups. Returns
-    - a dict of tensors, with the first responses to all prompts first: ids, mask [k * P, C + T]; lengths,
-      stopped [k * P]; sampling_logprobs [k * P, T]
-    - the responses, k * P str
-    - their token ids with the stop token, k * P lists
+    groups: numbers of tasks [G]; lengths of all responses [P * k] -> [G * k]
     """
-    device = stop_ids.device
-    prompt_ids, prompt_mask = batch["ids"].to(device), batch["mask"].to(device)
-    uniforms = batch["uniforms"].to(device)
-    P, k, T = uniforms.shape
+    longest = lengths.view(-1, k).amax(1)[groups]  # [G]
+    groups = groups[longest.argsort(stable=True)]
+    return (groups[:, None] * k + torch.arange(k, device=groups.device)).flatten()
+
+
+@torch.no_grad()
+def sample_responses(policy, tokenizer, stop_ids, get_rewards, batch, args):
+    """Sample k responses to each prompt, and reward them.
+
+    get_rewards: score_responses, with its first arguments; batch: from draw_groups. Returns
+    - a dict of tensors, in which the responses to a prompt are neighbors: ids, mask [P * k, C + T]; lengths,
+      stopped, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
+    - the responses, P * k str
+    """
+    policy.eval()
+    batch = accelerate.utils.send_to_device(batch, stop_ids.device)
+    P, k, T = batch["uniforms"].shape
 
     # 1. Generate.
-    tokens = torch.zeros(P, k, T, dtype=torch.long, device=device)
-    sampling_logprobs = torch.zeros(P, k, T, device=device)
-    prompts_at_once = max(1, args.local_rollout_forward_batch_size // k)
-    for rows in torch.arange(P, device=device).split(prompts_at_once):
-        inputs = prompt_ids[rows], prompt_mask[rows], uniforms[rows], stop_ids, args.temperature
-        tokens[rows], sampling_logprobs[rows] = generate_groups(policy, *inputs)
-    tokens = tokens.transpose(0, 1).flatten(0, 1)  # [k * P, T], first responses first
-    sampling_logprobs = sampling_logprobs.transpose(0, 1).flatten(0, 1)
-    prompt_ids, prompt_mask = prompt_ids.repeat(k, 1), prompt_mask.repeat(k, 1)  # [k * P, C]
-    lengths = response_lengths(tokens, stop_ids)  # [k * P]
-    valid = length_mask(lengths, T)  # [k * P, T]
-    is_stop = torch.isin(tokens, stop_ids) & valid  # [k * P, T]
+    tokens = torch.zeros(P, k, T, dtype=torch.long, device=stop_ids.device)
+    sampling_logprobs = torch.zeros(P, k, T, device=stop_ids.device)
+    groups_at_once = max(1, args.local_rollout_forward_batch_size // k)
+    for groups in torch.arange(P, device=stop_ids.device).split(groups_at_once):
+        inputs = batch["ids"][groups], batch["mask"][groups], batch["uniforms"][groups]
+        outputs = generate_groups(policy, *inputs, stop_ids, args.temperature)
+        tokens[groups], sampling_logprobs[groups] = outputs
+    tokens, sampling_logprobs = tokens.flatten(0, 1), sampling_logprobs.flatten(0, 1)  # [P * k, T] each
+    prompt_ids = batch["ids"].repeat_interleave(k, 0)  # [P * k, C]
+    prompt_mask = batch["mask"].repeat_interleave(k, 0)
+    lengths = response_lengths(tokens, stop_ids)  # [P * k]
+    valid = length_mask(lengths, T)  # [P * k, T]
+    is_stop = torch.isin(tokens, stop_ids) & valid  # [P * k, T]
 
-    # 2. Decode, without the stop token: it is not part of the text.
-    prompt_tokens = list_tokens(prompt_ids, prompt_mask)
-    _, responses = decode(tokenizer, prompt_tokens, list_tokens(tokens, valid & ~is_stop))  # k * P str
+    # 2. Decode and reward.
+    response_tokens = list_tokens(tokens, valid)
+    text_tokens = response_tokens
+    if args.stop_token_id is None:  # EOS, <|im_end|>, ... are not text; a stop token you chose (".") is
+        text_tokens = list_tokens(tokens, valid & ~is_stop)
+    _, responses = decode(tokenizer, list_tokens(prompt_ids, prompt_mask), text_tokens)  # P * k str
+    examples = [example for example in batch["examples"] for _ in range(k)]
+    rewards = get_rewards(examples, responses, response_tokens)  # name -> [P * k]
 
     b = {
-        "ids": torch.cat([prompt_ids, tokens], 1),  # [k * P, C + T]
+        "ids": torch.cat([prompt_ids, tokens], 1),  # [P * k, C + T]
         "mask": torch.cat([prompt_mask, valid], 1),
         "lengths": lengths,
         "stopped": is_stop.any(1),
         "sampling_logprobs": sampling_logprobs,
+        **{f"rewards/{name}": x for name, x in rewards.items()},
     }
-    return b, responses, list_tokens(tokens, valid)
+    return b, responses
 
 
 @torch.no_grad()
@@ -682,8 +687,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     cache = transformers.DynamicCache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [P, H]
 
-    # The model reads each prompt only once. Its keys and values serve all k responses, which are neighbors
-    # here. sample_responses puts the first responses to all prompts first.
+    # The model reads each prompt only once. Its keys and values serve all k responses, which are neighbors.
     prompt_of_row = torch.arange(P, device=ids.device).repeat_interleave(k)  # [P * k]
     cache.batch_select_indices(prompt_of_row)
     hidden, mask = hidden[prompt_of_row], mask[prompt_of_row]
@@ -710,29 +714,6 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     return tokens.view(P, k, T), logprobs.view(P, k, T)
 
 
-def gather_groups(x, k, accelerator):
-    """The rows of all processes as one batch. [k * p, ...] on each process -> [k * P, ...]
-
-    Each process has k responses to its own p prompts. Its first responses come first, so put the first
-    responses of all processes together, then the second ones, ...
-    """
-    x = accelerator.gather(x)  # [processes * k * p, ...]
-    x = x.unflatten(0, (accelerator.num_processes, k, -1))  # [processes, k, p, ...]
-    return x.transpose(0, 1).flatten(0, 2)
-
-
-def group_keys(lengths, k):
-    """Keys by which to sort responses, so that groups stay together, and groups of similar length too.
-
-    lengths of the responses, first responses to all prompts first [k * P] -> [k * P], equal within a group
-    """
-    longest = lengths.view(k, -1).amax(0)  # [P]
-    # Not `longest` itself: groups with equal keys would be mixed up. Rank 0 has the group whose longest
-    # response is the shortest.
-    rank = longest.argsort(stable=True).argsort()  # [P]
-    return rank.repeat(k)
-
-
 # ---- Policy and reference ----------------------------------------------------------------------------------
 
 
@@ -746,7 +727,7 @@ class Policy(nn.Module):
     def forward(self, ids, mask, T, temperature):
         """Log-probabilities and entropies of the last T tokens of each row.
 
-        ids [B, C + T], bool mask [B, C + T] -> both fp32 [number of valid tokens among the last T]
+        ids [B, C + T], bool mask [B, C + T] -> both fp32 [B, T], 0 after the end of a response
         """
         return group_logprobs(self.policy, ids, mask, T, temperature)
 
@@ -754,7 +735,7 @@ class Policy(nn.Module):
 def reference_group_logprobs(ref_model, policy, *inputs):
     """Log-probabilities under the reference, or under the policy without its LoRA adapter if that is None.
 
-    inputs: those of group_logprobs -> fp32 [number of valid tokens]
+    inputs: those of group_logprobs -> fp32 [B, T]
     """
     if ref_model is not None:
         return group_logprobs(ref_model, *inputs)[0]
@@ -763,11 +744,11 @@ def reference_group_logprobs(ref_model, policy, *inputs):
 
 
 def group_logprobs(lm, ids, mask, T, temperature):
-    """Log-probabilities of the valid tokens among the last T of each row, one row after the other.
+    """Log-probabilities of the last T tokens of each row, 0 after the end of a response.
 
     The responses of a group share their prompt, so each prompt is read only once. Its keys and values serve
     all responses to it, and gradients flow back through them: nothing is approximated.
-    ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [number of valid tokens]
+    ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [B, T]
     """
     body, head = body_and_head(lm)
     if body.training and body.is_activation_checkpointing:
@@ -775,7 +756,7 @@ def group_logprobs(lm, ids, mask, T, temperature):
         hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
     else:
         prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
-        prompts, prompt_of_row = prompts.unique(dim=0, return_inverse=True)  # [P, C], [B]
+        prompts, prompt_of_row = prompts.unique_consecutive(dim=0, return_inverse=True)  # [P, C], [B]
         cache = transformers.DynamicCache(config=body.config)
         prompt_hidden = hidden_states(body, prompts.clamp(min=0), prompts >= 0, cache)  # [P, C, H]
         # Not cache.batch_select_indices: on a CPU, its gradient is added up in a varying order, and a resumed
@@ -787,9 +768,13 @@ def group_logprobs(lm, ids, mask, T, temperature):
         # The state at position t - 1 predicts token t, and the prompt's last state predicts the first one.
         first_hidden = prompt_hidden[:, -1:].index_select(0, prompt_of_row)  # [B, 1, H]
         hidden = torch.cat([first_hidden, response_hidden[:, :-1]], 1)  # [B, T, H]
-    valid = mask[:, -T:].nonzero(as_tuple=True)  # rows and columns; nonzero waits for the GPU, so only once
-    # The output layer is large, so only valid tokens go through it.
-    return token_logprobs(hidden[valid], head.weight, ids[:, -T:][valid], temperature, head.bias)
+    # The output layer is large, so only valid tokens go through it, as a flat list.
+    valid = mask[:, -T:]
+    rows, columns = valid.nonzero(as_tuple=True)  # only once, because nonzero waits for the GPU
+    flat_hidden, flat_tokens = hidden[rows, columns], ids[:, -T:][rows, columns]
+    logprobs, entropies = token_logprobs(flat_hidden, head.weight, flat_tokens, temperature, head.bias)
+    zeros = torch.zeros(valid.shape, device=ids.device)
+    return zeros.masked_scatter(valid, logprobs), zeros.masked_scatter(valid, entropies)
 
 
 def body_and_head(lm):
@@ -916,14 +901,15 @@ def kl_per_token(logprobs, ref_logprobs, estimator):
 
 
 def rloo_advantages(rewards, rloo_k):
-    """Reward minus the mean reward of the other responses to the same prompt. [k * P] -> [k * P]
+    """Reward minus the mean reward of the other responses to the same prompt. [P * k] -> [P * k]
 
-    Kool et al. 2019; Ahmadian et al. 2024, section 3. Unlike GRPO, this does not divide by the standard
-    deviation of the group, which would blow up differences between rewards that are almost equal.
+    The k rewards of a prompt are neighbors. Kool et al. 2019; Ahmadian et al. 2024, section 3. Unlike GRPO,
+    this does not divide by the standard deviation of the group, which would blow up differences between
+    rewards that are almost equal.
     """
-    rewards = rewards.float().view(rloo_k, -1)  # [k, P]
-    rewards = rewards - rewards[0]  # so that groups with equal rewards get exactly 0, without rounding
-    sum_of_others = rewards.sum(0) - rewards  # [k, P]
+    rewards = rewards.float().view(-1, rloo_k)  # [P, k]
+    rewards = rewards - rewards[:, :1]  # so that groups with equal rewards get exactly 0, without rounding
+    sum_of_others = rewards.sum(1, keepdim=True) - rewards  # [P, k]
     baselines = sum_of_others / (rloo_k - 1)
     return (rewards - baselines).flatten()
 
@@ -957,8 +943,8 @@ def learning_rate(args, update, updates):
 
 # ============================================================================================================
 # Part II: infrastructure. You need nothing below to understand RLOO: here are models, rewards, judges, data,
-# files and flags. The scripts share these functions, copied verbatim, so a few arguments, return values and
-# names of flags are used only in another script.
+# files and flags. The scripts share these functions, copied verbatim, so a few arguments are used only in
+# another one.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -973,7 +959,7 @@ class UserError(Exception):
     """
 
 
-# ---- Loading models ----------------------------------------------------------------------------------------
+# ---- Models ------------------------------------------------------------------------------------------------
 
 
 def resolve_path(name):
@@ -981,6 +967,7 @@ def resolve_path(name):
     for path in (Path(name), HERE / name):
         if path.exists():
             return str(path)
+    print(f"{name}: no such file or folder here, so it is looked up on the Hub")
     return name
 
 
@@ -1039,6 +1026,49 @@ def load_tokenizer(name, for_prompts=True):
     return tokenizer
 
 
+@torch.no_grad()
+def check_group_model(lm, name, max_tokens):
+    """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
+
+    This samples two responses to each of two left-padded prompts. Prompt and response have max_tokens tokens,
+    so that a sliding window shows too. One response ends at its first token, so its row leaves the cache.
+    """
+    if context_length(lm.config) < max_tokens:
+        raise UserError(f"{name} reads fewer tokens than the {max_tokens} of prompt and response together")
+    C, T, device = max(max_tokens - 4, 4), 4, lm.device
+    prompt_lengths = torch.tensor([C // 2, C - 1], device=device)
+    ids = torch.randint(lm.config.get_text_config().vocab_size, (2, C), device=device)
+    mask = length_mask(prompt_lengths, C).flip(1)
+    no_stop, uniforms = torch.tensor([-1], device=device), torch.rand(2, 2, T, device=device)
+    first_tokens, _ = generate_groups(lm.eval(), ids, mask, uniforms[:, :, :1], no_stop, 1.0)
+    stop_id = first_tokens[0, 0]
+    tokens, sampled = generate_groups(lm, ids, mask, uniforms, stop_id, 1.0)  # [2, 2, T] each
+    tokens, sampled = tokens.flatten(0, 1), sampled.flatten(0, 1)  # [4, T]
+    lengths = response_lengths(tokens, stop_id)
+    ids = torch.cat([ids.repeat_interleave(2, 0), tokens], 1)
+    mask = torch.cat([mask.repeat_interleave(2, 0), length_mask(lengths, T)], 1)
+    updated, _ = group_logprobs(lm.train(), ids, mask, T, 1.0)  # [4, T]
+    compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
+
+
+def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
+    """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
+
+    ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
+    """
+    # A soft cap shows only in large logits. So the output layer multiplies by 64, and we divide by 64.
+    hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
+    own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
+    for row, length in enumerate(lengths):
+        text = ids[row, mask[row]]  # without padding
+        logits = lm(text[None]).logits[0, -length - 1 : -1].float() / 64  # [length, V]
+        own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
+    hook.remove()
+    gap = (torch.stack([sampled, updated]).sum(2) - own).abs().max()
+    if not gap < 0.1:  # 8-bit weights round the most, by up to 0.03
+        raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
+
+
 def trainable(module):
     """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -1071,50 +1101,13 @@ def add_lora(model, args):
 def share_layers(policy, count):
     """Freeze the policy's embeddings and first layers. -> a reference that shares them and copies the rest"""
     layers = transformer_layers(policy)
+    if count > len(layers):
+        raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
     embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
     shared = [p for module in [*embeddings, *layers[:count]] for p in module.parameters()]
     for p in shared:
         p.requires_grad_(False)
     return copy.deepcopy(policy, memo={id(p): p for p in shared})  # what is in the memo is not copied
-
-
-@torch.no_grad()
-def check_model(lm, name, max_tokens):
-    """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
-
-    This samples a few tokens after two left-padded prompts. Together they have max_tokens tokens, so that a
-    sliding window shows too. The first response ends before the second one, so its row leaves the cache.
-    """
-    if context_length(lm.config) < max_tokens:
-        raise UserError(f"{name} reads fewer tokens than the {max_tokens} of prompt and response together")
-    C, T, device = max(max_tokens - 4, 4), 4, lm.device
-    prompt_lengths = torch.tensor([C // 2, C - 1], device=device)
-    lengths = torch.tensor([2, 4], device=device)  # of the responses
-    ids = torch.randint(lm.config.get_text_config().vocab_size, (2, C), device=device)
-    mask = length_mask(prompt_lengths, C).flip(1)
-    no_stop, uniforms = torch.tensor([-1], device=device), torch.rand(2, T, device=device)
-    tokens, sampled = generate(lm.eval(), ids, mask, lengths, uniforms, no_stop, 1.0)  # [2, T] each
-    ids, mask = torch.cat([ids, tokens], 1), torch.cat([mask, length_mask(lengths, T)], 1)
-    updated, _, _ = response_logprobs(lm.train(), ids, mask, T, 1.0)  # [2, T]
-    compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
-
-
-def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
-    """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
-
-    ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
-    """
-    # A soft cap shows only in large logits. So the output layer multiplies by 64, and we divide by 64.
-    hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
-    own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
-    for row, length in enumerate(lengths):
-        text = ids[row, mask[row]]  # without padding
-        logits = lm(text[None]).logits[0, -length - 1 : -1].float() / 64  # [length, V]
-        own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
-    hook.remove()
-    gap = (torch.stack([sampled, updated]).sum(2) - own).abs().max()
-    if not gap < 0.1:  # 8-bit weights round the most, by up to 0.03
-        raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
 
 
 def load_policy_and_reference(args, name, device, needs_reference=True):
@@ -1160,32 +1153,11 @@ def save_policy(policy, tokenizer, folder):
 # ---- Rewards -----------------------------------------------------------------------------------------------
 
 
-def load_summary_reward(args, device, trainer_state):
-    """The reward model, or the functions of --reward-fn, as one function: posts (list of dict, from
-    load_posts), responses (list of str), response_tokens (list of lists) -> dict: name -> rewards, fp32 [B]
-    """
+def load_summary_reward(args, device):
+    """The functions of --reward-fn, or the reward model. -> dict: name -> function"""
     if args.reward_fn is not None:
-        functions = load_functions("--reward-fn", args.reward_fn)
-    else:
-        functions = {"reward_model": load_reward_model(args, args.reward_model_path, device)}
-    return partial(score_responses, functions, trainer_state=trainer_state, device=device)
-
-
-def score_responses(functions, rows, responses, response_tokens, trainer_state, device):
-    """Call reward functions for one response to each row. -> dict: name of the function -> fp32 [B]
-
-    functions: dict of name -> function; rows: B dicts with prompt (str or list of messages) and columns
-    (dict); responses: B str; response_tokens: B lists of token ids. Where the prompt is a list of messages,
-    functions get the response as one too, as in TRL. nan: a function does not apply to the row.
-    """
-    completions = []
-    for row, response in zip(rows, responses):
-        message = {"role": "assistant", "content": response}
-        completions.append([message] if is_chat(row["prompt"]) else response)
-    prompts = [row["prompt"] for row in rows]
-    inputs = dict(prompts=prompts, completions=completions, completion_ids=response_tokens)
-    data_rows = [row["columns"] for row in rows]
-    return call_reward_functions(functions, data_rows, inputs, trainer_state, device)
+        return load_functions(args.reward_fn)
+    return {"reward_model": load_reward_model(args, args.reward_model_path, device)}
 
 
 def load_functions(names):
@@ -1200,6 +1172,23 @@ def load_functions(names):
             raise UserError(f"{name}: there is another module {path.stem}, or another function {function}")
         functions[function] = getattr(module, function)
     return functions
+
+
+def score_responses(functions, trainer_state, device, examples, responses, response_tokens):
+    """Call reward functions for one response to each example. -> dict: name of the function -> fp32 [B]
+
+    examples: B dicts with prompt (str or list of messages) and columns (dict); responses: B str;
+    response_tokens: B lists of token ids. If the prompt is a list of messages, functions get the response as
+    one too, as in TRL.
+    """
+    completions = []
+    for example, response in zip(examples, responses):
+        message = {"role": "assistant", "content": response}
+        completions.append([message] if is_chat(example["prompt"]) else response)
+    prompts = [example["prompt"] for example in examples]
+    rows = [example["columns"] for example in examples]
+    inputs = rows, prompts, completions, response_tokens
+    return call_reward_functions(functions, trainer_state, device, *inputs)
 
 
 def call_reward_functions(functions, trainer_state, device, rows, prompts, completions, completion_ids):
@@ -1241,31 +1230,66 @@ def reward_means(b):
 
 
 def load_reward_model(args, name, device):
-    """A reward model as a reward function: prompts, completions (lists of str, or of chats) -> list of B
-    floats.
+    """A reward model as a reward function: prompts, completions (lists of B str, or of B lists of messages)
+    -> list of B floats.
 
     It reads text, tokenized with its own tokenizer, so it need not share the policy's. reward_model.py saved
     the mean score of reference summaries as reward_offset. It is subtracted (N+ paper, detail 15).
     """
-    head_may_be_new = not has_head(name, 1)
-    model = load_model(AutoModelForSequenceClassification, name, head_may_be_new, num_labels=1)
-    if model.has_new_head:
-        init_new_head(model)
-        if accelerate.PartialState().is_main_process:
-            print(f"{name} is a language model: random reward head, so the reward means nothing")
+    config, _ = transformers.PretrainedConfig.get_config_dict(resolve_path(name))
+    architectures = config.get("architectures")  # None: a folder with a LoRA adapter
+    new_head = architectures is not None and not any("SequenceClassification" in x for x in architectures)
+    if new_head:
+        accelerate.PartialState().print(f"{name} is a language model: random reward head")
+    model = load_model(AutoModelForSequenceClassification, name, new_head, num_labels=1)
+    if model.config.model_type in ("xlnet", "ctrl"):
+        raise UserError(f"{name}: XLNet and CTRL read the last position, which may be padding")
     model.to(device).eval().requires_grad_(False)
     tokenizer = load_tokenizer(name, for_prompts=False)
     max_length = min(tokenizer.model_max_length, context_length(model.config))
-    check_classifier(model, tokenizer, name, min(max_length, 1024))
     offset = getattr(model.config, "reward_offset", 0.0)
 
-    def reward_model(prompts, completions, **kwargs):
-        texts = preference_ids(tokenizer, prompts, completions, max_length, args.date)
+    def reward_model(prompts, completions, **columns):
+        texts = []
+        for prompt, group in groupby(zip(prompts, completions), key=lambda pair: pair[0]):
+            texts += preference_ids(tokenizer, prompt, [response for _, response in group], max_length)
         with torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device)):
             scores = score_tokens(model, texts, args.local_rollout_forward_batch_size).squeeze(1)  # [B]
         return (scores - offset).tolist()
 
     return reward_model
+
+
+def preference_ids(tokenizer, prompt, responses, max_length):
+    """Token ids of a prompt with each of its responses, by the same rule in training and in rollouts.
+
+    A str prompt and str responses: each begins with its space and gets EOS at the end, even if it was cut off
+    at its length limit, because the score is read there. Lists of messages: together they are a chat, which
+    ends as its template ends it. If a text is longer than max_length, the prompt loses its first tokens, but
+    not BOS; the same ones for all responses, so that they are compared after the same prompt.
+    -> list of lists
+    """
+    if is_chat(responses[0]):
+        chats = [render_chat(tokenizer, prompt + response) for response in responses]
+        texts = tokenizer(chats, add_special_tokens=False).input_ids
+    elif tokenizer.cls_token_id is not None:  # tokenizers of BERT's family write [CLS] and [SEP] themselves
+        texts = tokenizer([prompt + response for response in responses]).input_ids
+    else:
+        prompt_ids = tokenizer(prompt).input_ids
+        response_ids = tokenizer(responses, add_special_tokens=False).input_ids
+        texts = [prompt_ids + with_eos(ids, tokenizer) for ids in response_ids]
+    start = int(texts[0][0] in (tokenizer.bos_token_id, tokenizer.cls_token_id))  # 1: keep the first token
+    num_shared = len(os.path.commonprefix(texts)) - start
+    excess = max(len(ids) for ids in texts) - max_length
+    shared_cut = max(min(excess, num_shared), 0)
+    # A response that is longer than max_length loses its beginning too.
+    cuts = [max(shared_cut, len(ids) - max_length) for ids in texts]
+    return [ids[:start] + ids[start + cut :] for ids, cut in zip(texts, cuts)]
+
+
+def with_eos(ids, tokenizer):
+    """Token ids with EOS at the end, unless the text brings one."""
+    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
 @torch.no_grad()
@@ -1278,33 +1302,6 @@ def score_tokens(model, texts, batch_size):
         ids = nn.utils.rnn.pad_sequence(ids, batch_first=True).to(model.device)  # [rows, L]
         logits[rows] = sequence_logits(model, ids, length_mask(lengths[rows], ids.shape[1]))
     return logits
-
-
-def preference_ids(tokenizer, prompts, responses, max_length, date):
-    """Token ids of each prompt with its response, by the same rule in training and in rollouts.
-
-    prompts, responses: lists of str, which get EOS at the end; or lists of chats, which end as the chat
-    template ends them. The lists are not empty. In rollouts, a response that was cut off at its length limit
-    gets an EOS too: the score is read at the EOS. -> list of lists, each with the last max_length ids at most
-    """
-    if is_chat(responses[0]):  # then all are chats
-        chats = [prompt + response for prompt, response in zip(prompts, responses)]
-        texts = [render_chat(tokenizer, chat, date) for chat in chats]
-        all_ids = tokenizer(texts, add_special_tokens=False).input_ids
-    elif tokenizer.cls_token_id is not None:  # tokenizers of BERT's family write [CLS] and [SEP] themselves
-        tokenizer.truncation_side = "left"
-        texts = [prompt + response for prompt, response in zip(prompts, responses)]
-        all_ids = tokenizer(texts, truncation=True, max_length=max_length).input_ids
-    else:
-        prompt_ids = tokenizer(prompts).input_ids
-        response_ids = tokenizer(responses, add_special_tokens=False).input_ids
-        all_ids = [x + with_eos(y, tokenizer) for x, y in zip(prompt_ids, response_ids)]
-    return [ids[-max_length:] for ids in all_ids]
-
-
-def with_eos(ids, tokenizer):
-    """Token ids with EOS at the end, unless the text brings one."""
-    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
 def sequence_logits(model, ids, mask):
@@ -1337,164 +1334,115 @@ Summary B: {b}
 Answer with one letter, A or B, and nothing else."""
 
 
-def load_judge_fn(args, device, trainer_state):
-    """The function of --judge-fn, called as the function that load_summary_reward returns; or None."""
-    if args.judge_fn is None:
-        return None
-    functions = load_functions("--judge-fn", [args.judge_fn])
-    return partial(score_responses, functions, trainer_state=trainer_state, device=device)
+def load_judge(args, tokenizer, reward_functions, trainer_state, device):
+    """The judge and its name: --judge-model, else the function of --judge-fn, else the reward itself.
 
-
-def load_judge(args, tokenizer, get_rewards, get_judge_scores, device):
-    """The judge: posts, responses (list of str) -> one verdict per post.
-
-    A verdict is 1 (the response wins), 0 (the reference wins), 0.5 (tie) or None (no verdict). The judge is
-    --judge-model, else the function of --judge-fn, else the reward itself.
+    reward_functions: from load_summary_reward; None: load them if they are needed. The judge is a function of
+    posts and responses (list of str) that returns their verdicts: see win_rate.
     """
-    if args.judge_model is not None and is_chat_judge(args):
-        return chat_judge(args)
-    if args.judge_model is not None:
-        functions = {"judge": load_reward_model(args, args.judge_model, device)}
-        get_scores = partial(score_responses, functions, trainer_state=None, device=device)
-        return score_judge(get_scores, tokenizer)
-    if get_judge_scores is not None:
-        return score_judge(get_judge_scores, tokenizer)
-    return score_judge(get_rewards, tokenizer, args.reward_weights)
+    if args.judge_url is not None and args.judge_model is None:
+        raise UserError("--judge-url needs --judge-model: the name of the model on that server")
+    name, weights = args.judge_model, None
+    if name is None and args.judge_fn is None:
+        name, weights = ", ".join(args.reward_fn or [args.reward_model_path]), args.reward_weights
+        functions = reward_functions or load_summary_reward(args, device)
+    elif name is None:
+        name, functions = args.judge_fn, load_functions([args.judge_fn])
+    elif args.judge_url is None and any(Path(folder, name).is_dir() for folder in ("", HERE)):
+        # In fp32: bf16 rounds so much that equal texts would not be a tie.
+        functions = {"judge": load_reward_model(replace(args, dtype="float32"), name, device)}
+    else:
+        import openai
+
+        client = openai.OpenAI(base_url=args.judge_url, max_retries=4)  # its key is in OPENAI_API_KEY
+        return partial(ask_chat_model, client, args), f"{name} at {client.base_url}"
+    get_scores = partial(score_responses, functions, trainer_state, device)
+    return partial(compare_scores, get_scores, tokenizer, weights), name
 
 
-def judge_name(args):
-    """Who the judge of load_judge is, and on which server."""
-    if args.judge_model is None:
-        return args.judge_fn or ", ".join(args.reward_fn or [args.reward_model_path])
-    return f"{args.judge_model} at {chat_server(args)}" if is_chat_judge(args) else args.judge_model
-
-
-def is_chat_judge(args):
-    """True if --judge-model is a chat model on a server, not the folder of a reward model."""
-    return args.judge_url is not None or not Path(resolve_path(args.judge_model)).is_dir()
-
-
-def score_judge(get_scores, tokenizer, weights=None):
-    """A judge that prefers the summary with the higher score. No verdict if one of the two has no score."""
-
-    def judge(posts, responses):
-        references = [post["reference"] for post in posts]
-        ours = score_texts(get_scores, tokenizer, posts, responses, weights)  # [B]
-        theirs = score_texts(get_scores, tokenizer, posts, references, weights)  # [B]
-        verdicts = (ours > theirs).float() + 0.5 * (ours == theirs).float()
-        unknown = (ours + theirs).isnan().tolist()
-        return [None if x else verdict for x, verdict in zip(unknown, verdicts.tolist())]
-
-    return judge
+def compare_scores(get_scores, tokenizer, weights, posts, responses):
+    """The verdicts of a judge that prefers the higher score. -> fp32 [posts]"""
+    references = [post["reference"] for post in posts]
+    ours = score_texts(get_scores, tokenizer, posts, responses, weights)  # [posts]
+    theirs = score_texts(get_scores, tokenizer, posts, references, weights)  # [posts]
+    # A text has two scores in two batches, because they round differently.
+    is_tie = torch.isclose(ours, theirs, rtol=1e-3, atol=1e-3)
+    verdicts = torch.where(is_tie, 0.5, (ours > theirs).float())
+    return verdicts.masked_fill((ours + theirs).isnan(), math.nan).cpu()
 
 
 def score_texts(get_scores, tokenizer, posts, texts, weights=None):
-    """The score of one text for each post: the weighted sum of its rewards. -> fp32 [B]
+    """The weighted sum of the rewards of one text for each post; nan if no function applies. -> fp32 [posts]
 
-    Functions get the texts tokenized again, without a stop token. In training, a text to which no function
-    applies has the score 0; here nan, so that no judge decides by it.
+    Functions get the texts tokenized again, without a stop token.
     """
     token_ids = tokenizer(texts, add_special_tokens=False).input_ids
-    rewards = get_scores(posts, texts, token_ids)  # name -> [B]
-    has_no_reward = torch.stack(list(rewards.values())).isnan().all(0)  # [B]
+    rewards = get_scores(posts, texts, token_ids)  # name -> [posts]
+    has_no_reward = torch.stack(list(rewards.values())).isnan().all(0)  # [posts]
     return weighted_sum(rewards, weights).masked_fill(has_no_reward, math.nan)
 
 
-def chat_judge(args):
-    """A judge that asks a chat model which of two summaries is better."""
-    import huggingface_hub
-    import openai
+def ask_chat_model(client, args, posts, responses):
+    """The verdicts of a chat model on an OpenAI-compatible server. -> fp32 [posts]
 
-    url = chat_server(args)
-    key = os.environ.get("OPENAI_API_KEY", "none")
-    if url == HUGGING_FACE:
-        key = huggingface_hub.get_token() or "none"
-    client = openai.OpenAI(base_url=url, api_key=key, timeout=300, max_retries=4)
+    Judges prefer the first or the second of two summaries, so the order is random.
+    """
+    uniforms = torch.rand(len(posts), generator=generator_for(args.seed, "order of the two"))
 
-    def verdict(post, response, response_is_a):
+    def ask(post, response, response_is_a):
         a, b = post["reference"].strip(), response.strip()
         if response_is_a:
             a, b = b, a
         question = QUESTION.format(post=plain_text(post["prompt"]), a=a, b=b)
-        try:
-            answer = client.chat.completions.create(
-                model=args.judge_model,
-                messages=[{"role": "user", "content": question}],
-                max_tokens=8,
-                temperature=0.0,
-            )
-        except openai.OpenAIError as error:
-            raise UserError(f"--judge-model {args.judge_model} at {url}: {error}") from error
-        letters = set(re.findall(r"\b[AB]\b", answer.choices[0].message.content or ""))
-        if len(letters) != 1:
-            return None
-        return float(("A" in letters) == response_is_a)
+        reply = client.chat.completions.create(
+            model=args.judge_model,
+            messages=[{"role": "user", "content": question}],
+            max_tokens=8,
+            temperature=0.0,
+        )
+        [choice] = reply.choices
+        answer = choice.message.content or ""
+        letters = re.findall(r"\b[AB]\b", answer)
+        # Not a verdict: an answer that was cut off, names both or neither, or only begins with the article A.
+        is_cut_off = choice.finish_reason == "length"
+        if is_cut_off or len(set(letters)) != 1 or not re.search(r"\b[AB]\W*$", answer):
+            return math.nan
+        return float((letters[0] == "A") == response_is_a)
 
-    def judge(posts, responses):
-        # Judges prefer the first or the second place, so the order is random.
-        uniforms = torch.rand(len(posts), generator=generator_for(args.seed, "order of the two"))
-        response_is_a = (uniforms < 0.5).tolist()
-        with ThreadPoolExecutor(8) as pool:
-            return list(pool.map(verdict, posts, responses, response_is_a))
-
-    return judge
-
-
-HUGGING_FACE = "https://router.huggingface.co/v1"
-
-
-def chat_server(args):
-    """The address of an OpenAI-compatible server: --judge-url, or else OpenAI's, or Hugging Face's for models
-    with a "/" in their name. The key is OPENAI_API_KEY; for Hugging Face, that of `hf auth login`.
-    """
-    if args.judge_url is not None:
-        return args.judge_url
-    return HUGGING_FACE if "/" in args.judge_model else "https://api.openai.com/v1"
+    with ThreadPoolExecutor(8) as pool:
+        return torch.tensor(list(pool.map(ask, posts, responses, (uniforms < 0.5).tolist())))
 
 
 def judge_policy(args):
-    """The subcommand judge: the win rate of one model against the references, like TRL's judge_tldr.py.
-
-    -> the metrics of win_rate; None on other processes than the main one
-    """
-    check_rloo_args(args)
+    """The verb judge: the win rate of a model against the references, like TRL's judge_tldr.py. -> dict"""
     if args.resume is not None:
         raise UserError("judge has no --resume: use --model-name-or-path RUN/model")
     if args.bf16:
         args = replace(args, dtype="bfloat16")
     accelerator = start_accelerator(args)
+    if not accelerator.is_main_process:  # so that a judge on a server is asked only once
+        return None
     device = accelerator.device
     tokenizer = load_tokenizer(args.model_name_or_path)
-    posts = choose_held_out(load_posts(load_splits(args.dataset_name)[1], tokenizer, args), args)
-    if not has_references(posts):
-        raise UserError(f"data set {args.dataset_name!r}: judge needs the column completion, with references")
+    _, rows = load_splits(args.dataset_name)
+    posts = choose_held_out(load_posts(rows, tokenizer, args), args)
+    if not posts[0]["reference"]:
+        raise UserError(f"{args.dataset_name}: judge needs the column completion, with references")
     policy_name = args.sft_model_path or args.model_name_or_path
-    policy = load_model(AutoModelForCausalLM, policy_name)
-    check_model(policy, policy_name, longest_prompt(posts) + args.response_length)
-    policy.to(device).eval()
-    set_global_seed(args.seed, "held-out")  # for random numbers in your own reward function
+    policy = load_model(AutoModelForCausalLM, policy_name).to(device)
+    check_group_model(policy, policy_name, max(len(post["ids"]) for post in posts) + args.response_length)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)
-    trainer_state = transformers.TrainerState()
-    get_judge_scores = load_judge_fn(args, device, trainer_state)
-    get_rewards = None
-    if args.judge_model is None and args.judge_fn is None:
-        get_rewards = load_summary_reward(args, device, trainer_state)
-    judge = load_judge(args, tokenizer, get_rewards, get_judge_scores, device)
-
-    batch = draw_groups(posts, 1, args, "held-out")  # one summary per post
-    result = None
+    judge, judge_name = load_judge(args, tokenizer, None, transformers.TrainerState(), device)
+    batch = draw_groups(posts, 1, args, "held-out")  # the posts and random numbers of the evaluation in train
     with torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device)):
-        _, responses, _ = sample_responses(policy, tokenizer, batch, stop_ids, args)
-        if accelerator.is_main_process:
-            result = {name: float(x) for name, x in win_rate(judge, posts, responses).items()}
-            print(
-                f"Model win rate: {result['win rate']:.2%} +- {result['+- (95 % interval)']:.2%} "
-                f"({result['ties']:.1%} ties, {result['no verdict']:.1%} without verdict), n = {len(posts)}, "
-                f"judge {judge_name(args)}, {describe_decoding(args)}, model {policy_name}"
-            )
-    accelerator.wait_for_everyone()  # a process that exits first may stop the others
-    accelerator.end_training()
-    return result
+        _, responses = sample_responses(policy, tokenizer, stop_ids, lambda *inputs: {}, batch, args)
+    metrics = win_rate(judge(posts, responses))
+    print(
+        f"Model win rate: {metrics['win rate']:.2%} +- {metrics['+- (95 % interval)']:.2%} "
+        f"({metrics['ties']:.1%} ties, {metrics['no verdict']:.1%} without verdict), n = {len(posts)}, "
+        f"judge {judge_name}, {describe_decoding(args)}, model {policy_name}"
+    )
+    return metrics
 
 
 # ---- Data --------------------------------------------------------------------------------------------------
@@ -1539,63 +1487,42 @@ def read_rows(path):
     return rows
 
 
-def decode(tokenizer, prompt_tokens, response_tokens):
-    """The texts of prompts and responses, from lists of token ids. -> prompts, responses (lists of str)
-
-    Some tokenizers drop the first space of what they decode. So prompt and response are decoded together, and
-    the text of the prompt is cut off. Of the special tokens only BOS, EOS and pad are left out: another one,
-    such as <answer>, is a part of the text.
-    """
-    left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-
-    def text_of(tokens):
-        return tokenizer.decode([token for token in tokens if token not in left_out])
-
-    prompts, responses = [], []
-    for prompt, response in zip(prompt_tokens, response_tokens):
-        text = text_of(prompt + response)
-        # Not the length of the prompt: a response may complete its last character.
-        start = len(os.path.commonprefix([text_of(prompt), text]))
-        prompts.append(text[:start])
-        responses.append(text[start:])
-    return prompts, responses
-
-
-def list_tokens(ids, mask):
-    """The token ids of each row where the mask is True. [B, L], bool [B, L] -> list of B lists"""
-    return [row[m].tolist() for row, m in zip(ids.cpu(), mask.cpu())]
-
-
 def load_posts(rows, tokenizer, args):
-    """The posts that are short enough. -> list of dict, each with
+    """The posts that are short enough, as a list of dict:
 
     ids: token ids of the prompt; prompt: as in the data, a str or a list of messages; reference: str, "" if
-    there is none; columns: the other columns of the row, for functions of --reward-fn
+    there is none; columns: the row of the data set, for functions of --reward-fn
     """
-    if "prompt" not in rows.column_names:
-        raise UserError(f"data set {args.dataset_name!r} needs the column prompt; it has {rows.column_names}")
     posts = []
     for row in rows:
-        prompt = row.pop("prompt")
-        if not prompt or not isinstance(prompt, (str, list)):
+        prompt, reference = row.get("prompt"), row.get("completion")
+        if not prompt:
             continue
-        reference = row.get("completion")
         if is_chat(reference):
             reference = reference[-1]["content"]
-        if is_chat(prompt):
-            text = render_chat(tokenizer, prompt, args.date, is_prompt=True)
-            ids = tokenizer(text, add_special_tokens=False).input_ids
-        else:
-            ids = tokenizer(prompt).input_ids
+        ids = tokenize_prompt(tokenizer, prompt)
         if len(ids) <= args.max_prompt_length:
-            reference = reference if isinstance(reference, str) else ""
-            posts.append(dict(ids=ids, prompt=prompt, reference=reference, columns=row))
+            posts.append(dict(ids=ids, prompt=prompt, reference=reference or "", columns=row))
     if not posts:
         raise UserError(
-            f"data set {args.dataset_name!r}: no prompt is a text, or a chat, of at most --max-prompt-length "
+            f"{args.dataset_name}: no row has a column prompt of at most --max-prompt-length "
             f"{args.max_prompt_length} tokens"
         )
     return posts
+
+
+def choose_held_out(posts, args):
+    """num_examples of the held-out posts, in random order; of those with a reference, if there are any."""
+    posts = [post for post in posts if post["reference"]] or posts
+    count = min(args.num_examples, len(posts))
+    return [posts[row] for row in stream_rows(len(posts), start=0, count=count, seed=args.seed)]
+
+
+def tokenize_prompt(tokenizer, prompt):
+    """The token ids of a prompt, which is a text or a list of messages. -> list"""
+    if not is_chat(prompt):
+        return tokenizer(prompt).input_ids
+    return tokenizer(render_chat(tokenizer, prompt, is_prompt=True), add_special_tokens=False).input_ids
 
 
 def is_chat(value):
@@ -1626,11 +1553,31 @@ def plain_text(prompt):
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
-def choose_held_out(posts, args):
-    """num_examples of the held-out posts, in random order; of those with a reference, if there are any."""
-    posts = [post for post in posts if post["reference"]] or posts
-    count = min(args.num_examples, len(posts))
-    return [posts[row] for row in stream_rows(len(posts), start=0, count=count, seed=args.seed)]
+def decode(tokenizer, prompt_tokens, response_tokens):
+    """The texts of prompts and responses, from lists of token ids. -> prompts, responses (lists of str)
+
+    Some tokenizers drop the first space of what they decode. So prompt and response are decoded together, and
+    the text of the prompt is cut off. Of the special tokens only BOS, EOS and pad are left out: another one,
+    such as <answer>, is a part of the text.
+    """
+    left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+
+    def text_of(tokens):
+        return tokenizer.decode([token for token in tokens if token not in left_out])
+
+    prompts, responses = [], []
+    for prompt, response in zip(prompt_tokens, response_tokens):
+        text = text_of(prompt + response)
+        # Not the length of the prompt: a response may complete its last character.
+        start = len(os.path.commonprefix([text_of(prompt), text]))
+        prompts.append(text[:start])
+        responses.append(text[start:])
+    return prompts, responses
+
+
+def list_tokens(ids, mask):
+    """The token ids of each row where the mask is True. [B, L], bool [B, L] -> list of B lists"""
+    return [row[m].tolist() for row, m in zip(ids.cpu(), mask.cpu())]
 
 
 def set_global_seed(seed, *purpose):
@@ -1725,11 +1672,6 @@ def make_learner(model, args, accelerator):
     return accelerator.prepare(learner, optimizer_class(trainable(learner).values(), **options))
 
 
-def unshard(x):
-    """The whole tensor of which FSDP2 has shards; anything else as it is."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
 @torch.no_grad()
 def copy_weights(learner, model):
     """Copy the trained weights into the whole model, if they are shards of a copy."""
@@ -1741,6 +1683,11 @@ def copy_weights(learner, model):
 
             with deepspeed.zero.GatheredParameters([trained]):
                 p.copy_(trained)
+
+
+def unshard(x):
+    """The whole tensor of which FSDP2 has shards; anything else as it is."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def performance_metrics(start_time, rollout_end, num_tokens, device):
@@ -1761,9 +1708,6 @@ def performance_metrics(start_time, rollout_end, num_tokens, device):
 
 
 # ---- Run folder and screen ---------------------------------------------------------------------------------
-
-
-LOGS = ("metrics.jsonl", "samples.jsonl", "tokens.jsonl")  # the files of a run that grow
 
 
 class Run:
@@ -1790,6 +1734,11 @@ class Run:
         if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
+    def logs(self):
+        """The files of this run that grow."""
+        names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
+        return [self.folder / name for name in names if (self.folder / name).exists()]
+
     def append(self, name, rows):
         if self.accelerator.is_main_process:
             with open(self.folder / name, "a") as file:
@@ -1813,7 +1762,8 @@ class Run:
         update = metrics["update"]
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
-            raise UserError(f"update {update}, not finite: {not_finite} (is --learning-rate too high?)")
+            names = ", ".join(not_finite)
+            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
@@ -1858,7 +1808,7 @@ class Run:
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
-        state = {"update": 0, "batch_size": batch_size, "sizes": dict.fromkeys(LOGS, 0)}
+        state = {"update": 0, "batch_size": batch_size, "sizes": {}}  # sizes: bytes of each log
         checkpoints = sorted(self.folder.glob("checkpoints/*/state.json"))
         if self.args.resume and checkpoints:
             state = json.loads(checkpoints[-1].read_text())
@@ -1877,9 +1827,8 @@ class Run:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
             os.replace(self.folder / "draft.json", self.folder / "args.json")
-            for name, size in state["sizes"].items():  # what came after the checkpoint will be written again
-                with open(self.folder / name, "a") as file:
-                    file.truncate(size)
+            for path in self.logs():  # what came after the checkpoint will be written again
+                os.truncate(path, state["sizes"].get(path.name, 0))
         if self.args.log_with != "none":  # only now, because the tracker writes to the run folder
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
@@ -1908,7 +1857,7 @@ class Run:
             self.accelerator.save_state(draft)
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
-                state["sizes"] = {name: (self.folder / name).stat().st_size for name in LOGS}
+                state["sizes"] = {path.name: path.stat().st_size for path in self.logs()}
                 (draft / "state.json").write_text(json.dumps(state))
                 draft.rename(self.folder / "checkpoints" / f"{update:06d}")
                 for old in sorted(self.folder.glob("checkpoints/*"))[: -max(self.args.keep_checkpoints, 1)]:
@@ -1944,9 +1893,10 @@ def rows_of(columns):
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def report_summaries(run, posts, before, after):
+def report_summaries(run, judge, judge_name, posts, before, after):
     """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from
-    evaluate_summaries"""
+    evaluate_summaries; judge: from load_judge, or None
+    """
     metrics_before, samples_before = before
     metrics_after, samples_after = after
     rows = []
@@ -1954,18 +1904,24 @@ def report_summaries(run, posts, before, after):
         row = {"prompt": old["prompt"], "reference": post["reference"]}
         row |= {"before": old["response"], "score": old["score"]}
         rows.append(row | {"after": new["response"], "score after": new["score"]})
+    if judge is not None:
+        # Both evaluations are judged here, at the end, so that a run that is resumed asks a paid judge once.
+        verdicts = [judge(posts, [row[name] for row in rows]) for name in ("before", "after")]
+        has_none = torch.stack(verdicts).isnan().any(0)  # compare the same posts
+        win_rates = [win_rate(x.masked_fill(has_none, math.nan)) for x in verdicts]
+        metrics_before, metrics_after = win_rates[0] | metrics_before, win_rates[1] | metrics_after
     comparison = []
     for name, value in metrics_before.items():
         comparison.append({"metric": name, "before": value, "after": metrics_after[name]})
-    judge = judge_name(run.args) if "win rate" in metrics_after else None
     decoding = describe_decoding(run.args)
     run.table("held-out posts", rows[:3])
     run.table(f"{len(rows)} held-out posts", comparison)
-    run.print(f"judge: {judge or 'none, because there are no references'}; {decoding}")
+    run.accelerator.print(f"judge: {judge_name}; {decoding}")
     about = {"before": metrics_before, "after": metrics_after, "n": len(rows)}
-    about |= {"judge": judge, "decoding": decoding}
-    run.write("evaluation.json", json.dumps(about, indent=2))
-    run.write("evaluation_samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    about |= {"judge": judge_name, "decoding": decoding}
+    (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
     run.accelerator.log({f"eval/{name}": x for name, x in metrics_after.items()}, step=run.updates)
 
 
@@ -1982,30 +1938,6 @@ def check_positive(args, *names):
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
-
-
-def check_rloo_args(args):
-    """Raise for flags that cannot work, before anything is loaded."""
-    check_rl_args(args)
-    check_positive(args, "num_examples", "max_prompt_length")
-    local_batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
-    if args.rloo_k < 2 or local_batch % args.rloo_k:
-        raise UserError(
-            f"--rloo-k {args.rloo_k} must be 2 or more and divide the {local_batch} episodes of a process: "
-            "per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches"
-        )
-    if args.missing_eos_penalty is not None and args.stop_token is None and args.stop_token_id is None:
-        raise UserError("--missing-eos-penalty without a stop token would penalize all responses alike")
-    if args.judge_url is not None and args.judge_model is None:
-        raise UserError("--judge-url needs --judge-model: the name of the model on that server")
-
-
-def without_foreign_judge(args):
-    """Drop the judge function of the recipe tiny if the data is another: it only understands data/tldr."""
-    tiny = RECIPES["tiny"]
-    if args.judge_fn == tiny.judge_fn and Path(args.dataset_name) != Path(tiny.dataset_name):
-        return replace(args, judge_fn=None)
-    return args
 
 
 def parse_args(argv):
@@ -2040,6 +1972,7 @@ def parse_args(argv):
 
 
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
@@ -2047,7 +1980,10 @@ def main(argv=None):
         library.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
     try:
-        train(parse_args(sys.argv[1:] if argv is None else argv))
+        if argv[:1] == ["judge"]:
+            judge_policy(parse_args(argv[1:]))
+        else:
+            train(parse_args(argv))
     except UserError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)

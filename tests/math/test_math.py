@@ -337,12 +337,12 @@ def test_three_tokens_by_hand(num_pads):
     ids = torch.tensor([[2] * num_pads + [0, 1, 2]])
     mask = torch.arange(3 + num_pads)[None] >= num_pads
     logprobs, entropies, values = model(ids, mask, 2, 1.0)
-    close(logprobs, [math.log(2 / 4), math.log(6 / 10)])
-    close(values, [10.0, 20.0])
+    close(logprobs, [[math.log(2 / 4), math.log(6 / 10)]])
+    close(values, [[10.0, 20.0]])
     distributions = (0.25, 0.5, 0.25), (0.3, 0.1, 0.6)
-    close(entropies, [-sum(p * math.log(p) for p in row) for row in distributions])
+    close(entropies, [[-sum(p * math.log(p) for p in row) for row in distributions]])
     colder, _, _ = model(ids, mask, 2, 0.5)  # temperature 0.5 squares the probabilities
-    close(colder, [math.log(4 / 6), math.log(36 / 46)])
+    close(colder, [[math.log(4 / 6), math.log(36 / 46)]])
 
 
 # ---- RLOO --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 from run_tools import SMALL, eos_prone
 
 pytest_plugins = ["run_fixtures"]
@@ -10,20 +11,21 @@ pytest_plugins = ["run_fixtures"]
 def record_steps(module, monkeypatch):
     """A list that fills with (number of tokens in the loss, gradients before clipping) of each step."""
     steps, counts = [], []
-    loss, clip = module.clipped_policy_loss, module.clip_gradients
+    loss, clip = module.clipped_policy_loss, Accelerator.clip_grad_norm_
 
     def counted(logprobs, *rest):
-        counts.append(logprobs.numel())
+        counts.append((logprobs != 0).sum().item())  # 0 after the end of a response
         return loss(logprobs, *rest)
 
-    def recorded(parameters, max_norm, accelerator):
-        gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    def recorded(self, parameters, max_norm):
+        parameters = list(parameters)
+        gradients = {i: p.grad.clone() for i, p in enumerate(parameters) if p.grad is not None}
         steps.append((sum(counts), gradients))
         counts.clear()
-        return clip(parameters, max_norm, accelerator)
+        return clip(self, parameters, max_norm)
 
     monkeypatch.setattr(module, "clipped_policy_loss", counted)
-    monkeypatch.setattr(module, "clip_gradients", recorded)
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", recorded)
     return steps
 
 

@@ -7,10 +7,10 @@ import functools
 import json
 import math
 import types
+from statistics import fmean
 
 import pytest
 import torch
-import transformers
 from run_tools import reward_file, rows_of, spy, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -23,6 +23,7 @@ TABLE = [
     "sacrebleu",
     "meteor",
     "intent",
+    "intent_match",
     "tokens per answer",
     "distinct1",
     "distinct2",
@@ -44,14 +45,14 @@ def script(scripts):
 def rollouts(script, monkeypatch):
     """The calls of rollout_answers: the evaluation before training, one per update, the one after.
 
-    Arguments: model, reference, tokenizer, is_end, get_reward_parts, batch, args. Result: b, answers.
+    Arguments: model, reference, tokenizer, is_end, get_reward_parts, batch. Result: b, answers.
     """
     return spy(monkeypatch, script, "rollout_answers")
 
 
 def batch_of(call):
     """The batch that a call of rollout_answers got."""
-    (*_, batch, _), _ = call
+    (*_, batch), _ = call
     return batch
 
 
@@ -72,9 +73,9 @@ def table_of(folder):
     return json.loads((folder / "evaluation.json").read_text())
 
 
-def load_turns(script, data, tokenizer, **flags):
-    """The turns of the training split of a data set, for a classifier of four acts."""
-    return script.load_turns(script.load_splits(data)[0], tokenizer, 4, script.Args(**flags))
+def load_turns(script, rows, tokenizer, **flags):
+    """The turns of these dialogs, for a classifier of four acts."""
+    return script.load_turns(rows, tokenizer, 4, script.Args(**flags))
 
 
 # ---- The first update --------------------------------------------------------------------------------------
@@ -103,23 +104,6 @@ def test_other_splits_of_the_batch_sample_the_same_tokens(talk, rollouts):
     assert len(set(lengths)) > 2
     assert seen[0] == seen[1] == seen[2]
     assert scores[1:] == pytest.approx([scores[0]] * 2, abs=1e-5)
-
-
-def test_the_sampled_distribution_is_the_scored_one(talk, script, talker, rollouts):
-    """Trick 11: tokens come from softmax(logits / temperature), and all log-probabilities are of that."""
-    talk(learning_rate=0.0, temperature=0.7)
-    model = AutoModelForCausalLM.from_pretrained(talker.model).eval()
-    uniforms, (b, _) = batch_of(rollouts[1])["uniforms"], rollouts[1][1]
-    for i in range(8):  # one by one, without padding, in plain transformers
-        n = b["lengths"][i].item()
-        ids = b["ids"][i][b["mask"][i]]
-        tokens = ids[-n:]
-        with torch.no_grad():
-            logits = model(ids[None]).logits[0, -n - 1 : -1] / 0.7
-        assert torch.equal(script.sample_tokens(logits.softmax(-1), uniforms[i, :n]), tokens)
-        expected = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
-        for name in ("logprobs", "ref_logprobs", "sampling_logprobs"):
-            torch.testing.assert_close(b[name][i, :n], expected, atol=1e-3, rtol=1e-3)
 
 
 # ---- Prompts -----------------------------------------------------------------------------------------------
@@ -166,11 +150,12 @@ def test_a_prompt_is_the_beginning_of_its_document(
     folder = {"byte-level": tiny_lm(), "metaspace": metaspace_lm, "bos": bang_lm(bos=True)}[kind]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     sft = scripts["sft"]
-    rows = script.load_splits(tiny_dialogs)[0]
+    rows = rows_of(tiny_dialogs, "train.jsonl")
     documents = sft.dialog_documents(rows, tokenizer, sft.Args(utterance_end=end))
     flags = dict(utterance_end=end, num_context_utterances=99, max_prompt_length=999)
-    turns = iter(load_turns(script, tiny_dialogs, tokenizer, **flags))
-    for utterances, (ids, _) in zip(rows["dialog"], documents):
+    turns = iter(load_turns(script, rows, tokenizer, **flags))
+    for row, (ids, _) in zip(rows, documents, strict=True):
+        utterances = row["dialog"]
         assert ids[-1] == tokenizer.eos_token_id
         assert (ids[0] == tokenizer.bos_token_id) == (kind == "bos")
         for t in range(1, len(utterances)):
@@ -182,33 +167,30 @@ def test_a_prompt_is_the_beginning_of_its_document(
     assert next(turns, None) is None
 
 
-def test_prompts_of_a_run(dialog, script, rollouts, tiny_lm):
-    """Each row has the tokens of the last two utterances, left-padded. Every update has its own turns."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    dialog(total_episodes=16, num_sample_generations=0)
-    first, second = batch_of(rollouts[1]), batch_of(rollouts[2])
-    for batch in (first, second):
-        assert len(batch["turns"]) == 8
-        assert batch["uniforms"].shape == (8, 6)
-        assert batch["mask"].sum(1).max() == batch["mask"].shape[1]
-        for turn, row, m in zip(batch["turns"], batch["ids"], batch["mask"]):
-            tokens = script.utterance_ids(tokenizer, turn.context, "eos")
-            assert row[m].tolist() == sum(tokens[-2:], []) == turn.prompt_tokens
-            assert m.tolist() == sorted(m.tolist())
-    assert not torch.equal(first["uniforms"], second["uniforms"])
-    assert [turn.reference for turn in first["turns"]] != [turn.reference for turn in second["turns"]]
-
-
-def test_acts_must_be_those_of_the_classifier(script, tiny_lm, tmp_path):
+def test_acts_must_be_those_of_the_classifier(script, tiny_lm):
     """From 1 to 4: an act of 0 is an error. Turns without an act and blank utterances are left out."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     good = dict(dialog=["Hi.", "Ho.", "Hum."], act=[1, 2, 4])
     rows = [good, good | dict(act=[1, 2]), good | dict(dialog=["Hi.", " ", "Hum."]), dict(dialog=["Hi."])]
-    turns = load_turns(script, write_rows(tmp_path / "good", train=rows, test=rows), tokenizer)
-    assert [(turn.reference, turn.act) for turn in turns] == [("Ho.", 2), ("Hum.", 4)]
-    rows = [good, good | dict(act=[0, 1, 0])]
+    rows += [good | dict(act=[1, None, 3]), dict(text="Hi."), dict(dialog=None)]
+    turns = load_turns(script, rows, tokenizer)
+    assert [(turn.reference, turn.act) for turn in turns] == [("Ho.", 2), ("Hum.", 4), ("Hum.", 3)]
+    assert script.count_turns(rows) == 4 * 2
     with pytest.raises(script.UserError, match="act 0, but the classifier knows 1 to 4"):
-        load_turns(script, write_rows(tmp_path / "bad", train=rows, test=rows), tokenizer)
+        load_turns(script, [good, good | dict(act=[0, 1, 0])], tokenizer)
+    for rows in ([dict(text="Hi.")], [dict(dialog=["Hi.", "Ho."])]):
+        with pytest.raises(script.UserError, match="no row has a column dialog .* and a column act"):
+            load_turns(script, rows, tokenizer)
+
+
+def test_what_is_left_out_is_counted(dialog, tmp_path, capsys):
+    """Turns without an act, and prompts that are cut to --max-prompt-length."""
+    row = dict(dialog=["Hi.", "How are you, my friend?", "Fine."], act=[1, 2, 1])
+    rows = [row, row | dict(act=[1, 2])]
+    data = write_rows(tmp_path / "data", train=rows * 8, test=rows * 2)
+    dialog(dataset_name=data, max_prompt_length=8)
+    line = "turns that can be used: 16 of 32 for training, 4 of 8 held out; 10 of their prompts are cut to 8"
+    assert line in capsys.readouterr().out
 
 
 # ---- The parts of the reward -------------------------------------------------------------------------------
@@ -299,8 +281,9 @@ def test_intent_by_hand(script, small, tiny_intents, kind):
 def test_intent_texts_are_those_the_classifier_learned(script, scripts, tiny_lm, tiny_dialogs):
     """reward_model.py makes the same texts of the same dialogs; its label is the act minus 1."""
     reward_model = scripts["reward_model"]
-    turns = load_turns(script, tiny_dialogs, AutoTokenizer.from_pretrained(tiny_lm()))
-    rows = reward_model.load_answers(script.load_splits(tiny_dialogs)[0])
+    rows = rows_of(tiny_dialogs, "train.jsonl")
+    turns = load_turns(script, rows, AutoTokenizer.from_pretrained(tiny_lm()))
+    rows = reward_model.load_answers(rows)
     previous = [turn.context[-1] for turn in turns]
     references = [turn.reference for turn in turns]
     assert rows["text"] == script.intent_texts(previous, references)
@@ -338,7 +321,8 @@ def test_without_an_intent(dialog, tmp_path, tiny_dialogs):
     _, folder, metrics = dialog(reward_model_path=None, dataset_name=data)
     assert "intent" not in metrics[0]
     assert metrics[0]["meteor"] == metrics[0]["objective/scores"]
-    assert list(table_of(folder)["before"]) == [name for name in TABLE if name != "intent"]
+    assert set(table_of(folder)) == {"before", "after", "references", "n", "meteor"}
+    assert list(table_of(folder)["before"]) == [name for name in TABLE if "intent" not in name]
     assert "intent" not in rows_of(folder, "samples.jsonl")[0]
 
 
@@ -380,6 +364,15 @@ def test_meteor_with_wordnet(script, monkeypatch):
     assert script.meteor_matches() == "exact, stem and WordNet synonym matches"
     meteor = script.load_meteor()
     assert meteor("a great dog", "a big dog") == pytest.approx(1 - 0.5 * (1 / 3) ** 3)
+
+
+def test_words_of_several_sentences(script):
+    """Periods inside a text are words too, as in nltk.word_tokenize; not those of numbers."""
+    assert script.words_of("I see. That is 3.5 km... Why?") == "I see . That is 3.5 km ... Why ?".split()
+    meteor = script.load_meteor()
+    # Six matches in four chunks: "See you", ".", "No problem", ".".
+    assert meteor("No problem. See you.", "See you. No problem.") == pytest.approx(1 - 0.5 * (4 / 6) ** 3)
+    assert script.distinct_ngrams(["I see. You see."], 1) == 4 / 6
 
 
 # ---- Rewards of tokens -------------------------------------------------------------------------------------
@@ -428,26 +421,13 @@ def test_rewards_by_hand(talk, script, rollouts, monkeypatch, flags):
     assert row["objective/rlhf_reward"] == pytest.approx(rlhf_reward)
 
 
-def test_adaptive_kl_coefficient(dialog, script, monkeypatch):
-    """It follows the formula of Ziegler et al. from update to update, and the rewards are made with it."""
-    calls = spy(monkeypatch, script, "token_rewards")
-    _, _, rows = dialog(kl_target=0.5, kl_horizon=100, kl_coef=0.3, total_episodes=32)
-    coefs = [row["objective/kl_coef"] for row in rows]
-    assert coefs[0] == 0.3
-    assert len(set(coefs)) == 4
-    assert [kl_coef for (_, _, _, kl_coef), _ in calls] == coefs
-    for row, next_coef in zip(rows, coefs[1:]):
-        error = min(max(row["objective/kl"] / 0.5 - 1, -0.2), 0.2)
-        assert next_coef == pytest.approx(row["objective/kl_coef"] * (1 + error * 8 / 100), rel=1e-6)
-
-
 # ---- Answers -----------------------------------------------------------------------------------------------
 
 
 def test_answers_are_what_was_generated(talk, rollouts):
     """Tokens, lengths and answers belong together. A dialog that the model knows gets its own reference."""
     _, _, rows = talk(learning_rate=0.0, temperature=0.5)
-    (_, _, tokenizer, _, _, batch, _), (b, answers) = rollouts[1]
+    (_, _, tokenizer, _, _, batch), (b, answers) = rollouts[1]
     tokens = b["ids"][:, -LIMIT:]
     for turn, answer, row, n in zip(batch["turns"], answers, tokens, b["lengths"].tolist()):
         assert tokenizer.decode(row[:n]) == f" {answer} <EOU>"
@@ -491,81 +471,20 @@ def test_distinct_ngrams(script):
     assert script.distinct_ngrams(["", ""], 2) == 0
 
 
-def test_table(talk, script, monkeypatch):
-    """Every number before and after, and of the references."""
-    calls = spy(monkeypatch, script, "evaluate_dialogs")
-    _, folder, _ = talk()
-    table = table_of(folder)
-    assert set(table) == {"before", "after", "references", "n", "meteor"}
-    assert list(table["before"]) == TABLE
-    assert table["n"] == 4
-    assert "matches" in table["meteor"]
-    assert table["before"]["KL, nats per response"] == 0 != table["after"]["KL, nats per response"]
-
-    # The same numbers by hand.
-    samples = rows_of(folder, "evaluation_samples.jsonl")
-    assert list(samples[0]) == ["last", "reference", "before", "score", "after", "score after"]
-    for column, (inputs, (numbers, records)) in zip(("before", "after"), calls):
-        _, _, _, _, get_reward_parts, batch, _ = inputs
-        turns = batch["turns"]
-        answers = [record["answer"] for record in records]
-        scores = [record["score"] for record in records]
-        references = [turn.reference for turn in turns]
-        parts = get_reward_parts(turns, answers, [[]] * 4)
-        text = script.text_metrics(answers, references)
-        assert numbers == table[column]
-        assert {name: numbers[name] for name in text} == pytest.approx(text)
-        assert numbers["meteor"] == pytest.approx(parts["meteor"].mean().item())
-        assert numbers["intent"] == parts["intent_match"].mean()  # whatever --intent-reward is
-        assert numbers["distinct2"] == script.distinct_ngrams(answers, 2)
-        assert numbers["score mean"] == pytest.approx(sum(scores) / 4)
-        assert numbers["score median"] == pytest.approx(sum(sorted(scores)[1:3]) / 2)
-        assert [row[column] for row in samples] == answers
-        assert [row["score after" if column == "after" else "score"] for row in samples] == scores
-
-    # What people's own answers measure.
-    own = table["references"]
-    assert set(own) == {"tokens per answer", "distinct1", "distinct2", "custom/questions"}
-    assert own["distinct1"] == script.distinct_ngrams(references, 1)
-    assert own["distinct2"] == script.distinct_ngrams(references, 2)
-    assert own["tokens per answer"] == sum(len(turn.reference_tokens) for turn in turns) / 4
-    assert own["custom/questions"] == sum(reference.endswith("?") for reference in references) / 4
-
-
-@pytest.mark.parametrize("end", ["eos", " <EOU>"])
-def test_perplexity_of_the_references(dialog, script, monkeypatch, tiny_lm, end):
-    """transformers' own loss of the references, ends included, given the context, at temperature 1."""
-    calls = spy(monkeypatch, script, "evaluate_dialogs")
-    _, folder, _ = dialog(utterance_end=end, max_prompt_length=200, temperature=0.7, num_eval_prompts=10)
+@pytest.mark.parametrize("prompt, reference", [(3, 400), (200, 100), (11, 5)])
+def test_score_reference(script, tiny_lm, prompt, reference):
+    """transformers' own loss of the reference, as far as the context of 256 tokens reaches."""
     model = AutoModelForCausalLM.from_pretrained(tiny_lm()).eval()
-    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-
-    def ids_of(utterance):
-        if end == "eos":
-            return tokenizer(f" {utterance}").input_ids + [tokenizer.eos_token_id]
-        return tokenizer(f" {utterance}{end}").input_ids
-
-    loss, num_tokens = 0.0, 0
-    for turn in batch_of(calls[0])["turns"]:
-        prompt = sum([ids_of(utterance) for utterance in turn.context[-2:]], [])
-        reference = ids_of(turn.reference)
-        ids = torch.tensor([prompt + reference])
-        labels = torch.tensor([[-100] * len(prompt) + reference])
-        with torch.no_grad():
-            loss += model(ids, labels=labels).loss.item() * len(reference)
-        num_tokens += len(reference)
-    perplexity = table_of(folder)["before"]["perplexity of the references"]
-    assert perplexity == pytest.approx(math.exp(loss / num_tokens), rel=1e-4)
-
-
-def test_a_reference_longer_than_the_context(dialog, tmp_path, tiny_lm):
-    """It is cut. A critic with a shorter context than the policy reads no references."""
-    config = transformers.AutoConfig.from_pretrained(tiny_lm(), n_positions=60)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "critic")
-    rows = [dict(dialog=["Hello.", "word " * 300, "Fine."], act=[1, 2, 1])] * 7
-    data = write_rows(tmp_path / "data", train=rows, test=rows)
-    _, folder, _ = dialog(dataset_name=data, value_model_path=str(tmp_path / "critic"))
-    assert math.isfinite(table_of(folder)["after"]["perplexity of the references"])
+    ids = torch.randint(1000, [prompt + reference], generator=torch.Generator().manual_seed(0))
+    turn = script.Turn({}, 1, [], "", None, ids[:prompt].tolist(), ids[prompt:].tolist())
+    ids = ids[:256]
+    labels = ids.clone()
+    labels[:prompt] = -100
+    with torch.no_grad():
+        loss = model(ids[None], labels=labels[None]).loss
+    logprobs = script.score_reference(model, turn)
+    assert len(logprobs) == len(ids) - prompt
+    assert fmean(logprobs) == pytest.approx(-loss.item(), rel=1e-4)
 
 
 def test_custom_metrics(talk, script, monkeypatch):

@@ -7,13 +7,22 @@ import json
 import math
 from pydoc import locate
 
-import datasets
 import peft
 import pytest
 import torch
 import transformers
 from conftest import EOS, RL
-from run_tools import distance, eos_prone, is_trial, reward_file, rows_of, same, spy, timeless, weights
+from run_tools import (
+    distance,
+    eos_prone,
+    reward_file,
+    rows_of,
+    same,
+    spy,
+    timeless,
+    weights,
+    without_check_of_models,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -30,7 +39,7 @@ def script(scripts):
 
 def build(script, args):
     """The models that these flags build: PolicyAndValue, reference."""
-    return script.load_policy_and_value(args, 24, torch.device("cpu"))
+    return script.load_policy_and_value(args, torch.device("cpu"))
 
 
 def random_inputs(B=3, L=10, T=5):
@@ -104,7 +113,7 @@ def test_other_splits_of_the_batch_sample_the_same_tokens(ppo, script, monkeypat
 
 @pytest.mark.parametrize("script", RL)
 def test_a_model_that_changes_between_calls_ends_the_run(scripts, small, monkeypatch, script):
-    """Before the first step the ratio must be 1. If rollout and update differ, the run ends with one line."""
+    """Before the first step the ratio must be 1. If rollout and update differ, the run ends."""
     module = scripts[script]
     name = "response_logprobs" if hasattr(module, "response_logprobs") else "group_logprobs"
     function = getattr(module, name)
@@ -113,10 +122,11 @@ def test_a_model_that_changes_between_calls_ends_the_run(scripts, small, monkeyp
     def drifting(*inputs, **options):
         calls.append(1)
         logprobs, *rest = function(*inputs, **options)
-        return logprobs + 0.01 * len(calls), *rest
+        return logprobs + 0.03 * len(calls), *rest
 
+    without_check_of_models(monkeypatch, module)
     monkeypatch.setattr(module, name, drifting)
-    with pytest.raises(module.UserError, match="instead of 0: rollout and update do not compute the same"):
+    with pytest.raises(AssertionError, match="rollout and update differ"):
         module.train(small(script))
 
 
@@ -149,8 +159,8 @@ def test_the_sampled_distribution_is_the_scored_one(script, tiny_lm, temperature
     inputs = torch.cat([ids, tokens], 1), torch.cat([mask, torch.ones_like(tokens).bool()], 1), 7, temperature
     with torch.no_grad():
         outputs = script.PolicyAndValue(model)(*inputs)
-        scored, entropies, _ = [x.view(3, 7) for x in outputs]
-        reference = script.reference_logprobs(model, None, *inputs).view(3, 7)
+        scored, entropies, _ = outputs
+        reference = script.reference_logprobs(model, None, *inputs)
     torch.testing.assert_close(reference, scored)
     torch.testing.assert_close(sampled, scored, atol=1e-4, rtol=1e-4)
 
@@ -232,8 +242,8 @@ def test_lora_trains_only_the_adapter(ppo, script, tiny_lm, monkeypatch):
     assert same(base, dict(AutoModelForCausalLM.from_pretrained(tiny_lm()).named_parameters()))
     assert all(p.abs().max() > 0 for name, p in seen.items() if "lora_B" in name)
     assert model.value_head.weight.abs().min() > 0
-    state = torch.load(folder / "checkpoints/000001.pt", weights_only=True)
-    assert all("lora_" in name or "value_head" in name for name in state["parameters"])
+    saved = load_file(folder / "checkpoints/000001/trained.safetensors")
+    assert all("lora_" in name or "value_head" in name for name in saved)
 
     plain = AutoModelForCausalLM.from_pretrained(tiny_lm())
     adapted = peft.PeftModel.from_pretrained(plain, folder / "adapter").eval()
@@ -269,9 +279,8 @@ def test_lora_on_a_trained_adapter_starts_at_kl_0(ppo, script, small, tiny_lm, t
     assert distance(merged.state_dict(), stacked.state_dict()) < 1e-5
 
 
-def test_number_of_parameters_that_lora_trains(script, monkeypatch):
+def test_number_of_parameters_that_lora_trains(script):
     """GPT-2 with rank 16 on c_attn and a value head: 590,593 of 125,030,401 parameters."""
-    monkeypatch.setattr(script, "check_gradients", lambda model: None)  # it needs numbers
     with torch.device("meta"):
         policy = transformers.GPT2LMHeadModel(transformers.GPT2Config())
         policy = script.add_lora(policy, script.Args(lora_r=16))
@@ -293,8 +302,7 @@ def test_optimizers(ppo, tiny_lm, monkeypatch, name):
     steps = []
 
     def counted(self, *args, **kwargs):
-        if not is_trial(self):
-            steps.append(type(self))
+        steps.append(type(self))
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(optimizer_class, "step", counted)
@@ -302,16 +310,6 @@ def test_optimizers(ppo, tiny_lm, monkeypatch, name):
     assert steps == [optimizer_class] * 4
     before, after = weights(tiny_lm()), weights(folder / "model")
     assert sum(not torch.equal(before[key], after[key]) for key in before) >= 0.8 * len(before)
-
-
-def test_adam_eps_reaches_adam(script):
-    """--adam-eps is Adam's epsilon: if it is huge, the step is lr * gradient / eps."""
-    p = torch.nn.Parameter(torch.zeros(1))
-    args = script.Args(optimizer="torch.optim.Adam", learning_rate=1.0, adam_eps=1e6)
-    optimizer = script.make_optimizer(args, [p])
-    p.grad = torch.tensor([2.0])
-    optimizer.step()
-    assert p.item() == pytest.approx(-2e-6, rel=1e-4)
 
 
 def test_the_learning_rate_is_set_once_per_update(ppo, tmp_path):
@@ -411,10 +409,10 @@ def test_outliers_in_8_bit(ppo, script, tiny_lm, monkeypatch, tmp_path):
             layer.weight.data /= 3
     lm.save_pretrained(tmp_path / "lm")
     AutoTokenizer.from_pretrained(tiny_lm()).save_pretrained(tmp_path / "lm")
-    gaps = []
-    monkeypatch.setattr(script, "check_first_ratio", lambda log_ratio, args: gaps.append(log_ratio.abs()))
+    calls = spy(monkeypatch, script, "clipped_policy_loss")
     ppo(load_in_8bit=True, model_name_or_path=str(tmp_path / "lm"), **LORA)
-    assert len(gaps) == 1 and gaps[0].mean() < 1e-3
+    (new_logprobs, old_logprobs, _, _), _ = calls[0]  # before the first step
+    assert (new_logprobs - old_logprobs).abs().mean() < 1e-3
 
 
 @pytest.mark.parametrize("lora", [{}, LORA], ids=["full", "lora"])
@@ -454,7 +452,7 @@ def test_bf16_in_the_whole_run(scripts, small, monkeypatch, name):
         seen.append(torch.is_autocast_enabled("cpu"))
         return hidden_states(*inputs)
 
-    monkeypatch.setattr(script, "check_model", lambda *inputs, **options: None)  # this one is in fp32
+    without_check_of_models(monkeypatch, script)  # it is in fp32
     monkeypatch.setattr(script, "hidden_states", recorded)
     script.train(small(name, dtype="bfloat16"))
     assert len(seen) > 20 and all(seen)
@@ -549,9 +547,8 @@ TEXTS = (
 
 def scores_of(script, small, **changes):
     """The rewards of TEXTS with these flags."""
-    get_rewards = script.load_reward(small("ppo_sentiment", **changes), torch.device("cpu"), None)
-    [scores] = get_rewards(*TEXTS, [[]] * 4, [{"columns": {}}] * 4).values()
-    return scores
+    [function] = script.load_reward(small("ppo_sentiment", **changes), torch.device("cpu")).values()
+    return torch.tensor(function(*TEXTS))
 
 
 def plain_logits(folder, texts):
@@ -770,8 +767,7 @@ def count_sgd_steps(monkeypatch):
     step = torch.optim.SGD.step
 
     def counted(self, *args, **kwargs):
-        if not is_trial(self):
-            steps.append(1)
+        steps.append(1)
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.SGD, "step", counted)
@@ -844,10 +840,10 @@ def test_a_gradient_that_is_not_finite_ends_the_run(ppo, script, monkeypatch, tm
         return policy_loss(*args) * (math.nan if len(calls) == 6 else 1)
 
     monkeypatch.setattr(script, "clipped_policy_loss", nan_in_update_2)
-    with pytest.raises(script.UserError, match="the gradient is not finite"):
+    with pytest.raises(script.UserError, match="update 2 is not saved, not finite: .*grad_norm"):
         ppo(total_episodes=24, save_every=1)
     assert [row["update"] for row in rows_of(tmp_path / "run")] == [1]
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["000001.pt"]
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["000001"]
 
 
 def test_a_metric_that_is_not_finite_ends_the_run(ppo, script, monkeypatch, tmp_path):
@@ -866,7 +862,7 @@ def test_a_metric_that_is_not_finite_ends_the_run(ppo, script, monkeypatch, tmp_
     ):
         ppo(total_episodes=24, save_every=1)
     assert [row["update"] for row in rows_of(tmp_path / "run")] == [1]
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["000001.pt"]
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["000001"]
     assert not (tmp_path / "run/model").exists()
 
 
@@ -911,7 +907,7 @@ def test_run_folder(ppo, script):
 def test_old_checkpoints_are_deleted(ppo):
     """The newest keep_checkpoints stay."""
     _, folder, _ = ppo(total_episodes=40, save_every=1, keep_checkpoints=2, num_ppo_epochs=1)
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["000004.pt", "000005.pt"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["000004", "000005"]
 
 
 def test_tensorboard(ppo):
@@ -931,7 +927,7 @@ def test_tensorboard(ppo):
 def test_columns_stay_with_their_reviews(script, small, tiny_lm):
     """Rows that are too short, empty or no text are skipped, and their columns with them."""
     texts = ["", "A long review of a film, number one", None, "x", "A long review of a film, number two", "y"]
-    rows = datasets.Dataset.from_dict({"text": texts, "number": list(range(6))})
+    rows = [{"text": text, "number": number} for number, text in enumerate(texts)]
     args = small("ppo_sentiment", min_text_length=5)
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     reviews = script.load_reviews(rows, tokenizer, args)

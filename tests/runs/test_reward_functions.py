@@ -128,7 +128,7 @@ def test_a_function_gets_the_columns_of_its_rows(recorded, bang_lm, tmp_path, na
     """Every column of the data, the tokens and the progress. All lists are in the order of the responses.
 
     Rows that are skipped change nothing. Nobody reads BOS, or the zeros after the end, which are "!" here.
-    RLOO and GRPO have 3 responses to each prompt; the first responses to all prompts come first.
+    RLOO and GRPO have 3 responses to each prompt, which are neighbors.
     """
     lm = bang_lm(bos=True)
     data = numbered_data(name, tmp_path / "data")
@@ -165,7 +165,7 @@ def test_a_function_gets_the_columns_of_its_rows(recorded, bang_lm, tmp_path, na
     for call in calls[1:3]:
         assert len(call["prompts"]) == B
         if name in GROUPS:
-            assert call["prompts"] == call["prompts"][:4] * 3
+            assert call["prompts"] == [prompt for prompt in call["prompts"][::3] for _ in range(3)]
             assert len(set(call["prompts"])) == 4
     assert 0 < sum(b["stopped"].sum().item() for _, (b, *_) in rollouts) < 2 * B
     assert len(set(calls[1]["number"] + calls[2]["number"])) > 4
@@ -180,8 +180,8 @@ def test_a_function_is_called_by_name(scripts, name):
     def mine(number, completions, missing=7, **kwargs):
         return [n + missing + len(text) for n, text in zip(number, completions)]
 
-    rows, inputs = [dict(number=10), dict(number=20)], dict(prompts=["p", "q"], completions=["a", "bb"])
-    rewards = scripts[name].call_reward_functions({"mine": mine}, rows, inputs, None, torch.device("cpu"))
+    rows, inputs = [dict(number=10), dict(number=20)], (["p", "q"], ["a", "bb"], [[1], [2, 2]])
+    rewards = scripts[name].call_reward_functions({"mine": mine}, None, torch.device("cpu"), rows, *inputs)
     assert rewards["mine"].tolist() == [18, 29]
 
 
@@ -194,11 +194,11 @@ def test_a_file_named_like_a_module_is_refused(scripts, tmp_path, stem):
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
     for script in (scripts[name] for name in RL):
-        function = script.load_functions("--reward-fn", [f"{files[1]}:one"])["one"]
+        function = script.load_functions([f"{files[1]}:one"])["one"]
         assert function.__code__.co_filename == str(files[1])
         for file in (files[0], files[2]):
-            with pytest.raises(script.UserError, match="rename the file"):
-                script.load_functions("--reward-fn", [f"{file}:one"])
+            with pytest.raises(script.UserError, match=f"there is another module {file.stem}"):
+                script.load_functions([f"{file}:one"])
 
 
 # ---- Functions of others -----------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_functions_in_the_style_of_trl(recorded, tmp_path):
     folder, rollouts = recorded("rloo_tldr", dataset_name=data, reward_fn=functions)
     for i, row in enumerate(rows_of(folder)):
         (*_, batch, _), (b, responses) = rollouts[i + 1]
-        tasks = [post["columns"]["task"] for post in batch["rows"]] * 2
+        tasks = [post["columns"]["task"] for post in batch["rows"] for _ in range(2)]
         lengths = [len(text) for text, task in zip(responses, tasks) if task == "math"]
         assert len(lengths) in (2, 4, 6)
         assert row["rewards/boxed_answer/mean"] == 0

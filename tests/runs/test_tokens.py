@@ -4,6 +4,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import GROUPS, PPO, RL
 from run_tools import rows_of, spy
 from transformers import AutoModelForCausalLM
@@ -21,11 +22,12 @@ def all_samples(scripts, small, name, **changes):
 @pytest.mark.parametrize("name", RL)
 def test_log_probabilities_and_entropies(scripts, small, monkeypatch, name):
     """Without learning, they are those of the initial model, in plain transformers and without padding."""
-    calls = spy(monkeypatch, scripts[name], "log_samples")
+    gathered = spy(monkeypatch, Accelerator, "gather")
     args, rows, _ = all_samples(scripts, small, name, learning_rate=0.0, temperature=0.7)
+    batches = [b for _, b in gathered if isinstance(b, dict) and "ids" in b]  # one per update
     model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path).eval()
     shown = 0
-    for (_, update, _, b, _), _ in calls:
+    for update, b in enumerate(batches, 1):
         for i, row in enumerate(row for row in rows if row["update"] == update):
             n = len(row["ids"])
             assert n == b["lengths"][i] and len(row["logprob"]) == len(row["entropy"]) == n
