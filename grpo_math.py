@@ -1017,7 +1017,8 @@ def load_tokenizer(name, for_prompts=True):
     """
     tokenizer = AutoTokenizer.from_pretrained(resolve_path(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    if for_prompts and tokenizer.eos_token_id in tokenizer("").input_ids[1:]:
+    last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
+    if for_prompts and last == tokenizer.eos_token_id != last_of_text:
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
 
@@ -1097,7 +1098,7 @@ def add_lora(model, args):
 def share_layers(policy, count):
     """Freeze the policy's embeddings and first layers. -> a reference that shares them and copies the rest"""
     layers = transformer_layers(policy)
-    if count > len(layers):
+    if not 0 < count <= len(layers):
         raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
     embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
     shared = [p for module in [*embeddings, *layers[:count]] for p in module.parameters()]
@@ -1786,6 +1787,7 @@ def parse_args(argv):
 def main(argv=None):
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
+    warnings.filterwarnings("error", message="Found missing adapter keys")  # peft: they would be random
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):
         library.logging.set_verbosity_error()

@@ -8,23 +8,24 @@ If you know how to train a text classifier, this is what its use as a reward add
 
        text, label                     a classifier of texts
        dialog, act                     a classifier of answers by intent: the reward in ppo_dialog.py
-       [prompt,] chosen, rejected      one score; without the column prompt, both texts contain it. A column
-                                       margin says by how much the chosen score should be higher
+       [prompt,] chosen, rejected      one score; without the column prompt, both texts contain it
        [prompt,] responses             one score; the responses are ranked, best first
+
+   A column margin says by how much the better score should be higher.
 
    Prompts and responses are texts, or chats (lists of messages).
 
 2. A decoder is read at its last real token, found by the length of the text. Looking for `token != pad` would
    miss a real EOS, because many tokenizers use EOS as the padding token.
 3. A prompt and its response are tokenized as in the rollouts: prompt, response, EOS. (A chat ends as its chat
-   template ends it. BERT's family: [CLS] ... [SEP].) If they are too long, they lose their beginning, never
-   their end. A labeled text stays as the tokenizer writes it, and loses its end; an answer in a dialog loses
-   its beginning.
+   template ends it. BERT's family: [CLS] ... [SEP].) If they are too long, the prompt loses its first tokens,
+   but not BOS, and the same ones for all responses. A labeled text stays as the tokenizer writes it, and
+   loses its end; an answer in a dialog loses its beginning.
 4. The new head of a decoder starts with weights of standard deviation 1 / sqrt(d + 1), so the first scores
    are about 1 in size (N+ paper, detail 11).
 5. All responses to a prompt are in the same forward pass, which reads the prompt only once if the model can
-   (`can_share_prompts`). The loss is the mean over their pairs. So a prompt with many responses counts no
-   more than one with two (InstructGPT).
+   (`can_share_prompts`). Each pair of them is a term of the loss, and the weights of these pairs add up to 1.
+   So a prompt with many responses counts no more than one with two (InstructGPT).
 6. Preferences say nothing about where 0 is. The mean score of reference responses is saved as reward_offset
    in config.json, and rloo_tldr.py subtracts it (N+ paper, detail 15). Plain transformers ignores it.
 7. ppo_sentiment.py scores the first words of a review. --min-prefix-length cuts the training texts at random
@@ -133,9 +134,9 @@ class Args:
     dataset_name: str = "stanfordnlp/imdb"  # columns text, label | chosen, rejected | responses | dialog, act
     train_shard: str = "0/1"  # i/n: train on part i of n of the shuffled rows; 0/2 and 1/2 are two halves
     center_dataset_name: str | None = None  # completions whose mean score is saved; None: the best responses
-    label_names: str | None = None  # comma-separated names of classes 0, 1, ...; None: those of the data set
+    label_names: str | None = None  # comma-separated names of classes 0, 1, ...; None: the labels themselves
     max_length: int = 512  # in tokens; a longer text (column text) loses its end, all others their beginning
-    min_prefix_length: int = 0  # labels: cut training texts to a random length, at least this (0: never)
+    min_prefix_length: int = 0  # column text: cut training texts to a random length, at least this (0: never)
     num_eval_rows: int = 25_000  # held-out rows to score at the end, at most
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes
@@ -190,7 +191,7 @@ RECIPES = {
         lr_scheduler_type="cosine",
         warmup_ratio=0.1,
     ),
-    "distilbert-imdb": Args(),  # like lvwerra/distilbert-imdb
+    "distilbert-imdb": Args(label_names="negative,positive"),  # like lvwerra/distilbert-imdb
     "smollm2-imdb": Args(  # the reward of ppo_sentiment.py's recipe of this name: docs/real_models.md
         model_name_or_path="sentence-transformers/all-MiniLM-L6-v2",
         output_dir="runs/smollm2-imdb/reward",
@@ -266,8 +267,7 @@ RECIPES = {
 
 def train(args):
     """The whole run, from the flags to the final table. -> (model, run folder)"""
-    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
-    check_positive(args, "max_length", "num_eval_rows", "max_grad_norm")
+    check_positive(args, "num_train_epochs", "max_length", "num_eval_rows", "max_grad_norm")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n = args.per_device_train_batch_size
@@ -287,12 +287,11 @@ def train(args):
     shares_prompts = not has_labels and can_share_prompts(model, args, accelerator)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
-    task = f"{len(label_names)} classes: {', '.join(label_names)}" if has_labels else "preferences"
     head = "a new head" if has_new_head else "the head that was saved with the model"
     accelerator.print(
         f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
-        f"{task}; {head}\n"
-        f"{data['left_out']}\n"
+        f"{head} for {', '.join(label_names) if has_labels else 'preferences'}\n"
+        f"{data['counts']}\n"
         f"batch: {n} rows per pass x {args.gradient_accumulation_steps} accumulated x {world} processes "
         f"= {B} rows; {updates} optimizer steps"
     )
@@ -357,20 +356,20 @@ def train(args):
 
         # 4. Log and save. loss, accuracy, margin and *_reward are names of TRL's RewardTrainer.
         metric_sums = accelerator.reduce(dict(metric_sums))  # it cannot reduce a defaultdict
-        speed = performance_metrics(start_time, start_time, lengths.sum(), device)
+        num_tokens = sum(len(ids) for row in batch for ids in row.texts)
         metrics = {
             "update": update,
             "epoch": update * B / len(train_rows),
             "lr": optimizer.param_groups[0]["lr"],
             **{name: x / B for name, x in metric_sums.items()},  # loss, accuracy, margin
+            "grad_norm": unshard(grad_norm),  # before clipping
+            **performance_metrics(start_time, start_time, num_tokens, device),  # there is no rollout
         }
         if not has_labels:
             all_scores = accelerate.utils.gather_object(all_scores)
             metrics["min_reward"] = min(all_scores)
             metrics["mean_reward"] = fmean(all_scores)
             metrics["max_reward"] = max(all_scores)
-        metrics["grad_norm"] = unshard(grad_norm)  # before clipping
-        metrics |= {name: speed[name] for name in ("perf/seconds", "perf/peak_memory_mb")}
         run.log(metrics)
         run.checkpoint({"update": update, "batch_size": B})
     copy_weights(learner, model)
@@ -469,7 +468,7 @@ class Row:
 
     texts: list[list[int]]  # token ids of the labeled text, or of prompt + response for each response
     label: int = 0  # number of the class, if there are labels
-    margin: float = 0.0  # the column margin: by how much the score of the chosen response should be higher
+    margin: float = 0.0  # the column margin: by how much the score of the better response should be higher
 
 
 def generator_for(seed, *purpose):
@@ -494,29 +493,12 @@ def cut_to_prefixes(rows, tokenizer, args, update):
         [ids] = row.texts
         shortest = min(args.min_prefix_length, len(ids))
         length = shortest + round(fraction * (len(ids) - shortest))
-        prefixes.append(Row([cut_end(ids, length, tokenizer)], row.label))
+        prefix = ids[:length]
+        # BERT's [SEP], or an EOS that the tokenizer appends, stays at the end.
+        if ids[-1] in (tokenizer.sep_token_id, tokenizer.eos_token_id):
+            prefix[-1] = ids[-1]
+        prefixes.append(Row([prefix], row.label))
     return prefixes
-
-
-def cut_end(ids, max_length, tokenizer):
-    """The first max_length tokens. BERT's [SEP], or an EOS that the tokenizer appends, stays at the end."""
-    if len(ids) > max_length and ids[-1] in (tokenizer.sep_token_id, tokenizer.eos_token_id):
-        return [*ids[: max_length - 1], ids[-1]]
-    return ids[:max_length]
-
-
-def cut_beginning(texts, max_length, tokenizer):
-    """Cut texts to max_length tokens. They keep BOS (or [CLS]) and their end.
-
-    texts: lists of token ids; if there are several, they begin with the same prompt. If one text is too long,
-    all lose the same tokens of the prompt. Only if that is not enough, a text loses more. -> list of lists
-    """
-    start = int(texts[0][0] in (tokenizer.bos_token_id, tokenizer.cls_token_id))
-    excess = max(len(ids) for ids in texts) - max_length
-    common = len(os.path.commonprefix(texts)) - start  # (commonprefix works on lists too)
-    cut = max(0, min(excess, common))
-    texts = [ids[:start] + ids[start + cut :] for ids in texts]
-    return [ids[:start] + ids[max(start, start + len(ids) - max_length) :] for ids in texts]
 
 
 def collate_texts(rows, device, shares_prompts=False):
@@ -543,22 +525,31 @@ def collate_texts(rows, device, shares_prompts=False):
     return [x.to(device) for x in (prompts, ids, mask, torch.tensor(row_of_text))]
 
 
-def preference_ids(tokenizer, prompts, responses):
-    """Token ids of each prompt with its response, by the same rule in training and in rollouts.
+def preference_ids(tokenizer, prompt, responses, max_length):
+    """Token ids of a prompt with each of its responses, by the same rule in training and in rollouts.
 
-    prompts, responses: lists of str, which get EOS at the end; or lists of chats, which end as the chat
-    template ends them. In rollouts, a response that was cut off at its length limit gets an EOS too: the
-    score is read at the EOS. -> list of lists
+    A str prompt and str responses: each begins with its space and gets EOS at the end, even if it was cut off
+    at its length limit, because the score is read there. Lists of messages: together they are a chat, which
+    ends as its template ends it. If a text is longer than max_length, the prompt loses its first tokens, but
+    not BOS; the same ones for all responses, so that they are compared after the same prompt.
+    -> list of lists
     """
-    pairs = list(zip(prompts, responses))
-    if is_chat(responses[0]):  # then all are chats
-        chats = [render_chat(tokenizer, prompt + response) for prompt, response in pairs]
-        return tokenizer(chats, add_special_tokens=False).input_ids
-    if tokenizer.cls_token_id is not None:  # tokenizers of BERT's family write [CLS] and [SEP] themselves
-        return tokenizer([prompt + response for prompt, response in pairs]).input_ids
-    prompt_ids = tokenizer(prompts).input_ids
-    response_ids = tokenizer(responses, add_special_tokens=False).input_ids
-    return [x + with_eos(y, tokenizer) for x, y in zip(prompt_ids, response_ids)]
+    if is_chat(responses[0]):
+        chats = [render_chat(tokenizer, prompt + response) for response in responses]
+        texts = tokenizer(chats, add_special_tokens=False).input_ids
+    elif tokenizer.cls_token_id is not None:  # tokenizers of BERT's family write [CLS] and [SEP] themselves
+        texts = tokenizer([prompt + response for response in responses]).input_ids
+    else:
+        prompt_ids = tokenizer(prompt).input_ids
+        response_ids = tokenizer(responses, add_special_tokens=False).input_ids
+        texts = [prompt_ids + with_eos(ids, tokenizer) for ids in response_ids]
+    start = int(texts[0][0] in (tokenizer.bos_token_id, tokenizer.cls_token_id))  # 1: keep the first token
+    num_shared = len(os.path.commonprefix(texts)) - start
+    excess = max(len(ids) for ids in texts) - max_length
+    shared_cut = max(min(excess, num_shared), 0)
+    # A response that is longer than max_length loses its beginning too.
+    cuts = [max(shared_cut, len(ids) - max_length) for ids in texts]
+    return [ids[:start] + ids[start + cut :] for ids, cut in zip(texts, cuts)]
 
 
 def with_eos(ids, tokenizer):
@@ -803,7 +794,8 @@ def load_tokenizer(name, for_prompts=True):
     """
     tokenizer = AutoTokenizer.from_pretrained(resolve_path(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    if for_prompts and tokenizer.eos_token_id in tokenizer("").input_ids[1:]:
+    last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
+    if for_prompts and last == tokenizer.eos_token_id != last_of_text:
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
 
@@ -843,8 +835,7 @@ def has_head(name, num_labels):
     if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
         import peft
 
-        adapter = peft.PeftConfig.from_pretrained(path)
-        return adapter.task_type == "SEQ_CLS" or has_head(adapter.base_model_name_or_path, num_labels)
+        return peft.PeftConfig.from_pretrained(path).task_type == "SEQ_CLS"
     config = transformers.AutoConfig.from_pretrained(path)
     return "ForSequenceClassification" in str(config.architectures) and config.num_labels == num_labels
 
@@ -939,7 +930,7 @@ def read_rows(path):
 
 def load_data(args, tokenizer):
     """-> dict: train, held_out, references (lists of Row), label_names (list of str; None: preferences),
-    left_out (str: how many rows were left out or cut)
+    counts (str: how many rows are used, and how many are cut)
 
     References are the texts whose mean score is saved as reward_offset (point 6). With labels there are none.
     """
@@ -951,28 +942,22 @@ def load_data(args, tokenizer):
         raise UserError("--min-prefix-length is only for the columns text and label: a response stays whole")
     # What is too long loses its beginning, because a response, or an answer, is at the end.
     tokenizer.truncation_side = "right" if is_text else "left"
-    left_out = ""
     if is_dialog:
-        (train, count), (held_out, held_out_count) = load_answers(train), load_answers(held_out)
-        left_out = (
-            f"answers with an act: {len(train)} of {count}; held out: {len(held_out)} of {held_out_count}\n"
-        )
+        train, held_out = load_answers(train), load_answers(held_out)
     train = select_shard(train, args.train_shard)
     order = torch.randperm(len(held_out), generator=generator_for(args.seed, "held-out"))
     held_out = [held_out[i] for i in order[: args.num_eval_rows].tolist()]
 
-    label_names, references = None, []
+    load_rows, label_names, references = load_preference_rows, None, []
     if is_text or is_dialog:
         label_names, class_of = find_classes(train, args)
-        train, train_counts = load_labeled_rows(train, class_of, tokenizer, args)
-        held_out, held_out_counts = load_labeled_rows(held_out, class_of, tokenizer, args)
-    else:
-        train, train_counts = load_preference_rows(train, tokenizer, args)
-        held_out, held_out_counts = load_preference_rows(held_out, tokenizer, args)
+        load_rows = partial(load_labeled_rows, class_of)
+    train, train_counts = load_rows(train, tokenizer, args)
+    held_out, held_out_counts = load_rows(held_out, tokenizer, args)
+    if label_names is None:
         references = load_reference_rows(train, tokenizer, args)
-    left_out += f"training: {train_counts}; held out: {held_out_counts}"
-    data = dict(train=train, held_out=held_out, references=references)
-    return data | dict(label_names=label_names, left_out=left_out)
+    counts = f"training: {train_counts}\nheld out: {held_out_counts}"
+    return dict(train=train, held_out=held_out, references=references, label_names=label_names, counts=counts)
 
 
 def select_shard(rows, train_shard):
@@ -985,21 +970,18 @@ def select_shard(rows, train_shard):
     return [rows[i] for i in numbers["row"]]
 
 
-def load_labeled_rows(rows, class_of, tokenizer, args):
+def load_labeled_rows(class_of, rows, tokenizer, args):
     """The rows that have a text. -> list of Row, and their number as a text"""
     with_text = [row for row in rows if (row.get("text") or "").strip()]
     if not with_text:
         raise UserError(f"{args.dataset_name}: no row has a text")
-    labeled, num_cut = [], 0
-    for row, ids in zip(with_text, tokenizer([row["text"] for row in with_text]).input_ids):
+    texts = [row["text"] for row in with_text]
+    num_cut = sum(len(ids) > args.max_length for ids in tokenizer(texts).input_ids)
+    labeled = []
+    for row, ids in zip(with_text, tokenizer(texts, truncation=True, max_length=args.max_length).input_ids):
         if row.get("label") not in class_of:
-            raise UserError(
-                f"{args.dataset_name}: the label {row.get('label')!r} is none of {list(class_of)}"
-            )
-        num_cut += len(ids) > args.max_length
-        if tokenizer.truncation_side == "left":
-            [ids] = cut_beginning([ids], args.max_length, tokenizer)
-        labeled.append(Row([cut_end(ids, args.max_length, tokenizer)], class_of[row["label"]]))
+            raise UserError(f"{args.dataset_name}: label {row.get('label')!r} is none of {list(class_of)}")
+        labeled.append(Row([ids], class_of[row["label"]]))
     return labeled, f"{len(labeled)} of {len(rows)} rows, {num_cut} cut to {args.max_length} tokens"
 
 
@@ -1046,9 +1028,9 @@ def intent_texts(previous, answers):
 
 
 def load_answers(rows):
-    """The answers in dialogs that have an act. -> list of dict, and the number of all answers
+    """The answers in dialogs. -> list of dict: text is the last utterance and the answer, label is the act
 
-    text: the last utterance and the answer; label: the act. Acts count from 1, classes from 0.
+    Acts count from 1, classes from 0. An answer without an act is an empty dict.
     """
     previous, answers, labels = [], [], []
     for _, utterances, acts in load_dialogs(rows):
@@ -1058,7 +1040,8 @@ def load_answers(rows):
                 answers.append(answer)
                 labels.append(int(act) - 1)
     count = sum(max(len(row.get("dialog") or []) - 1, 0) for row in rows)
-    return rows_of({"text": intent_texts(previous, answers), "label": labels}), count
+    answers = rows_of({"text": intent_texts(previous, answers), "label": labels})
+    return answers + [{}] * (count - len(answers))
 
 
 def is_chat(value):
@@ -1084,9 +1067,8 @@ def render_chat(tokenizer, messages, is_prompt=False):
 
 def load_preference_rows(rows, tokenizer, args):
     """The rows with two or more different responses. -> list of Row, and their number as a text"""
-    word = tokenizer("word", add_special_tokens=False).input_ids
-    appends_eos = tokenizer("word").input_ids[-len(word) - 1 :] == [*word, tokenizer.eos_token_id]
-    if appends_eos and tokenizer.cls_token_id is None:
+    last, last_of_word = [tokenizer("word", add_special_tokens=x).input_ids[-1] for x in (True, False)]
+    if last_of_word != last == tokenizer.eos_token_id and tokenizer.cls_token_id is None:
         raise UserError("the tokenizer appends EOS to every text, prompts too; set add_eos_token to false")
     preferences, num_cut, num_equal = [], 0, 0
     for row in rows:
@@ -1101,24 +1083,24 @@ def load_preference_rows(rows, tokenizer, args):
             preferences.append(Row(texts, margin=float(row.get("margin") or 0.0)))
     if not preferences:
         raise UserError(
-            f"{args.dataset_name} has neither text and label, nor dialog and act, nor two different responses "
-            f"(chosen and rejected, or responses) in any row; its columns are {', '.join(rows[0])}"
+            f"{args.dataset_name} has no columns text and label, or dialog and act, and no row with two "
+            f"different responses (chosen and rejected, or responses); its columns are {', '.join(rows[0])}"
         )
     counts = f"{len(preferences)} of {len(rows)} rows, {num_cut} cut to {args.max_length} tokens"
     return preferences, f"{counts}, {num_equal} pairs of equal texts left out"
 
 
 def response_texts(prompt, responses, tokenizer, args):
-    """Token ids of a prompt with each of its responses, cut to max_length. -> list of lists, bool"""
+    """Token ids of a prompt with each of its responses. -> list of lists; True if they were too long"""
     if not is_chat(responses[0]):
         prompt = prompt or ""
     elif not is_chat(prompt):
         # A text before chats is the user's message, unless they have one already, as most do.
         has_user = any(message["role"] == "user" for message in responses[0])
         prompt = [] if has_user or not prompt else [{"role": "user", "content": prompt}]
-    texts = preference_ids(tokenizer, [prompt] * len(responses), responses)
-    is_cut = max(len(ids) for ids in texts) > args.max_length
-    return cut_beginning(texts, args.max_length, tokenizer), is_cut
+    texts = preference_ids(tokenizer, prompt, responses, args.max_length)
+    is_full = max(len(ids) for ids in texts) == args.max_length
+    return texts, is_full and texts != preference_ids(tokenizer, prompt, responses, 2 * args.max_length)
 
 
 def load_reference_rows(train_rows, tokenizer, args):
@@ -1486,6 +1468,7 @@ def parse_args(argv):
 def main(argv=None):
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
+    warnings.filterwarnings("error", message="Found missing adapter keys")  # peft: they would be random
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):
         library.logging.set_verbosity_error()

@@ -6,20 +6,20 @@ If you know nanoGPT's train.py, this is what differs:
    EOS (or a chat's end of turn), which is learned like any other token. A model that never saw EOS as a
    label never ends a response in PPO.
 2. A row holds several whole documents (packing), but they do not see each other: positions start at 0 in
-   each document, and the attention mask is block-diagonal. nanoGPT's rows are random cuts of the stream, in
-   which a document attends to the one before it.
+   each document, and transformers makes a block-diagonal attention mask of that. nanoGPT's rows are random
+   cuts of the stream, in which a document attends to the one before it.
 3. With the columns prompt and completion, the loss is on the completion and its EOS only. The two parts are
    tokenized separately, exactly as in reward_model.py and in rollouts. A chat (a list of messages) is
-   rendered by the tokenizer's chat template, and the loss is on the turns of the assistant only
-   (`chat_documents`).
+   rendered by the tokenizer's chat template and tokenized as one text, and the loss is on the answers of the
+   assistant only (`chat_document`).
 4. A dialog is tokenized utterance by utterance, with a mark at the end of each. ppo_dialog.py makes its
    prompts by the same rule.
 5. The loss is a sum over tokens divided by the number of labeled tokens in the global batch. Rows have
    different numbers of labels, so a mean of means would depend on how the batch is split.
 6. Logits are computed for 128 positions at a time, and only at positions that have a label.
-7. The model is nearly any causal language model of transformers (`check_documents` says which are refused):
-   pretrained, with or without LoRA, or with random weights. Pretrained models are trained without dropout,
-   as in the other scripts. Models with random weights keep that of their config.
+7. The model is nearly any causal language model of transformers (`check_language_model` says which are
+   refused): pretrained, with or without LoRA, or with random weights. Pretrained models are trained without
+   dropout, as in the other scripts. Models with random weights keep that of their config.
 8. The optimizer has PyTorch's defaults. AdamW's weight decay of 0.01 applies to all weights, including
    biases.
 
@@ -59,16 +59,16 @@ Results, metrics and details: docs/sft.md.
 # ]
 # ///
 
+import bisect
 import copy
 import datetime
-import gzip
-import inspect
+import importlib
+import itertools
 import json
 import logging
 import math
 import os
 import random
-import re
 import resource
 import shutil
 import signal
@@ -76,11 +76,10 @@ import sys
 import tempfile
 import time
 import warnings
-from contextlib import nullcontext
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from pydoc import locate
 from typing import Literal
 
 import accelerate
@@ -90,11 +89,11 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
-from safetensors import SafetensorError
+from rich.text import Text
+from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # ============================================================================================================
@@ -108,7 +107,6 @@ class Args:
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
-    date: str = time.strftime("%Y-%m-%d")  # today's date, for chat templates; kept by --resume
     seed: int = 1  # random seed; the batches are a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
     resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
@@ -277,113 +275,118 @@ RECIPES = {
 
 def train(args):
     """The whole run, from the flags to the final table. -> transformers model, run folder"""
-    check_sft_args(args)
+    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
+    check_positive(args, "max_length", "num_train_rows", "num_eval_rows", "max_grad_norm")
+    if not args.utterance_end.strip():
+        raise UserError("--utterance-end must not be empty: nobody could tell where an utterance ends")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n = args.per_device_train_batch_size
     B = n * args.gradient_accumulation_steps * world  # rows per optimizer step
 
-    train_data, held_out_data = load_splits(args.dataset_name)
-    tokenizer = build_tokenizer(args)
-    model = LanguageModel(build_language_model(args, tokenizer)).to(device)
-    if args.num_train_rows is not None:
-        train_data = train_data.select(range(min(args.num_train_rows, len(train_data))))
-    documents = load_documents(train_data, tokenizer, args)
+    tokenizer = load_tokenizer(args.model_name_or_path)
+    if args.chat_template_path is not None:
+        tokenizer.chat_template = Path(resolve_path(args.chat_template_path)).read_text()
+    train_examples, held_out_examples = load_splits(args.dataset_name)
+    train_examples = train_examples[: args.num_train_rows]
+    documents, left_out = load_documents(train_examples, tokenizer, args)
     rows = pack(documents, args.max_length, args.packing)
     updates = max(1, round(args.num_train_epochs * len(rows) / B))
     # What the progress bar shows: label -> metric.
     run = Run(args, accelerator, updates, status={"loss": "loss", "accuracy": "mean_token_accuracy"})
 
     # Held-out documents are drawn at random: IMDB is sorted, and its first reviews are all negative.
-    held_out = load_documents(held_out_data, tokenizer, args)
-    order = torch.randperm(len(held_out), generator=generator_for(args.seed, "held-out"))
-    held_out = [held_out[i] for i in order[: args.num_eval_rows]]
+    all_held_out, held_out_left_out = load_documents(held_out_examples, tokenizer, args)
+    order = torch.randperm(len(all_held_out), generator=generator_for(args.seed, "held-out"))
+    held_out = [all_held_out[i] for i in order[: args.num_eval_rows]]
     held_out_rows = pack(held_out, args.max_length, args.packing)
+
+    model = LanguageModel(load_language_model(args, tokenizer, documents)).to(device)
+    check_language_model(model.lm, args)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
-    run.print(
+    num_tokens = sum(len(ids) for ids, _ in documents)
+    accelerator.print(
         f"recipe {args.recipe}: {args.from_config or args.model_name_or_path} on {args.dataset_name}, "
         f"{device}, bf16: {is_bf16}\n"
-        f"{len(documents):,} documents in {len(rows):,} rows of up to {args.max_length} tokens; "
+        f"documents for training: {len(documents):,} of {len(train_examples):,} rows ({left_out}), "
+        f"held out: {len(all_held_out):,} of {len(held_out_examples):,} rows ({held_out_left_out})\n"
+        f"packed for training: {len(rows):,} rows of up to {args.max_length} tokens, "
+        f"{num_tokens / (len(rows) * args.max_length):.0%} full\n"
         f"batch: {n} rows per pass x {args.gradient_accumulation_steps} accumulated x {world} processes "
         f"= {B} rows; {updates} updates of one optimizer step each"
     )
+    show_labels(run, tokenizer, documents[0])
 
     # Before run.start, which may load a checkpoint: with --resume too, this is the model before training.
     with autocast:
         before = held_out_metrics(model, held_out_rows, accelerator, args)
 
     # `model` is evaluated and saved, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3
-    # shards them: then the learner is a sharded copy, and copy_weights copies its weights back at the end.
-    learner, optimizer, parameters = make_learner(model, args, accelerator)  # parameters: name -> parameter
-    state = run.start(learner, optimizer, parameters, B)  # update 0 in a new run
+    # shards them: then the learner is a sharded copy, and `model` waits on the CPU until the end of the run.
+    learner, optimizer = make_learner(model.cpu(), args, accelerator)
+    state = run.start(B)  # update 0 in a new run
 
     for update in range(state["update"] + 1, updates + 1):
         # 1. Batch. Row numbers come from shuffled epochs, and are the same on every process. Each process
         #    takes its share of them, in micro-batches of n rows.
         start_time = time.time()
-        set_global_seed(args.seed, update)  # for dropout, in models that have it
-        row_numbers = stream_rows(len(rows), start=(update - 1) * B, count=B, seed=args.seed)  # [B]
+        set_global_seed(args.seed, update, accelerator.process_index)  # for dropout, in models that have it
+        row_numbers = stream_rows(len(rows), (update - 1) * B, B, args.seed)  # [B]
         micro_batches = []
-        for numbers in local_share(row_numbers, accelerator).split(n):
-            micro_batches.append(collate_rows([rows[i] for i in numbers], device))
-        num_tokens = sum((mb["labels"] != -100).sum() for mb in micro_batches)
-        num_tokens = accelerator.reduce(num_tokens)  # labels in the batch of all processes
+        with accelerator.split_between_processes(row_numbers) as share:
+            for numbers in share.split(n):
+                micro_batches.append(collate_rows([rows[i] for i in numbers], device))
+        num_labels = sum((mb["labels"] != -100).sum() for mb in micro_batches)
+        num_labels = accelerator.reduce(num_labels)  # in the batch of all processes
 
-        # 2. Gradient. The loss is the sum over this process's tokens, divided by the number of labels on all
+        # 2. Gradient. The loss is the sum over this process's labels, divided by the number of labels on all
         #    processes. So, without dropout, the gradient does not depend on how the batch is split.
         learner.train()  # dropout, in models that have it
         for group in optimizer.param_groups:  # not later: DeepSpeed takes its step in the last backward pass
             group["lr"] = learning_rate(args, update, updates)
         loss_sum, correct_sum = torch.zeros(2, device=device)
-        # Processes exchange gradients in the last micro-batch only.
-        for mb in synchronize_last(micro_batches, learner, accelerator):
-            with autocast:
-                mb_loss_sum, mb_correct_sum = learner(mb["ids"], mb["labels"], mb["positions"])
-            loss = mb_loss_sum / num_tokens
-            accelerator.backward(loss * world)  # DDP averages over processes; we want the sum
+        for mb in micro_batches:
+            # Before the last micro-batch, this keeps processes from exchanging gradients.
+            with accelerator.accumulate(learner):
+                with autocast:
+                    mb_loss_sum, mb_correct_sum = learner(mb["ids"], mb["labels"], mb["positions"])
+                loss = mb_loss_sum / num_labels
+                # We want the sum, but DDP averages over processes and accelerate over micro-batches.
+                accelerator.backward(loss * world * args.gradient_accumulation_steps)
             loss_sum += mb_loss_sum.detach()
             correct_sum += mb_correct_sum
 
         # 3. Optimizer step.
-        grad_norm = clip_gradients(parameters, args.max_grad_norm, accelerator)
+        grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
         optimizer.step()  # does nothing with DeepSpeed, which has taken the step already
         optimizer.zero_grad()
 
         # 4. Log and save.
-        mean_loss = (accelerator.reduce(loss_sum) / num_tokens).item()
-        seconds = time.time() - start_time
+        mean_loss = (accelerator.reduce(loss_sum) / num_labels).item()
         metrics = {
             "update": update,
             "epoch": update * B / len(rows),
             "lr": optimizer.param_groups[0]["lr"],
             "loss": mean_loss,
-            "mean_token_accuracy": accelerator.reduce(correct_sum) / num_tokens,
+            "mean_token_accuracy": accelerator.reduce(correct_sum) / num_labels,
             "perplexity": perplexity(mean_loss),
-            "grad_norm": grad_norm,
-            "perf/seconds": seconds,
-            "perf/tokens_per_second": num_tokens / seconds,  # tokens with a label
-            "perf/peak_memory_mb": peak_memory_mb(device),
+            "grad_norm": unshard(grad_norm),  # before clipping
+            **performance_metrics(start_time, start_time, num_labels, device),  # there is no rollout
         }
         run.log(metrics)
-        run.checkpoint(update)
+        run.checkpoint({"update": update, "batch_size": B})
 
     # 5. Evaluate on the same held-out documents again, show samples, and save the model.
-    copy_weights(parameters, model)
+    copy_weights(learner, model)  # does nothing if they share their weights
+    model.to(device)
     with autocast:
         after = held_out_metrics(model, held_out_rows, accelerator, args)
-    if not math.isfinite(after["loss"]):
-        raise UserError(
-            "the trained model is not saved: its held-out loss is not finite; lower --learning-rate"
-        )
-    if accelerator.is_main_process:
-        report_held_out(run, before, after, len(held_out))
-        stop_ids = find_end_tokens(model.lm, tokenizer, documents, args.max_length)
         set_global_seed(args.seed, "samples")
-        with autocast:
-            samples = write_samples(model.lm, tokenizer, held_out[: args.num_samples], stop_ids)
-        report_samples(run, samples)
-        save_language_model(model.lm, tokenizer, run.folder / "model", args, stop_ids)
+        samples = write_samples(model.lm, tokenizer, held_out[: args.num_samples])
+    if accelerator.is_main_process:
+        report_held_out(run, before, after, samples, len(held_out))
+        save_policy(model.lm, tokenizer, run.folder / "model")
     run.finish()
     return model.lm, run.folder
 
@@ -396,53 +399,43 @@ def held_out_metrics(model, rows, accelerator, args):
     """Loss in nats per token, token accuracy and perplexity. Each process takes its share of the rows."""
     model.eval()
     n = args.per_device_train_batch_size
-    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-    loss_sum, correct_sum, num_tokens = torch.zeros(3, device=device)
-    for start in range(rank * n, len(rows), world * n):
-        batch = collate_rows(rows[start : start + n], device)
-        batch_loss_sum, batch_correct_sum = model(batch["ids"], batch["labels"], batch["positions"])
-        loss_sum += batch_loss_sum
-        correct_sum += batch_correct_sum
-        num_tokens += (batch["labels"] != -100).sum()
-    num_tokens = accelerator.reduce(num_tokens)
-    loss = (accelerator.reduce(loss_sum) / num_tokens).item()
-    accuracy = (accelerator.reduce(correct_sum) / num_tokens).item()
+    loss_sum, correct_sum, num_labels = torch.zeros(3, device=accelerator.device)
+    with accelerator.split_between_processes(rows) as share:
+        for start in range(0, len(share), n):
+            batch = collate_rows(share[start : start + n], accelerator.device)
+            batch_loss_sum, batch_correct_sum = model(batch["ids"], batch["labels"], batch["positions"])
+            loss_sum += batch_loss_sum
+            correct_sum += batch_correct_sum
+            num_labels += (batch["labels"] != -100).sum()
+    num_labels = accelerator.reduce(num_labels)
+    loss = (accelerator.reduce(loss_sum) / num_labels).item()
+    accuracy = (accelerator.reduce(correct_sum) / num_labels).item()
     return {"loss": loss, "mean_token_accuracy": accuracy, "perplexity": perplexity(loss)}
 
 
 @torch.no_grad()
-def write_samples(model, tokenizer, documents, stop_ids):
+def write_samples(lm, tokenizer, documents):
     """Continue each prompt by sampling, up to 40 tokens. -> one dict(prompt, completion) per document
 
-    stop_ids: the tokens that end a completion. The prompt is all that comes before the completion, or before
-    the last learned turn of a chat. A document that has labels on all of it is continued after its first 8
-    tokens.
+    The prompt is all that comes before the completion, or before the last learned answer of a chat. A text
+    has no prompt, so it is continued after its first 8 tokens.
     """
-    context = context_length(model.config)
-    lm = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's wrapper
-    own_settings = lm.generation_config
-    lm.generation_config = transformers.GenerationConfig()  # nothing but what is below
     samples = []
     for ids, labels in documents:
-        prompt_length = last_labeled_position(labels) + 1
-        while prompt_length > 0 and labels[prompt_length - 1] != -100:
+        prompt_length = max(i for i, label in enumerate(labels) if label != -100)
+        while labels[prompt_length - 1] != -100:  # the first token has no label
             prompt_length -= 1
-        if prompt_length == 0:
+        if prompt_length == 1:
             prompt_length = min(8, len(ids) - 1)
-        prompt = ids[:prompt_length]
-        prompt = prompt[-max(1, context - 40) :]  # a long prompt loses its beginning
-        output = model.generate(
-            torch.tensor([prompt], device=model.device),
-            attention_mask=torch.ones(1, len(prompt), device=model.device),
-            max_new_tokens=min(40, context - len(prompt)),
-            do_sample=True,
-            top_k=0,
-            eos_token_id=stop_ids,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        completion = output[0, len(prompt) :]
+        tokens = torch.tensor([ids[:prompt_length]], device=lm.device)  # [1, L]
+        for _ in range(min(40, context_length(lm.config) - prompt_length)):
+            probs = lm(tokens, use_cache=False).logits[0, -1].float().softmax(-1)  # [V]
+            token = torch.multinomial(probs, 1)
+            tokens = torch.cat([tokens, token[None]], 1)
+            if token.item() in lm.generation_config.eos_token_id:
+                break
+        prompt, completion = tokens[0, :prompt_length], tokens[0, prompt_length:]
         samples.append({"prompt": tokenizer.decode(prompt), "completion": tokenizer.decode(completion)})
-    lm.generation_config = own_settings
     return samples
 
 
@@ -473,22 +466,10 @@ class LanguageModel(nn.Module):
 def document_states(body, ids, positions):
     """Last hidden states of rows that may hold several documents. [B, L], [B, L] -> [B, L, H]
 
-    A block-diagonal causal mask keeps the documents apart. It is built here because not every architecture
-    can tell from position ids where a document starts.
+    There is no attention mask, so transformers makes a causal one, which is block-diagonal if the positions
+    start again at 0 (masking_utils.find_packed_sequence_indices).
     """
-    starts = positions == 0  # [B, L]
-    if not starts[:, 1:].any():  # one document per row: the model's own causal mask is enough, and faster
-        return body(input_ids=ids, use_cache=False).last_hidden_state
-    L = ids.shape[1]
-    document = starts.cumsum(1)  # [B, L], number of the document in its row
-    same_document = document[:, :, None] == document[:, None, :]  # [B, L, L]
-    causal = torch.ones(L, L, dtype=torch.bool, device=ids.device).tril()  # [L, L]
-    visible = (same_document & causal)[:, None]  # [B, 1, L, L]
-    # The mask is added to the attention scores. Autocast may turn it into bf16, so it has bf16's minimum.
-    mask = torch.zeros(visible.shape, device=ids.device)
-    mask = mask.masked_fill(~visible, torch.finfo(torch.bfloat16).min)
-    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    return body(**inputs, use_cache=False).last_hidden_state
+    return body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
 
 
 def body_and_head(lm):
@@ -545,9 +526,8 @@ def learning_rate(args, update, updates):
 
 # ---- Documents: token ids and labels -----------------------------------------------------------------------
 #
-# The argument rows is the data set, with columns, up to load_documents; then it is the packed rows of `pack`.
-# A document is a pair of lists, ids and labels. Two documents, each with a prompt and a completion, packed
-# into a row:
+# An example is a row of the data set (a dict), a document is a pair of lists, ids and labels. Two documents,
+# each with a prompt and a completion, packed into a row:
 #
 #     ids          Was    it     good   ?      Yes    EOS    Really ?      No     EOS    pad
 #     labels       -100   -100   -100   -100   Yes    EOS    -100   -100   No     EOS    -100
@@ -556,35 +536,47 @@ def learning_rate(args, update, updates):
 # The hidden state of each token predicts the label of the next one: that of the first "?" predicts "Yes".
 
 
-def text_documents(rows, tokenizer, args):
-    """Column text: the text and EOS, with labels on all of it. -> list of (ids, labels)"""
-    documents = []
-    for text in rows["text"]:
-        if text:
-            ids = with_eos(tokenizer(text).input_ids, tokenizer)
-            documents.append((ids, ids))
-    return documents
+def load_documents(examples, tokenizer, args):
+    """The documents of a data set, cut to max_length; and a text that says what was left out or cut.
 
-
-def completion_documents(rows, tokenizer, args):
-    """Columns prompt and completion: the two and EOS, without labels on the prompt. -> list of (ids, labels)
-
-    They are tokenized separately: no token may span the end of the prompt, because in a rollout the prompt
-    comes alone. Nothing is added between the two: a space there must be in the data. (Some tokenizers begin
-    every text with one: Llama 2's, for example.)
+    A document that is cut loses its EOS, because it does not end there. -> list of (ids, labels), str
     """
-    documents = []
-    for prompt, completion in zip(rows["prompt"], rows["completion"]):
-        if not all(text and isinstance(text, str) for text in (prompt, completion)):
-            continue
-        prompt = tokenizer(prompt).input_ids
-        completion = tokenizer(completion, add_special_tokens=False).input_ids  # no BOS in the middle
-        completion = with_eos(completion, tokenizer)
-        prompt_labels = prompt
-        if args.completion_only_loss:
-            prompt_labels = [-100] * len(prompt)
-        documents.append((prompt + completion, prompt_labels + completion))
-    return documents
+    documents, counts = [], Counter()
+    for example in examples:
+        ids, labels = make_document(example, tokenizer, args, counts)
+        is_cut = len(ids) > args.max_length
+        # Label -100: nothing to learn here. Nothing predicts the first token.
+        ids, labels = ids[: args.max_length], [-100, *labels[1 : args.max_length]]
+        if all(label == -100 for label in labels):
+            counts["rows without anything to learn"] += 1
+        else:
+            documents.append((ids, labels))
+            counts[f"cut to --max-length {args.max_length}"] += is_cut
+    left_out = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    if not documents:
+        raise UserError(
+            f"{args.dataset_name}: there is nothing to learn in the columns text, prompt and completion, "
+            f"messages, or dialog ({left_out})"
+        )
+    return documents, left_out or "nothing left out or cut"
+
+
+def make_document(example, tokenizer, args, counts):
+    """-> ids, labels; both are empty if the example has no text. counts: see chat_document"""
+    prompt, completion = example.get("prompt"), example.get("completion")
+    if example.get("text"):
+        ids = with_eos(tokenizer(example["text"]).input_ids, tokenizer)
+        return ids, ids
+    if example.get("messages"):
+        return chat_document(example, example["messages"], 0, tokenizer, counts)
+    if prompt and completion and is_chat(prompt):
+        first_learned = len(prompt) if args.completion_only_loss else 0
+        return chat_document(example, prompt + completion, first_learned, tokenizer, counts)
+    if prompt and completion:
+        return completion_document(prompt, completion, tokenizer, args)
+    if example.get("dialog"):
+        return dialog_document(example, tokenizer, args)
+    return [], []
 
 
 def with_eos(ids, tokenizer):
@@ -592,89 +584,83 @@ def with_eos(ids, tokenizer):
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
-def chat_documents(rows, tokenizer, args):
-    """Columns messages, or prompt and completion as lists of messages. -> list of (ids, labels)
+def completion_document(prompt, completion, tokenizer, args):
+    """Prompt, completion and EOS, without labels on the prompt. -> ids, labels
 
-    The tokenizer's chat template writes the conversation. Labels are on the assistant's answers, each with
-    its end-of-turn token, such as `<|im_end|>`; with prompt and completion, on those of the completion. (A
-    message that follows another one of the assistant is not learned.) Some templates write no end-of-turn
-    token. Then EOS is put after the last answer that is learned; the others are learned without an end.
+    They are tokenized separately: no token may span the end of the prompt, because in a rollout the prompt
+    comes alone. Nothing is added between the two: a space there must be in the data. (Some tokenizers begin
+    every text with one: Llama 2's, for example.)
     """
-    if "tools" in rows.column_names:
-        raise UserError(f"data set {args.dataset_name!r}: chats with the column tools are not supported")
-    conversations = []  # pairs: messages, index of the first message to learn from
-    if "messages" in rows.column_names:
-        conversations = [(messages, 0) for messages in rows["messages"] if is_chat(messages)]
-    else:
-        for prompt, completion in zip(rows["prompt"], rows["completion"]):
-            if is_chat(prompt) and is_chat(completion):
-                first_learned = len(prompt) if args.completion_only_loss else 0
-                conversations.append((prompt + completion, first_learned))
-    special = special_ids(tokenizer)
-    documents = []
-    for messages, first_learned in conversations:
-        ids, labels = [], []
-        for text, is_learned in chat_parts(tokenizer, messages, args.date, first_learned):
-            part = tokenizer(text, add_special_tokens=False).input_ids  # the template writes BOS
-            ids.extend(part)
-            labels.extend(part if is_learned else [-100] * len(part))
-        end = last_labeled_position(labels) + 1  # 0 if no turn is learned
-        if end > 0 and labels[end - 1] not in special:
-            # There is no end-of-turn token: put EOS after the last of these answers, and drop what follows.
-            ids = ids[:end] + [tokenizer.eos_token_id]
-            labels = labels[:end] + [tokenizer.eos_token_id]
-        documents.append((ids, labels))
-    return documents
+    prompt = tokenizer(prompt).input_ids
+    completion = tokenizer(completion, add_special_tokens=False).input_ids  # no BOS in the middle
+    completion = with_eos(completion, tokenizer)
+    prompt_labels = [-100] * len(prompt) if args.completion_only_loss else prompt
+    return prompt + completion, prompt_labels + completion
 
 
-def last_labeled_position(labels):
-    """The position of the last label that is not -100; -1 if there is none."""
-    return max((i for i, label in enumerate(labels) if label != -100), default=-1)
+def chat_document(example, messages, first_learned, tokenizer, counts):
+    r"""A list of messages, written by the chat template and tokenized as one text. -> ids, labels
 
-
-def chat_parts(tokenizer, messages, date, first_learned=0):
-    r"""A conversation as the chat template writes it, cut into parts. -> list of (text, bool: is it learned)
-
-    first_learned: the first message from which to learn. Together, the parts are the conversation. What a
-    policy would generate is learned; in ChatML, for example:
+    Labels are on what a policy would generate: the assistant's answers, from message number first_learned on,
+    each with the end of its turn. In ChatML, for example:
 
         not learned    <|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n
         learned        It is 5.<|im_end|>
         not learned    \n
+
+    Some templates write no token that ends a turn. Then EOS is put after the last answer that is learned; the
+    others are learned without an end. counts: a Counter of answers that cannot be learned
     """
-    conversation = render_chat(tokenizer, messages, date)
-    parts = []
-    position = 0  # in the conversation
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant" or i < first_learned:
+    if example.get("tools"):
+        raise UserError("chats with the column tools are not supported: the template would not see it")
+    text = render_chat(tokenizer, messages)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)  # the template has BOS
+    ids = encoded.input_ids
+    first_characters = [first for first, _ in encoded.offset_mapping]  # of each token, in the text
+    labels = [-100] * len(ids)
+    end = 0  # of the last answer that is learned
+    for i in range(first_learned, len(messages)):
+        if messages[i]["role"] != "assistant":
             continue
-        if i == 0 or messages[i - 1]["role"] == "assistant":
-            continue  # not learned: there is no message that it answers
-        before = render_chat(tokenizer, messages[:i], date, is_prompt=True)
-        after = render_chat(tokenizer, messages[: i + 1], date)
-        if not after.startswith(before) or not conversation.startswith(after):
-            # The turn differs from what a policy would generate here. For example, the templates of thinking
-            # models drop the thoughts of earlier turns. Do not learn it.
-            continue
-        turn = after[len(before) :].rstrip()  # generation stops before the line break that ends a turn
-        parts.append((conversation[position : len(before)], False))
-        parts.append((turn, True))
-        position = len(before) + len(turn)
-    parts.append((conversation[position:], False))
-    return [(text, is_learned) for text, is_learned in parts if text]
+        prompt, last_character = find_answer(tokenizer, messages[: i + 1], text)
+        if prompt is None or ids[: len(prompt)] != prompt:
+            counts["answers not learned, because a rollout would have another prompt"] += 1
+        else:
+            start, end = len(prompt), bisect.bisect(first_characters, last_character)
+            labels[start:end] = ids[start:end]
+    if end > 0 and ids[end - 1] not in special_ids(tokenizer):
+        # There is no token that ends the turn: put EOS after the answer, and drop what follows.
+        ids = ids[:end] + [tokenizer.eos_token_id]
+        labels = labels[:end] + [tokenizer.eos_token_id]
+    return ids, labels
 
 
-def dialog_documents(rows, tokenizer, args):
-    """Column dialog: each utterance with its end mark, then EOS; all have labels. -> list of (ids, labels)"""
-    documents = []
-    for _, utterances, _ in load_dialogs(rows):
-        ids = list(tokenizer("").input_ids)  # [BOS], or nothing for GPT-2
+def find_answer(tokenizer, messages, text):
+    """The prompt of a rollout that could end with the last of these messages, an answer of the assistant.
+
+    text: of the whole chat -> the prompt's token ids, and the last character of the answer in the text. None,
+    None if the text does not begin with them: templates of thinking models drop the thoughts of all but the
+    last answer, for example.
+    """
+    if len(messages) == 1 or messages[-2]["role"] == "assistant":
+        return None, None  # there is no message that it answers
+    before = render_chat(tokenizer, messages[:-1], is_prompt=True)
+    after = render_chat(tokenizer, messages)
+    if not (after.startswith(before) and text.startswith(after)):
+        return None, None
+    # Generation stops before the line break that ends a turn.
+    return tokenizer(before, add_special_tokens=False).input_ids, len(after.rstrip()) - 1
+
+
+def dialog_document(example, tokenizer, args):
+    """Column dialog: each utterance with its end mark, then EOS; all have labels. -> ids, labels"""
+    ids = list(tokenizer("").input_ids)  # [BOS], or nothing for GPT-2
+    for _, utterances, _ in load_dialogs([example]):  # no dialog if an utterance is blank
         for utterance in utterance_ids(tokenizer, utterances, args.utterance_end):
             ids.extend(utterance)
         if args.utterance_end != "eos":  # otherwise the last utterance ends in EOS already
             ids.append(tokenizer.eos_token_id)
-        documents.append((ids, ids))
-    return documents
+    return ids, ids
 
 
 def utterance_ids(tokenizer, utterances, end):
@@ -690,74 +676,45 @@ def utterance_ids(tokenizer, utterances, end):
     return [ids + end_ids for ids in tokenizer(texts, add_special_tokens=False).input_ids]
 
 
-def load_documents(rows, tokenizer, args):
-    """The documents of a data set, cut to max_length. -> list of (ids, labels)
-
-    A document that is cut loses its EOS, because it does not end there. Label -100: nothing to learn here.
-    """
-    columns = set(rows.column_names)
-    has_completions = {"prompt", "completion"} <= columns
-    if "text" in columns:
-        check_texts(rows, "text", args.dataset_name)
-        documents = text_documents(rows, tokenizer, args)
-    elif "messages" in columns or (has_completions and any(is_chat(prompt) for prompt in rows["prompt"])):
-        documents = chat_documents(rows, tokenizer, args)
-    elif has_completions:
-        documents = completion_documents(rows, tokenizer, args)
-    elif "dialog" in columns:
-        documents = dialog_documents(rows, tokenizer, args)
-    else:
-        raise UserError(
-            f"data set {args.dataset_name!r} needs the column text, or prompt and completion, or messages, "
-            f"or dialog; it has {', '.join(rows.column_names)}"
-        )
-    kept = []
-    for ids, labels in documents:
-        ids, labels = ids[: args.max_length], labels[: args.max_length]
-        if any(label != -100 for label in labels[1:]):  # the first token is never predicted
-            kept.append((ids, labels))
-    if not kept:
-        limit = f"--max-length {args.max_length} tokens"
-        raise UserError(
-            f"data set {args.dataset_name!r}: no text to learn from within {limit} (in chats, an answer "
-            f"counts only if it begins where the template's generation prompt ends)"
-        )
-    return kept
-
-
 def pack(documents, max_length, packing):
-    """Fill rows of max_length tokens with whole documents, in their order. -> list of lists of documents"""
+    """Fill rows of max_length tokens with whole documents. -> list of rows, each a list of documents
+
+    Best-fit decreasing: from the longest document to the shortest, each goes into the fullest row that has
+    room for it.
+    """
+    if not packing:
+        return [[document] for document in documents]
     rows = []
-    length = 0  # of the last row, in tokens
-    for ids, labels in documents:
-        if not rows or not packing or length + len(ids) > max_length:
+    rooms = []  # (free tokens, row number), sorted
+    for document in sorted(documents, key=lambda document: len(document[0]), reverse=True):
+        length = len(document[0])
+        fullest = bisect.bisect_left(rooms, (length, 0))
+        if fullest == len(rooms):  # no row has room
+            rooms.append((max_length, len(rows)))
             rows.append([])
-            length = 0
-        rows[-1].append((ids, labels))
-        length += len(ids)
+        room, row = rooms.pop(fullest)
+        rows[row].append(document)
+        bisect.insort(rooms, (room - length, row))
     return rows
 
 
 def collate_rows(rows, device):
     """Rows of documents, padded on the right. -> dict: ids, labels, positions, [B, L] each
 
-    Positions start at 0 in each document. Its first token has no label: nothing before it could predict it.
-    Labels come from the documents, never from `ids != pad`, because many tokenizers use EOS as the padding
-    token.
+    Positions start at 0 in each document. Labels come from the documents, never from `ids != pad`, because
+    many tokenizers use EOS as the padding token.
     """
     B = len(rows)
-    lengths = [sum(len(ids) for ids, _ in row) for row in rows]
-    L = max(lengths)
+    L = max(sum(len(ids) for ids, _ in row) for row in rows)
     ids = torch.zeros(B, L, dtype=torch.long)
     labels = torch.full((B, L), -100)
-    positions = torch.arange(L).repeat(B, 1)  # pads keep theirs, which are not 0: no document starts there
+    positions = torch.arange(L).repeat(B, 1)  # pads keep these
     for i, row in enumerate(rows):
         start = 0
         for document_ids, document_labels in row:
             end = start + len(document_ids)
             ids[i, start:end] = torch.tensor(document_ids)
             labels[i, start:end] = torch.tensor(document_labels)
-            labels[i, start] = -100
             positions[i, start:end] = torch.arange(len(document_ids))
             start = end
     return {"ids": ids.to(device), "labels": labels.to(device), "positions": positions.to(device)}
@@ -779,8 +736,7 @@ def stream_rows(num_rows, start, count, seed):
 
 # ============================================================================================================
 # Part II: infrastructure. You need nothing below to understand fine-tuning: here are models, data, files and
-# flags. The scripts share these functions, copied verbatim, so a few arguments, return values and names of
-# flags are used only in another script.
+# flags. The scripts share these functions, copied verbatim, so a few arguments are used only in another one.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -795,7 +751,7 @@ class UserError(Exception):
     """
 
 
-# ---- Loading models ----------------------------------------------------------------------------------------
+# ---- Models ------------------------------------------------------------------------------------------------
 
 
 def resolve_path(name):
@@ -853,24 +809,38 @@ def context_length(config):
 def model_from_config(text, tokenizer):
     """A language model with random weights from "TYPE name=value ...", sized for the tokenizer."""
     model_type, *pairs = text.split()
-    special_tokens = {
+    values = {
+        "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    try:
-        values = {}
-        for pair in pairs:
-            key, value = pair.split("=")
-            values[key] = json.loads(value)
-        config = transformers.AutoConfig.for_model(model_type, **values)  # derives other sizes from these
-        config.update({"vocab_size": len(tokenizer)} | special_tokens | values)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # the libraries raise a dozen different types
-        example = "expected for example 'gpt2 n_layer=3 n_embd=128'"
-        raise UserError(f"--from-config {text!r}: {error}; {example}") from error
-    check_saved_tokenizer(tokenizer, model)
-    return model
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if not hasattr(transformers.AutoConfig.for_model(model_type), name):  # transformers would ignore it
+            raise UserError(f"--from-config: a config of type {model_type} has no {name}")
+        values[name] = json.loads(value)
+    config = transformers.AutoConfig.for_model(model_type, **values)
+    check_saved_tokenizer(tokenizer, config)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def check_saved_tokenizer(tokenizer, config):
+    """Raise if the tokenizer, saved next to a model with this config and loaded again, gives other tokens.
+
+    For models of some families (Qwen2, Phi-3), transformers ignores which tokenizer was saved, and loads the
+    family's own.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        reloaded = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.decode(range(len(tokenizer)), skip_special_tokens=True)  # all words that it knows
+    if reloaded(text).input_ids != tokenizer(text).input_ids:
+        raise UserError(
+            f"with a {config.model_type} model, transformers would load this tokenizer as a "
+            f"{type(reloaded).__name__}, and texts would have other tokens: use another model type"
+        )
 
 
 def load_tokenizer(name, for_prompts=True):
@@ -880,40 +850,10 @@ def load_tokenizer(name, for_prompts=True):
     """
     tokenizer = AutoTokenizer.from_pretrained(resolve_path(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    if for_prompts and tokenizer.eos_token_id in tokenizer("").input_ids[1:]:
+    last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
+    if for_prompts and last == tokenizer.eos_token_id != last_of_text:
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
-
-
-def build_tokenizer(args):
-    """The tokenizer of --model-name-or-path, with the chat template of --chat-template-path."""
-    tokenizer = load_tokenizer(args.model_name_or_path)
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no EOS token, so the model could not learn to stop")
-    if args.chat_template_path is not None:
-        path = Path(resolve_path(args.chat_template_path))
-        if not path.is_file():
-            raise UserError(f"--chat-template-path {args.chat_template_path}: there is no such file")
-        tokenizer.chat_template = path.read_text()
-    return tokenizer
-
-
-def check_saved_tokenizer(tokenizer, model):
-    """Raise UserError if the tokenizer, saved next to the model and loaded again, gives other tokens.
-
-    For models of some families (Qwen2, Phi-3), transformers ignores which tokenizer was saved, and loads the
-    family's own.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        model.config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        reloaded = AutoTokenizer.from_pretrained(folder)
-    text = tokenizer.decode(range(len(tokenizer)), skip_special_tokens=True)  # all words that it knows
-    if reloaded(text).input_ids != tokenizer(text).input_ids:
-        raise UserError(
-            f"with a {model.config.model_type} model, transformers would load this tokenizer as a "
-            f"{type(reloaded).__name__}, and texts would have other tokens: use another model type"
-        )
 
 
 def trainable(module):
@@ -945,7 +885,7 @@ def add_lora(model, args):
     return model
 
 
-def build_language_model(args, tokenizer):
+def load_language_model(args, tokenizer, documents):
     """The model to train, as the flags say: pretrained, or with random weights.
 
     Random weights keep the dropout of their config; pretrained models are loaded without dropout.
@@ -956,7 +896,7 @@ def build_language_model(args, tokenizer):
         lm = load_model(AutoModelForCausalLM, args.model_name_or_path)
         if getattr(lm, "is_quantized", False):
             raise UserError(f"{args.model_name_or_path}: quantized weights cannot be trained here")
-    check_documents(lm, args)
+    lm.generation_config.eos_token_id = find_end_tokens(lm, tokenizer, documents, args.max_length)
     if args.lora_r:
         lm = add_lora(lm, args)
     if args.gradient_checkpointing:
@@ -965,64 +905,48 @@ def build_language_model(args, tokenizer):
 
 
 @torch.no_grad()
-def check_documents(lm, args):
-    """Raise UserError if our losses are not those of the model itself.
+def check_language_model(lm, args):
+    """Refuse a model whose losses would differ from ours.
 
-    Measured, not guessed: the model's own logits must be the product of its last hidden states and the output
-    layer. They are not with a soft cap (Gemma 2) or a scale (Granite). With packing, the states of a document
-    must be those that it has alone, whatever comes before it in the row. They are not with a recurrent state
-    (Mamba), a convolution (LFM2), or positions that cannot be given (BLOOM).
+    Its own logits must be the product of its last hidden states and the output layer. They are not with a
+    soft cap (Gemma 2) or a scale (Granite). The states of a text must not depend on what follows, as they do
+    in an encoder; and those of a packed document not on the one before it, as they do with a recurrent state
+    (Mamba), a convolution (LFM2), or if the model ignores the positions (BLOOM, OPT, Falcon).
     """
-    name = args.from_config or args.model_name_or_path
-    config = lm.config.get_text_config()
-    context = context_length(config)
-    if args.max_length > context:
-        raise UserError(f"--max-length {args.max_length}: the context of the model is {context} tokens")
-    size = max(1, min(args.max_length // 2, 64))  # of a document; two of them must fit into a row
-    positions = torch.arange(size, device=lm.device)[None]  # [1, size]
-    first = positions % config.vocab_size
-    second = first.flip(1)
-    try:
-        body, head = body_and_head(lm)
-        # A soft cap shows only in large logits, so make them large. (With tied embeddings the inputs grow
-        # too, but for both `logits` and `product`.)
-        head.weight.mul_(64)
-        logits = lm.eval()(first, use_cache=False).logits[0].float()  # [size, V]
-        # `logits` are of eval mode, `product` is of train mode: dropout that load_model has missed makes them
-        # differ. (Not for a new model, which may have dropout: then both are of eval mode.)
-        lm.train(not args.from_config)
-        product = F.linear(document_states(body, first, positions)[0], head.weight, head.bias)
-        head.weight.div_(64)  # exact, because 64 is a power of 2
-        is_equal = torch.allclose(product, logits, 1e-2, 0.1)
-        # A document of max_length must fit, and its length may not change its beginning (as some scaled
-        # rotary positions do).
-        alone = document_states(body.eval(), second, positions)  # [1, size, H]
-        row_positions = torch.arange(args.max_length, device=lm.device)[None]
-        longest = (size - 1 - row_positions) % config.vocab_size  # begins like `second`
-        beginning = document_states(body, longest, row_positions)[:, :size]
-        is_equal = is_equal and torch.allclose(beginning, alone, 1e-3, 1e-3)
-    except Exception as error:  # models fail in many ways
-        raise UserError(f"{name}: this kind of model does not work here ({type(error).__name__})") from error
-    if not is_equal:
-        raise UserError(f"{name}: this kind of model does not work here, its losses differ from ours")
-    if not args.packing:
-        return
+    name, length = args.from_config or args.model_name_or_path, args.max_length
+    if length > context_length(lm.config):
+        raise UserError(f"--max-length {length}: the context of {name} is {context_length(lm.config)} tokens")
+    body, head = body_and_head(lm)
+    size = max(1, min(length // 2, 64))  # of a document
+    vocab_size = lm.config.get_text_config().vocab_size
+    rows = torch.randint(vocab_size, (3, length), generator=generator_for(0, "check")).to(lm.device)
+    document = rows[:1, :size]  # [1, size]
+    positions = torch.arange(length, device=lm.device)[None]  # [1, length]
+    document_positions = positions[:, :size]
 
-    # Packed, `second` must come out the same after `first`, after itself, and alone.
-    rows = torch.cat([torch.cat([first, second], 1), torch.cat([second, second], 1)])  # [2, 2 * size]
-    try:
-        after_first, after_second = document_states(body, rows, positions.repeat(2, 2))[:, size:]
-        # With random weights, little of `first` would leak even through a wrong mask, so this limit is tight.
-        # (It can be, because both come from one call. `alone` comes from another, with other rounding.)
-        is_apart = torch.allclose(after_first, after_second, 1e-5, 1e-5)
-        # If positions did not start again at 0, both would change in the same way, but `alone` would not.
-        is_apart = is_apart and torch.allclose(after_first, alone[0], 1e-3, 1e-3)
-    except Exception:  # models fail in many ways if they want another kind of mask
-        is_apart = False
-    # Our mask has no sliding window. Short documents cannot show that, so ask the config.
-    windows = [getattr(config, kind, None) for kind in ("sliding_window", "attention_chunk_size")]
-    if not is_apart or any(window and window < args.max_length for window in windows):
-        raise UserError(f"{name}: packed documents of this model differ from single ones: use --no-packing")
+    # A soft cap shows only in large logits. So the output layer multiplies by 64, and we divide by 64.
+    hook = head.register_forward_hook(lambda module, inputs, logits: 64 * logits)
+    own_logits = lm.eval()(document, use_cache=False).logits.float() / 64  # [1, size, V]
+    hook.remove()
+    lm.train(not args.from_config)  # noise that load_model has missed shows; a new model may have dropout
+    states = document_states(body, document, document_positions)  # [1, size, H]
+    logits = F.linear(states, head.weight, head.bias)
+    begun = torch.cat([document.expand(2, -1), rows[1:, size:]], 1)  # [2, length], goes on in two ways
+    one, other = document_states(body, begun, positions.expand(2, -1))[:, None, :size]  # [1, size, H] each
+    # The limits are relative. Of what comes from one call, they are tight: with random weights, what a model
+    # must not see changes little.
+    if differ(own_logits, logits, 1e-2) or differ(other, one, 1e-4) or differ(one, states, 1e-2):
+        raise UserError(f"{name} does not work here: its own losses differ from ours")
+    if args.packing:
+        packed = torch.cat([rows[1:, :size], document.expand(2, -1)], 1)  # [2, 2 * size]
+        one, other = document_states(body, packed, document_positions.repeat(2, 2))[:, None, size:]
+        if differ(other, one, 1e-4) or differ(one, states, 1e-2):
+            raise UserError(f"{name}: packed documents differ from single ones: use --no-packing")
+
+
+def differ(found, expected, limit):
+    """Whether two tensors differ by more than this part of the largest number, or are nan."""
+    return not (found - expected).abs().max() < limit * expected.abs().max()
 
 
 def special_ids(tokenizer):
@@ -1031,27 +955,25 @@ def special_ids(tokenizer):
     return set(tokenizer.all_special_ids) | {i for i, token in added if token.special}
 
 
-def find_end_tokens(model, tokenizer, documents, max_length):
-    """The ids of the tokens that end a response. -> an id, or a list of several: what generation_config takes
+def find_end_tokens(lm, tokenizer, documents, max_length):
+    """The ids of the tokens that end a response. -> list, for generation_config
 
     They are EOS, those of the model's generation_config, and the special tokens at the end of what is learned
     of a document, such as <|im_end|>. documents: list of (ids, labels) with one label or more
     """
-    eos = model.generation_config.eos_token_id  # an id, a list of ids, or None
-    ids = set(eos if isinstance(eos, list) else [eos])
-    ids = (ids | {tokenizer.eos_token_id}) - {None}
+    eos = lm.generation_config.eos_token_id  # an id, a list of ids, or None
+    ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
     uncut = [labels for _, labels in documents if len(labels) < max_length]  # one of max_length may be cut
-    last_tokens = {labels[last_labeled_position(labels)] for labels in uncut}
-    ids |= last_tokens & special_ids(tokenizer)
-    return sorted(ids) if len(ids) > 1 else ids.pop()
+    last_tokens = {[label for label in labels if label != -100][-1] for labels in uncut}
+    return sorted(ids | last_tokens & special_ids(tokenizer))
 
 
-def save_language_model(model, tokenizer, folder, args, stop_ids):
-    """Save what plain transformers loads, with LoRA merged. Generation ends at stop_ids."""
-    if args.lora_r:
-        model = model.merge_and_unload()
-    model.generation_config.eos_token_id = stop_ids
-    model.save_pretrained(folder)
+def save_policy(policy, tokenizer, folder):
+    """Save what plain transformers loads. LoRA is merged in place, except into quantized weights."""
+    if hasattr(policy, "merge_and_unload") and not getattr(policy, "is_quantized", False):
+        policy.save_pretrained(folder.parent / "adapter")
+        policy = policy.merge_and_unload()
+    policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -1212,20 +1134,6 @@ def make_learner(model, args, accelerator):
     return accelerator.prepare(learner, optimizer_class(trainable(learner).values(), **options))
 
 
-def synchronize_last(micro_batches, learner, accelerator):
-    """Yields the micro-batches of one optimizer step. Processes exchange gradients only in the last one."""
-    for i, micro_batch in enumerate(micro_batches):
-        # accelerate reads this: if it is True, DeepSpeed's backward pass takes the optimizer's step.
-        accelerator.sync_gradients = i + 1 == len(micro_batches)
-        with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(learner):
-            yield micro_batch
-
-
-def unshard(x):
-    """The whole tensor of which FSDP2 has shards; anything else as it is."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
 @torch.no_grad()
 def copy_weights(learner, model):
     """Copy the trained weights into the whole model, if they are shards of a copy."""
@@ -1237,6 +1145,28 @@ def copy_weights(learner, model):
 
             with deepspeed.zero.GatheredParameters([trained]):
                 p.copy_(trained)
+
+
+def unshard(x):
+    """The whole tensor of which FSDP2 has shards; anything else as it is."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def performance_metrics(start_time, rollout_end, num_tokens, device):
+    """Speed of an update that started at start_time and whose rollout ended at rollout_end; peak memory."""
+    now = time.time()
+    if device.type == "cuda":
+        peak_memory = torch.cuda.max_memory_allocated() / 2**20
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+        peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    return {
+        "perf/seconds": now - start_time,
+        "perf/rollout_seconds": rollout_end - start_time,
+        "perf/train_seconds": now - rollout_end,
+        "perf/tokens_per_second": num_tokens / (now - start_time),
+        "perf/peak_memory_mb": peak_memory,
+    }
 
 
 # ---- Run folder and screen ---------------------------------------------------------------------------------
@@ -1420,27 +1350,27 @@ def load_trained(models, folder):
     models.clear()
 
 
-def rows_of(columns):
-    """A dict of lists -> a list of dicts."""
-    return [dict(zip(columns, row)) for row in zip(*columns.values())]
+def show_labels(run, tokenizer, document):
+    """Show what is learned of a document: green, and in brackets where there are no colors."""
+    text = Text("the first document; [what is learned of it] is green:\n")
+    for is_learned, part in itertools.groupby(zip(*document), key=lambda pair: pair[1] != -100):
+        shown = tokenizer.decode([token for token, _ in part])
+        text.append(f"[{shown}]" if is_learned else shown, "green" if is_learned else "")
+    run.console.print(text)
 
 
-def report_held_out(run, before, after, num_documents):
-    """The before / after table and evaluation.json."""
+def report_held_out(run, before, after, samples, num_documents):
+    """The samples, the before / after table, samples.jsonl and evaluation.json."""
+    if samples:
+        run.table("samples", samples)
+    run.append("samples.jsonl", [{"update": run.updates} | sample for sample in samples])
     comparison = []
     for name, value in before.items():
         comparison.append({"metric": name, "before": value, "after": after[name]})
     run.table(f"{num_documents} held-out documents", comparison)
-    run.write("evaluation.json", json.dumps({"before": before, "after": after, "n": num_documents}, indent=2))
+    about = {"before": before, "after": after, "n": num_documents}
+    (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
     run.accelerator.log({f"eval/{name}": x for name, x in after.items()}, step=run.updates)
-
-
-def report_samples(run, samples):
-    """Show the samples, and write samples.jsonl."""
-    if samples:
-        run.table("samples", samples)
-        rows = [{"update": run.updates} | sample for sample in samples]
-        run.write("samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
 
 # ---- Command line ------------------------------------------------------------------------------------------
@@ -1452,14 +1382,6 @@ def check_positive(args, *names):
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
-
-
-def check_sft_args(args):
-    """Raise for flags that cannot work, before anything is loaded."""
-    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
-    check_positive(args, "max_length", "num_train_rows", "num_eval_rows", "max_grad_norm")
-    if not args.utterance_end.strip():
-        raise UserError("--utterance-end must not be empty: nobody could tell where an utterance ends")
 
 
 def parse_args(argv):
@@ -1496,6 +1418,7 @@ def parse_args(argv):
 def main(argv=None):
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
+    warnings.filterwarnings("error", message="Found missing adapter keys")  # peft: they would be random
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):
         library.logging.set_verbosity_error()

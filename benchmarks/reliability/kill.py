@@ -3,13 +3,14 @@
     python benchmarks/reliability/kill.py                     # 50 SIGKILLs, SIGTERMs and SIGINTs for each script
     python benchmarks/reliability/kill.py --kills 5 --signals KILL --scripts sft
 
-A run has 8 updates, with models of checkpoints/, the first rows of data/, and a checkpoint after each update. Runs are
-forked from a process that has imported everything, so one takes about a second. Every second signal is aimed at a
-save: it comes within 20 ms after the run began to write a checkpoint or the final model. The others come at any time
-between start and end.
+A run has 8 updates, with models of checkpoints/, the first rows of data/, and a checkpoint after each update. Runs
+are forked from a process that has imported everything, so one takes about a second. Every second signal is aimed at
+a save: it comes within 20 ms after the run began to write a checkpoint or the final model. The others come at any
+time between start and end.
 
-Each line of results/reliability/kills.jsonl is one signal: when it came, how the process ended, which checkpoints there
-were, and whether the resumed run ended with the same model, metrics, samples and tables (times are not compared).
+Each line of results/reliability/kills.jsonl is one signal: when it came, how the process ended, which checkpoints
+there were, and whether the resumed run ended with the same model, metrics, samples and tables (times are not
+compared).
 """
 
 import argparse
@@ -25,31 +26,52 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import accelerate
 import torch
 import transformers
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-COMMON = dict(
-    dtype="float32", save_every=1, keep_checkpoints=2, lr_scheduler_type="linear", learning_rate=1e-3
+
+COMMON = "--dtype float32 --save-every 1 --lr-scheduler-type linear --learning-rate 1e-3"
+SUPERVISED = (
+    f"{COMMON} --max-length 64 --per-device-train-batch-size 8 --num-train-epochs 1.34 --num-eval-rows 8"
 )
-RL = COMMON | dict(model_name_or_path="checkpoints/reviews-lm", num_mini_batches=2, num_ppo_epochs=1, per_device_train_batch_size=4,
-                   total_episodes=64, num_sample_generations=4, local_rollout_forward_batch_size=8)  # fmt: skip
-RUNS = {
-    "sft": COMMON | dict(model_name_or_path="checkpoints/reviews-lm", dataset_name="reviews", max_length=64, packing=False,
-                         per_device_train_batch_size=8, num_train_epochs=1.34, num_eval_rows=8, num_samples=2),
-    "reward_model": COMMON | dict(model_name_or_path="checkpoints/reviews-sentiment", dataset_name="reviews", max_length=64,
-                                  per_device_train_batch_size=8, num_train_epochs=1.34, num_eval_rows=8, min_prefix_length=4),
-    "ppo_sentiment": RL | dict(reward_model_path="checkpoints/reviews-sentiment", dataset_name="reviews", num_eval_prompts=4,
-                          kl_horizon=50),
-    "ppo_dialog": RL | dict(model_name_or_path="checkpoints/dialogs-lm", reward_model_path="checkpoints/dialogs-intent",
-                            dataset_name="dialogs", num_eval_prompts=4, response_length=8, max_prompt_length=64),
-    "rloo_tldr": RL | dict(model_name_or_path="checkpoints/tldr-sft", reward_model_path="checkpoints/tldr-reward", dataset_name="tldr",
-                           num_examples=4, response_length=8, rloo_k=2),
-    "grpo_math": RL | dict(model_name_or_path="checkpoints/arithmetic-sft", dataset_name="arithmetic", prompt_template=None,
-                           system_prompt=None, gradient_accumulation_steps=1, num_generations=4, response_length=16,
-                           num_examples=4, num_eval_samples=2),
-}  # fmt: skip
+RL = (
+    f"{COMMON} --num-mini-batches 2 --num-ppo-epochs 1 --per-device-train-batch-size 4 --total-episodes 64 "
+    "--num-sample-generations 4 --local-rollout-forward-batch-size 8"
+)
+RUNS = {  # script -> data set, flags
+    "sft": (
+        "reviews",
+        f"{SUPERVISED} --model-name-or-path checkpoints/reviews-lm --no-packing --num-samples 2",
+    ),
+    "reward_model": (
+        "reviews",
+        f"{SUPERVISED} --model-name-or-path checkpoints/reviews-sentiment --min-prefix-length 4",
+    ),
+    "ppo_sentiment": (
+        "reviews",
+        f"{RL} --model-name-or-path checkpoints/reviews-lm --reward-model-path checkpoints/reviews-sentiment "
+        "--num-eval-prompts 4 --kl-horizon 50",
+    ),
+    "ppo_dialog": (
+        "dialogs",
+        f"{RL} --model-name-or-path checkpoints/dialogs-lm --reward-model-path checkpoints/dialogs-intent "
+        "--num-eval-prompts 4 --response-length 8 --max-prompt-length 64",
+    ),
+    "rloo_tldr": (
+        "tldr",
+        f"{RL} --model-name-or-path checkpoints/tldr-sft --reward-model-path checkpoints/tldr-reward "
+        "--num-examples 4 --response-length 8 --rloo-k 2",
+    ),
+    "grpo_math": (
+        "arithmetic",
+        f"{RL} --model-name-or-path checkpoints/arithmetic-sft --prompt-template None --system-prompt None "
+        "--gradient-accumulation-steps 1 --num-generations 4 --response-length 16 --num-examples 4 "
+        "--num-eval-samples 2",
+    ),
+}
 COMPARED = (
     "model/model.safetensors",
     "model/value_head.safetensors",
@@ -61,19 +83,8 @@ COMPARED = (
 )
 
 
-def words_of(flags):
-    """A command line of these flags."""
-    words = []
-    for name, value in flags.items():
-        name = name.replace("_", "-")
-        words += (
-            [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
-        )
-    return words
-
-
 def fork(module, argv, log):
-    """Run the script in a child. -> its id, the end of a pipe that says when something is saved"""
+    """Run the script in a child. -> its id, the end of a pipe that gets a byte when something is saved"""
     told, tell = os.pipe()
     child = os.fork()
     if child:
@@ -82,9 +93,8 @@ def fork(module, argv, log):
     code = 1
     try:
         os.close(told)
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # a shell's background jobs ignore SIGINT, and so would the run
+        # A shell's background jobs ignore SIGINT, and so would the run.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1)
         os.dup2(out, 2)
@@ -97,8 +107,11 @@ def fork(module, argv, log):
 
             return wrapped
 
-        torch.save = telling(torch.save)
-        transformers.PreTrainedModel.save_pretrained = telling(transformers.PreTrainedModel.save_pretrained)
+        for owner, name in (
+            (accelerate.Accelerator, "save_state"),
+            (transformers.PreTrainedModel, "save_pretrained"),
+        ):
+            setattr(owner, name, telling(getattr(owner, name)))
         module.main(argv)
         code = 0
     except SystemExit as end:
@@ -111,69 +124,94 @@ def fork(module, argv, log):
 
 
 def wait(child, told):
-    """-> exit code; minus the signal's number where it ended the process"""
+    """-> exit code; minus the signal's number if it ended the process"""
     status = os.waitpid(child, 0)[1]
     os.close(told)
     return os.waitstatus_to_exitcode(status)
 
 
 def content(path):
-    """What is compared of a file: bytes, or lines without clocks."""
-    if not path.exists() or path.suffix != ".jsonl":
-        return path.read_bytes() if path.exists() else None
+    """What is compared of a file: bytes, or lines without clocks. None if there is no file."""
+    if not path.exists():
+        return None
+    if path.suffix != ".jsonl":
+        return path.read_bytes()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [
         {name: x for name, x in row.items() if name != "eps" and not name.startswith("perf/")} for row in rows
     ]
 
 
-def one(module, script, flags, number, aim, seconds, saves, rng, root, whole):
-    """One run, one signal, one run that goes on. -> the line of kills.jsonl; None where the run had ended
-    before the signal"""
-    folder, log = root / "parts", root / "log"
-    shutil.rmtree(folder, ignore_errors=True)
-    argv = words_of(flags | dict(output_dir=str(folder)))
-    began = time.time()
-    child, told = fork(module, argv, log)
-    if aim == "save":
-        for _ in range(rng.randint(1, saves)):
-            os.read(told, 1)
-        time.sleep(rng.uniform(0, 0.02))
-    else:
-        time.sleep(rng.uniform(0, seconds))
-    moment = time.time() - began
-    if os.waitpid(child, os.WNOHANG) != (0, 0):
-        os.close(told)
-        return None
-    os.kill(child, number)
-    code, drafts = wait(child, told), [path.name for path in folder.glob("checkpoints/draft*")]
-    checkpoints = sorted(path.name for path in folder.glob("checkpoints/[0-9]*"))
-    said = f"--resume {folder}" in log.read_text()
-    again = ["--resume", str(folder)] if (folder / "args.json").exists() else argv
-    end = wait(*fork(module, again, root / "log2"))
-    differ = [name for name in COMPARED if content(folder / name) != whole[name]]
-    if end or differ:
-        print(
-            script,
-            signal.Signals(number).name,
-            code,
-            end,
-            differ,
-            *((root / name).read_text()[-2000:] for name in ("log", "log2")),
-        )
-    return dict(
-        script=script,
-        signal=signal.Signals(number).name,
-        aim=aim,
-        seconds=round(moment, 3),
-        exit=code,
-        said_how_to_go_on=said,
-        checkpoints=checkpoints,
-        half_written=drafts,
-        resumed=again is not argv,
-        exit_of_the_rest=end,
-        same=not end and not differ,
-    )
+class Whole:
+    """An uninterrupted run of a script: what it wrote, how long it took, and how often it saved."""
+
+    def __init__(self, script, data, work):
+        self.script, self.work = script, work
+        self.module = importlib.import_module(script)
+        data_name, flags = RUNS[script]
+        self.words = [*flags.split(), "--dataset-name", str(data / data_name)]
+        for _ in range(2):  # the first run is slower
+            folder = work / "whole"
+            shutil.rmtree(folder, ignore_errors=True)
+            start = time.time()
+            child, told = fork(self.module, self.command(folder), work / "log")
+            self.saves = 0
+            while os.read(told, 1):
+                self.saves += 1
+            assert wait(child, told) == 0, (work / "log").read_text()
+            self.seconds = time.time() - start
+        self.contents = {name: content(folder / name) for name in COMPARED}
+
+    def command(self, folder):
+        return [*self.words, "--output-dir", str(folder)]
+
+    def kill_and_resume(self, number, aim, rng):
+        """One run, one signal, one run that continues. -> a line of kills.jsonl; None if it came too late"""
+        folder, log = self.work / "parts", self.work / "log"
+        shutil.rmtree(folder, ignore_errors=True)
+        argv = self.command(folder)
+        start = time.time()
+        child, told = fork(self.module, argv, log)
+        if aim == "save":
+            for _ in range(rng.randint(1, self.saves)):
+                os.read(told, 1)
+            time.sleep(rng.uniform(0, 0.02))
+        else:
+            time.sleep(rng.uniform(0, self.seconds))
+        seconds = time.time() - start
+        if os.waitpid(child, os.WNOHANG) != (0, 0):
+            os.close(told)
+            return None
+        os.kill(child, number)
+        code = wait(child, told)
+        line = {
+            "script": self.script,
+            "signal": signal.Signals(number).name,
+            "aim": aim,
+            "seconds": round(seconds, 3),
+            "exit": code,
+            "said_how_to_go_on": f"--resume {folder}" in log.read_text(),
+            "checkpoints": sorted(path.parent.name for path in folder.glob("checkpoints/*/state.json")),
+            "half_written": [path.name for path in folder.glob("draft*")],
+            "resumed": (folder / "args.json").exists(),
+        }
+        again = ["--resume", str(folder)] if line["resumed"] else argv
+        end = wait(*fork(self.module, again, self.work / "log2"))
+        different = [name for name in COMPARED if content(folder / name) != self.contents[name]]
+        if end or different:
+            print(line, end, different)
+            for path in (log, self.work / "log2"):
+                print(path.read_text()[-2000:])
+        return line | {"exit_of_the_rest": end, "same": not end and not different}
+
+
+def write_data(folder):
+    """The first rows of the data sets."""
+    for name in {name for name, _ in RUNS.values()}:
+        (folder / name).mkdir()
+        for split, count in (("train", 48), ("test", 8)):
+            lines = (ROOT / f"data/{name}/{split}.jsonl").read_text().splitlines(True)
+            (folder / name / f"{split}.jsonl").write_text("".join(lines[:count]))
 
 
 def main():
@@ -184,47 +222,27 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default=str(ROOT / "results/reliability/kills.jsonl"))
     args = parser.parse_args()
-    root = Path(tempfile.mkdtemp())
-    for name in ("reviews", "dialogs", "tldr", "arithmetic"):
-        (root / name).mkdir()
-        for split, count in (("train", 48), ("test", 8)):
-            lines = (ROOT / f"data/{name}/{split}.jsonl").read_text().splitlines(True)
-            (root / name / f"{split}.jsonl").write_text("".join(lines[:count]))
-    for name in (
-        "optimization",
-        "models.gpt2.modeling_gpt2",
-    ):  # a script imports them when it needs them, and that takes seconds
+    # The scripts import them when they need them, and that takes seconds.
+    for name in ("optimization", "trainer_callback", "models.gpt2.modeling_gpt2"):
         importlib.import_module(f"transformers.{name}")
-    modules = {script: importlib.import_module(script) for script in args.scripts.split(",")}
     rng, counts, good = random.Random(args.seed), Counter(), Counter()
-    for script, module in modules.items():
-        flags = RUNS[script] | dict(dataset_name=str(root / RUNS[script]["dataset_name"]))
-        for _ in range(2):  # the first fills the cache of data sets
-            shutil.rmtree(root / "whole", ignore_errors=True)
-            began = time.time()
-            child, told = fork(module, words_of(flags | dict(output_dir=str(root / "whole"))), root / "log")
-            saves = 0
-            while os.read(told, 1):
-                saves += 1
-            assert wait(child, told) == 0, (root / "log").read_text()
-            seconds = time.time() - began
-        whole = {name: content(root / "whole" / name) for name in COMPARED}
-        for number in (signal.Signals[f"SIG{name}"] for name in args.signals.split(",")):
-            done = 0
-            while done < args.kills:
-                line = one(
-                    module, script, flags, number, ("save", "any")[done % 2], seconds, saves, rng, root, whole
-                )
-                if line is None:
-                    continue
-                with open(args.out, "a") as file:
-                    file.write(json.dumps(line) + "\n")
-                done += 1
-                counts[script, number.name] += 1
-                good[script, number.name] += line["same"]
-    for key, count in counts.items():
-        print(f"{key[0]:14} {key[1]:8} {good[key]} of {count} ended with the same bits")
-    shutil.rmtree(root)
+    with tempfile.TemporaryDirectory() as work:
+        work = Path(work)
+        write_data(work)
+        for script in args.scripts.split(","):
+            whole = Whole(script, work, work)
+            for number in [signal.Signals[f"SIG{name}"] for name in args.signals.split(",")]:
+                key = script, number.name
+                while counts[key] < args.kills:
+                    aim = ("save", "any")[counts[key] % 2]
+                    line = whole.kill_and_resume(number, aim, rng)
+                    if line is None:
+                        continue
+                    with open(args.out, "a") as file:
+                        file.write(json.dumps(line) + "\n")
+                    counts[key] += 1
+                    good[key] += line["same"]
+                print(f"{script:14} {number.name:8} {good[key]} of {counts[key]} ended with the same bits")
     sys.exit(good != counts)
 
 

@@ -154,12 +154,12 @@ def grpo_advantages(rewards, k, scale="group"):
     """Shao et al. 2024, section 4.1.2: (r - mean of the group) / standard deviation of the group.
 
     The deviation is of a sample, with n - 1, plus 1e-4. scale: "group"; "batch", the deviation of all
-    rewards; "none" (Liu et al. 2025). The rows are in the order of rloo_advantages.
+    rewards; "none" (Liu et al. 2025). The k rewards of a group are neighbors.
     """
-    num_tasks = len(rewards) // k
     advantages = []
     for i, reward in enumerate(rewards):
-        group = [rewards[j * num_tasks + i % num_tasks] for j in range(k)]
+        start = i - i % k
+        group = rewards[start : start + k]
         sample = rewards if scale == "batch" else group
         centered = reward - math.fsum(group) / k
         if scale != "none":

@@ -106,6 +106,23 @@ def test_other_splits_of_the_batch_sample_the_same_tokens(talk, rollouts):
     assert scores[1:] == pytest.approx([scores[0]] * 2, abs=1e-5)
 
 
+def test_the_sampled_distribution_is_the_scored_one(talk, script, talker, rollouts):
+    """Trick 11: tokens come from softmax(logits / temperature), and all log-probabilities are of that."""
+    talk(learning_rate=0.0, temperature=0.7)
+    model = AutoModelForCausalLM.from_pretrained(talker.model).eval()
+    uniforms, (b, _) = batch_of(rollouts[1])["uniforms"], rollouts[1][1]
+    for i in range(8):  # one by one, without padding, in plain transformers
+        n = b["lengths"][i].item()
+        ids = b["ids"][i][b["mask"][i]]
+        tokens = ids[-n:]
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, -n - 1 : -1] / 0.7
+        assert torch.equal(script.sample_tokens(logits.softmax(-1), uniforms[i, :n]), tokens)
+        expected = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+        for name in ("logprobs", "ref_logprobs", "sampling_logprobs"):
+            torch.testing.assert_close(b[name][i, :n], expected, atol=1e-3, rtol=1e-3)
+
+
 # ---- Prompts -----------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ import urllib.request
 from dataclasses import replace
 from types import SimpleNamespace
 
-import huggingface_hub
 import openai
 import pytest
 import torch
@@ -50,7 +49,7 @@ def rollouts(script, monkeypatch):
 
 def prompts_of(inputs):
     """The prompts of a call of rollout_groups."""
-    return [post["prompt"] for post in inputs[5]["rows"]]
+    return [post["prompt"] for post in inputs[5]["examples"]]
 
 
 def table_of(folder):
@@ -97,20 +96,21 @@ def test_other_splits_of_the_batch_sample_the_same_tokens(rloo, rollouts):
 
 
 def test_a_group_answers_one_prompt(rloo, rollouts):
-    """Trick 25: rows r, P + r, 2 P + r, ... are the k responses to prompt r, and they differ."""
+    """Trick 25: rows 4 r to 4 r + 3 are the responses to prompt r, and they differ."""
     rloo(rloo_k=4)
     inputs, (b, responses) = rollouts[1]
     tokenizer, prompts = inputs[2], prompts_of(inputs)
     T = b["logprobs"].shape[1]
     prompt_ids, mask = b["ids"][:, :-T], b["mask"][:, :-T]
-    assert torch.equal(prompt_ids[:2].repeat(4, 1), prompt_ids)
-    assert [tokenizer.decode(ids[m]) for ids, m in zip(prompt_ids, mask)] == prompts * 4
+    assert torch.equal(prompt_ids[::4].repeat_interleave(4, 0), prompt_ids)
+    texts = [tokenizer.decode(ids[m]) for ids, m in zip(prompt_ids, mask)]
+    assert texts == [prompt for prompt in prompts for _ in range(4)]
     assert len(set(prompts)) == len(prompts) == 2
     assert len(responses) == 8 and len(set(responses)) > 2
 
 
 def test_the_model_reads_each_prompt_once(script, tiny_lm, monkeypatch):
-    """Generation starts with P rows and goes on with k * P."""
+    """Generation starts with P rows and goes on with P * k."""
     model = AutoModelForCausalLM.from_pretrained(tiny_lm()).eval()
     ids = torch.randint(3, 1000, (2, 5), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -119,30 +119,14 @@ def test_the_model_reads_each_prompt_once(script, tiny_lm, monkeypatch):
     assert [tuple(args[1].shape) for args, _ in calls] == [(2, 5)] + [(6, 1)] * 5
 
 
-def test_mixed_groups_are_noticed(rloo, script, monkeypatch):
-    """If a rollout orders its rows prompt by prompt, the run ends with an assertion."""
-    rollout_groups = script.rollout_groups
-
-    def prompt_by_prompt(*inputs):
-        b, responses = rollout_groups(*inputs)
-        for name, x in b.items():
-            b[name] = x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
-        return b, responses
-
-    monkeypatch.setattr(script, "rollout_groups", prompt_by_prompt)
-    with pytest.raises(AssertionError, match="same prompt"):
-        rloo()
-
-
 def test_groups_without_a_signal_are_counted(rloo, tmp_path):
     """frac_reward_zero_std is the share of prompts whose responses have equal scores."""
     equal = reward_file(tmp_path, "return [1.0] * len(prompts)", "equal")
     _, _, rows = rloo("equal", reward_fn=equal)
     assert rows[0]["frac_reward_zero_std"] == 1
-    one = reward_file(tmp_path, "return [float(i in (1, 3, 5)) for i in range(len(prompts))]", "one")
+    one = reward_file(tmp_path, "return [float(i < 3) for i in range(len(prompts))]", "one")
     _, _, rows = rloo("one", reward_fn=one)
-    # Rows 1 and 5 are one group, and so are 3 and 7: only there a response differs. Of the pairs of
-    # neighboring rows, three differ.
+    # Of the four groups of neighbors, only that of rows 2 and 3 differs.
     assert rows[0]["frac_reward_zero_std"] == 0.75
 
 
@@ -470,17 +454,24 @@ def score(prompts, completions, **columns):
     assert table["+- (95 % interval)"] == pytest.approx(1.96 * math.sqrt(variance / 4))
 
 
-def test_a_named_judge_is_the_judge(rloo, script, tiny_preference_model):
+def test_a_named_judge_is_the_judge(rloo, script, tiny_preference_model, monkeypatch):
     """--judge-model comes before the gold score of recipe tiny: a chat model, or a reward model."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
     tiny = script.parse_args(["--judge-model", "m", "--judge-url", "http://here/v1"])
     assert tiny.judge_fn
-    assert script.judge_name(tiny) == "m at http://here/v1"
-    chat = script.load_judge(tiny, None, None, None, CPU)
-    assert chat.__qualname__.startswith("chat_judge")
+    chat, name = script.load_judge(tiny, None, None, None, CPU)
+    assert (chat.func, name) == (script.ask_chat_model, "m at http://here/v1/")
+    _, name = script.load_judge(replace(tiny, judge_url=None), None, None, None, CPU)
+    assert name == "m at https://api.openai.com/v1/"
+    with pytest.raises(script.UserError, match="--judge-url needs --judge-model"):
+        script.load_judge(replace(tiny, judge_model=None), None, None, None, CPU)
+
     args = replace(tiny, judge_model=tiny_preference_model("llama"), judge_url=None)
     tokenizer = AutoTokenizer.from_pretrained(args.judge_model)
-    judge = script.load_judge(args, tokenizer, None, None, CPU)
-    assert judge([dict(prompt="a post", reference=" x", columns={})], [" x"]) == [0.5]
+    judge, name = script.load_judge(args, tokenizer, None, None, CPU)
+    assert name == args.judge_model
+    posts = [dict(prompt="a post" * (i % 7), reference=" x", columns={}) for i in range(32)]
+    assert judge(posts, [" x"] * 32).tolist() == [0.5] * 32  # equal texts, in batches that round differently
 
     _, folder, _ = rloo(judge_model=args.judge_model)
     assert table_of(folder)["judge"] == args.judge_model
@@ -544,32 +535,10 @@ return [float(len(r)) for r in completions]"""
 # ---- Chat models as judges ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "url, model, address, key",
-    [
-        (None, "gpt", "https://api.openai.com/v1", "openai"),
-        (None, "some/gpt", "https://router.huggingface.co/v1", "hub"),
-        ("http://here/v1", "gpt", "http://here/v1", "openai"),
-        ("http://here/v1", "some/gpt", "http://here/v1", "openai"),
-    ],
-)
-@pytest.mark.parametrize("has_keys", [True, False])
-def test_keys_go_to_their_own_server(script, monkeypatch, url, model, address, key, has_keys):
-    """--judge-url, else Hugging Face's server for a name with a slash, else OpenAI's.
-
-    Hugging Face gets its own token only, and nobody else gets it.
-    """
-    seen = []
-    monkeypatch.setattr(openai, "OpenAI", lambda **options: seen.append(options))
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hub" if has_keys else None)
-    if has_keys:
-        monkeypatch.setenv("OPENAI_API_KEY", "openai")
-    args = script.Args(judge_url=url, judge_model=model)
-    script.chat_judge(args)
-    assert script.judge_name(args) == f"{model} at {address}"
-    key = key if has_keys else "none"
-    assert seen == [dict(base_url=address, api_key=key, timeout=300, max_retries=4)]
+def ask(script, flags, posts, responses):
+    """The verdicts of a chat model; None where there is none."""
+    judge, _ = script.load_judge(script.Args(**flags), None, None, None, CPU)
+    return [None if math.isnan(verdict) else verdict for verdict in judge(posts, responses).tolist()]
 
 
 def test_verdicts_of_a_chat_judge_stay_with_their_posts(script, chat_with):
@@ -589,7 +558,7 @@ def test_verdicts_of_a_chat_judge_stay_with_their_posts(script, chat_with):
     numbers = range(40)
     posts = [dict(prompt=f"post number {i}", reference=f" theirs {i}") for i in numbers]
     ours = [f" ours {i}" for i in numbers]
-    verdicts = script.chat_judge(script.Args(**flags))(posts, ours)
+    verdicts = ask(script, flags, posts, ours)
     assert verdicts == [{0: 1.0, 1: 0.0, 2: None}[i % 3] for i in numbers]
     assert len(asked) == 40
     assert all(options == dict(model="m", max_tokens=8, temperature=0.0) for _, options in asked)
@@ -597,7 +566,7 @@ def test_verdicts_of_a_chat_judge_stay_with_their_posts(script, chat_with):
     questions = sorted(question for question, _ in asked)
     for seed in (1, 2):
         asked.clear()
-        script.chat_judge(script.Args(seed=seed, **flags))(posts, ours)
+        ask(script, flags | dict(seed=seed), posts, ours)
         assert (sorted(question for question, _ in asked) == questions) == (seed == 1)
 
 
@@ -606,14 +575,15 @@ def test_verdicts_of_a_chat_judge_stay_with_their_posts(script, chat_with):
     [
         (" A", "first"),
         ("Answer: B.", "second"),
-        *[(answer, None) for answer in ("hmm...", "Both A and B", "ABBA", "a", None)],
+        ("**B**", "second"),
+        *[(answer, None) for answer in ("hmm...", "Both A and B", "ABBA", "a", "A tie", None)],
     ],
 )
 def test_a_chat_judge_reads_verdicts(script, chat_with, answer, expected):
-    """Always the first, or always the second, is undecided. None is a verdict that is missing, no defeat."""
+    """Exactly one of A and B, at the end of the answer. Anything else is no verdict, and no defeat."""
     flags, asked = chat_with(lambda question: answer)
     posts = [dict(prompt=f"post {i}", reference=" theirs") for i in range(40)]
-    verdicts = script.chat_judge(script.Args(**flags))(posts, [" ours"] * 40)
+    verdicts = ask(script, flags, posts, [" ours"] * 40)
     if expected is None:
         assert verdicts == [None] * 40
         return
@@ -623,16 +593,16 @@ def test_a_chat_judge_reads_verdicts(script, chat_with, answer, expected):
 
 
 def test_a_chat_judge_tries_again(script, chat_with, monkeypatch):
-    """Two failures and an answer is an answer. Five failures end the run with one line."""
+    """Two failures and an answer is an answer. Five failures are an error of the library."""
     waits = []
     monkeypatch.setattr(time, "sleep", waits.append)
     answers = [503, 503, "A", *[503] * 5]
     flags, asked = chat_with(lambda question: answers.pop(0))
-    judge = script.chat_judge(script.Args(**flags))
-    assert judge([dict(prompt="p", reference=" a")], [" b"]) != [None]
+    posts = [dict(prompt="p", reference=" a")]
+    assert ask(script, flags, posts, [" b"]) != [None]
     assert len(asked) == 3 and len(waits) == 2 and min(waits) > 0
-    with pytest.raises(script.UserError, match=f"--judge-model m at {flags['judge_url']}: Error code: 503"):
-        judge([dict(prompt="p", reference=" a")], [" b"])
+    with pytest.raises(openai.APIStatusError, match="503"):
+        ask(script, flags, posts, [" b"])
     assert len(asked) == 8 and not answers
 
 
