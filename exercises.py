@@ -99,8 +99,8 @@ def draw_policy_loss(generator):
 
 
 def draw_group(generator):
-    """Rewards of 3 responses to each of 4 prompts: all first responses, then all second ones, ..."""
-    return 5 * normal(generator, 4).repeat(3) + normal(generator, 12), 3
+    """Rewards of 3 responses to each of 4 prompts. The responses to a prompt are neighbors."""
+    return 5 * normal(generator, 4).repeat_interleave(3) + normal(generator, 12), 3
 
 
 # ---- Formulas ----------------------------------------------------------------------------------------------
@@ -273,41 +273,47 @@ EXERCISES = {
         draw_group,
         by_list(naive.rloo_advantages),
         [
-            ("the rows are read prompt by prompt", "view(rloo_k, -1)", "view(-1, rloo_k).T"),
             (
-                "rows next to each other are taken for a group",
-                "rewards = rewards.float().view(rloo_k, -1)  # [k, P]\n"
-                "    sum_of_others = rewards.sum(0) - rewards",
-                "rewards = rewards.float().view(-1, rloo_k)\n"
-                "    sum_of_others = rewards.sum(1, keepdim=True) - rewards",
+                "the rows are read as all first responses, then all second ones",
+                "view(-1, rloo_k)  # [P, k]",
+                "view(rloo_k, -1).T",
+            ),
+            (
+                "the groups are right, but the advantages are in another order",
+                "(rewards - baselines).flatten()",
+                "(rewards - baselines).T.flatten()",
             ),
             (
                 "the mean of all responses, not of the others",
                 "sum_of_others / (rloo_k - 1)",
-                "rewards.mean(0)",
+                "rewards.mean(1, keepdim=True)",
             ),
             ("divided by k instead of k - 1", "sum_of_others / (rloo_k - 1)", "sum_of_others / rloo_k"),
-            ("the response's own reward is counted", "rewards.sum(0) - rewards", "rewards.sum(0)"),
+            (
+                "the response's own reward is counted",
+                "rewards.sum(1, keepdim=True) - rewards",
+                "rewards.sum(1, keepdim=True)",
+            ),
             ("the mean of the batch", "(rewards - baselines)", "(rewards - rewards.mean())"),
         ],
-        "k = 3 responses to each of P = 4 prompts are in this order: the first responses to all "
-        "prompts, then the\n"
-        "second responses to all prompts, then the third ones. So rows 0, P and 2 P answer the same prompt.",
+        "The k = 3 responses to each of P = 4 prompts are neighbors: rows 0, 1 and 2 answer the first prompt.",
     ),
     "grpo_advantages": Exercise(
         "grpo_math",
         draw_group,
         by_list(naive.grpo_advantages),
         [
-            ("the rows are read task by task", "view(k, -1)", "view(-1, k).T"),
+            (
+                "the rows are read as all first responses, then all second ones",
+                "view(-1, k)  # [P, k]",
+                "view(k, -1).T",
+            ),
             ("the deviation is the population's", "correction=1", "correction=0"),
             ("the deviation is missing (Dr. GRPO)", " / (std + 1e-4)", ""),
             ("divided by the variance", "(std + 1e-4)", "(std**2 + 1e-4)"),
             ("the mean of the batch", "(groups - mean)", "(groups - groups.mean())"),
         ],
-        "k = 3 responses to each of P = 4 tasks are in this order: the first responses to all "
-        "tasks, then the\n"
-        "second responses to all tasks, then the third ones. So rows 0, P and 2 P answer the same task.\n"
+        "The k = 3 responses to each of P = 4 tasks are neighbors: rows 0, 1 and 2 answer the first task.\n"
         "The standard deviation has k - 1 in its denominator.",
     ),
 }
@@ -377,7 +383,7 @@ def same_results(name, one, other):
 def with_mistake(name, old, new):
     """The solution with a common mistake, as a function."""
     # Without the line that makes the first reward of each group 0, which matters only if there is a mistake.
-    source = re.sub(r"\n    (\w+) = \1 - \1\[0\].*", "", solution(name))
+    source = re.sub(r"\n    (\w+) = \1 - \1\[:, :1\].*", "", solution(name))
     assert source.count(old) == 1, (name, old)
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("mistake", loader=None))
     script = load_script(EXERCISES[name].script)

@@ -1559,7 +1559,7 @@ class Run:
 
     def table(self, title, rows):
         """Print dicts as the rows of a table."""
-        table = Table(title=title, title_justify="left", show_lines="prompt" in rows[0])
+        table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # not rows[0]: in ppo_dialog.py it has empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:

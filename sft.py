@@ -563,15 +563,17 @@ def load_documents(examples, tokenizer, args):
 
 def make_document(example, tokenizer, args, counts):
     """-> ids, labels; both are empty if the example has no text. counts: see chat_document"""
+    if example.get("tools"):
+        raise UserError(f"{args.dataset_name}: chats with the column tools are not supported")
     prompt, completion = example.get("prompt"), example.get("completion")
     if example.get("text"):
         ids = with_eos(tokenizer(example["text"]).input_ids, tokenizer)
         return ids, ids
     if example.get("messages"):
-        return chat_document(example, example["messages"], 0, tokenizer, counts)
+        return chat_document(example["messages"], 0, tokenizer, counts)
     if prompt and completion and is_chat(prompt):
         first_learned = len(prompt) if args.completion_only_loss else 0
-        return chat_document(example, prompt + completion, first_learned, tokenizer, counts)
+        return chat_document(prompt + completion, first_learned, tokenizer, counts)
     if prompt and completion:
         return completion_document(prompt, completion, tokenizer, args)
     if example.get("dialog"):
@@ -598,7 +600,7 @@ def completion_document(prompt, completion, tokenizer, args):
     return prompt + completion, prompt_labels + completion
 
 
-def chat_document(example, messages, first_learned, tokenizer, counts):
+def chat_document(messages, first_learned, tokenizer, counts):
     r"""A list of messages, written by the chat template and tokenized as one text. -> ids, labels
 
     Labels are on what a policy would generate: the assistant's answers, from message number first_learned on,
@@ -611,8 +613,8 @@ def chat_document(example, messages, first_learned, tokenizer, counts):
     Some templates write no token that ends a turn. Then EOS is put after the last answer that is learned; the
     others are learned without an end. counts: a Counter of answers that cannot be learned
     """
-    if example.get("tools"):
-        raise UserError("chats with the column tools are not supported: the template would not see it")
+    if any(message.get("content") is None for message in messages):
+        return [], []  # a call of a tool, for example; some templates would write "None"
     text = render_chat(tokenizer, messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)  # the template has BOS
     ids = encoded.input_ids
@@ -623,10 +625,13 @@ def chat_document(example, messages, first_learned, tokenizer, counts):
         if messages[i]["role"] != "assistant":
             continue
         prompt, last_character = find_answer(tokenizer, messages[: i + 1], text)
-        if prompt is None or ids[: len(prompt)] != prompt:
-            counts["answers not learned, because a rollout would have another prompt"] += 1
+        if prompt is None:
+            counts["answers not learned (the template writes them differently in a rollout)"] += 1
+        elif ids[: len(prompt)] != prompt:
+            counts["answers not learned (a token spans the end of their prompt, such as a space)"] += 1
         else:
-            start, end = len(prompt), bisect.bisect(first_characters, last_character)
+            start = len(prompt)
+            end = max(start, bisect.bisect(first_characters, last_character))
             labels[start:end] = ids[start:end]
     if end > 0 and ids[end - 1] not in special_ids(tokenizer):
         # There is no token that ends the turn: put EOS after the answer, and drop what follows.
@@ -896,7 +901,11 @@ def load_language_model(args, tokenizer, documents):
         lm = load_model(AutoModelForCausalLM, args.model_name_or_path)
         if getattr(lm, "is_quantized", False):
             raise UserError(f"{args.model_name_or_path}: quantized weights cannot be trained here")
-    lm.generation_config.eos_token_id = find_end_tokens(lm, tokenizer, documents, args.max_length)
+    end_tokens = find_end_tokens(lm, tokenizer, documents, args.max_length)
+    if not lm.generation_config.do_sample:  # transformers would not save a temperature without it
+        special_tokens = dict(bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id)
+        lm.generation_config = transformers.GenerationConfig(**special_tokens)
+    lm.generation_config.eos_token_id = end_tokens
     if args.lora_r:
         lm = add_lora(lm, args)
     if args.gradient_checkpointing:
@@ -909,39 +918,36 @@ def check_language_model(lm, args):
     """Refuse a model whose losses would differ from ours.
 
     Its own logits must be the product of its last hidden states and the output layer. They are not with a
-    soft cap (Gemma 2) or a scale (Granite). The states of a text must not depend on what follows, as they do
-    in an encoder; and those of a packed document not on the one before it, as they do with a recurrent state
-    (Mamba), a convolution (LFM2), or if the model ignores the positions (BLOOM, OPT, Falcon).
+    soft cap (Gemma 2) or a scale (Granite). The states of a document must not depend on what follows, as they
+    do in an encoder; or on a packed document before it, as they do with a recurrent state (Mamba), with a
+    convolution (LFM2), and in models that ignore the positions (BLOOM, OPT, Falcon).
     """
     name, length = args.from_config or args.model_name_or_path, args.max_length
     if length > context_length(lm.config):
         raise UserError(f"--max-length {length}: the context of {name} is {context_length(lm.config)} tokens")
     body, head = body_and_head(lm)
-    size = max(1, min(length // 2, 64))  # of a document
+    size = min(length // 2, 64)
+    start = size if args.packing else 0  # where the second document of a row begins
     vocab_size = lm.config.get_text_config().vocab_size
     rows = torch.randint(vocab_size, (3, length), generator=generator_for(0, "check")).to(lm.device)
-    document = rows[:1, :size]  # [1, size]
-    positions = torch.arange(length, device=lm.device)[None]  # [1, length]
-    document_positions = positions[:, :size]
+    alone, rows = rows[:1, :size], rows[1:]
+    rows[:, start : start + size] = alone  # in the same place, with something else before and after it
+    positions = torch.arange(length, device=lm.device).repeat(2, 1)
+    positions[:, start:] -= start
 
     # A soft cap shows only in large logits. So the output layer multiplies by 64, and we divide by 64.
     hook = head.register_forward_hook(lambda module, inputs, logits: 64 * logits)
-    own_logits = lm.eval()(document, use_cache=False).logits.float() / 64  # [1, size, V]
+    own_logits = lm.eval()(alone, use_cache=False).logits.float() / 64  # [1, size, V]
     hook.remove()
     lm.train(not args.from_config)  # noise that load_model has missed shows; a new model may have dropout
-    states = document_states(body, document, document_positions)  # [1, size, H]
-    logits = F.linear(states, head.weight, head.bias)
-    begun = torch.cat([document.expand(2, -1), rows[1:, size:]], 1)  # [2, length], goes on in two ways
-    one, other = document_states(body, begun, positions.expand(2, -1))[:, None, :size]  # [1, size, H] each
-    # The limits are relative. Of what comes from one call, they are tight: with random weights, what a model
-    # must not see changes little.
-    if differ(own_logits, logits, 1e-2) or differ(other, one, 1e-4) or differ(one, states, 1e-2):
+    states = document_states(body, alone, positions[:1, start : start + size])  # [1, size, H]
+    if differ(F.linear(states, head.weight, head.bias), own_logits, 1e-2):
         raise UserError(f"{name} does not work here: its own losses differ from ours")
-    if args.packing:
-        packed = torch.cat([rows[1:, :size], document.expand(2, -1)], 1)  # [2, 2 * size]
-        one, other = document_states(body, packed, document_positions.repeat(2, 2))[:, None, size:]
-        if differ(other, one, 1e-4) or differ(one, states, 1e-2):
-            raise UserError(f"{name}: packed documents differ from single ones: use --no-packing")
+    one, other = document_states(body, rows, positions)[:, None, start : start + size]  # [1, size, H] each
+    # The second limit is tight, because with random weights what a model must not see changes little.
+    if differ(one, states, 1e-2) or differ(one, other, 1e-4):
+        hint = ": use --no-packing" if args.packing else ""
+        raise UserError(f"{name}: what is learned of a document depends on what is before or after it{hint}")
 
 
 def differ(found, expected, limit):
@@ -1208,7 +1214,7 @@ class Run:
 
     def table(self, title, rows):
         """Print dicts as the rows of a table."""
-        table = Table(title=title, title_justify="left", show_lines="prompt" in rows[0])
+        table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # not rows[0]: in ppo_dialog.py it has empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:

@@ -14,18 +14,14 @@ and the file is written after each of them, so whatever stops the program leaves
     episodes    ppo_sentiment.py's recipe gpt2-imdb on GPT-2 with random weights: seconds per update, memory
     decode      tokens per second of generate, and of transformers' model.generate
     mfu         how much of the GPU's matrix product rate an update of pythia-1b's shape reaches
-    shapes      updates of lengths that the process has not seen before, and its memory after 1,000 shapes
-    launches    kernels, waits for the GPU and casts of weights per generated token; the longest kernels
+    kernels     kernels and waits for the GPU per generated token; the longest kernels
     memory      peak memory of an update of rloo_tldr.py for three sizes, with LoRA and with checkpointing
     launch      accelerate launch, 8-bit weights, a run that is resumed; DDP, FSDP2 and ZeRO on two GPUs
-    whole       the default runs of the RL scripts from beginning to end, all at once, as far as time allows
 
 A section consists of items. An item that raises is recorded with the end of its traceback, and the next one
 runs. An item with a suspicious number gets a warning. Where no checkpoint of the repository fits, models have
 random weights, made on the GPU from a config. The settings of torch are those of the scripts' start_accelerator;
 only the math section computes products without TF32.
-
-With the sections before it, whole rarely has time. It runs alone with --only whole.
 """
 
 import argparse
@@ -34,7 +30,6 @@ import gc
 import importlib
 import importlib.metadata
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -50,8 +45,6 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -191,28 +184,22 @@ def make_folder(shape, toy, folder, all_words=False, **settings):
 
 
 @contextlib.contextmanager
-def random_weights(module, device):
-    """In this block, the script's load_model makes random weights if a folder has a config only.
-
-    Everything else is as load_model does it: fp32, no dropout, GELU in one kernel. The checks of a loaded model
-    are left out: they are for products in fp32, on the CPU, and here the model is already on the GPU.
-    """
+def random_weights(device):
+    """In this block, transformers makes random weights, on the GPU, if a folder has a config only."""
     from transformers import AutoConfig
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-    load = module.load
+    from_pretrained = _BaseAutoModelClass.from_pretrained.__func__
 
-    report = {"missing_keys": [], "mismatched_keys": []}
-
-    def load_or_make(function, path, **kwargs):
-        if "dtype" not in kwargs or any(Path(module.resolve_path(path)).glob("*.safetensors")):
-            return load(function, path, **kwargs)
+    def load_or_make(auto_class, path, **kwargs):
+        if any(Path(path).glob("*.safetensors")):
+            return from_pretrained(auto_class, path, **kwargs)
         torch.manual_seed(0)  # the policy and its reference are equal
         with torch.device(device):
-            config = AutoConfig.from_pretrained(path)
-            return function.__self__.from_config(config, dtype=kwargs["dtype"]), report
+            model = auto_class.from_config(AutoConfig.from_pretrained(path), dtype=kwargs["dtype"])
+        return model, {"missing_keys": []}
 
-    names = [name for name in vars(module) if name in ("check_model", "check_critic", "check_classifier")]
-    with replaced(module, load=load_or_make, **dict.fromkeys(names, lambda *inputs: None)):
+    with replaced(_BaseAutoModelClass, from_pretrained=classmethod(load_or_make)):
         yield
 
 
@@ -220,7 +207,7 @@ def make_model(module, shape, toy, device):
     """A causal language model of this shape in fp32, as the script loads it."""
     from transformers import AutoModelForCausalLM
 
-    with tempfile.TemporaryDirectory() as folder, random_weights(module, device):
+    with tempfile.TemporaryDirectory() as folder, random_weights(device):
         model = module.load_model(AutoModelForCausalLM, make_folder(shape, toy, folder))
     return model.to(device).eval()
 
@@ -259,7 +246,7 @@ class SynchronizedTime:
 @contextlib.contextmanager
 def replaced(owner, **attributes):
     """In this block, an object has other attributes."""
-    before = {name: getattr(owner, name) for name in attributes}
+    before = {name: vars(owner)[name] for name in attributes}
     for name, value in attributes.items():
         setattr(owner, name, value)
     try:
@@ -272,10 +259,10 @@ def replaced(owner, **attributes):
 def run_updates(module, flags, updates):
     """Run a script in this process until so many updates are logged.
 
-    -> the metrics of the updates, and the largest first log-ratio: what check_first_ratio looked at
+    -> the metrics of the updates, and the largest log-ratio before the first optimizer step, in one micro-batch
     """
     rows, gaps = [], []
-    log, check = module.Run.log, module.check_first_ratio
+    log, loss = module.Run.log, module.clipped_policy_loss
 
     def logged(self, metrics):
         rows.append(log(self, metrics))
@@ -283,28 +270,26 @@ def run_updates(module, flags, updates):
             raise EnoughError
         return rows[-1]
 
-    def checked(log_ratio, is_rounded):
-        gaps.append(log_ratio.detach().abs().max().item())
-        check(log_ratio, is_rounded)
+    def recorded(logprobs, old_logprobs, advantages, cliprange):
+        if not gaps:
+            gaps.append((logprobs - old_logprobs).detach().abs().max().item())
+        return loss(logprobs, old_logprobs, advantages, cliprange)
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with (
         tempfile.TemporaryDirectory() as folder,
-        replaced(module, check_first_ratio=checked, time=SynchronizedTime()),
+        replaced(module, clipped_policy_loss=recorded, time=SynchronizedTime()),
         replaced(module.Run, log=logged),
     ):
         try:
             module.train(module.parse_args([*map(str, flags), "--output-dir", f"{folder}/run"]))
         except EnoughError:
             pass
-        except Exception as error:
-            error.add_note(f"first log-ratios up to {max(gaps, default=math.nan):.3g}")
-            raise
         finally:
             # The handlers of a run hold the run, and with it the models, in memory.
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-    return rows, max(gaps, default=math.nan)
+    return rows, gaps[0]
 
 
 def run_command(words, seconds):
@@ -386,7 +371,6 @@ def versions(device, toy, seconds):
     yield "CUDA", {"available": torch.cuda.is_available(), "device of this run": device}
     if device == "cuda" and torch.cuda.is_available():
         yield attempt("GPU", describe_gpu)
-        yield attempt("driver", describe_driver)
     precision = {
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "TF32 in matrix products": torch.backends.cuda.matmul.allow_tf32,
@@ -397,7 +381,6 @@ def versions(device, toy, seconds):
     }
     yield "precision", precision
     yield "processor", {"cores": os.cpu_count(), "threads of torch": torch.get_num_threads()}
-    yield attempt("seconds to import", import_times)
 
 
 def describe_gpu():
@@ -415,27 +398,6 @@ def describe_gpu():
         "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
         "seconds until the first result": first,
     }
-
-
-def describe_driver():
-    query = ["nvidia-smi", "--query-gpu=driver_version,memory.used", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {"nvidia-smi": f"did not answer: {error}"}
-    return {"version, memory in use": answer}
-
-
-def import_times():
-    found = {}
-    for name in ("transformers", *RL, "sft", "reward_model"):
-        start = time.perf_counter()
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise RuntimeError(f"{name} cannot be imported: {error}") from error
-        found[name] = time.perf_counter() - start
-    return found
 
 
 # ---- 2. math -----------------------------------------------------------------------------------------------
@@ -494,7 +456,7 @@ def math_cases(toy):
         token_logprobs,
         token_rewards,
     )
-    from reward_model import preference_loss, ranking_loss
+    from reward_model import pair_loss
     from rloo_tldr import kl_per_token, rloo_advantages
     from sft import next_token_loss
 
@@ -518,8 +480,7 @@ def math_cases(toy):
         "clipped_value_loss": (clipped_value_loss, [values, old_values, returns, 0.2], [0]),
         "rloo_advantages": (rloo_advantages, [torch.randn(B), 4]),
         "grpo_advantages": (grpo_advantages, [torch.randint(0, 2, (B,)).float(), 8]),
-        "preference_loss": (preference_loss, [torch.randn(B), torch.randn(B), 0.5], [0, 1]),
-        "ranking_loss": (ranking_loss, [torch.randn(B, 4), torch.arange(4) < lengths[:, None] + 1], [0]),
+        "pair_loss": (pair_loss, [torch.randn(B), torch.randn(B), 0.5], [0, 1]),
     }
     for estimator in ("k1", "k2", "k3"):
         cases[f"kl_per_token {estimator}"] = (kl_per_token, [logprobs, old_logprobs, estimator], [0])
@@ -536,7 +497,6 @@ def math_cases(toy):
 
 def math_functions(device, toy, seconds):
     """The math functions of the scripts, on this device and on the CPU, with the same inputs."""
-    yield attempt("attention that torch chooses", chosen_attention, device)
     lengths = (40,) if toy else (33, 40, 64, 192)
     for architecture in PADDED:
         for length in lengths:
@@ -551,22 +511,6 @@ def math_functions(device, toy, seconds):
             # The output layer must stay in fp32.
             yield attempt(f"{name}, bf16", compare, device, in_autocast(function), inputs, *differentiate)
     yield attempt("sample_tokens", sampling_differences, device, toy)
-
-
-def chosen_attention(device):
-    """Which attention runs, by dtype, size of a head, number of queries (1: decoding), with or without mask."""
-    from torch.nn.attention import SDPBackend
-
-    names = {int(backend.value): name for name, backend in SDPBackend.__members__.items()}
-    found = {}
-    for dtype, size, queries in itertools.product((torch.float32, torch.bfloat16), (64, 256), (40, 1)):
-        states = torch.randn(2, 4, 40, size, device=device, dtype=dtype)
-        mask = torch.ones(2, 1, queries, 40, dtype=torch.bool, device=device)
-        for name, chosen_mask in (("a mask", mask), ("no mask", None)):
-            choice = torch._fused_sdp_choice(states[:, :, :queries], states, states, attn_mask=chosen_mask)
-            name = f"{dtype}, heads of {size}, queries: {queries}, {name}"
-            found[name] = names.get(int(choice), int(choice))
-    return found
 
 
 def in_autocast(function):
@@ -742,7 +686,7 @@ def gpt2_imdb_updates(toy, device):
     import ppo_sentiment
 
     warm_up, measured = (1, 2) if toy else (3, 20)
-    with tempfile.TemporaryDirectory() as folder, random_weights(ppo_sentiment, device):
+    with tempfile.TemporaryDirectory() as folder, random_weights(device):
         # The reward model must read texts as long as the real ones: so every id has a text.
         policy = make_folder("gpt2-124m", toy, folder, all_words=True)
         labels = {"id2label": {0: "NEGATIVE", 1: "POSITIVE"}, "label2id": {"NEGATIVE": 0, "POSITIVE": 1}}
@@ -906,7 +850,7 @@ def update_rate(model, rows, is_padded, toy, device, peak):
     mask = (torch.arange(L) >= padding[:, None]).to(device)
     advantages = torch.randn(rows, generator=generator).to(device)
     args = rloo_tldr.RECIPES["tldr-pythia-1b"]
-    optimizer = rloo_tldr.make_optimizer(args, list(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     with torch.no_grad(), bf16_autocast(device):
         old_logprobs = rloo_tldr.group_logprobs(model, ids, mask, T, args.temperature)[0]
 
@@ -914,7 +858,7 @@ def update_rate(model, rows, is_padded, toy, device, peak):
         with bf16_autocast(device):
             logprobs, _ = rloo_tldr.group_logprobs(model, ids, mask, T, args.temperature)
         losses = rloo_tldr.clipped_policy_loss(
-            logprobs.view(rows, T).sum(1), old_logprobs.view(rows, T).sum(1), advantages, args.cliprange
+            logprobs.sum(1), old_logprobs.sum(1), advantages, args.cliprange
         )
         losses.mean().backward()
         return losses
@@ -952,120 +896,19 @@ def update_rate(model, rows, is_padded, toy, device, peak):
     return found | memory
 
 
-# ---- 8. shapes ---------------------------------------------------------------------------------------------
+# ---- 8. kernels - -------------------------------------------------------------------------------------------
 
 
-def shapes(device, toy, seconds):
-    """What a new shape costs. Elsewhere in this file, shapes are warm before they are timed."""
-    import ppo_sentiment
-
-    model = make_model(ppo_sentiment, "gpt2-124m", toy, device)
-    name = name_of("gpt2-124m", toy)
-    yield attempt(f"{name}, updates of 32 lengths", first_sight, model, toy, device)
-    yield attempt(f"{name}, passes of new shapes", memory_of_shapes, model, toy, device)
-
-
-def gradient_of(model, rows, C, T, device):
-    """Forward and backward of response_logprobs, with padding on the left as in real batches."""
-    from ppo_sentiment import response_logprobs
-
-    ids = torch.randint(0, 1000, (rows, C + T), generator=torch.Generator().manual_seed(0)).to(device)
-    mask = (torch.arange(C + T) >= torch.arange(rows)[:, None] % C).to(device)
-    with bf16_autocast(device):
-        logprobs = response_logprobs(model, ids, mask, T, 1.0)[0]
-    logprobs.mean().backward()
-    model.zero_grad()
-    synchronize()
-
-
-def first_sight(model, toy, device):
-    """Seconds of 32 gradients, each of another length, on first sight and again."""
-    lengths = range(10, 42) if toy else range(40, 40 + 32 * 13, 13)
-    gradient_of(model, 8, 4, 4, device)  # starts the libraries
-    passes = []
-    for _ in range(2):
-        times = []
-        for L in lengths:
-            start = time.perf_counter()
-            gradient_of(model, 8, L // 2, L - L // 2, device)
-            times.append(time.perf_counter() - start)
-        passes.append(times)
-    first, again = passes
-    extra = [a - b for a, b in zip(first, again)]
-    return {
-        "lengths": [lengths[0], lengths[-1]],
-        "seconds, first": sum(first),
-        "seconds, again": sum(again),
-        "largest extra time of a new length": max(extra),
-    }
-
-
-def memory_of_shapes(model, toy, device):
-    """Memory of the process, which holds plans of kernels, and of the allocator, before and after many shapes."""
-    generator = torch.Generator().manual_seed(0)
-    count = 20 if toy else 1000
-    sizes = torch.stack([
-        torch.randint(1, 9, (count,), generator=generator),  # rows
-        torch.randint(8, 42 if toy else 400, (count,), generator=generator),  # tokens
-    ], 1)  # fmt: skip
-    found = {}
-    for i, (rows, L) in enumerate(sizes.tolist()):
-        gradient_of(model, rows, L // 2, L - L // 2, device)
-        if i + 1 in (count // 10, count // 2, count):
-            found[f"after {i + 1} passes"] = {"process, MiB": process_memory(), **peak_memory()}
-    return {"different shapes": len(sizes.unique(dim=0))} | found
-
-
-def process_memory():
-    """What the process holds in main memory now, MiB."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-# ---- 9. launches -------------------------------------------------------------------------------------------
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators, those that make the host wait for the device, and casts of weights to bf16."""
-
-    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
-
-    def __init__(self, model):
-        super().__init__()
-        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = function.overloadpacket.__name__
-        self.counts["operators, with views"] += 1
-        is_selection = (
-            name.startswith("index")
-            and any(  # by a boolean mask
-                isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in tree_leaves(args[1:])
-            )
-        )
-        if name in self.WAITS or is_selection:
-            self.counts["operators that wait for the device"] += 1
-        if name == "_to_copy" and kwargs.get("dtype") == torch.bfloat16:
-            if args[0].untyped_storage().data_ptr() in self.weights:
-                self.counts["casts of weights to bf16"] += 1
-        return function(*args, **kwargs)
-
-
-def launches(device, toy, seconds):
+def kernels(device, toy, seconds):
     """What one more generated token costs: counts of a long response minus those of a short one."""
     import ppo_sentiment
 
+    if device != "cuda":
+        yield "all", "skipped: a CPU has no kernels to count"
+        return
     for shape in ("gpt2-124m", "pythia-1b"):
         model = make_model(ppo_sentiment, shape, toy, device)
-        yield attempt(f"{name_of(shape, toy)}, operators per token", operators_per_token, model, toy, device)
-        yield attempt(f"{name_of(shape, toy)}, operators of a gradient", operators_of_gradient, model, device)
-        if device == "cuda":
-            yield attempt(f"{name_of(shape, toy)}, kernels per token", kernels_per_token, model, toy, device)
-            yield attempt(
-                f"{name_of(shape, toy)}, kernels of an update", kernels_of_update, model, toy, device
-            )
+        yield attempt(f"{name_of(shape, toy)}, kernels per token", kernels_per_token, model, toy, device)
         del model
         free_memory()
 
@@ -1081,23 +924,6 @@ def generate_tokens(model, T, toy, device):
     with bf16_autocast(device):
         generate(model, ids, mask, limits, uniforms, -1, 1.0)
     synchronize()
-
-
-def operators_per_token(model, toy, device):
-    counts = []
-    for T in (4, 12):
-        with Operators(model) as operators:
-            generate_tokens(model, T, toy, device)
-        counts.append(operators.counts)
-    short, long = counts
-    return {name: (long[name] - short[name]) / 8 for name in long}
-
-
-def operators_of_gradient(model, device):
-    """One forward and backward pass of response_logprobs."""
-    with Operators(model) as operators:
-        gradient_of(model, 8, 8, 16, device)
-    return operators.counts
 
 
 def profiled(function):
@@ -1142,23 +968,7 @@ def kernels_per_token(model, toy, device):
     return found
 
 
-def kernels_of_update(model, toy, device):
-    """Forward and backward of a micro-batch of ppo_sentiment's recipe gpt2-imdb, with left padding."""
-
-    def gradient():
-        gradient_of(model, 16, 8, 16, device)
-
-    taken = seconds_of(gradient)
-    counts, kernel_seconds, profiled_taken = profiled(gradient)
-    return {
-        **counts,
-        "milliseconds by the clock": taken * 1e3,
-        "milliseconds of kernels": kernel_seconds.total() * 1e3,
-        "longest kernels": longest(kernel_seconds),
-    }
-
-
-# ---- 10. memory --------------------------------------------------------------------------------------------
+# ---- 9. memory ---------------------------------------------------------------------------------------------
 
 MEMORY_FLAGS = ["", "--gradient-checkpointing", "--lora-r 16", "--lora-r 16 --gradient-checkpointing"]
 
@@ -1168,7 +978,7 @@ def update_memory(shape, changes, toy, device):
     import rloo_tldr
 
     batch = 8 if toy else 64
-    with tempfile.TemporaryDirectory() as folder, random_weights(rloo_tldr, device):
+    with tempfile.TemporaryDirectory() as folder, random_weights(device):
         flags = ["tiny", "--model-name-or-path", make_folder(shape, toy, folder), *changes.split()]
         flags += ["--total-episodes", batch, "--per-device-train-batch-size", batch // 2]
         flags += ["--local-rollout-forward-batch-size", batch, "--num-examples", 4]
@@ -1187,7 +997,7 @@ def memory(device, toy, seconds):
             yield attempt(name, update_memory, shape, changes, toy, device)
 
 
-# ---- 11. launch --------------------------------------------------------------------------------------------
+# ---- 10. launch --------------------------------------------------------------------------------------------
 
 
 def launch(device, toy, seconds):
@@ -1247,42 +1057,6 @@ def launch(device, toy, seconds):
             yield attempt(f"two processes, {kind}", run_script, words, folder, 60)
 
 
-# ---- 12. whole ---------------------------------------------------------------------------------------------
-
-
-def whole(device, toy, seconds):
-    """The four default runs at once, each on its own core. So their seconds are upper limits.
-
-    A run that is not over in time is stopped; what its folder says until then is kept.
-    """
-    if toy:
-        yield "all", "skipped: a toy run has none"
-        return
-    deadline = time.time() + seconds - 10
-    with tempfile.TemporaryDirectory() as root:
-        processes = {}
-        for script in RL:
-            words = [sys.executable, f"{script}.py", "--output-dir", str(Path(root, script))]
-            log = open(Path(root, f"{script}.log"), "w")
-            processes[script] = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-        start, ends = time.time(), {}
-        while len(ends) < len(processes) and time.time() < deadline:
-            for script, process in processes.items():
-                if script not in ends and process.poll() is not None:
-                    ends[script] = time.time() - start
-            time.sleep(0.5)
-        for script, process in processes.items():
-            code = process.poll()
-            process.kill()
-            process.wait()
-            found = {"exit code": code, "seconds": ends.get(script), **read_run(Path(root, script))}
-            if code is None:
-                found["stopped"] = "there was no time left"
-            elif code != 0:
-                found["error"] = last_lines(Path(root, f"{script}.log").read_text())
-            yield script, found
-
-
 # ---- All sections ------------------------------------------------------------------------------------------
 
 SECTIONS = {  # in the order of importance: name -> function and time limit in seconds
@@ -1293,11 +1067,9 @@ SECTIONS = {  # in the order of importance: name -> function and time limit in s
     "episodes": (episodes, 90),
     "decode": (decode, 90),
     "mfu": (mfu, 45),
-    "shapes": (shapes, 75),
-    "launches": (launches, 45),
+    "kernels": (kernels, 45),
     "memory": (memory, 90),
     "launch": (launch, 80),
-    "whole": (whole, 300),
 }
 MIN_SECONDS = 15  # less time than this is not worth a start
 

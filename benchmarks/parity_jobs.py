@@ -48,9 +48,9 @@ def train_ours(script, args, updates, snapshots, patches=(), **changes):
     count = 0
     copy_weights = script.copy_weights
 
-    def copy_and_see(parameters, model):
+    def copy_and_see(learner, model):
         nonlocal count
-        copy_weights(parameters, model)
+        copy_weights(learner, model)
         snapshots.see(count, model.policy)
         count += 1
 
@@ -115,9 +115,8 @@ def train_critic_ours(script, args, updates, snapshots, patches=(), reward_head=
     def load_prompts(rows, tokenizer, ppo_args):
         return script.load_posts(rows, tokenizer, args)
 
-    def load_reward(ppo_args, device, trainer_state):
-        score = script.load_summary_reward(args, device, trainer_state)
-        return lambda prompts, responses, response_tokens, posts: score(posts, responses, response_tokens)
+    def load_reward(ppo_args, device):
+        return script.load_summary_reward(args, device)
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -185,9 +184,9 @@ def train_supervised_ours(script, args, updates, snapshots, scale=1.0):
         snapshots.see(0, inner)
         return make_learner(model, args, accelerator)
 
-    def checkpoint_and_see(run, update):
-        snapshots.see(update, inner)
-        checkpoint(run, update)
+    def checkpoint_and_see(run, state):
+        snapshots.see(state["update"], inner)
+        checkpoint(run, state)
 
     with (
         mock.patch.object(script, "make_learner", make_and_see),
@@ -243,7 +242,7 @@ def train_grpo_trl(script, args, updates, snapshots):
     )
     trainer = trl.GRPOTrainer(
         model=policy,
-        reward_funcs=list(script.load_functions("--reward-fn", args.reward_fn).values()),
+        reward_funcs=list(script.load_functions(args.reward_fn).values()),
         args=config,
         train_dataset=datasets.load_dataset(str(ROOT / args.dataset_name))["train"],
         processing_class=script.load_tokenizer(args.model_name_or_path),
@@ -439,11 +438,31 @@ def supervised_settings(args, updates, our_order):
 
 def rows_for_trl(script, args, updates, our_order):
     """The training rows. our_order: those of all updates, in the order of our script, which TRL then keeps."""
+    import datasets
+
     rows, _ = script.load_splits(args.dataset_name)
-    if not our_order:
-        return rows
-    B = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    return rows.select(script.stream_rows(len(rows), start=0, count=updates * B, seed=args.seed))
+    if our_order:
+        B = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        numbers = script.stream_rows(len(rows), start=0, count=updates * B, seed=args.seed)
+        rows = [rows[i] for i in numbers.tolist()]
+    return datasets.Dataset.from_list(rows)
+
+
+def load_language_model(script, args):
+    """What sft.py starts from. -> model, tokenizer, held-out documents"""
+    tokenizer = script.load_tokenizer(args.model_name_or_path)
+    splits = script.load_splits(args.dataset_name)
+    documents, held_out = (script.load_documents(rows, tokenizer, args)[0] for rows in splits)
+    return script.load_language_model(args, tokenizer, documents), tokenizer, held_out
+
+
+def load_classifier(script, args):
+    """What reward_model.py starts from. -> model, tokenizer, held-out rows"""
+    tokenizer = script.load_tokenizer(args.model_name_or_path)
+    splits = script.load_splits(args.dataset_name)
+    train, held_out = (script.load_preference_rows(rows, tokenizer, args)[0] for rows in splits)
+    model, _ = script.build_classifier(args, tokenizer, train, None)
+    return model, tokenizer, held_out
 
 
 def decay_everything(model, args):
@@ -455,9 +474,8 @@ def train_sft_trl(script, args, updates, snapshots, our_order=False, our_decay=F
     """TRL 1.16's SFTTrainer, from the weights that sft.py starts from with this seed."""
     import trl
 
-    torch.manual_seed(args.seed)
-    tokenizer = script.load_tokenizer(args.model_name_or_path)
-    model = script.build_language_model(args, tokenizer)
+    script.set_global_seed(args.seed)
+    model, tokenizer, _ = load_language_model(script, args)
     rows = rows_for_trl(script, args, updates, our_order)
     trainer = trl.SFTTrainer(
         model=model,
@@ -474,9 +492,8 @@ def train_reward_trl(script, args, updates, snapshots, our_order=False, our_deca
     """TRL 1.16's RewardTrainer, from the weights that reward_model.py starts from with this seed."""
     import trl
 
-    torch.manual_seed(args.seed)
-    tokenizer = script.load_tokenizer(args.model_name_or_path)
-    model = script.build_classifier(args, tokenizer, None)
+    script.set_global_seed(args.seed)
+    model, tokenizer, _ = load_classifier(script, args)
     rows = rows_for_trl(script, args, updates, our_order)
     trainer = trl.RewardTrainer(
         model=model,
@@ -530,27 +547,25 @@ CPU = torch.device("cpu")
 
 def grpo_scores(script, args):
     """Is the answer right?"""
-    functions = script.load_functions("--reward-fn", args.reward_fn)
-    return {"score": partial(script.score_responses, functions, trainer_state=None, device=CPU)}
+    return {"score": partial(script.score_responses, script.load_functions(args.reward_fn), None, CPU)}
 
 
 def rloo_scores(script, args):
     """The reward model, and the gold score that it learned from."""
-    return {
-        "score": script.load_summary_reward(args, CPU, None),
-        "gold": script.load_judge_fn(args, CPU, None),
-    }
+    functions = {"score": script.load_summary_reward(args, CPU)}
+    functions["gold"] = script.load_functions([args.judge_fn])
+    return {name: partial(script.score_responses, x, None, CPU) for name, x in functions.items()}
 
 
 def ppo_scores(script, args):
     """The classifier's logit, clipped as in training, and the probability of a second classifier."""
-    reward = script.load_reward(args, CPU, None)
+    reward = partial(script.call_reward_functions, script.load_reward(args, CPU), None, CPU)
     judge = script.load_label_scorer(args, args.judge_model_path, CPU)
 
     def clipped(*texts):
         return {name: x.clamp(-args.score_clip, args.score_clip) for name, x in reward(*texts).items()}
 
-    def judged(prompts, responses, response_tokens, rows):
+    def judged(rows, prompts, responses, response_tokens):
         return {"judge": judge(prompts, responses)[1]}
 
     return {"score": clipped, "judge": judged}
@@ -560,26 +575,33 @@ def respond_in_groups(script, args, policy, tokenizer, rows, k, start):
     """Sample k responses to each row of grpo_math.py or rloo_tldr.py.
 
     start: number of the first row -> dict of tensors (ids, mask [B, C + T]; lengths, stopped [B]), and what
-    the scores of the job need: rows, responses, response_tokens (lists of B)
+    a reward function of the script gets, which is what the scores of the job need
     """
+    inputs = []
+
+    def record(*texts):
+        inputs.append(texts)
+        return {}
+
     stop_ids = script.find_stop_tokens(args, tokenizer, policy)
-    batch = script.draw_groups(rows, k, args, "parity", start)
-    b, responses, tokens = script.sample_responses(policy, tokenizer, batch, stop_ids, args)
-    return b, (rows * k, responses, tokens)
+    batch = script.draw_groups(rows, k, args, ("parity", start))
+    b, _ = script.sample_responses(policy, tokenizer, stop_ids, record, batch, args)
+    return b, inputs[0]
 
 
 def respond_to_reviews(script, args, policy, tokenizer, rows, k, start):
     """The same for ppo_sentiment.py: prompts are cut at random and responses have random limits."""
+    inputs = []
+
+    def record(*texts):
+        inputs.append(texts)
+        return {"none": torch.zeros(k * len(rows))}
+
     batch = script.draw_batch(rows * k, 0, k * len(rows), args, ("parity", start))
     model = script.PolicyAndValue(policy)
     stop_ids = script.find_stop_tokens(args, tokenizer, policy)
-
-    def no_reward(prompts, *texts):
-        return {"none": torch.zeros(len(prompts))}
-
-    b, prompts, responses = script.rollout(model, policy, tokenizer, stop_ids, no_reward, batch, args)
-    tokens = script.list_tokens(b["ids"][:, -args.response_length :], b["mask"][:, -args.response_length :])
-    return b, (prompts, responses, tokens, batch["reviews"])
+    b, _, _ = script.rollout(model, policy, tokenizer, stop_ids, record, batch, args)
+    return b, inputs[0]
 
 
 def sampling_meter(job, script, args):
@@ -601,31 +623,29 @@ def sampling_meter(job, script, args):
 def sft_meter(job, script, args):
     """Measures a language model by its loss on held-out documents, in nats per token."""
     accelerator = script.start_accelerator(args)
-    tokenizer = script.load_tokenizer(args.model_name_or_path)
-    model = script.LanguageModel(script.build_language_model(args, tokenizer))
-    _, held_out = script.load_splits(args.dataset_name)
-    documents = script.load_documents(held_out, tokenizer, args)
-    rows = script.pack(documents, args.max_length, args.packing)
+    lm, _, held_out = load_language_model(script, args)
+    model = script.LanguageModel(lm)
+    rows = script.pack(held_out, args.max_length, args.packing)
 
     def measure_model(is_last):
         found = script.held_out_metrics(model, rows, accelerator, args)
         return {"loss": found["loss"], "accuracy": found["mean_token_accuracy"]}
 
-    return model.lm, measure_model, len(rows)
+    return lm, measure_model, len(rows)
 
 
 def reward_meter(job, script, args):
     """Measures a reward model by loss and accuracy on held-out pairs."""
     accelerator = script.start_accelerator(args)
-    tokenizer = script.load_tokenizer(args.model_name_or_path)
-    model = script.build_classifier(args, tokenizer, None)
-    _, held_out = script.load_splits(args.dataset_name)
-    rows = script.load_preference_rows(held_out, tokenizer, args)
+    model, _, rows = load_classifier(script, args)
+    better, worse, weight, _ = script.pair_table(rows, CPU)
 
     def measure_model(is_last):
-        scores = script.score_rows(model, rows, accelerator).squeeze(-1)  # [N, 2], best first
-        found = script.preference_metrics(scores, script.find_responses(rows), torch.zeros(len(rows)))
-        return {name: values.mean().item() for name, values in found.items()}
+        scores = script.score_rows(model, rows, accelerator).squeeze(-1)  # [texts]
+        differences = scores[better] - scores[worse]
+        found = {"accuracy": differences > 0, "margin": differences}
+        found["loss"] = script.pair_loss(scores[better], scores[worse])
+        return {name: (weight * x).sum().item() / len(rows) for name, x in found.items()}
 
     return model, measure_model, len(rows)
 
@@ -642,9 +662,7 @@ JOBS = {
         sides={"ours": train_ours, "TRL 1.16 GRPOTrainer": train_grpo_trl},
         comparisons=[("ours", "TRL 1.16 GRPOTrainer")],
         meter=sampling_meter,
-        load_rows=lambda script, rows, tokenizer, args: script.load_tasks(
-            rows, tokenizer, args, args.dataset_name
-        ),
+        load_rows=lambda script, rows, tokenizer, args: script.load_tasks(rows, tokenizer, args),
         scores=grpo_scores,
         respond=respond_in_groups,
     ),
@@ -813,11 +831,10 @@ def measure(respond, script, args, policy, reference, tokenizer, rows, k, scores
             found[name].append(script.weighted_sum(reward(*texts)))
         inputs = b["ids"], b["mask"], T, args.temperature
         forward = getattr(script, "group_logprobs", None) or script.response_logprobs
-        logprobs, entropies, *_ = forward(policy, *inputs)  # [number of valid tokens] each
+        logprobs, entropies, *_ = forward(policy, *inputs)  # [B, T] each
         ref_logprobs, *_ = forward(reference, *inputs)
-        valid = script.length_mask(b["lengths"], T)
-        found["kl"].append(script.unflatten(logprobs - ref_logprobs, valid).sum(1))
-        found["entropy"].append(entropies)
+        found["kl"].append((logprobs - ref_logprobs).sum(1))
+        found["entropy"].append(entropies[script.length_mask(b["lengths"], T)])
         found["length"].append(b["lengths"].float())
         found["ended"].append(b["stopped"].float())
     return {name: torch.cat(values).mean().item() for name, values in found.items()}

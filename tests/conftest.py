@@ -42,8 +42,7 @@ MATH = {  # function -> the scripts that must have it
     "adaptive_kl_coef": PPO,
     "sample_tokens": RL,
     "learning_rate": SCRIPTS,
-    "preference_loss": ("reward_model",),
-    "ranking_loss": ("reward_model",),
+    "pair_loss": ("reward_model",),
 }
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 ACTS = ("inform", "question", "directive", "commissive")  # DailyDialog's, 1 to 4

@@ -88,8 +88,9 @@ def talker(scripts, world, tmp_path_factory):
 
 @pytest.fixture
 def chat_with(monkeypatch):
-    """chat_with(answer) starts a server whose answer to a question is answer(question): a text, None, or an
-    int, the status of an error. -> flags that name it as the judge; the requests, a list that fills"""
+    """chat_with(answer) starts a server whose answer to a question is answer(question): a text (one that ends
+    with "..." is cut off), None, or an int, the status of an error. -> flags that name it as the judge; the
+    requests, a list that fills"""
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     servers = []
 
@@ -105,7 +106,8 @@ def chat_with(monkeypatch):
                 assert message.pop("role") == "user"
                 requests.append((message["content"], body))
                 text = answer(message["content"])
-                choices = [dict(index=0, finish_reason="stop", message=dict(role="assistant", content=text))]
+                reason = "length" if str(text).endswith("...") else "stop"
+                choices = [dict(index=0, finish_reason=reason, message=dict(role="assistant", content=text))]
                 about = dict(id="1", object="chat.completion", created=0, model="m")
                 reply = json.dumps(about | dict(choices=choices))
                 self.send_response(text if isinstance(text, int) else 200)

@@ -68,8 +68,8 @@ RUNS = {  # script -> data set, flags
     "grpo_math": (
         "arithmetic",
         f"{RL} --model-name-or-path checkpoints/arithmetic-sft --prompt-template None --system-prompt None "
-        "--gradient-accumulation-steps 1 --num-generations 4 --response-length 16 --num-examples 4 "
-        "--num-eval-samples 2",
+        "--max-prompt-length 64 --gradient-accumulation-steps 1 --num-generations 4 --response-length 16 "
+        "--num-examples 4 --num-eval-samples 2",
     ),
 }
 COMPARED = (

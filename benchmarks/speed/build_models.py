@@ -2,21 +2,21 @@
 
     trl_old/bin/python build_models.py FOLDER    # install_peers.sh does this
 
-transformers 4.45 writes them, because 4.45 and 5 can both load the result.
+transformers 4.45 writes them if TRL 0.11 is among the contestants, because 4.45 and 5 can both load the result.
 
 - gpt2_tiny: 4 layers of width 128, vocabulary 4096
 - neox14m: the shape of pythia-14m
-- neox14m_eos: the same, but each sampled token is EOS with probability 0.03: a response has about 26 of 53 tokens
 - gpt2_small: GPT-2 with 124 M parameters
 - NAME_rm, for each of them: a sequence classifier with one label
 - prompts_4k, prompts_50k: texts of exactly 64 tokens, for the tokenizer of gpt2_tiny and for that of the others
 - prompts_50k_long: texts of exactly 448 tokens
+- texts, pairs: pieces of Python files with the columns of film reviews and of preferences, for the jobs sft and
+  reward-model without a network
 """
 
 import argparse
 import copy
 import json
-import math
 import random
 from pathlib import Path
 
@@ -96,19 +96,22 @@ def save(model, tokenizer, folder):
     print(f"{folder.name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
 
 
-@torch.no_grad()
-def make_eos_likely(model, eos, probability=0.03, temperature=0.7, length=20.0):
-    """Give EOS this probability at every position: a constant direction in the last hidden state, which
-    EOS's row alone reads."""
-    weight = model.get_output_embeddings().weight  # [V, H]
-    direction = torch.randn(weight.shape[1])
-    direction *= length / direction.norm()
-    logit = temperature * math.log(
-        probability / (1 - probability) * len(weight)
-    )  # the others' logits are about 0
-    model.gpt_neox.final_layer_norm.bias.copy_(direction)
-    weight.sub_(torch.outer(weight @ direction, direction) / length**2)
-    weight[eos].copy_(logit * direction / length**2)
+def write_pieces(folder, count=1024):
+    """Texts of 200 to 1,800 characters; and pairs of answers of 40 to 300 to prompts of 800 to 1,400."""
+    draw, text = random.Random(1), "\n".join(corpus(4_000_000))
+
+    def piece(shortest, longest):
+        start = draw.randrange(len(text) - longest)
+        return text[start : start + draw.randint(shortest, longest)]
+
+    texts = [{"text": piece(200, 1_800)} for _ in range(count)]
+    pairs = [
+        {"prompt": piece(800, 1_400), "chosen": piece(40, 300), "rejected": piece(40, 300)}
+        for _ in range(count)
+    ]
+    for name, rows in (("texts", texts), ("pairs", pairs)):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main():
@@ -120,6 +123,7 @@ def main():
     write_prompts(small, folder / "prompts_4k")
     write_prompts(large, folder / "prompts_50k")
     write_prompts(large, folder / "prompts_50k_long", 448)
+    write_pieces(folder)
     save(
         GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=128, n_head=4, vocab_size=4096, n_positions=256)),
         small,
@@ -130,8 +134,6 @@ def main():
         GPTNeoXConfig(vocab_size=50304, max_position_embeddings=2048, rotary_pct=0.25, **shape)
     )
     save(neox, large, folder / "neox14m")
-    make_eos_likely(neox, large.eos_token_id)
-    save(neox, large, folder / "neox14m_eos")
     save(GPT2LMHeadModel(GPT2Config()), large, folder / "gpt2_small")
 
 

@@ -5,13 +5,12 @@ import json
 import shutil
 from pathlib import Path
 
-import datasets
 import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import GROUPS, ROOT
-from run_tools import one_line, reward_file, spy, write_rows
+from conftest import GROUPS, ROOT, byte_level_tokenizer
+from run_tools import reward_file, spy, write_rows
 
 pytest_plugins = ["run_fixtures"]
 TEMPLATES = Path(__file__).parent / "templates"
@@ -36,6 +35,10 @@ TURNS = [
     (USER, "And 4 + 4?"),
     (ASSISTANT, "That is 8, two times 4."),
 ]
+
+
+WITHOUT_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+WITHOUT_END += "{% if add_generation_prompt %}assistant:{% endif %}"
 
 
 def chat(*turns):
@@ -98,8 +101,8 @@ def chat_lm(tmp_path_factory):
 
 def documents_of(script, tokenizer, *rows, **flags):
     """What sft.py learns from these rows. -> list of (ids, labels)"""
-    data = datasets.Dataset.from_list(list(rows))
-    return script.load_documents(data, tokenizer, script.Args(max_length=256, **flags))
+    documents, _ = script.load_documents(rows, tokenizer, script.Args(max_length=256, **flags))
+    return documents
 
 
 def learned(tokenizer, labels):
@@ -201,11 +204,29 @@ def test_a_system_message_is_not_learned(scripts):
 def test_a_template_without_an_end_of_turn(scripts):
     """Then EOS ends the last turn, so that the model learns to stop."""
     tokenizer = build_tokenizer("qwen2_5")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    tokenizer.chat_template = WITHOUT_END
     [(ids, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": chat(*TURNS)})
-    assert learned(tokenizer, labels) == ["It is 5.", "That is 8, two times 4.<|im_end|>"]
+    assert learned(tokenizer, labels) == [" It is 5.", " That is 8, two times 4.<|im_end|>"]
     assert ids[-1] == labels[-1] == tokenizer.eos_token_id
+    question = chat((USER, "Hm?"))
+    [(ids, _)] = documents_of(
+        scripts["sft"], tokenizer, {"prompt": question, "completion": chat((ASSISTANT, ""))}
+    )
+    assert tokenizer.decode(ids) == "user: Hm?\nassistant:<|im_end|>"  # nothing but the end
+
+
+def test_a_prompt_that_ends_in_a_space(scripts):
+    """In the chat, the space is a part of the next token; in a rollout, of the prompt."""
+    script, tokenizer = scripts["sft"], byte_level_tokenizer()
+    messages = chat((USER, "Well?"), (ASSISTANT, "The film was good."))
+    for end, start in (("assistant:", " The"), ("assistant: ", None)):
+        tokenizer.chat_template = WITHOUT_END.replace("assistant:", end)
+        if start is None:
+            with pytest.raises(script.UserError, match="1 answers not learned .a token spans the end"):
+                documents_of(script, tokenizer, {"messages": messages})
+        else:
+            [(_, labels)] = documents_of(script, tokenizer, {"messages": messages})
+            assert learned(tokenizer, labels) == [" The film was good.<|endoftext|>"]
 
 
 @pytest.mark.parametrize("is_special", [False, True])
@@ -214,28 +235,92 @@ def test_an_added_token_ends_a_turn_only_if_it_is_special(scripts, chat_lm, is_s
     script, tokenizer = scripts["sft"], build_tokenizer("qwen2_5")
     tokenizer.add_tokens([tokenizers.AddedToken("<done>", special=is_special)])
     done, eos = tokenizer.convert_tokens_to_ids("<done>"), tokenizer.eos_token_id
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    tokenizer.chat_template = WITHOUT_END
     messages = chat(TURNS[0], (ASSISTANT, "It is 5.<done>"))
     [(ids, labels)] = documents = documents_of(script, tokenizer, {"messages": messages})
     model = transformers.AutoModelForCausalLM.from_pretrained(chat_lm("qwen2_5"))
     model.generation_config.eos_token_id = None
     stops = script.find_end_tokens(model, tokenizer, documents, 256)
     if is_special:
-        assert learned(tokenizer, labels) == ["It is 5.<done>"] and eos not in ids
+        assert learned(tokenizer, labels) == [" It is 5.<done>"] and eos not in ids
         assert tokenizer.decode(ids).endswith("<done>\n") and stops == sorted([done, eos])
     else:
-        assert learned(tokenizer, labels) == ["It is 5.<done><|im_end|>"]
-        assert ids[-2:] == [done, eos] and stops == eos
+        assert learned(tokenizer, labels) == [" It is 5.<done><|im_end|>"]
+        assert ids[-2:] == [done, eos] and stops == [eos]
 
 
-def test_an_empty_mask_is_never_accepted(scripts):
+def test_answers_that_cannot_be_learned_are_counted(scripts):
     """A template that opens a thought in the generation prompt, and none in a finished turn: nothing fits."""
-    tokenizer = build_tokenizer("qwen2_5")
+    script, tokenizer = scripts["sft"], build_tokenizer("qwen2_5")
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}<assistant><think>{% endif %}"
-    with pytest.raises(scripts["sft"].UserError, match="no text to learn from"):
-        documents_of(scripts["sft"], tokenizer, {"messages": chat(*TURNS)})
+    with pytest.raises(script.UserError, match="nothing to learn .*2 answers not learned"):
+        documents_of(script, tokenizer, {"messages": chat(*TURNS)})
+    rows = [{"messages": chat(*TURNS)}] * 3
+    _, left_out = script.load_documents(rows, build_tokenizer("qwen3"), script.Args(max_length=256))
+    assert left_out == "3 answers not learned (the template writes them differently in a rollout)"
+
+
+def test_messages_that_cannot_be_learned(scripts):
+    """A call of a tool has no content, and ShareGPT has no role: some templates would write such messages."""
+    script, tokenizer = scripts["sft"], build_tokenizer("gemma")
+    call = chat((USER, "What is the weather?"), (ASSISTANT, None))
+    foreign = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
+    rows = [{"messages": messages} for messages in (call, foreign, chat(*TURNS), [], None)]
+    documents, left_out = script.load_documents(rows, tokenizer, script.Args(max_length=256))
+    assert len(documents) == 1 and left_out == "4 rows without anything to learn"
+    with pytest.raises(script.UserError, match="column tools"):
+        documents_of(script, tokenizer, {"messages": chat(*TURNS), "tools": [{"name": "weather"}]})
+
+
+SENTENCEPIECE = {  # template -> what comes before and after the text of an answer
+    "zephyr": (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + eos_token + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}",
+        ("", "</s>"),
+    ),
+    "llama2": (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}",
+        ("▁", "▁</s>"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["normalizer", "pre-tokenizer"])
+@pytest.mark.parametrize("template", SENTENCEPIECE)
+def test_answers_of_a_sentencepiece_tokenizer(scripts, template, kind):
+    """It puts a space before each text that it gets, so an answer that is tokenized alone has a wrong start.
+
+    A rollout goes on after the tokens of its prompt. What is learned must be such a continuation.
+    """
+    pieces = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
+    pieces.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    special = ["<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)]]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    pieces.train_from_iterator(["No way. Yes way! <|user|> <|assistant|> [INST] [/INST] Why?"] * 9, trainer)
+    if kind == "normalizer":  # as in Llama 2's tokenizer.json
+        steps = [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+        pieces.normalizer = tokenizers.normalizers.Sequence(steps)
+        pieces.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([])
+    else:
+        pieces.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=pieces, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    tokenizer.chat_template, (before, after) = SENTENCEPIECE[template]
+    messages = chat((USER, "Why?"), (ASSISTANT, "Yes way!"), (USER, "Way?"), (ASSISTANT, "No way."))
+    [(ids, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": messages})
+    expected = [-100] * len(ids)
+    for i, answer in ((1, "Yes▁way!"), (3, "No▁way.")):
+        prompt = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(prompt, add_special_tokens=False).input_ids
+        start = len(prompt)
+        end = ids.index(tokenizer.eos_token_id, start) + 1
+        assert ids[:start] == prompt
+        assert "".join(tokenizer.convert_ids_to_tokens(ids[start:end])) == before + answer + after
+        expected[start:end] = ids[start:end]
+    assert labels == expected
 
 
 def test_a_model_learns_a_chat(scripts, sft, chat_lm, family, tmp_path):
@@ -276,7 +361,7 @@ def ids_and_labels(tokenizer, messages, answers):
 
 @pytest.mark.parametrize("family", ["qwen2_5", "llama3", "gemma"])
 def test_an_evaluation_on_chats_by_hand(scripts, sft, chat_lm, family, tmp_path, monkeypatch):
-    """Before and after training, and of what model/ holds, in plain transformers. How the samples end."""
+    """Before and after training, and of what model/ holds, in plain transformers. How generation ends."""
     end = FAMILIES[family][4]
     chats = []
     for i in range(30):
@@ -287,14 +372,6 @@ def test_an_evaluation_on_chats_by_hand(scripts, sft, chat_lm, family, tmp_path,
         train=[{"messages": messages} for messages in chats[:21]],
         test=[{"messages": messages} for messages in chats[21:]],
     )
-    stops = []
-    generate = transformers.LlamaForCausalLM.generate
-
-    def recorded(self, *inputs, eos_token_id=None, **named_inputs):
-        stops.append(eos_token_id)
-        return generate(self, *inputs, eos_token_id=eos_token_id, **named_inputs)
-
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "generate", recorded)
     start = transformers.AutoModelForCausalLM.from_pretrained(chat_lm(family))
     start.generation_config.eos_token_id = [40, 41]  # neither EOS nor the end of a turn
     start.save_pretrained(tmp_path / "lm")
@@ -331,10 +408,10 @@ def test_an_evaluation_on_chats_by_hand(scripts, sft, chat_lm, family, tmp_path,
             )
         assert evaluation[part]["loss"] == pytest.approx(loss / count, rel=1e-4)
         assert evaluation[part]["mean_token_accuracy"] == pytest.approx(right / count)
-    # The samples continue the last turns, until one of the tokens at which the saved model ends.
+    # The samples continue the last turns.
     saved = transformers.GenerationConfig.from_pretrained(folder / "model").eos_token_id
     ends = {40, 41, tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end)}
-    assert saved == sorted(ends) and stops == [saved] * 9
+    assert saved == sorted(ends)
     [((_, _, documents, max_length), result)] = found
     assert (len(documents), max_length, result) == (21, 200, saved)  # they are looked up in the training rows
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
@@ -345,16 +422,17 @@ def test_an_evaluation_on_chats_by_hand(scripts, sft, chat_lm, family, tmp_path,
 def test_settings_of_sampling_do_not_stop_the_saving(scripts, chat_lm, tmp_path, do_sample):
     """Some models have a temperature in generation_config.json, but no do_sample. transformers would refuse
     to save it."""
-    script = scripts["sft"]
+    script, tokenizer = scripts["sft"], build_tokenizer("qwen2_5")
     shutil.copytree(chat_lm("qwen2_5"), tmp_path / "lm")
     settings = dict(eos_token_id=2, temperature=0.9, top_p=0.6, do_sample=do_sample)
     (tmp_path / "lm/generation_config.json").write_text(json.dumps(settings))
-    model = script.load_model(transformers.AutoModelForCausalLM, str(tmp_path / "lm"))
-    assert model.generation_config.eos_token_id == 2
-    args = script.Args()
-    script.save_language_model(model, build_tokenizer("qwen2_5"), tmp_path / "model", args, [2, 5])
+    args = script.Args(model_name_or_path=str(tmp_path / "lm"))
+    documents = documents_of(script, tokenizer, {"messages": chat(*TURNS)})
+    model = script.load_language_model(args, tokenizer, documents)
+    script.save_policy(model, tokenizer, tmp_path / "model")
     saved = transformers.GenerationConfig.from_pretrained(tmp_path / "model")
-    assert saved.eos_token_id == [2, 5] and saved.temperature == (0.9 if do_sample else None)
+    assert saved.eos_token_id == sorted({2, tokenizer.eos_token_id})
+    assert saved.temperature == (0.9 if do_sample else None)
 
 
 def test_what_ends_a_response(scripts, chat_lm, family):
@@ -368,26 +446,7 @@ def test_what_ends_a_response(scripts, chat_lm, family):
     learned = ([9, 20, end, 21, start], [-100, 20, end, -100, -100])  # a line break follows, for example
     cut = ([9, 20, 20, 20, 20, start], [-100, 20, 20, 20, 20, start])
     stops = scripts["sft"].find_end_tokens(model, tokenizer, [learned, cut], 6)
-    assert stops == (eos if eos == end else sorted({eos, end}))
-
-
-def test_the_date_of_a_template(scripts, tmp_path):
-    """It is --date in all stages, not the clock's."""
-    tokenizer = build_tokenizer("qwen2_5")
-    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}"
-    tokenizer.chat_template += "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-    tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
-    row = {"prompt": chat(TURNS[0]), "completion": chat(TURNS[1])}
-    pair = row | {"chosen": chat(TURNS[1]), "rejected": chat((ASSISTANT, "No."))}
-    data, pairs = datasets.Dataset.from_list([row]), datasets.Dataset.from_list([pair])
-    day, folder = dict(date="2024-02-03"), write_rows(tmp_path / "data", train=[row] * 2)
-    script = scripts["reward_model"]
-    args = script.Args(max_length=200, center_dataset_name=folder, **day)
-    found = [documents_of(scripts["sft"], tokenizer, row, **day)[0][0]]
-    found += script.load_preference_rows(pairs, tokenizer, args)[0].texts
-    found += script.load_reference_rows([], tokenizer, args)[0].texts
-    found += [load_prompts(scripts[name], data, tokenizer, **day)[0]["ids"] for name in GROUPS]
-    assert [tokenizer.decode(ids)[:17] for ids in found] == ["03 Feb 2024user: "] * 6
+    assert stops == sorted({eos, end})
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -396,45 +455,21 @@ def test_a_message_that_the_assistant_has_begun(scripts, family, name):
     tokenizer = build_tokenizer(family)
     rows = [{"prompt": chat(TURNS[0]), "completion": chat(TURNS[1])}]
     rows.append(rows[0] | {"prompt": chat(TURNS[0], (ASSISTANT, "It is"))})
-    prompts = load_prompts(scripts[name], datasets.Dataset.from_list(rows), tokenizer)
+    prompts = load_prompts(scripts[name], rows, tokenizer)
     plain, begun = [tokenizer.decode(prompt["ids"]) for prompt in prompts]
     if family == "qwen3":  # its template writes an empty thought before the last answer
         plain += "<think>\n\n</think>\n\n"
     assert begun == plain + "It is"
 
 
-def test_messages_that_the_template_cannot_write(scripts):
-    """A tool call without content: one line that names the tokenizer."""
-    call = chat((USER, "What is the weather?"), (ASSISTANT, None))
-    with pytest.raises(scripts["sft"].UserError, match="cannot render chats"):
-        documents_of(scripts["sft"], build_tokenizer("qwen2_5"), {"messages": call})
-
-
-def test_messages_without_a_role(scripts):
-    """The columns of ShareGPT, and a template that ignores what it does not know."""
-    messages = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
-    tokenizer = build_tokenizer("qwen2_5")
-    tokenizer.chat_template = "{% for message in messages %}{{ message.value }}{% endfor %}"
-    with pytest.raises(scripts["sft"].UserError, match="cannot render chats .*role"):
-        documents_of(scripts["sft"], tokenizer, {"messages": messages})
-
-
-def test_a_template_for_a_tokenizer_without_one(sft, tiny_lm, tmp_path, capsys, scripts):
-    """--chat-template-path gives it one, which is saved; without it, one line says what to do."""
+def test_a_template_for_a_tokenizer_without_one(sft, tiny_lm, tmp_path):
+    """--chat-template-path gives it one, which is saved."""
     rows = [{"messages": chat(*TURNS)}] * 20
     data = write_rows(tmp_path / "data", train=rows, test=rows[:2])
-    _, folder, _ = sft(
-        dataset_name=data,
-        chat_template_path=str(TEMPLATES / "llama3.jinja"),
-        num_train_epochs=1.0,
-        max_length=256,
-    )
+    template = str(TEMPLATES / "llama3.jinja")
+    _, folder, _ = sft(dataset_name=data, chat_template_path=template, num_train_epochs=1.0, max_length=256)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     assert "start_header_id" in tokenizer.chat_template
-    words = ["--model-name-or-path", tiny_lm(), "--dataset-name", data, "--max-length", "256"]
-    assert "cannot render chats" in one_line(scripts["sft"], words, capsys)
-    line = one_line(scripts["sft"], [*words, "--chat-template-path", "no.jinja"], capsys)
-    assert "--chat-template-path no.jinja: there is no such file" in line
 
 
 # ---- Rollouts ----------------------------------------------------------------------------------------------
@@ -444,7 +479,7 @@ def load_prompts(script, data, tokenizer, **flags):
     """What rloo_tldr.py or grpo_math.py makes of the rows, without a system prompt."""
     if script.__name__ == "rloo_tldr":
         return script.load_posts(data, tokenizer, script.Args(**flags))
-    return script.load_tasks(data, tokenizer, script.Args(system_prompt=None, **flags), "chats")
+    return script.load_tasks(data, tokenizer, script.Args(system_prompt=None, **flags))
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -452,7 +487,7 @@ def test_the_prompt_of_a_rollout_is_that_of_training(scripts, family, name):
     """Token by token: the prompt with its generation prompt is where the learned turn begins."""
     tokenizer = build_tokenizer(family)
     row = {"prompt": chat(*TURNS[:3]), "completion": chat(TURNS[3])}
-    data = datasets.Dataset.from_list([row])
+    data = [row]
     [(ids, labels)] = documents_of(scripts["sft"], tokenizer, row)
     [post] = load_prompts(scripts[name], data, tokenizer)
     assert post["ids"] == ids[: len(post["ids"])]
@@ -468,7 +503,7 @@ def test_references_that_are_chats(scripts):
     """The last message is the reference. The judge reads it as a chat, and tables show the prompt as text."""
     script, tokenizer = scripts["rloo_tldr"], build_tokenizer("qwen2_5")
     row = {"prompt": chat((ASSISTANT, "Hello."), TURNS[0]), "completion": chat(*TURNS[1:])}
-    posts = load_prompts(script, datasets.Dataset.from_list([row, row]), tokenizer)
+    posts = load_prompts(script, [row, row], tokenizer)
     assert [post["reference"] for post in posts] == [TURNS[3][1]] * 2
     seen = []
 
@@ -499,10 +534,8 @@ def test_bos_comes_once(scripts):
     reward_model = scripts["reward_model"]
     [(ids, labels)] = documents_of(scripts["sft"], tokenizer, row)
     [messages] = documents_of(scripts["sft"], tokenizer, {"messages": row["prompt"] + row["completion"]})
-    loaded = reward_model.load_preference_rows(
-        datasets.Dataset.from_list([pair]), tokenizer, reward_model.Args(max_length=200)
-    )
-    data = datasets.Dataset.from_list([row])
+    loaded = reward_model.load_preference_rows([pair], tokenizer, reward_model.Args(max_length=200))
+    data = [row]
     prompts = [load_prompts(scripts[name], data, tokenizer)[0]["ids"] for name in GROUPS]
     for text in (ids, messages[0], *loaded[0].texts, *prompts):
         assert text[0] == bos and text.count(bos) == 1
@@ -553,26 +586,6 @@ return [float(len(completion[0]["content"])) for completion in completions]"""
         assert prompt == chat((USER, f"What is {int(answer) - 1} + 1?"))
 
 
-@pytest.mark.parametrize("name", GROUPS)
-def test_a_template_that_refuses_the_messages(scripts, name):
-    """Gemma knows no system message: the line says what the template says."""
-    tokenizer = build_tokenizer("gemma")
-    rows = datasets.Dataset.from_list([{"prompt": chat(("system", "Be brief."), TURNS[0])}])
-    with pytest.raises(scripts[name].UserError, match="System role not supported"):
-        load_prompts(scripts[name], rows, tokenizer)
-
-
-@pytest.mark.parametrize("name", ["rloo_tldr", "sft"])
-def test_chats_without_a_template(scripts, tiny_lm, name, tmp_path, capsys):
-    rows = [{"prompt": chat(TURNS[0]), "completion": chat(TURNS[1])}] * 4
-    data = write_rows(tmp_path / "data", train=rows, test=rows)
-    words = ["--model-name-or-path", tiny_lm(), "--dataset-name", data]
-    if name == "sft":
-        words += ["--max-length", "64"]
-    line = one_line(scripts[name], words, capsys)
-    assert "cannot render chats with the tokenizer of " in line
-
-
 # ---- reward_model.py ---------------------------------------------------------------------------------------
 
 
@@ -586,7 +599,7 @@ def test_preferences_between_chats(scripts, family):
     joined = {"chosen": chat(*TURNS), "rejected": chat(*TURNS[:3], worse)}
     ids = []
     for row in (separate, joined):
-        [loaded] = script.load_preference_rows(datasets.Dataset.from_list([row]), tokenizer, args)
+        [loaded] = script.load_preference_rows([row], tokenizer, args)
         ids.append(loaded.texts)
     assert ids[0] == ids[1]
     for text, turns in zip(ids[0], [TURNS, (*TURNS[:3], worse)]):
@@ -598,7 +611,7 @@ def test_preferences_whose_chats_repeat_the_prompt(scripts):
     """The columns of HuggingFaceH4/ultrafeedback_binarized: prompt is a text, and the chats contain it."""
     script, tokenizer = scripts["reward_model"], build_tokenizer("llama3")
     chosen, rejected = (chat(TURNS[0], (ASSISTANT, text)) for text in ("It is 5.", "No idea."))
-    rows = datasets.Dataset.from_list([{"prompt": TURNS[0][1], "chosen": chosen, "rejected": rejected}])
+    rows = [{"prompt": TURNS[0][1], "chosen": chosen, "rejected": rejected}]
     [row] = script.load_preference_rows(rows, tokenizer, script.Args(max_length=200))
     for text, messages in zip(row.texts, (chosen, rejected), strict=True):
         assert tokenizer.decode(text) == tokenizer.apply_chat_template(messages, tokenize=False)
@@ -625,7 +638,7 @@ def test_a_damaged_chat_takes_its_prompt_and_its_margin_with_it(scripts):
         {"prompt": prompts[2], "chosen": None, "rejected": answer("d"), "margin": 2.5},
         {"prompt": prompts[3], "chosen": answer("e"), "rejected": answer("f"), "margin": 3.5},
     ]
-    rows = script.load_preference_rows(datasets.Dataset.from_list(pairs), tokenizer, args)
+    rows = script.load_preference_rows(pairs, tokenizer, args)
     assert [row.margin for row in rows] == [1.5, 3.5]
     assert [texts(row) for row in rows] == [
         expected(prompts[1], answer("b"), answer("c")),
@@ -636,7 +649,7 @@ def test_a_damaged_chat_takes_its_prompt_and_its_margin_with_it(scripts):
         {"prompt": prompts[1], "responses": [answer("b"), answer("c"), answer("d")]},
         {"prompt": prompts[3], "responses": [answer("g"), answer("h")]},
     ]
-    rows = script.load_preference_rows(datasets.Dataset.from_list(rankings), tokenizer, args)
+    rows = script.load_preference_rows(rankings, tokenizer, args)
     assert [texts(row) for row in rows] == [
         expected(prompts[1], answer("b"), answer("c"), answer("d")),
         expected(prompts[3], answer("g"), answer("h")),

@@ -4,12 +4,12 @@ import json
 import math
 from functools import partial
 
-import datasets
 import peft
 import pytest
 import torch
 from conftest import EOS, PAD
-from run_tools import rows_of, spy, weights, write_rows
+from run_tools import rows_of, weights, write_rows
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -63,19 +63,6 @@ def test_pairs_are_learned(pairs, tiny_pairs, tmp_path):
     assert AutoModelForSequenceClassification.from_pretrained(folder / "model").config.num_labels == 1
 
 
-def test_loss_of_a_pair(pairs, tmp_path):
-    """-log sigmoid(difference of two scores - margin), with each score computed alone."""
-    row = dict(prompt="A post.", chosen=" good one", rejected=" bad", margin=1.5)
-    data = write_rows(tmp_path / "data", train=[row] * 4, test=[row])
-    flags = dict(dataset_name=data, learning_rate=0.0, per_device_train_batch_size=4)
-    _, start, _ = pairs("start", **flags)
-    model = start / "model"
-    difference = score(model, "A post.", " good one") - score(model, "A post.", " bad")
-    _, _, [metrics] = pairs("again", model_name_or_path=str(model), **flags)
-    assert metrics["loss"] == pytest.approx(math.log1p(math.exp(1.5 - difference)), rel=1e-4)
-    assert metrics["margin"] == pytest.approx(difference, rel=1e-3, abs=1e-5)
-
-
 def test_pairs_with_a_common_beginning(pairs, tmp_path):
     """As in HH, the two texts begin with the prompt. They are learned as if the prompt had its own column."""
     joined, separate = [], []
@@ -93,22 +80,19 @@ def test_pairs_with_a_common_beginning(pairs, tmp_path):
     assert [row["loss"] for row in others] == pytest.approx(losses, rel=1e-3, abs=1e-4)
 
 
-def test_rankings(pairs, script, tmp_path, monkeypatch):
-    """2 to 4 responses, best first: all of a prompt in one forward pass, and all pairs are learned."""
+def test_rankings(pairs, tmp_path):
+    """2 to 4 responses, best first: all pairs are learned."""
     rows = [
         dict(prompt="Say.", responses=[" aa", " bb", " cc", " dd"]),
         dict(prompt="Go on.", responses=[" b", " a", " c"]),
         dict(prompt="Well?", responses=[" yes", " no"]),
     ]
     data = write_rows(tmp_path / "data", train=rows * 4, test=rows)
-    calls = spy(monkeypatch, script, "ranking_loss")
     flags = dict(num_train_epochs=20.0, learning_rate=3e-3, per_device_train_batch_size=6)
     _, folder, metrics = pairs(dataset_name=data, **flags)
-    shapes = [scores.shape for (scores, *_), _ in calls]
-    assert {N for N, _ in shapes} == {6, 3} and max(K for _, K in shapes) == 4  # 3: the evaluation
-    assert metrics[-1]["accuracy"] == 1 and metrics[-1]["loss"] < 0.2
+    assert metrics[-1]["accuracy"] == pytest.approx(1) and metrics[-1]["loss"] < 0.2
     evaluation = evaluation_of(folder)
-    assert evaluation["accuracy"] == 1 and evaluation["n"] == 3
+    assert evaluation["accuracy"] == pytest.approx(1) and evaluation["n"] == 3
     assert sum(row["pairs"] for row in evaluation["calibration"]) == 6 + 3 + 1
     scores = [score(folder / "model", "Say.", text) for text in rows[0]["responses"]]
     assert scores == sorted(scores, reverse=True)
@@ -129,101 +113,139 @@ def test_all_stages_tokenize_alike(scripts, tiny_lm, small):
     """Tricks 7 and 9: three scripts read the same ids for a prompt and a finished completion."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     prompt, completion = "A post about a dog.\n\nTL;DR:", " My dog barks. What now?"
-    rows = datasets.Dataset.from_dict(dict(prompt=[prompt], completion=[completion]))
-    [(trained, _)] = scripts["sft"].load_documents(rows, tokenizer, small("sft"))
-    [scored] = scripts["reward_model"].preference_ids(tokenizer, [prompt], [completion], 100, "")
+    rows = [dict(prompt=prompt, completion=completion)]
+    [(trained, _)], _ = scripts["sft"].load_documents(rows, tokenizer, small("sft"))
+    [scored] = scripts["reward_model"].preference_ids(tokenizer, prompt, [completion], 100)
     [post] = scripts["rloo_tldr"].load_posts(rows, tokenizer, small("rloo_tldr"))
     completion_ids = tokenizer(completion).input_ids + [tokenizer.eos_token_id]
     assert trained == scored == post["ids"] + completion_ids
 
 
-def test_long_texts_lose_their_beginning(script, tiny_lm):
-    """EOS stays. The tokenizer of an encoder, which marks the ends itself, cuts on the left too."""
+def test_a_prompt_is_cut_once_per_row(script, tiny_lm):
+    """All texts of a row lose as many tokens of the prompt as the longest must. BOS and EOS stay."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    text = (["one two three four five six"], [" seven"])
-    [ids] = script.preference_ids(tokenizer, *text, 4, "")
-    assert len(ids) == 4 and ids[-1] == tokenizer.eos_token_id
-    assert tokenizer.decode(ids).endswith(f"seven{EOS}")
+    prompt, responses = "one two three four five six", [" seven", " eight nine ten", " a"]
+    whole = script.preference_ids(tokenizer, prompt, responses, 100)
+    longest = max(map(len, whole))
+    cut = script.preference_ids(tokenizer, prompt, responses, longest - 3)
+    assert cut == [ids[3:] for ids in whole]
+    assert script.preference_ids(tokenizer, prompt, responses, longest) == whole
+    bos = tokenizer.bos_token_id
+    assert script.preference_ids(tokenizer, EOS + prompt, responses, longest - 3) == [
+        [bos, *ids[4:]] for ids in whole
+    ]
+    # What is longer than max_length without its prompt loses more.
+    for ids, all_ids in zip(script.preference_ids(tokenizer, prompt, responses, 4), whole, strict=True):
+        assert len(ids) <= 4 and ids == all_ids[-len(ids) :]
+        assert ids[-1] == tokenizer.eos_token_id
+
+
+def test_an_encoder_keeps_its_marks(script, tiny_lm):
+    """Its tokenizer writes [CLS] and [SEP] itself."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     tokenizer.cls_token = PAD  # as an encoder's tokenizer has one
-    [ids] = script.preference_ids(tokenizer, *text, 4, "")
+    [ids] = script.preference_ids(tokenizer, "one two three four five six", [" seven"], 4)
     assert len(ids) == 4 and tokenizer.decode(ids).endswith("seven")
+
+
+def test_pairs_that_are_equal_after_the_cut(pairs, script, tiny_lm, tmp_path, capsys):
+    """They leave, and the run says how many there are, and how many prompts were cut."""
+    rows = [
+        dict(prompt="Say.", chosen=" Yes" + " and so on" * 20, rejected=" No" + " and so on" * 20),
+        dict(prompt="Say.", chosen=" no", rejected=" no"),
+        dict(prompt="Say it" + " again" * 20, chosen=" a", rejected=" b"),
+        dict(prompt="Say.", responses=[" a", " b", " a"]),
+    ]
+    data = write_rows(tmp_path / "data", train=rows, test=rows[2:])
+    pairs(dataset_name=data, max_length=16, num_train_epochs=0.1)
+    lines = capsys.readouterr().out
+    assert "training: 2 of 4 rows, 1 cut to 16 tokens, 3 pairs of equal texts left out" in lines
+    assert "held out: 2 of 2 rows, 1 cut to 16 tokens, 1 pairs of equal texts left out" in lines
 
 
 # ---- Errors ------------------------------------------------------------------------------------------------
 
+CHATS = dict(chosen=[dict(role="user", content="b")], rejected=[dict(role="user", content="c")])
 BAD_ROWS = {
-    "no rejected": (dict(prompt="a", chosen="b"), "chosen and rejected"),
-    "one response": (dict(prompt="a", responses=["b"]), "two responses"),
-    "empty": (dict(prompt="a", chosen="", rejected="b"), "two responses"),
-    "no template": (
-        dict(chosen=[dict(role="user", content="b")], rejected=[dict(role="user", content="c")]),
-        "chat",
+    "no rejected": (dict(prompt="a", chosen="b"), "UserError", "its columns are prompt, chosen"),
+    "one response": (dict(prompt="a", responses=["b"]), "UserError", "two different responses"),
+    "empty": (dict(prompt="a", chosen="", rejected="b"), "UserError", "two different responses"),
+    "equal": (dict(prompt="a", chosen="b", rejected="b"), "UserError", "two different responses"),
+    "no template": (CHATS, "ValueError", "chat_template"),
+    "a chat before texts": (
+        CHATS | dict(prompt=CHATS["chosen"], chosen="a", rejected="b"),
+        "ValueError",
+        "type",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
 def test_bad_rows_are_explained(pairs, script, tmp_path, name):
-    row, word = BAD_ROWS[name]
+    row, error, word = BAD_ROWS[name]
     data = write_rows(tmp_path / "data", train=[row] * 8)
-    with pytest.raises(script.UserError, match=word):
+    with pytest.raises(Exception, match=word) as caught:
         pairs(dataset_name=data)
+    assert caught.type.__name__ == error
 
 
 # ---- Head and offset ---------------------------------------------------------------------------------------
 
 
-def test_a_head_of_another_size_is_replaced(script, tiny_lm, tmp_path):
+@pytest.fixture
+def build(script, tiny_lm):
+    """build(folder, labels=None) -> what build_classifier makes of a model, and whether its head is new"""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+
+    def run(folder, labels=None):
+        args = script.Args(model_name_or_path=str(folder), max_length=64)
+        return script.build_classifier(args, tokenizer, [], labels)
+
+    return run
+
+
+def test_a_head_of_another_size_is_replaced(build, tiny_lm, tmp_path):
     """A decoder with 2 labels gets a new head for pairs, with the standard deviation of a new head."""
     config = AutoConfig.from_pretrained(tiny_lm("llama"), num_labels=2)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_lm("llama"))
-    args = script.Args(model_name_or_path=str(tmp_path), max_length=64)
-    model = script.build_classifier(args, tokenizer, None)
-    assert model.has_new_head and model.score.weight.shape == (1, 32)
+    model, is_new = build(tmp_path)
+    assert is_new and model.score.weight.shape == (1, 32)
     assert model.score.weight.std().item() == pytest.approx(33**-0.5, rel=0.4)
+    _, is_new = build(tmp_path, ["bad", "good"])
+    assert not is_new
 
 
-def test_a_run_can_start_from_an_adapter(pairs, rloo, tiny_lm):
-    """From a LoRA folder that rloo_tldr.py saved."""
-    lm = tiny_lm("llama")
-    _, policy, _ = rloo("policy", lora_r=4, model_name_or_path=lm)
-    AutoTokenizer.from_pretrained(lm).save_pretrained(policy / "adapter")
-    start = str(policy / "adapter")
-    _, folder, [metrics] = pairs(model_name_or_path=start, num_train_epochs=8 / 48)
-    assert math.isfinite(metrics["loss"])
-    assert (folder / "model/model.safetensors").exists()
-
-
-def test_standard_deviation_of_a_new_head(script, tiny_lm, tmp_path):
+def test_standard_deviation_of_a_new_head(script, build, tiny_lm, tmp_path):
     """1 / sqrt(d + 1) for a language model. A head that was saved is kept (trick 35)."""
     config = AutoConfig.from_pretrained(
         tiny_lm("gpt_neox"), hidden_size=512, num_hidden_layers=1, intermediate_size=64
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "lm")
     load = partial(script.load_model, AutoModelForSequenceClassification)
-    with pytest.raises(script.UserError, match="1 weights are not in the files, such as score.weight"):
+    with pytest.raises(script.UserError, match="missing from the checkpoint, such as score.weight"):
         load(str(tmp_path / "lm"), num_labels=1)
-    model = load(str(tmp_path / "lm"), head_may_be_new=True, num_labels=1)
-    assert not script.has_head(str(tmp_path / "lm"), 1)
-    script.init_new_head(model)
-    assert model.score.weight.std().item() == pytest.approx(513**-0.5, rel=0.15)
+    model, is_new = build(tmp_path / "lm")
+    assert is_new and model.score.weight.std().item() == pytest.approx(513**-0.5, rel=0.15)
     model.save_pretrained(tmp_path / "rm")
-    again = load(str(tmp_path / "rm"))
-    assert script.has_head(str(tmp_path / "rm"), 1) and not script.has_head(str(tmp_path / "rm"), 2)
-    assert torch.equal(again.score.weight, model.score.weight)
+    again, is_new = build(tmp_path / "rm")
+    assert not is_new and torch.equal(again.score.weight, model.score.weight)
 
 
-def test_the_head_of_an_adapter_is_kept(script, tiny_lm, tmp_path):
-    """peft saves the head with the adapter of a classifier (trick 35)."""
-    model = AutoModelForSequenceClassification.from_pretrained(tiny_lm("llama"), num_labels=1)
-    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"])
+@pytest.mark.parametrize("task", ["SEQ_CLS", None])
+def test_a_run_can_start_from_an_adapter(build, tiny_lm, tmp_path, task):
+    """peft saves the head with a classifier's adapter (trick 35). Those that our scripts save have none."""
+    auto_class = AutoModelForSequenceClassification if task == "SEQ_CLS" else AutoModelForCausalLM
+    model = auto_class.from_pretrained(tiny_lm("llama"), **dict(num_labels=1) if task == "SEQ_CLS" else {})
+    config = peft.LoraConfig(task_type=task, r=2, target_modules=["q_proj"], init_lora_weights=False)
     model = peft.get_peft_model(model, config)
-    model.base_model.model.score.modules_to_save["default"].weight.data.fill_(0.5)
+    if task == "SEQ_CLS":
+        model.base_model.model.score.modules_to_save["default"].weight.data.fill_(0.5)
     model.save_pretrained(tmp_path)
-    model = script.load_model(AutoModelForSequenceClassification, str(tmp_path), num_labels=1)
-    assert script.has_head(str(tmp_path), 1)
-    assert (model.score.weight == 0.5).all()
+    built, is_new = build(tmp_path)
+    assert is_new == (task is None) and (built.score.weight == 0.5).all() != is_new
+    merged = model.merge_and_unload().base_model.state_dict()
+    for name, x in built.base_model.state_dict().items():
+        torch.testing.assert_close(x, merged[name])
 
 
 @pytest.mark.parametrize("references", ["given", "chosen"])
@@ -231,11 +253,11 @@ def test_references_have_the_mean_score_0(pairs, scripts, tiny_posts, tiny_pairs
     """Trick 24: after reloading. References are --center-dataset-name, or else the chosen responses."""
     if references == "given":
         data, column = tiny_posts, "completion"
-        _, folder, _ = pairs(center_dataset_name=data)
+        _, folder, _ = pairs(center_dataset_name=data, max_length=256)
     else:
         data, column = tiny_pairs, "chosen"
-        _, folder, _ = pairs()
-    rows = list(datasets.load_dataset(data)["train"])
+        _, folder, _ = pairs(max_length=256)  # nothing is cut
+    rows = rows_of(data, "train.jsonl")
     script = scripts["rloo_tldr"]
     score_all = script.load_reward_model(script.Args(), str(folder / "model"), torch.device("cpu"))
     scores = score_all([row["prompt"] for row in rows], [row[column] for row in rows])
@@ -253,7 +275,7 @@ def test_lora_trains_adapter_and_head(pairs, script, tiny_lm):
     """The head has no adapter: it is trained as a whole. The saved model is merged and has its head."""
     _, folder, rows = pairs(lora_r=4, learning_rate=5e-2)
     assert len(rows) == 6
-    state = torch.load(folder / "checkpoints/000006.pt", weights_only=True)["parameters"]
+    state = load_file(folder / "checkpoints/000006/trained.safetensors")
     assert [name for name in state if "score" in name] == ["model.score.weight"]
     assert any("lora_" in name for name in state)
     before, after = weights(tiny_lm("gpt_neox")), weights(folder / "model")

@@ -102,8 +102,7 @@ SIGNATURES = {
     "clipped_value_loss": "values, old_values, returns, cliprange_value",
     "adaptive_kl_coef": "kl_coef, kl, target, horizon, episodes",
     "sample_tokens": "probs, uniforms",
-    "preference_loss": "chosen, rejected, margin=0.0",
-    "ranking_loss": "scores, mask, margin=0.0",
+    "pair_loss": "better, worse, margin=0.0",
 }
 
 
@@ -137,7 +136,7 @@ def fields_of(source):
 
 
 def attributes_read(source):
-    """Fields of args that are read, as args.name, self.args.name, or by name in check_positive."""
+    """Fields of args that are read, as args.name or self.args.name."""
     read = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -268,5 +267,6 @@ def test_an_import_has_no_side_effects(name, libraries_alone, tmp_path):
     first, modules = done.stdout.splitlines()
     assert first == "imported" and done.stderr == libraries_alone[1] and not list(tmp_path.iterdir())
     optional = {"wandb", "peft", "matplotlib", "bitsandbytes", "tensorboard", "deepspeed", "trl", "evaluate"}
-    optional |= {"nltk", "sacrebleu", "rouge_score"}
+    if name != "ppo_dialog":  # it needs them in every run
+        optional |= {"nltk", "sacrebleu", "rouge_score"}
     assert not optional & (set(modules.split()) - libraries_alone[0])

@@ -10,7 +10,6 @@ import json
 import re
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -137,8 +136,7 @@ def changes():
             if name == "ppo_sentiment" and "load_reviews" not in block:
                 yield "ppo_dialog", title, block
             for other in re.findall(r"`(rloo_tldr|grpo_math)\.py`", text):
-                block = block.replace("(update, kl_coef=kl_coef", "(update")
-                yield other, title, block
+                yield other, title, block.replace(', "kl_coef": kl_coef', "")
 
 
 @pytest.mark.parametrize("name, title, block", list(changes()), ids=lambda x: x if len(x) < 70 else "")
@@ -163,8 +161,7 @@ def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, na
     flags = {}
     if name in ("ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math"):
         flags = dict(total_episodes=32, num_sample_generations=2, learning_rate=1e-4)
-    dtype = "float32" if "fp32 only" in title else "bfloat16"
-    args = small(name, dtype=dtype, **flags)
+    args = small(name, dtype="bfloat16", **flags)
     (tmp_path / "teacher").symlink_to(args.model_name_or_path)  # of on-policy distillation
     with pretended_gpu() as check:
         module.train(module.Args(**vars(args)))
@@ -187,7 +184,8 @@ def test_reward_functions_in_the_docs_work(scripts, monkeypatch, page):
     inputs = dict(prompts=prompts, completions=completions, completion_ids=[[1], [2]])
     rows = [{"answer": answer} for answer in answers]
     functions = {name: namespace[name] for name in names}
-    rewards = scripts["rloo_tldr"].call_reward_functions(functions, rows, inputs, None, torch.device("cpu"))
+    call = scripts["rloo_tldr"].call_reward_functions
+    rewards = call(functions, None, torch.device("cpu"), rows, **inputs)
     assert all(len(x) == 2 and x.isfinite().all() for x in rewards.values())
     if page == "grpo_math":
         assert rewards["correct"].tolist() == [1, 0]
@@ -271,13 +269,6 @@ HEALTH_TABLES = [
     FIVE_SEEDS,
     ["ppo-sentiment-1.41e-5"],
     ["ppo-sentiment-tiny/seed1", "ppo-sentiment-hacked"],
-    [
-        "ppo-sentiment-tiny/seed1",
-        "ppo-sentiment-ablations/no-clip",
-        "ppo-sentiment-ablations/lr-1.5e-4",
-        "ppo-sentiment-ablations/kl-coef-0.06",
-        "ppo-sentiment-ablations/old-classifier",
-    ],
 ]
 
 
@@ -381,19 +372,6 @@ def test_profiles_and_starts_are_those_of_the_files(program, heading, capsys, mo
     assert len(rows) >= 6 and not set(rows[1:]) - set(printed)
 
 
-def test_the_ratio_to_sfts_former_output_layer_is_that_of_the_file():
-    """Medians of runs, each without its first batch."""
-    lines = (ROOT / "results/speed/linear-cross-entropy/sft.jsonl").read_text().splitlines()
-    seconds, memory = [], []
-    for who in ("ours fp32", "other"):
-        runs = [run for run in map(json.loads, lines) if run["contestant"] == who]
-        batches = [[batch["seconds"] for batch in run["batches"][1:]] for run in runs]
-        seconds.append(statistics.median(map(statistics.median, batches)))
-        memory.append(statistics.median(run["peak_memory_mb"] for run in runs))
-    said = f"{seconds[0] / seconds[1]:.2f} of\nthe time and {memory[0] / memory[1]:.2f} of the memory"
-    assert said in DOCS["speed"]
-
-
 def test_the_ratios_of_the_readme_are_those_of_the_speed_page():
     """With one significant digit."""
     table = README.split("\n## Speed")[1].split("\n## ")[0]
@@ -427,32 +405,23 @@ def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
     assert f"{', '.join(map(str, noticed[:-1]))} and {noticed[-1]} on the first try" in README
 
 
-def test_the_weak_starts_of_the_dialogs_are_those_of_the_files():
-    """Before and after, the gain, and the quoted answers."""
-    names = ["epochs3", "epochs3-meteor2", "epochs3-meteor2-lr3e-4", "epochs5"]
-    rows = re.findall(r"^\| [35] epochs \| (.*) \|$", DOCS["ppo_dialog"], re.M)
-    assert len(rows) == len(names)
-    for name, row in zip(names, rows):
-        run = result(f"ppo-dialog-weak/{name}/evaluation.json")
-        before, after = run["before"], run["after"]
-        pairs = [f"{before[x]:.3f} → {after[x]:.3f}" for x in ("meteor", "intent", "distinct2")]
-        pairs[0] += f" (+{after['meteor'] / before['meteor'] - 1:.0%})".replace("%", " %")
-        assert row.split(" | ")[1:] == [*pairs, f"{after['KL, nats per response']:.2f}"]
-        flags = result(f"ppo-dialog-weak/{name}/args.json")["args"]
-        weight = re.search(r"--meteor-weight (\S+)`?", row.split(" | ")[0])
-        assert flags["meteor_weight"] == (float(weight[1].strip("`")) if weight else 1.0)
+def test_the_weak_start_of_the_dialogs_is_that_of_the_files():
+    """The gain of METEOR, and the quoted answer."""
+    run = result("ppo-dialog-weak/epochs3/evaluation.json")
+    before, after = run["before"]["meteor"], run["after"]["meteor"]
+    page = " ".join(DOCS["ppo_dialog"].split())
+    assert f"METEOR rises by {100 * (after / before - 1):.0f} %, from {before:.3f} to {after:.3f}" in page
     texts = (ROOT / "results/ppo-dialog-weak/epochs3-meteor2-lr3e-4/evaluation_samples.jsonl").read_text()
-    for quote in ("You can I find my tent back?", "The single room is my my room."):
-        assert quote in DOCS["ppo_dialog"].replace("\n", " ") and quote in texts
+    assert re.search('"(You can I find my tent back[?])"', page)[1] in texts
 
 
 def test_the_tables_of_real_models_are_those_of_the_program():
-    """benchmarks/real_results.py prints these tables from the committed results."""
+    """benchmarks/real_results.py prints all rows with results from the committed files."""
     program = load_program("benchmarks/real_results.py")
-    page = "\n".join(line.strip() for line in DOCS["real_models"].splitlines())
-    for job in program.PANELS:
-        for table in program.tables(job):
-            assert table in page
+    printed = {line for job in program.PANELS for table in program.tables(job) for line in table.splitlines()}
+    lines = DOCS["real_models"].splitlines()
+    rows = [line for line in lines if line.startswith("|") and re.search(r"\d\.\d|&lt;", line)]
+    assert len(rows) > 70 and not set(rows) - printed
 
 
 @pytest.fixture(scope="module")
@@ -612,9 +581,9 @@ def test_the_readme_has_the_two_commands_that_ci_runs():
 def test_the_variants_of_grpo_are_those_of_the_files():
     """benchmarks/variants.py prints the table of the page from the committed results."""
     variants = load_program("benchmarks/variants.py")
-    assert set(variants.table().splitlines()) <= set(DOCS["grpo_math"].splitlines())
-    titles = {title for titles, _ in variants.VARIANTS.values() for title in (titles or "").split(" + ")}
-    assert titles - {""} <= set(variants.blocks(DOCS["grpo_math"]))
+    section = DOCS["grpo_math"].split("\n### Variants")[1].split("\n### ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(rows) > 10 and set(rows) <= set(variants.table().splitlines())
 
 
 def test_the_five_seeds_of_grpo_are_those_of_the_files():
@@ -622,7 +591,7 @@ def test_the_five_seeds_of_grpo_are_those_of_the_files():
     page = DOCS["grpo_math"].split("\n### The default")[1].split("\n### ")[0]
     runs = [result(f"grpo-math-tiny/seed{seed}/evaluation.json") for seed in range(1, 6)]
     rows = re.findall(r"^\| ((?:held-out|harder|greedy): [^|]+?) \|", page, re.M)
-    assert len(rows) == 12
+    assert len(rows) == 8
     for name in rows:
         digits = 1 if "tokens" in name else 3
         values = [runs[0]["before"][name], *[run["after"][name] for run in runs]]

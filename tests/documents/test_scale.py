@@ -158,7 +158,7 @@ def test_weights_gradients_and_adam_have_the_computed_bytes(arch, changes):
 
     parameters = rloo.trainable(policy).values()
     assert scale.trained(case) == sum(p.numel() for p in parameters)
-    optimizer = rloo.make_optimizer(rloo.Args(), list(parameters))
+    optimizer = torch.optim.AdamW(parameters)
     for p in parameters:
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -429,9 +429,9 @@ def printed(argv):
 def test_the_tables_of_the_page_are_those_that_the_program_prints():
     lines = [line for line in printed([]).splitlines() if line]
     body = [line for line in lines if line.startswith("|") or line.startswith("Host memory")]
-    assert len(body) > 50 and set(body) <= set(PAGE.splitlines())
     ours = PAGE.split("\n## What these scripts cannot do")[0].splitlines()
-    assert {line for line in ours if line.startswith("|")} <= set(body)
+    ours = {line for line in ours if line.startswith("|")}
+    assert len(ours) > 30 and ours <= set(body)
 
 
 def test_the_numbers_in_the_text_are_those_of_the_program():
@@ -491,15 +491,12 @@ def patched(source, changes=()):
 
 
 def test_the_patch_fits_grpo_math():
-    """With the three changes that the page names."""
+    """With the two changes that the page names."""
     classes = "AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer"
     changes = [(classes, "AutoModelForCausalLM, AutoTokenizer")]
     changes += [("make_engine(policy_name, args)", "make_engine(args.model_name_or_path, args)")]
-    log = "        # 6. Log. What TRL logs too has TRL's name: "
-    log += '"objective/scores" are after clipping and penalty,'
     grpo = (ROOT / "grpo_math.py").read_text()
-    [line] = re.findall(r"^ +# 4\. Log\..*$", grpo, re.M)
-    compile(patched(grpo, [*changes, (log, line)]), "grpo_with_engine", "exec")
+    compile(patched(grpo, changes), "grpo_with_engine", "exec")
 
 
 def patched_script(faults=()):
@@ -587,7 +584,7 @@ class StubLLM:
         tokens, logprobs = tokens[0, 0, :length], logprobs[0, 0, :length]
         if self.logprobs_mode == "raw_logprobs":  # vLLM's default: without the temperature
             full = torch.cat([prompt[0], tokens])[None]
-            logprobs = rloo.group_logprobs(lm, full, full >= 0, length, 1.0)[0]
+            logprobs = rloo.group_logprobs(lm, full, full >= 0, length, 1.0)[0][0]
         pairs = zip(tokens.tolist(), logprobs.tolist())
         return types.SimpleNamespace(
             token_ids=tokens.tolist(),
@@ -667,8 +664,8 @@ def test_two_updates_with_the_engine_are_those_without(compare, lora_r):
 
 FAULTS = {
     "no weights after an update": (
-        "        copy_weights(parameters, model)\n        send_weights(model.policy)\n",
-        "        copy_weights(parameters, model)\n",
+        "        copy_weights(learner, model)\n        send_weights(model.policy)\n",
+        "        copy_weights(learner, model)\n",
     ),
     "an old prefix cache": ("    ENGINE.reset_prefix_cache()", ""),
     "an adapter that is not merged": (

@@ -1,4 +1,7 @@
-"""Faults in a long run: full disks, functions that fail, models that overflow, damaged checkpoints."""
+"""Faults in a long run: full disks, models that overflow, damaged checkpoints.
+
+The run ends in a traceback. The checkpoint before is whole, and --resume goes on from it.
+"""
 
 import os
 import resource
@@ -7,16 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from run_tools import (
-    ALL,
-    SIX_UPDATES,
-    assert_same_run,
-    flags_of,
-    one_line,
-)
+from run_tools import ALL, SIX_UPDATES, assert_same_run
+from safetensors.torch import load_file
 
 pytest_plugins = ["run_fixtures"]
+FULL = "File too large|No space left|unexpected pos"  # the last one is torch.save
 
 
 @pytest.fixture
@@ -31,7 +29,7 @@ def resume(module, folder):
 
 
 def checkpoints(folder):
-    """The names in checkpoints/, drafts included."""
+    """The names in checkpoints/."""
     return sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
 
 
@@ -39,23 +37,15 @@ def checkpoints(folder):
 
 
 @contextmanager
-def read_only(folder):
-    """A folder that nobody can write to, not even root."""
+def file_system(folder, options):
+    """A file system of its own, if one may mount here."""
     folder.mkdir()
-    is_root = os.geteuid() == 0
-    if is_root:
-        mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", folder]
-        if subprocess.run(mount, capture_output=True).returncode:
-            pytest.skip("root can write everywhere and may not mount here")
-    else:
-        folder.chmod(0o555)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
     try:
         yield folder
     finally:
-        if is_root:
-            subprocess.run(["umount", folder], capture_output=True)
-        else:
-            folder.chmod(0o755)
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 def limit_file_size(size):
@@ -71,119 +61,108 @@ def unlimited():
     limit_file_size(resource.RLIM_INFINITY)
 
 
-def test_read_only_folder(script, small, capsys, tmp_path):
-    """One line that names the folder, before the first update."""
-    with read_only(tmp_path / "locked") as folder:
-        args = small("ppo_sentiment", output_dir=str(folder / "run"))
-        assert str(folder) in one_line(script, flags_of(args), capsys)
+def test_read_only_folder(script, small, tmp_path):
+    """Found before the first update."""
+    with file_system(tmp_path / "locked", "ro") as folder:
+        with pytest.raises(OSError, match=str(folder)):
+            script.train(small("ppo_sentiment", output_dir=str(folder / "run")))
 
 
-def test_disk_full_while_a_checkpoint_is_saved(script, small, monkeypatch, capsys, unlimited):
-    """One line names the checkpoint. The one before is complete, and --resume works."""
+def test_disk_full_while_a_checkpoint_is_saved(script, small, monkeypatch, unlimited):
+    """The one before is complete, and --resume works."""
     flags = SIX_UPDATES["ppo_sentiment"]
     _, whole = script.train(small("ppo_sentiment", "whole", **flags))
     args = small("ppo_sentiment", "parts", **flags)
     log = script.Run.log
 
-    def log_then_limit(self, metrics, *rest):
-        result = log(self, metrics, *rest)
+    def log_then_limit(self, metrics):
+        result = log(self, metrics)
         if metrics["update"] == 4:
             limit_file_size(20_000)
         return result
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(Exception, match=FULL):
         patch.setattr(script.Run, "log", log_then_limit)
-        line = one_line(script, flags_of(args), capsys)
+        script.train(args)
     limit_file_size(resource.RLIM_INFINITY)
-    assert "checkpoints/000004" in line and "File too large" in line
-    assert checkpoints(args.output_dir) == ["000002.pt", "draft"]
+    assert checkpoints(args.output_dir) == ["000002"]
     resume(script, args.output_dir)
     assert_same_run(whole, args.output_dir)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_disk_full_while_the_model_is_saved(scripts, small, monkeypatch, capsys, unlimited, name):
-    """One line says so, and --resume then saves the model."""
+def test_disk_full_while_the_model_is_saved(scripts, small, monkeypatch, unlimited, name):
+    """--resume then saves the model."""
     module = scripts[name]
     args = small(name)
-    write = module.Run.write
+    checkpoint = module.Run.checkpoint
 
-    def write_then_limit(self, file, text):
-        write(self, file, text)
-        if file == "evaluation.json":
+    def checkpoint_then_limit(self, state):
+        checkpoint(self, state)
+        if state["update"] == self.updates:
             limit_file_size(20_000)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(module.Run, "write", write_then_limit)
-        line = one_line(module, flags_of(args), capsys)
+    with monkeypatch.context() as patch, pytest.raises(Exception, match=FULL):
+        patch.setattr(module.Run, "checkpoint", checkpoint_then_limit)
+        module.train(args)
     limit_file_size(resource.RLIM_INFINITY)
-    assert "File too large" in line
     model = Path(args.output_dir) / "model/model.safetensors"
-    assert not model.exists()
+    assert not model.exists() or len(model.read_bytes()) <= 20_000
     resume(module, args.output_dir)
-    assert model.exists()
+    assert load_file(model)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
-def test_full_file_system(script, small, capsys, tmp_path):
+def test_full_file_system(script, small, tmp_path):
     """On a real full disk, all saved checkpoints are complete. With more space, --resume works."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=20M", "tmpfs", disk]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
+    with file_system(tmp_path / "disk", "size=20M") as disk:
         flags = SIX_UPDATES["ppo_sentiment"]
         _, whole = script.train(small("ppo_sentiment", "whole", **flags))
-        one_checkpoint = (whole / "checkpoints/000006.pt").stat().st_size
-        size = int(2.5 * one_checkpoint) + 100_000
+        files = (whole / "checkpoints/000006").iterdir()
+        size = int(2.5 * sum(path.stat().st_size for path in files)) + 100_000
         subprocess.run(["mount", "-o", f"remount,size={size}", disk], check=True)
         flags = flags | dict(save_every=1, keep_checkpoints=99)
-        args = small("ppo_sentiment", output_dir=str(disk / "run"), **flags)
-        line = one_line(script, flags_of(args), capsys)
-        assert "No space left on device" in line and "checkpoints/" in line
+        with pytest.raises(Exception, match=FULL):
+            script.train(small("ppo_sentiment", output_dir=str(disk / "run"), **flags))
         saved = checkpoints(disk / "run")
-        assert saved[-1] == "draft" and len(saved) > 1
-        assert saved[:-1] == [f"{update:06d}.pt" for update in range(1, len(saved))]
+        assert saved == [f"{update:06d}" for update in range(1, len(saved) + 1)] != []
         subprocess.run(["mount", "-o", "remount,size=40M", disk], check=True)
         resume(script, disk / "run")
         assert_same_run(whole, disk / "run")
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
 
 
 # ---- A model that overflows --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, rate", [(name, 1e20) for name in ALL] + [("ppo_sentiment", 1e3)])
-def test_steps_that_ruin_the_model(scripts, small, capsys, name, rate):
-    """One line says so. No model is saved, and no checkpoint with weights that are not finite."""
+@pytest.mark.parametrize("name", ALL)
+def test_steps_that_ruin_the_model(scripts, small, name):
+    """No model is saved, and no run ends as if it were complete."""
     flags = SIX_UPDATES[name] | dict(
         optimizer="torch.optim.SGD",
-        learning_rate=rate,
+        learning_rate=1e20,
         max_grad_norm=None,
         lr_scheduler_type="constant",
-        save_every=1,
     )
     args = small(name, **flags)
-    line = one_line(scripts[name], flags_of(args), capsys)
-    assert "finite" in line and "--learning-rate" in line
-    folder = Path(args.output_dir)
-    assert not (folder / "model").exists()
-    for path in folder.glob("checkpoints/*.pt"):
-        state = torch.load(path, weights_only=True)
-        assert all(x.isfinite().all() for x in state["parameters"].values())
+    with pytest.raises(Exception, match="finite|nan"):
+        scripts[name].train(args)
+    assert not (Path(args.output_dir) / "model").exists()
 
 
 # ---- Damaged runs ------------------------------------------------------------------------------------------
 
+DAMAGED = ["checkpoints/000001/trained.safetensors", "checkpoints/000001/optimizer.bin"]
+DAMAGED += ["checkpoints/000001/state.json", "args.json"]
 
-def test_damaged_runs(script, small, capsys):
-    """A checkpoint that was cut off is named, and so is the run of a damaged args.json."""
+
+def test_damaged_runs(script, small):
+    """A file that was cut off is not read as far as it goes."""
     args = small("ppo_sentiment")
     script.train(args)
-    folder = Path(args.output_dir)
-    for path in (folder / "checkpoints/000001.pt", folder / "args.json"):
-        path.write_bytes(path.read_bytes()[:100])
-        line = one_line(script, ["--resume", str(folder)], capsys)
-        assert str(path if path.suffix == ".pt" else folder) in line
+    for name in DAMAGED:
+        path = Path(args.output_dir, name)
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+        with pytest.raises(Exception):  # noqa: B017  of safetensors, torch or json
+            resume(script, args.output_dir)
+        path.write_bytes(content)
+    resume(script, args.output_dir)

@@ -139,13 +139,12 @@ def clipped_value_loss(value, old_value, target, cliprange_value):
 def rloo_advantages(rewards, rloo_k):
     """Ahmadian et al. 2024, section 3: R(y_i) minus the mean of R(y_j) over the prompt's other responses.
 
-    The rows are in TRL's order: first responses to all prompts, then second ones, and so on.
+    The responses to a prompt are neighbors.
     """
-    num_prompts = len(rewards) // rloo_k
     advantages = []
     for i, reward in enumerate(rewards):
-        prompt, response = i % num_prompts, i // num_prompts
-        others = [rewards[j * num_prompts + prompt] for j in range(rloo_k) if j != response]
+        first = i - i % rloo_k
+        others = [rewards[j] for j in range(first, first + rloo_k) if j != i]
         advantages.append(reward - sum(others) / len(others))
     return advantages
 

@@ -1,11 +1,13 @@
-"""group_logprobs reads the prompt of a group once. It is compared with response_logprobs."""
+"""group_logprobs reads the prompt of a group once. It is compared with response_logprobs. check_group_model
+refuses the models that check_model refuses."""
 
 import peft
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, module_with
+from conftest import ARCHITECTURES, CONTEXT, module_with
 from math_tools import close, normal, random_ids
+from test_log_probabilities import ODD
 
 rloo = module_with("rloo_advantages", "group_logprobs")
 ppo = module_with("gae", "response_logprobs")
@@ -13,18 +15,18 @@ C, T = 5, 4
 
 
 def groups():
-    """Eight rows, mixed: three responses to a long prompt, two to a short one, two to the short one after a 0
-    (pads are 0, too), one to a prompt of one token. -> ids, mask [8, C + T]
+    """Three responses to a long prompt, two to a short one, two to the short one after a 0 (pads are 0, too),
+    one to a prompt of one token; and two rows apart from their groups. -> ids, mask [10, C + T]
     """
     long, short = random_ids(C, seed=1) % 90 + 1, random_ids(2, seed=2) % 90 + 1
     with_zero = torch.cat([torch.tensor([0]), short])
-    prompts = [long, short, with_zero, long, short[:1], with_zero, short, long]
-    lengths = torch.tensor([4, 1, 3, 2, 4, 1, 2, 3])
-    ids, mask = torch.zeros(8, C + T, dtype=torch.long), torch.zeros(8, C + T, dtype=torch.bool)
+    prompts = [long, long, long, short, short, with_zero, with_zero, short[:1], long, short]
+    lengths = torch.tensor([4, 1, 3, 2, 4, 1, 2, 3, 2, 4])
+    ids, mask = torch.zeros(10, C + T, dtype=torch.long), torch.zeros(10, C + T, dtype=torch.bool)
     for i, prompt in enumerate(prompts):
         ids[i, C - len(prompt) : C] = prompt
         mask[i, C - len(prompt) : C + lengths[i]] = True
-    ids[:, C:] = random_ids(8, T, seed=3)
+    ids[:, C:] = random_ids(10, T, seed=3)
     return ids, mask
 
 
@@ -36,7 +38,7 @@ def load(folder):
 def outputs_and_gradients(function, model):
     """Both outputs, and the gradient of an uneven sum of them for each trained weight."""
     logprobs, entropies = function(model, *groups(), T, 0.7)[:2]
-    weights = torch.linspace(-1, 2, len(logprobs))
+    weights = torch.linspace(-1, 2, logprobs.numel()).view_as(logprobs)
     (weights * logprobs + weights.flip(0) * entropies).sum().backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
@@ -83,9 +85,9 @@ def test_a_sliding_window():
             close(one, other, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind, rows_read", [("training", 4), ("no gradient", 4), ("checkpointing", 8)])
+@pytest.mark.parametrize("kind, rows_read", [("training", 6), ("no gradient", 6), ("checkpointing", 10)])
 def test_how_many_prompts_are_read(tiny_lm, kind, rows_read):
-    """Each of the four prompts once; with gradient checkpointing, which excludes a cache, all eight rows."""
+    """Once for neighbors; with gradient checkpointing, which excludes a cache, once for each row."""
     model = load(tiny_lm("gpt_neox"))
     if kind == "checkpointing":
         model.activation_checkpointing_enable(dict(use_reentrant=False))
@@ -95,15 +97,32 @@ def test_how_many_prompts_are_read(tiny_lm, kind, rows_read):
     body.register_forward_pre_hook(see, with_kwargs=True)
     with torch.set_grad_enabled(kind != "no gradient"):
         rloo.group_logprobs(model, *groups(), T, 1.0)
-    assert shapes == ([(8, C + T)] if rows_read == 8 else [(4, C), (8, T)])
+    assert shapes == ([(10, C + T)] if rows_read == 10 else [(6, C), (10, T)])
 
 
-def test_group_keys():
-    """Two prompts, three responses each: rows 0, 2, 4 are the first group, which has the longest response."""
-    keys = rloo.group_keys(torch.tensor([1, 2, 9, 3, 2, 2]), 3)
-    assert keys.tolist() == [1, 0, 1, 0, 1, 0]
+def test_sorted_groups():
+    """Groups 0, 3 and 1, three responses each: that with the shortest longest response comes first."""
+    lengths = torch.tensor([1, 9, 2, 4, 3, 2, 7, 7, 7, 4, 4, 1])
+    rows = rloo.sorted_groups(torch.tensor([0, 3, 1]), lengths, 3)
+    assert rows.tolist() == [9, 10, 11, 3, 4, 5, 0, 1, 2]  # 3 before 1: they are equal, and 3 came first
 
 
-def test_groups_of_equal_length_stay_apart():
-    keys = rloo.group_keys(torch.tensor([4, 4, 4, 4, 4, 4]), 2)
-    assert keys.tolist() == [0, 1, 2, 0, 1, 2]
+# ---- The check of a model ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_architectures_pass_the_check(tiny_lm, arch):
+    """Up to the largest number of tokens that they can read. ALiBi (BLOOM) has no limit."""
+    model = load(tiny_lm(arch))
+    rloo.check_group_model(model, arch, CONTEXT)
+    if arch != "bloom":
+        with pytest.raises(rloo.UserError, match=f"{arch} reads fewer tokens than the {CONTEXT + 1}"):
+            rloo.check_group_model(model, arch, CONTEXT + 1)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_a_model_that_does_more_is_refused(tiny_lm, kind):
+    """Trick 43, and states from which no row can leave."""
+    model = ODD[kind](lambda arch: load(tiny_lm(arch)))
+    with pytest.raises(Exception, match="some_folder does not work here|[Cc]ache|Layer|index_select"):
+        rloo.check_group_model(model, "some_folder", max_tokens=16)

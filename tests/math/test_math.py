@@ -16,7 +16,7 @@ from math_tools import INF, NAN, close, nan_outside, normal, quick, ragged, slop
 
 ppo = module_with("gae", "clipped_value_loss", "generator_for", "PolicyAndValue")
 rloo = module_with("kl_per_token", "rloo_advantages")
-reward = module_with("preference_loss", "ranking_loss")
+reward = module_with("pair_loss", "pair_table")
 weighted_sum = module_with("gae", "weighted_sum").weighted_sum
 
 
@@ -361,16 +361,20 @@ def groups(draw):
 def test_rloo_advantages_agree_with_naive(case):
     """They also add up to 0 over the responses to a prompt."""
     k, rows = case
-    rewards = [row[i] for i in range(k) for row in rows]  # first responses to all prompts, then second ones
+    rewards = [reward for row in rows for reward in row]
     ours = rloo.rloo_advantages(torch.tensor(rewards), k)
     close(ours, naive.rloo_advantages(rewards, k), atol=1e-4)
-    close(ours.view(k, -1).sum(0), [0.0] * len(rows), atol=1e-4)
+    close(ours.view(-1, k).sum(1), [0.0] * len(rows), atol=1e-4)
 
 
 def test_rloo_advantages_of_trls_page():
-    """Trick 25: the example of TRL's RLOO page, with three prompts and four completions each."""
+    """Trick 25: the example of TRL 0.11's RLOO page, with three prompts and four completions each.
+
+    There, the first completions of all prompts come first; here, those of a prompt are neighbors.
+    """
     rewards = torch.tensor([1, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9, 10])
-    advantages = rloo.rloo_advantages(rewards, 4)
+    neighbors = rewards.view(4, 3).T.flatten()
+    advantages = rloo.rloo_advantages(neighbors, 4).view(3, 4).T.flatten()
     close(advantages[0], 1 - (2 + 5 + 8) / 3)  # first completion of the first prompt
     close(advantages[7], 6 - (3 + 2 + 9) / 3)  # third completion of the second prompt
 
@@ -390,18 +394,18 @@ def test_rloo_advantages_edges():
 # ---- Preferences -------------------------------------------------------------------------------------------
 
 
-def test_preference_loss_agrees_with_naive():
+def test_pair_loss_agrees_with_naive():
     """Also for differences whose exp would overflow, with margins, and for bf16. Gradients too."""
     cases = [(0, 0, 0.0), (2, -1, 0.0), (-3, 1.5, 0.5), (100, -100, 0.0), (-100, 100, 1.0)]
-    chosen, rejected, margins = torch.tensor(cases, dtype=torch.float64).T
-    chosen, rejected = chosen.clone().requires_grad_(), rejected.clone().requires_grad_()
-    losses = reward.preference_loss(chosen, rejected, margins)
+    better, worse, margins = torch.tensor(cases, dtype=torch.float64).T
+    better, worse = better.clone().requires_grad_(), worse.clone().requires_grad_()
+    losses = reward.pair_loss(better, worse, margins)
     close(losses, [naive.preference_loss(*case) for case in cases])
     losses.sum().backward()
     expected = [slope(lambda x, r=r, m=m: naive.preference_loss(x, r, m), c) for c, r, m in cases]
-    close(chosen.grad, expected)
-    close(chosen.grad, -rejected.grad)
-    without_margin = reward.preference_loss(torch.zeros(2).bfloat16(), torch.ones(2).bfloat16())
+    close(better.grad, expected)
+    close(better.grad, -worse.grad)
+    without_margin = reward.pair_loss(torch.zeros(2).bfloat16(), torch.ones(2).bfloat16())
     close(without_margin, [naive.preference_loss(0, 1)] * 2)
     assert without_margin.dtype is torch.float32
 
@@ -411,43 +415,30 @@ rankings = st.lists(st.lists(st.floats(-9, 9, width=32), min_size=2, max_size=5)
 
 @quick
 @given(rankings)
-def test_ranking_loss_agrees_with_naive(rows):
-    """Rows of different lengths, padded with nan that must not reach a gradient."""
-    K = max(len(row) for row in rows)
-    mask = torch.tensor(naive.length_mask([len(row) for row in rows], K))
-    scores = torch.tensor([row + [NAN] * (K - len(row)) for row in rows], dtype=torch.float64)
-    losses = reward.ranking_loss(scores.requires_grad_(), mask)
-    close(losses, [naive.ranking_loss(row) for row in rows])
-    losses.sum().backward()
-    assert not scores.grad[~mask].any()
-    for i, row in enumerate(rows):
+def test_rankings_agree_with_naive(rows):
+    """The weighted losses of all pairs are the sum of the rows' means over their pairs. Gradients too."""
+    texts = [[[5, k] for k in range(len(row))] for row in rows]
+    better, worse, weight, margin = reward.pair_table([reward.Row(x) for x in texts], "cpu")
+    scores = torch.tensor([score for row in rows for score in row], dtype=torch.float64).requires_grad_()
+    loss = (weight * reward.pair_loss(scores[better], scores[worse], margin)).sum()
+    close(loss, sum(naive.ranking_loss(row) for row in rows), atol=1e-5)
+    loss.backward()
+    expected = []
+    for row in rows:
         for j, score in enumerate(row):
-            loss = slope(lambda x, row=row, j=j: naive.ranking_loss([*row[:j], x, *row[j + 1 :]]), score)
-            close(scores.grad[i, j], loss, atol=1e-4)
+            expected.append(slope(lambda x, r=row, j=j: naive.ranking_loss([*r[:j], x, *r[j + 1 :]]), score))
+    close(scores.grad, expected, atol=1e-4)
 
 
-def test_preference_metrics_by_hand():
-    """Pairs: equal scores are not in the right order. Rankings: one of three pairs is wrong; a row of two."""
-    scores = torch.tensor([[3.0, 1.0], [0.0, 2.0], [5.0, 5.0]])
-    mask = torch.ones(3, 2, dtype=torch.bool)
-    metrics = reward.preference_metrics(scores, mask, torch.tensor([0.0, 1.0, 0.0]))
-    cases = [(3, 1, 0.0), (0, 2, 1.0), (5, 5, 0.0)]
-    close(metrics["loss"], [naive.preference_loss(*case) for case in cases])
-    close(metrics["accuracy"], [1.0, 0.0, 0.0])
-    close(metrics["margin"], [2.0, -2.0, 0.0])
-    scores = torch.tensor([[4.0, 1.0, 2.0], [3.0, 1.0, NAN]])
-    metrics = reward.preference_metrics(scores, scores.isfinite(), torch.zeros(2))
-    close(metrics["loss"], [naive.ranking_loss([4.0, 1.0, 2.0]), naive.ranking_loss([3.0, 1.0])])
-    close(metrics["accuracy"], [2 / 3, 1.0])
-    close(metrics["margin"], [4 / 3, 2.0])  # the mean over all pairs
-
-
-def test_label_metrics_by_hand():
-    """Probabilities 1/4 and 3/4."""
-    logits, labels = torch.tensor([[0.0, math.log(3)], [0.0, math.log(3)]]), torch.tensor([1, 0])
-    metrics = reward.label_metrics(logits, labels)
-    close(metrics["loss"], [-math.log(3 / 4), -math.log(1 / 4)])
-    close(metrics["accuracy"], [1.0, 0.0])
+def test_pairs_by_hand():
+    """Texts of all rows are counted through; a row has weight 1 in all. Equal texts are not a pair."""
+    a, b, c = [5, 6], [5, 7], [5, 8]
+    rows = [reward.Row([a, b, c], margin=0.5), reward.Row([c, a]), reward.Row([a, b, a], margin=1.0)]
+    better, worse, weight, margin = reward.pair_table(rows, "cpu")
+    assert better.tolist() == [0, 0, 1, 3, 5, 6]
+    assert worse.tolist() == [1, 2, 2, 4, 6, 7]
+    close(weight, [1 / 3, 1 / 3, 1 / 3, 1.0, 0.5, 0.5])
+    close(margin, [0.5, 0.5, 0.5, 0.0, 1.0, 1.0])
 
 
 # ---- Random numbers ----------------------------------------------------------------------------------------

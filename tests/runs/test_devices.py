@@ -533,6 +533,8 @@ FAULTS = {  # what is wrong -> script, part of its source, what it becomes, what
         "tensors on",
     ),
 }
+
+
 def faulty_copy(name, line, fault, folder):
     """A copy of a script with a fault in it, as a module."""
     source = (ROOT / f"{name}.py").read_text()

@@ -182,8 +182,8 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             model, run_folder = script.train(args)
         tokenizer = AutoTokenizer.from_pretrained(run.lm)
         parts = {}
-        for name, (inputs, (b, responses, tokens)) in zip(CALLS, sampled, strict=True):
-            parts[name] = rows_by_hand(tokenizer, b, responses, tokens, inputs[-1].temperature)
+        for name, (inputs, (b, responses)) in zip(CALLS, sampled, strict=True):
+            parts[name] = rows_by_hand(tokenizer, b, responses, inputs[-1].temperature)
         return SimpleNamespace(
             args=args,
             model=model,
@@ -193,7 +193,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             samples=rows_of(run_folder, "evaluation_samples.jsonl"),
             parts=parts,
             losses=[inputs for inputs, _ in losses],
-            uniforms={name: inputs[2]["uniforms"] for name, (inputs, _) in zip(CALLS, sampled)},
+            uniforms={name: inputs[4]["uniforms"] for name, (inputs, _) in zip(CALLS, sampled)},
             reward_calls=rows_of(folder, "functions.py.points.calls"),
             judge_calls=rows_of(folder, "functions.py.judge.calls"),
         )
@@ -201,7 +201,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
     return run
 
 
-def rows_by_hand(tokenizer, b, responses, response_tokens, temperature):
+def rows_by_hand(tokenizer, b, responses, temperature):
     """What was sampled, row by row, in plain lists. Only the token ids and the texts are the script's."""
     rows = []
     for i, (ids, sampled) in enumerate(zip(b["ids"], b["sampling_logprobs"], strict=True)):
@@ -211,7 +211,7 @@ def rows_by_hand(tokenizer, b, responses, response_tokens, temperature):
         if ended:
             tokens = tokens[: tokens.index(tokenizer.eos_token_id) + 1]
         text = tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=True)
-        assert responses[i] == text and response_tokens[i] == tokens
+        assert responses[i] == text
         rows.append(
             SimpleNamespace(
                 prompt=prompt,
@@ -259,6 +259,11 @@ def grouped(rows, values):
     return list(groups.values())
 
 
+def repeated(values, k):
+    """Each value k times, one after the other."""
+    return [value for value in values for _ in range(k)]
+
+
 def scores_of(rows):
     """The weighted sums. A reward that does not apply counts 0."""
     first, second = WEIGHTS
@@ -293,10 +298,11 @@ def update_by_hand(script, run, number, policy, reference, optimizer, lr):
     losses, log_ratios, clipped, entropies = [], [], [], []
     for epoch in range(EPOCHS):
         generator = script.generator_for(args.seed, "order", number, epoch)
-        for minibatch in torch.randperm(len(rows), generator=generator).split(len(rows) // MINIBATCHES):
+        for tasks in torch.randperm(P, generator=generator).split(P // MINIBATCHES):
+            minibatch = [task * K + i for task in tasks.tolist() for i in range(K)]
             optimizer.zero_grad()
             total = 0.0
-            for i in minibatch.tolist():
+            for i in minibatch:
                 logprobs, row_entropies = plain_logprobs(policy, rows[i])
                 ratio = (logprobs - old[i]).exp()
                 bounded = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
@@ -307,7 +313,7 @@ def update_by_hand(script, run, number, policy, reference, optimizer, lr):
                 entropies += row_entropies.tolist()
                 x = ref[i] - logprobs
                 total = total + (loss + args.kl_coef * (x.exp() - 1 - x)).sum()
-            (total / sum(len(rows[i].tokens) for i in minibatch.tolist())).backward()
+            (total / sum(len(rows[i].tokens) for i in minibatch)).backward()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
             optimizer.step()
 
@@ -393,20 +399,20 @@ def test_the_fixture_is_asymmetric(trained):
     assert any(row.ended and len(row.tokens) == T for row in rows)  # EOS on the last allowed token
     assert len({len(row.tokens) for row in rows}) > 3
     assert {short(row.number, row.response) for row in rows} == {None, 0.0, 1.0}
-    equal, neighbors = [], []
+    equal, other_order = [], []
     for number in (1, 2):
         row, rows = run.metrics[number - 1], run.parts[f"update {number}"]
         assert 0 < sum(r.ended for r in rows) < 12
         assert row["policy/clipfrac_avg"] > 0
         scores = scores_of(rows)
         equal.append(row["frac_reward_zero_std"])
-        neighbors.append(mean(len(set(scores[i : i + K])) == 1 for i in range(0, 12, K)))
-        # The mean over all tokens is not that of the responses' means, and groups are not neighbors.
+        other_order.append(mean(len(set(scores[i::P])) == 1 for i in range(P)))
+        # The mean over all tokens is not that of the responses' means, and groups are neighbors.
         advantages = advantages_of(rows, scores)
         lengths = [len(r.tokens) for r in rows]
         over_tokens = sum(a * n for a, n in zip(advantages, lengths)) / sum(lengths)
         assert abs(over_tokens - mean(advantages)) > 0.005
-    assert any(0 < x < 1 for x in equal) and equal != neighbors
+    assert any(0 < x < 1 for x in equal) and equal != other_order
     assert abs(run.metrics[1]["objective/kl"]) > 0.005
 
 
@@ -417,8 +423,8 @@ def test_every_training_task_is_used_once_per_epoch(trained):
     seen = []
     for number in (1, 2):
         prompts = [row.prompt for row in run.parts[f"update {number}"]]
-        assert prompts == prompts[:P] * K
-        seen += prompts[:P]
+        assert prompts == repeated(prompts[::K], K)
+        seen += prompts[::K]
     assert sorted(seen) == usable
     assert seen != usable
 
@@ -533,7 +539,7 @@ def test_the_rest_of_the_final_table(trained):
     assert run.table["n"] == 6
     assert run.table["judge"] == run.args.reward_fn[0]
     assert run.table["decoding"] == "sampling, temperature 0.8, at most 9 tokens"
-    assert run.table["before"]["held-out: rewards/points"] != run.table["after"]["held-out: rewards/points"]
+    assert run.table["before"]["held-out: rewards/judge"] != run.table["after"]["held-out: rewards/judge"]
 
 
 def test_greedy_responses_are_the_likeliest_tokens(trained):
@@ -541,7 +547,7 @@ def test_greedy_responses_are_the_likeliest_tokens(trained):
     run = trained()
     policy = AutoModelForCausalLM.from_pretrained(run.folder / "model").eval()
     rows = run.parts["after greedy"]
-    assert [row.prompt for row in rows] == [row.prompt for row in run.parts["after held-out"][:6]]
+    assert [row.prompt for row in rows] == [row.prompt for row in run.parts["after held-out"][::SAMPLES]]
     for row in rows:
         with torch.no_grad():
             logits = policy(torch.tensor([row.ids + row.tokens])).logits[0, len(row.ids) - 1 : -1]
@@ -564,7 +570,7 @@ def test_the_tasks_of_the_evaluation(trained):
     for part in ("before", "after"):
         for name, tasks in (("held-out", held_out), ("harder", harder), ("greedy", greedy)):
             prompts = [row.prompt for row in run.parts[f"{part} {name}"]]
-            assert prompts == tasks * (len(prompts) // len(tasks))
+            assert prompts == repeated(tasks, len(prompts) // len(tasks))
 
 
 def test_evaluation_samples(trained):
@@ -574,9 +580,9 @@ def test_evaluation_samples(trained):
         for name in SETS:
             rows, k = run.parts[f"{part} {name}"], 1 if name == "greedy" else SAMPLES
             lines = [line for line in run.samples if line["set"] == name]
+            assert len(rows) == k * len(lines)
             for i, line in enumerate(lines):
-                of_task = rows[i :: len(lines)]
-                assert len(of_task) == k
+                of_task = rows[i * k : (i + 1) * k]
                 assert {row.prompt for row in of_task} == {line["task"]}
                 seen = line[part]
                 assert seen["responses"] == [row.response for row in of_task]
@@ -602,8 +608,7 @@ def test_samples_during_the_run(trained):
         scores = scores_of(rows)
         advantages = advantages_of(rows, scores)
         of_update = [row for row in samples if row["update"] == number]
-        for sample, i in zip(of_update, range(0, P * K, P), strict=True):
-            row = rows[i]
+        for i, (sample, row) in enumerate(zip(of_update, rows[:K], strict=True)):
             assert (sample["prompt"], sample["response"]) == (row.prompt, row.response)
             assert sample["score"] == pytest.approx(scores[i])
             assert sample["ids"] == row.tokens

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ACTS, EOS, byte_level_tokenizer
-from datasets import ClassLabel, Dataset, Features
 from run_tools import same, spy, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -205,7 +204,10 @@ def test_every_number_of_a_classifier(
     names = ["negative", "positive"]
     expected = dict(accuracy=pytest.approx(accuracy), confusion=confusion, labels=names, n=7)
     assert evaluation_of(folder) == expected
-    assert f"7 held-out rows, accuracy {accuracy:.4f}" in capsys.readouterr().out
+    lines = capsys.readouterr().out
+    assert f"7 held-out rows, accuracy {accuracy:.4f}" in lines
+    num_cut = sum(len(tokenizer(row["text"]).input_ids) > 18 for row in train)
+    assert f"training: 13 of 13 rows, {num_cut} cut to 18 tokens" in lines and num_cut > 0
     assert AutoTokenizer.from_pretrained(folder / "model").model_max_length == 18
 
 
@@ -214,7 +216,7 @@ def test_confusion_by_hand(scripts):
     script = scripts["reward_model"]
     labels = [0, 0, 0, 0, 1, 1, 2, 2, 2]
     predicted = [0, 1, 1, 2, 1, 1, 0, 0, 1]
-    logits = F.one_hot(torch.tensor(predicted), 4).float()[:, None] - 2
+    logits = F.one_hot(torch.tensor(predicted), 4).float() - 2
     rows = [script.Row([[1]], label) for label in labels]
     metrics, table = script.evaluate_labels(logits, rows, ["a", "b", "c", "d"])
     assert metrics["confusion"] == [[1, 2, 1, 0], [0, 2, 0, 0], [2, 1, 0, 0], [0, 0, 0, 0]]
@@ -229,8 +231,7 @@ def test_names_give_words_their_numbers(scripts, tmp_path):
     words, numbers = ["sad", "glad", "mixed", "glad"], [1, 0, 2, 0]
 
     def classes(labels, names):
-        args = script.Args(label_names=names)
-        return script.find_classes(Dataset.from_dict(dict(label=labels)), args)
+        return script.find_classes([dict(label=label) for label in labels], script.Args(label_names=names))
 
     for labels, names, expected, order in (
         (words, "sad,mixed,glad", ["sad", "mixed", "glad"], [0, 2, 1, 2]),
@@ -240,17 +241,6 @@ def test_names_give_words_their_numbers(scripts, tmp_path):
     ):
         found, class_of = classes(labels, names)
         assert found == expected and [class_of[label] for label in labels] == order
-
-
-def test_names_of_a_data_set(scripts):
-    """A column of class labels has names, also of classes that no row has. --label-names replaces them."""
-    script = scripts["reward_model"]
-    feature = ClassLabel(names=["sad", "mixed", "glad"])
-    rows = Dataset.from_dict(dict(label=[2, 0, 2]), features=Features(label=feature))
-    for names, expected in ((None, ["sad", "mixed", "glad"]), ("c,b,a", ["c", "b", "a"])):
-        found, class_of = script.find_classes(rows, script.Args(label_names=names))
-        assert found == expected
-        assert [class_of[number] for number in range(3)] == [class_of[name] for name in expected] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -273,7 +263,7 @@ def test_which_columns_decide(scripts, small, world, tmp_path, columns, learned)
     data = write_rows(tmp_path / "data", train=rows, test=rows)
     args = small("reward_model", dataset_name=data, label_names="x,y")
     if learned is None:
-        with pytest.raises(script.UserError, match="needs the columns text and label, or dialog and act"):
+        with pytest.raises(script.UserError, match="no columns text and label, or dialog and act"):
             script.load_data(args, tokenizer)
         return
     loaded = script.load_data(args, tokenizer)
@@ -288,22 +278,22 @@ def test_a_row_without_text_takes_its_label_with_it(scripts):
     template = tokenizers.processors.TemplateProcessing(f"$A {EOS}", special_tokens=mark)
     tokenizer.backend_tokenizer.post_processor = template
     texts = ["", "one", " ", "two", None, "three", "four"]
-    rows = Dataset.from_dict(dict(text=texts, label=["d", "a", "b", "c", "a", "b", "d"]))
-    loaded = script.load_labeled_rows(rows, dict(a=0, b=1, c=2, d=3), tokenizer, script.Args())
+    rows = [dict(text=text, label=label) for text, label in zip(texts, "dabcabd", strict=True)]
+    loaded, counts = script.load_labeled_rows(dict(a=0, b=1, c=2, d=3), rows, tokenizer, script.Args())
     found = [(tokenizer.decode(row.texts[0]), row.label) for row in loaded]
     assert found == [(f"one{EOS}", 0), (f"two{EOS}", 2), (f"three{EOS}", 1), (f"four{EOS}", 3)]
+    assert counts == "4 of 7 rows, 0 cut to 512 tokens"
 
 
 def test_labels_that_cannot_be_learned(scripts):
     """A label without a name, and a single label, end in one line."""
     script, tokenizer = scripts["reward_model"], byte_level_tokenizer()
-    rows = Dataset.from_dict(dict(text=["a", "b"], label=[0, 2]))
-    with pytest.raises(script.UserError, match="the label 2 is none of"):
+    rows = [dict(text="a", label=0), dict(text="b", label=2)]
+    with pytest.raises(script.UserError, match="label 2 is none of"):
         _, class_of = script.find_classes(rows, script.Args(label_names="bad,good"))
-        script.load_labeled_rows(rows, class_of, tokenizer, script.Args())
-    rows = Dataset.from_dict(dict(text=["a", "b"], label=[1, 1]))
+        script.load_labeled_rows(class_of, rows, tokenizer, script.Args())
     with pytest.raises(script.UserError, match="two labels or more"):
-        script.find_classes(rows, script.Args())
+        script.find_classes([dict(text="a", label=1), dict(text="b", label=1)], script.Args())
 
 
 def test_a_long_labeled_text_keeps_its_beginning(scripts, small, world, tmp_path):
@@ -323,21 +313,6 @@ def test_a_long_labeled_text_keeps_its_beginning(scripts, small, world, tmp_path
 
 
 # ---- Which rows --------------------------------------------------------------------------------------------
-
-
-def test_which_split_is_held_out(scripts, tmp_path):
-    """Test, else validation, else the last tenth of train, which is not trained on then."""
-    train, test, validation = texts_of("train", 25), texts_of("test", 3), texts_of("validation", 2)
-    cases = [
-        (dict(test=test, validation=validation), train, test),
-        (dict(validation=validation), train, validation),
-        ({}, train[:23], train[23:]),
-    ]
-    for i, (held_out, expected_train, expected_held_out) in enumerate(cases):
-        data = write_rows(tmp_path / f"data{i}", train=train, **held_out)
-        ours, others = scripts["reward_model"].load_splits(data)
-        assert list(ours["text"]) == [row["text"] for row in expected_train]
-        assert list(others["text"]) == [row["text"] for row in expected_held_out]
 
 
 def loaded_numbers(scripts, small, tokenizer, **flags):
@@ -414,6 +389,15 @@ def test_answers_of_dialogs_are_drawn_from_the_test_dialogs(scripts, small, worl
             assert f" {split} text {number + 1}:" in text
             i, k = divmod(number, 3)
             assert row.label == ((i % 2, 2 + i % 2)[k])
+
+
+def test_answers_are_not_cut_to_prefixes(scripts, small, world, tiny_pairs):
+    """An answer that is cut off would keep its act, and so would a response its rank."""
+    script = scripts["reward_model"]
+    for data in (world.dialogs, tiny_pairs):
+        args = small("reward_model", dataset_name=data, min_prefix_length=3)
+        with pytest.raises(script.UserError, match="--min-prefix-length is only for"):
+            script.load_data(args, AutoTokenizer.from_pretrained(world.lm()))
 
 
 def test_prefixes_by_hand(scripts):
@@ -513,7 +497,7 @@ def test_every_number_of_a_preference_model(
         max_grad_norm=0.5,
     )
     del calls[:2]  # of can_share_prompts
-    assert all(shares_prompts for (_, _, shares_prompts), _ in calls)
+    assert len(calls) == 9 and all(shares_prompts for (_, _, shares_prompts), _ in calls)
     model, tokenizer = classifier(tiny_preference_model())
 
     def scores_of(row):
@@ -583,12 +567,12 @@ def test_every_number_of_a_preference_model(
 
 
 def test_evaluation_of_rankings_by_hand(scripts):
-    """All pairs of all rows, none with a response that a row does not have. A tie is not in order."""
+    """All pairs of all rows. A tie is not in order."""
     script = scripts["reward_model"]
-    rows = [script.Row([[1]] * 3), script.Row([[1]] * 2), script.Row([[1]] * 4)]
-    scores = torch.tensor([[3.0, 1.0, 2.0, 0.0], [5.0, 5.0, 0.0, 0.0], [-1.0, 1.5, -4.0, -1.75]])
+    rows = [script.Row([[1, k] for k in range(count)]) for count in (3, 2, 4)]
+    scores = torch.tensor([3.0, 1.0, 2.0, 5.0, 5.0, -1.0, 1.5, -4.0, -1.75])
     differences = [2.0, 1.0, -1.0, 0.0, -2.5, 3.0, 0.75, 5.5, 3.25, -2.25]
-    metrics, table = script.evaluate_preferences(scores[:, :, None], rows)
+    metrics, table = script.evaluate_pairs(scores, rows)
     # Rows count alike, however many pairs they have: 3, 1 and 6.
     assert metrics["accuracy"] == pytest.approx((2 / 3 + 0 + 4 / 6) / 3)
     assert metrics["margin"] == pytest.approx((2 / 3 + 0 + sum(differences[4:]) / 6) / 3)
@@ -605,25 +589,17 @@ def test_evaluation_of_rankings_by_hand(scripts):
     assert [row["expected"] for row in table[:3]] == pytest.approx(expected)
 
 
-def test_a_tie_is_not_in_order_in_training_either(scripts):
-    """Equal scores in one of three pairs, and in the only pair."""
-    scores = torch.tensor([[2.0, 2.0, 0.0], [1.0, 1.0, 0.0]])
-    mask = torch.tensor([[True, True, True], [True, True, False]])
-    metrics = scripts["reward_model"].preference_metrics(scores, mask, torch.zeros(2))
-    assert metrics["accuracy"].tolist() == pytest.approx([2 / 3, 0.0])
-
-
 def test_evaluation_of_few_pairs(scripts):
-    """Three pairs are a table of three."""
+    """Four pairs are a table of four. Equal texts are not a pair, here as in training."""
     script = scripts["reward_model"]
-    scores = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.5, 0.0]])
-    _, table = script.evaluate_preferences(scores[:, :, None], [script.Row([[1], [2]])] * 3)
-    assert [row["pairs"] for row in table] == [1, 1, 1]
-    assert [row["accuracy"] for row in table] == [1.0, 0.0, 1.0]
+    rows = [script.Row([[1], [2]]), script.Row([[1], [2], [1]]), script.Row([[1], [2]])]
+    metrics, table = script.evaluate_pairs(torch.tensor([1.0, 0.0, 0.0, 2.0, 0.0, 3.5, 0.0]), rows)
+    assert [row["pairs"] for row in table] == [1, 1, 1, 1]
+    assert metrics["accuracy"] == pytest.approx((1 + 1 / 2 + 1) / 3)
 
 
 def test_scores_stay_with_their_rows(scripts, small, tiny_preference_model):
-    """40 rankings of unequal lengths, scored by length in passes of 64 texts: as each text alone."""
+    """Rankings of unequal lengths, scored by length in passes of 64 texts: as each text alone."""
     script = scripts["reward_model"]
     model, _ = classifier(tiny_preference_model())
     rows = []
@@ -632,12 +608,10 @@ def test_scores_stay_with_their_rows(scripts, small, tiny_preference_model):
         rows.append(script.Row(texts))
     accelerator = script.start_accelerator(small("reward_model"))
     scores = script.score_rows(model.to(accelerator.device), rows, accelerator)
-    assert scores.shape == (40, 4, 1)
     model.to("cpu")
-    for row, ours in zip(rows, scores[:, :, 0].tolist(), strict=True):
-        with torch.no_grad():
-            alone = [logits_alone(model, ids).item() for ids in row.texts]
-        assert ours == pytest.approx(alone + [0.0] * (4 - len(alone)), abs=1e-4)
+    with torch.no_grad():
+        alone = [logits_alone(model, ids).item() for row in rows for ids in row.texts]
+    assert scores.squeeze(1).tolist() == pytest.approx(alone, abs=1e-4)
 
 
 def test_training_has_no_dropout(reward, tiny_lm, tmp_path):
@@ -709,14 +683,16 @@ def test_margins_stay_with_their_pairs(scripts, world):
     tokenizer = AutoTokenizer.from_pretrained(world.lm())
     rows = pairs_of("train", 6)
     rows[1]["rejected"], rows[3]["chosen"] = "", None
-    loaded = script.load_preference_rows(Dataset.from_list(rows), tokenizer, script.Args())
-    kept = [row for i, row in enumerate(rows) if i not in (1, 3)]
+    rows[4]["rejected"] = rows[4]["chosen"]
+    loaded, counts = script.load_preference_rows(rows, tokenizer, script.Args())
+    assert counts == "3 of 6 rows, 0 cut to 512 tokens, 1 pairs of equal texts left out"
+    kept = [row for i, row in enumerate(rows) if i not in (1, 3, 4)]
     assert [row.margin for row in loaded] == [row["margin"] for row in kept]
     for row, data_row in zip(loaded, kept, strict=True):
         pair = [data_row["chosen"], data_row["rejected"]]
         assert row.texts == response_ids(tokenizer, data_row["prompt"], pair, 512)
     rankings = rankings_of("train", 4)
-    loaded = script.load_preference_rows(Dataset.from_list(rankings), tokenizer, script.Args())
+    loaded, _ = script.load_preference_rows(rankings, tokenizer, script.Args())
     assert [len(row.texts) for row in loaded] == [3, 2, 4, 3]
     assert [row.margin for row in loaded] == [0.0] * 4
 
@@ -765,8 +741,8 @@ def test_texts_for_an_encoder(scripts):
     processor = tokenizers.processors.TemplateProcessing(template, special_tokens=marks)
     tokenizer.backend_tokenizer.post_processor = processor
     ids_for = scripts["reward_model"].preference_ids
-    assert ids_for(tokenizer, ["A film,"], [" a good one"], 64, "") == [[cls, *text, sep]]
-    assert ids_for(tokenizer, ["A film,"], [" a good one"], 5, "") == [[cls, *text[-3:], sep]]
+    assert ids_for(tokenizer, "A film,", [" a good one"], 64) == [[cls, *text, sep]]
+    assert ids_for(tokenizer, "A film,", [" a good one"], 5) == [[cls, *text[-3:], sep]]
 
 
 def layers_with_adapter(model):
@@ -794,6 +770,6 @@ def test_which_layers_lora_trains(scripts, tiny_lm, tiny_classifier, kind, layer
     script = scripts["reward_model"]
     folder = tiny_lm() if kind == "gpt2" else tiny_classifier()
     args = script.Args(model_name_or_path=folder, lora_r=2, lora_target_modules=layers, max_length=32)
-    model = script.build_classifier(args, AutoTokenizer.from_pretrained(folder), ["bad", "good"])
+    model, _ = script.build_classifier(args, AutoTokenizer.from_pretrained(folder), [], ["bad", "good"])
     assert layers_with_adapter(model) == adapted
     assert {name.split(".")[0] for name in script.trainable(model) if "lora_" not in name} == head

@@ -19,7 +19,17 @@ import torch
 import transformers
 from conftest import EOS
 from run_fixtures import handlers_kept
-from run_tools import distance, eos_prone, forget_reward_files, maker, reward_file, rows_of, spy, write_rows
+from run_tools import (
+    distance,
+    eos_prone,
+    forget_reward_files,
+    maker,
+    reward_file,
+    rows_of,
+    spy,
+    stop_after,
+    write_rows,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rloo_tldr import generator_for
@@ -168,9 +178,9 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
 
 
 def prompts_of(inputs, responses):
-    """The prompt of each response of a call of rollout_groups. First responses come first."""
-    posts = inputs[5]["rows"]
-    return [post["prompt"] for post in posts] * (len(responses) // len(posts))
+    """The prompt of each response of a call of rollout_groups. Those of a prompt are neighbors."""
+    posts = inputs[5]["examples"]
+    return [post["prompt"] for post in posts for _ in range(len(responses) // len(posts))]
 
 
 def rows_by_hand(tokenizer, b, prompts, responses):
@@ -266,10 +276,10 @@ def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
         group["lr"] = lr
     losses, log_ratios, clipped, entropies = [], [], [], []
     for epoch in range(EPOCHS):
-        order = torch.randperm(len(rows), generator=generator_for(args.seed, "order", number, epoch))
-        for minibatch in order.split(len(rows) // args.num_mini_batches):
+        order = torch.randperm(P, generator=generator_for(args.seed, "order", number, epoch))
+        for minibatch in order.split(P // args.num_mini_batches):
             optimizer.zero_grad()
-            for i in minibatch.tolist():
+            for i in [K * prompt + j for prompt in minibatch.tolist() for j in range(K)]:
                 logprobs, row_entropies = plain_logprobs(policy, rows[i], args.temperature)
                 log_ratio = logprobs.sum() - old[i].sum()
                 ratio = log_ratio.exp()
@@ -283,7 +293,7 @@ def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
                     x = logprobs - ref[i]
                     kl_loss = 0.5 * x**2 if args.kl_estimator == "k2" else torch.exp(-x) - 1 + x
                     loss = loss + args.kl_coef * kl_loss.sum()
-                (loss / len(minibatch)).backward()
+                (loss / (len(minibatch) * K)).backward()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
             optimizer.step()
 
@@ -292,11 +302,11 @@ def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
     ended = [row.ended for row in rows]
     responses = [row.response for row in rows]
     samples = []
-    for i in range(0, P * K, P):  # the responses to the first prompt
+    for i in range(K):  # the responses to the first prompt
         texts = dict(update=number, prompt=rows[0].prompt, response=responses[i], score=scores[i])
-        numbers = {"logprob": old[i], "entropy": old_entropies[i], "kl": old[i] - ref[i]}
-        numbers["advantage"] = torch.full([lengths[i]], advantages[i])
-        samples.append(texts | numbers | {"ids": rows[i].tokens})
+        numbers = {"ids": rows[i].tokens, "logprob": old[i], "entropy": old_entropies[i]}
+        numbers |= {"kl": old[i] - ref[i], "advantage": torch.full([lengths[i]], advantages[i])}
+        samples.append(texts | numbers)
     metrics = {
         "update": number,
         "episode": 12 * number,
@@ -327,15 +337,9 @@ def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
         "completions/distinct_2": bigram_share(responses),
         "sampling/logprob_gap_mean": mean(gaps),
         "sampling/logprob_gap_max": max(gaps),
-        "judge/scores": mean([score for _, _, score in judged_rollouts(run)[number - 1]]),
+        "judge/scores": mean([score for _, _, score in run.judge_calls[number - 1]]),
     }
     return metrics, samples
-
-
-def judged_rollouts(run):
-    """The judge sees responses and references before, both rollouts, responses and references after."""
-    assert len(run.judge_calls) == 6
-    return run.judge_calls[2:4]
 
 
 # ---- Training, by hand -------------------------------------------------------------------------------------
@@ -345,7 +349,7 @@ def judged_rollouts(run):
     "changes",
     [
         dict(),
-        dict(gradient_accumulation_steps=2, num_mini_batches=2),
+        dict(per_device_train_batch_size=2, gradient_accumulation_steps=3, num_mini_batches=2),
         dict(kl_estimator="k2"),
         dict(kl_estimator="k3", max_grad_norm=0.5),
         dict(whiten_rewards=True, optimizer="torch.optim.AdamW", adam_eps=1e-2),
@@ -419,9 +423,9 @@ def test_every_training_post_is_used_once_per_epoch(trained):
     seen = []
     for number in (1, 2):
         prompts = [row.prompt for row in run.parts[f"update {number}"]]
-        assert prompts == prompts[:P] * K
+        assert prompts == [prompt for prompt in prompts[::K] for _ in range(K)]
         assert [prompt for prompt, _, _ in run.reward_calls[number]] == prompts
-        seen += prompts[:P]
+        seen += prompts[::K]
         rows = run.parts[f"update {number}"]  # the responses of a group differ
         assert all(len(set(group)) > 1 for group in grouped(rows, [tuple(row.tokens) for row in rows]))
     assert sorted(seen) == usable
@@ -447,12 +451,12 @@ def test_the_gap_between_sampling_and_training_is_measured(rloo, script, monkeyp
     tokens = []
 
     def with_a_gap(*inputs):
-        b, responses, response_tokens = sample_responses(*inputs)
+        b, responses = sample_responses(*inputs)
         b["sampling_logprobs"][1, 0] -= 3
         b["sampling_logprobs"][2] += 1
         b["sampling_logprobs"][~script.length_mask(b["lengths"], 6)] = 1000.0
         tokens.append(b["lengths"].tolist())
-        return b, responses, response_tokens
+        return b, responses
 
     monkeypatch.setattr(script, "sample_responses", with_a_gap)
     _, _, [row] = rloo(learning_rate=0.0, total_episodes=8, missing_eos_penalty=None)
@@ -491,7 +495,8 @@ def test_the_final_table_by_hand(trained, part):
         ref_logprobs += theirs.tolist()
     score, responses = {"before": "score", "after": "score after"}[part], [row.response for row in rows]
     raw_scores = [row[score] for row in run.samples]
-    call = {"before": 0, "after": 4}[part]
+    assert len(run.judge_calls) == 6  # both rollouts, then responses and references before and after
+    call = {"before": 2, "after": 4}[part]
     ours = judged(run, call, responses)
     theirs = judged(run, call + 1, [row["reference"] for row in run.samples])
     verdicts = [1.0 if x > y else 0.5 if x == y else 0.0 for x, y in zip(ours, theirs)]
@@ -627,7 +632,7 @@ def test_the_live_adapter_is_what_is_saved(rloo, script, monkeypatch):
 # ---- The data ----------------------------------------------------------------------------------------------
 
 
-def test_posts_that_can_be_used(script, tiny_lm, tmp_path):
+def test_posts_that_can_be_used(script, tiny_lm):
     """Text of at most max_prompt_length tokens, in the order of the data, each with its own reference."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     rows = [post("Train", i) for i in range(6)]
@@ -637,15 +642,12 @@ def test_posts_that_can_be_used(script, tiny_lm, tmp_path):
     rows[1]["completion"] = None
     rows.insert(3, dict(prompt=None, completion=" none"))
     rows.insert(1, dict(prompt="", completion=" empty"))
-    data = write_rows(tmp_path / "data", train=rows)
-    loaded = script.datasets.load_dataset(data)["train"]
-    posts = script.load_posts(loaded, tokenizer, script.Args(max_prompt_length=limit))
+    posts = script.load_posts(rows, tokenizer, script.Args(max_prompt_length=limit))
     texts = [tokenizer.decode(x["ids"]) for x in posts]
     assert texts == [x["prompt"] for x in posts] == [post("Train", i)["prompt"] for i in (0, 1, 2, 4, 5)]
     references = [post("Train", i)["completion"] for i in (0, 1, 2, 4, 5)]
     assert [x["reference"] for x in posts] == [references[0], "", *references[2:]]
-    columns = [dict(completion=completion) for completion in (references[0], None, *references[2:])]
-    assert [x["columns"] for x in posts] == columns
+    assert [x["columns"] for x in posts] == [row for row in rows if row["prompt"] in texts]
 
 
 def test_the_chosen_posts(script):
@@ -712,28 +714,49 @@ def test_a_model_whose_tokenizer_has_no_eos(script):
 
 def test_the_win_rate_by_hand(script):
     """Missing verdicts are no losses: rate, interval and ties are of the posts with a verdict."""
-    texts = [dict(prompt="p"), dict(prompt="q")], [" a", " b"]
-    seen = []
-
-    def judge(*inputs):
-        seen.append(inputs)
-        return [None, 1.0, 0.5, 1.0, None, 0.0, 1.0, None, 1.0, 0.5]
-
-    result = {name: float(x) for name, x in script.win_rate(judge, *texts).items()}
+    none = math.nan
+    verdicts = torch.tensor([none, 1.0, 0.5, 1.0, none, 0.0, 1.0, none, 1.0, 0.5])
     given = [1.0, 0.5, 1.0, 0.0, 1.0, 1.0, 0.5]
-    assert seen == [texts]
-    assert result == {
+    assert script.win_rate(verdicts) == {
         "win rate": pytest.approx(5 / 7),
         "+- (95 % interval)": pytest.approx(1.96 * statistics.pstdev(given) / math.sqrt(7)),
         "ties": pytest.approx(2 / 7),
         "no verdict": pytest.approx(0.3),
     }
     with pytest.raises(script.UserError, match="no verdict at all"):
-        script.win_rate(lambda *texts: [None] * 4, *texts)
+        script.win_rate(torch.tensor([none] * 4))
+
+
+def test_both_evaluations_judge_the_same_posts(trained, tmp_path):
+    """A post that has no verdict before or after training counts in neither win rate."""
+    judge = (
+        JUDGE
+        + """
+calls = []
+def score(prompt, response, plain=score):
+    calls.append(1)
+    number = (len(calls) - 1) % 6
+    is_evaluation = len(prompts) == 6
+    return None if is_evaluation and number == len(response) % 6 else plain(prompt, response)
+"""
+    )
+    [judge_fn] = reward_file(tmp_path, CALLS.format(score=judge.strip()), "half_judge")
+    run = trained(judge_fn=judge_fn)
+    calls = calls_of(tmp_path / "half_judge.py.calls")[2:]
+    has_none = [None in (score for _, _, score in row) for row in zip(*calls)]
+    assert 0 < sum(has_none) < 6
+    for part, (ours, theirs) in {"before": calls[:2], "after": calls[2:]}.items():
+        verdicts = []
+        for i in range(6):
+            x, y = ours[i][2], theirs[i][2]
+            if not has_none[i]:
+                verdicts.append(1.0 if x > y else 0.5 if x == y else 0.0)
+        assert run.table[part]["win rate"] == pytest.approx(mean(verdicts))
+        assert run.table[part]["no verdict"] == pytest.approx(mean(has_none))
 
 
 def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script, tiny_lm):
-    """The response wins with the higher score, post by post, and equal scores are a tie.
+    """The response wins with the higher score, post by post. Scores that only rounding tells apart are a tie.
 
     A post for which one of the two has no score has no verdict.
     """
@@ -742,21 +765,27 @@ def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script, tiny_lm):
         pairs = list(zip(prompts, completions))
         return [None if "?" in prompt else prompt.count(text.strip()) for prompt, text in pairs]
 
-    get_scores = partial(
-        script.score_responses, {"score": score}, trainer_state=None, device=torch.device("cpu")
-    )
+    def rounded(prompts, completions, **columns):
+        return [1e-5 * number for number in range(len(prompts))]
+
     posts = [
         dict(prompt=x, reference=" y", columns={}) for x in ("x x y", "y y x", "x y", "z y y", "x", "x ?")
     ]
-    judge = script.score_judge(get_scores, AutoTokenizer.from_pretrained(tiny_lm()))
-    assert judge(posts, [" x"] * 6) == [1.0, 0.0, 0.5, 0.0, 1.0, None]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    verdicts = []
+    for functions in ({"score": score}, {"score": score, "rounded": rounded}):
+        get_scores = partial(script.score_responses, functions, None, torch.device("cpu"))
+        verdicts.append(script.compare_scores(get_scores, tokenizer, None, posts, [" x"] * 6))
+    assert verdicts[0].tolist()[:5] == [1.0, 0.0, 0.5, 0.0, 1.0] and verdicts[0][5].isnan()
+    assert torch.equal(verdicts[1][:5], verdicts[0][:5]) and verdicts[1][5] == 0.5
 
 
 def test_a_chat_judge_reads_the_text_of_a_chat(script, chat_with):
     """Not the list of messages as Python writes it."""
     flags, asked = chat_with(lambda question: "A")
     messages = [dict(role="system", content="Be brief."), dict(role="user", content="What is\n2 + 3?")]
-    script.chat_judge(script.Args(**flags))([dict(prompt=messages, reference="5")], ["It is 5."])
+    judge, _ = script.load_judge(script.Args(**flags), None, None, None, None)
+    judge([dict(prompt=messages, reference="5")], ["It is 5."])
     [(question, _)] = asked
     assert "system: Be brief.\n\nuser: What is\n2 + 3?" in question and "{" not in question
 
@@ -765,7 +794,7 @@ def test_a_chat_judge_in_a_run(trained, chat_with):
     """It is asked about each evaluated post twice, never about training posts; --judge-fn is still logged."""
     flags, asked = chat_with(lambda question: "A" if "Exam 2" in question[:200] else "B")
     run = trained(**flags)
-    assert run.table["judge"] == f"m at {flags['judge_url']}"
+    assert run.table["judge"] == f"m at {flags['judge_url']}/"
     assert len(asked) == 12 and not any("Train" in question for question, _ in asked)
     for part, name in ((asked[:6], "before"), (asked[6:], "after")):
         for row in run.samples:
@@ -778,17 +807,18 @@ def test_a_chat_judge_in_a_run(trained, chat_with):
         assert run.metrics[number - 1]["judge/scores"] == pytest.approx(mean(scores))
 
 
-def test_both_verbs_drop_the_judge_of_tiny(script, monkeypatch):
-    """With other data; not with its own data, and not if another one is named."""
-    seen = []
-    monkeypatch.setattr(script, "train", lambda args: seen.append(args.judge_fn))
-    monkeypatch.setattr(script, "judge_policy", lambda args: seen.append(args.judge_fn))
-    own = script.RECIPES["tiny"].judge_fn
-    for verb in ([], ["judge"]):
-        script.main([*verb])
-        script.main([*verb, "--dataset-name", "other/data"])
-        script.main([*verb, "--dataset-name", "other/data", "--judge-fn", "mine.py:score"])
-    assert seen == [own, None, "mine.py:score"] * 2
+def test_a_paid_judge_is_asked_once(script, small, chat_with, monkeypatch):
+    """About each summary, at the end: not in a run that was stopped, and not twice when it is resumed."""
+    flags, asked = chat_with(lambda question: "A")
+    args = small("rloo_tldr", **flags)
+    with monkeypatch.context() as patch:
+        stop_after(patch, script, update=1)
+        with pytest.raises(SystemExit):
+            script.train(args)
+    assert asked == []
+    _, folder = script.train(script.parse_args(["--resume", args.output_dir]))
+    assert len(asked) == 2 * args.num_examples == 8
+    assert json.loads((folder / "evaluation.json").read_text())["judge"] == f"m at {flags['judge_url']}/"
 
 
 def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, monkeypatch, capsys):

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import datasets
 import pytest
 import torch
 import transformers
@@ -40,7 +39,7 @@ def rollouts(script, monkeypatch):
 
 def tasks_of(inputs):
     """The tasks of a call of rollout_tasks."""
-    return inputs[5]["rows"]
+    return inputs[3]["examples"]
 
 
 def table_of(folder):
@@ -91,19 +90,12 @@ def test_other_splits_of_the_batch_sample_the_same_tokens(grpo, rollouts):
 # ---- Groups ------------------------------------------------------------------------------------------------
 
 
-def test_mixed_groups_are_noticed(grpo, script, monkeypatch):
-    """If a rollout orders its rows task by task, the run ends with an assertion."""
-    rollout_tasks = script.rollout_tasks
-
-    def task_by_task(*inputs):
-        b, responses = rollout_tasks(*inputs)
-        for name, x in b.items():
-            b[name] = x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
-        return b, responses
-
-    monkeypatch.setattr(script, "rollout_tasks", task_by_task)
-    with pytest.raises(AssertionError, match="same prompt"):
-        grpo()
+@pytest.mark.parametrize("k, n, accumulation", [(1, 4, 1), (3, 4, 1), (4, 2, 3)])
+def test_minibatches_are_whole_groups(grpo, script, k, n, accumulation):
+    """Otherwise the run does not start."""
+    flags = dict(num_generations=k, per_device_train_batch_size=n, gradient_accumulation_steps=accumulation)
+    with pytest.raises(script.UserError, match=f"--num-generations {k} must be 2 or more, and divide"):
+        grpo(**flags)
 
 
 def test_groups_without_a_signal_are_counted(grpo, tmp_path):
@@ -114,9 +106,8 @@ def test_groups_without_a_signal_are_counted(grpo, tmp_path):
     assert rows[0]["grad_norm"] == 0
     one = reward_file(tmp_path, "return [float(i in (1, 3, 5)) for i in range(len(prompts))]", "one")
     _, _, rows = grpo("one", reward_fn=one)
-    # Rows 1 and 5 are one group, and so are 3 and 7: only there a response differs. Of the pairs of
-    # neighboring rows, three differ.
-    assert rows[0]["frac_reward_zero_std"] == 0.75
+    # Groups are neighbors: only rows 6 and 7 have equal rewards. (Of rows i and i + 4, three pairs have.)
+    assert rows[0]["frac_reward_zero_std"] == 0.25
 
 
 # ---- Steps -------------------------------------------------------------------------------------------------
@@ -129,14 +120,14 @@ def test_the_gap_between_sampling_and_training_is_measured(grpo, script, monkeyp
     lengths = []
 
     def with_a_gap(*inputs):
-        b, responses, response_tokens = sample_responses(*inputs)
+        b, responses = sample_responses(*inputs)
         if len(responses) == 8 and not lengths:  # of the evaluation
             lengths.append(None)
         elif len(responses) == 8:
             b["sampling_logprobs"][1, 0] -= 3
             b["sampling_logprobs"][2] -= script.length_mask(b["lengths"], 6)[2].float()
             lengths.append(b["lengths"].tolist())
-        return b, responses, response_tokens
+        return b, responses
 
     monkeypatch.setattr(script, "sample_responses", with_a_gap)
     flags = ONE_STEP | dict(num_ppo_epochs=steps)
@@ -225,7 +216,7 @@ def test_bf16(grpo):
 
 
 def test_every_stop_token_of_the_model_ends_a_response(grpo, rollouts, tiny_lm, tmp_path):
-    """Those of generation_config and EOS. The text of a stop token does not reach the reward."""
+    """Those of generation_config and EOS. The reward does not see their text, but that of --stop-token-id."""
     grpo("first", learning_rate=0.0, total_episodes=8)
     sampled = rollouts[0][1][0]["ids"][:, -6:]
     stops = {sampled[0, 2].item(), sampled[3, 3].item()}
@@ -246,6 +237,17 @@ def test_every_stop_token_of_the_model_ends_a_response(grpo, rollouts, tiny_lm, 
         assert b["stopped"][i].item() is bool(ends)
         assert responses[i] == tokenizer.decode(tokens[: length - bool(ends)], skip_special_tokens=True)
     assert ended_by >= stops
+
+    rollouts.clear()
+    [stop, *_] = stops
+    grpo("third", stop_token_id=stop, learning_rate=0.0, total_episodes=8)
+    b, responses = rollouts[0][1]
+    assert 0 < b["stopped"].sum() < 8
+    for i, tokens in enumerate(sampled.tolist()):
+        if stop in tokens:
+            tokens = tokens[: tokens.index(stop) + 1]
+        assert b["lengths"][i] == len(tokens)
+        assert responses[i] == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 # ---- Prompts -----------------------------------------------------------------------------------------------
@@ -293,7 +295,7 @@ def load(script, qwen, tiny_lm):
     def run(rows, is_chat=False, **flags):
         tokenizer = script.load_tokenizer(qwen if is_chat else tiny_lm())
         flags = dict(prompt_template=None, system_prompt=None) | flags
-        return script.load_tasks(datasets.Dataset.from_list(rows), tokenizer, script.Args(**flags), "tasks")
+        return script.load_tasks(rows, tokenizer, script.Args(**flags))
 
     return run
 
@@ -309,7 +311,7 @@ def test_prompts_that_are_texts(load, tiny_lm):
     rows = [dict(prompt="1 + 2 =", answer="3"), dict(prompt=" 4 + 5 = ", answer="9")]
     tasks = load(rows, prompt_template="{answer}")  # the template is for data without the column
     assert [task["prompt"] for task in tasks] == texts_of(tasks, tiny_lm()) == ["1 + 2 =", " 4 + 5 = "]
-    assert [task["columns"] for task in tasks] == [dict(answer="3"), dict(answer="9")]
+    assert [task["columns"] for task in tasks] == rows
     tasks = load(rows, system_prompt="Be brief.")
     assert texts_of(tasks, tiny_lm()) == ["Be brief.\n\n1 + 2 =", "Be brief.\n\n 4 + 5 = "]
     assert [task["prompt"] for task in tasks] == texts_of(tasks, tiny_lm())
@@ -368,7 +370,16 @@ def test_a_skipped_row_takes_its_columns_with_it(load, tiny_lm, qwen, is_chat, s
     tasks = load(rows, is_chat=is_chat, max_prompt_length=400, system_prompt=system_prompt)
     for text, i in zip(texts_of(tasks, qwen if is_chat else tiny_lm()), (1, 3, 5), strict=True):
         assert prompts[i] in text and "1 +1 +" not in text
-    assert [task["columns"] for task in tasks] == [dict(number=i, answer=f"of row {i}") for i in (1, 3, 5)]
+    assert [task["columns"] for task in tasks] == [rows[i] for i in (1, 3, 5)]
+
+
+def test_a_row_with_an_empty_part_of_its_prompt_is_skipped(load):
+    """The template would write None, or nothing. 0 is not empty, and other columns do not matter."""
+    rows = [dict(a=1, b=2), dict(a=None, b=2), dict(a=1, b=""), dict(a=1), dict(a=0, b=[4]), dict(a=1, b=[])]
+    rows = [row | dict(number=i, answer=None) for i, row in enumerate(rows)]
+    tasks = load(rows, prompt_template="Add {a} to {b}.")
+    assert [task["prompt"] for task in tasks] == ["Add 1 to 2.", "Add 0 to [4]."]
+    assert [task["columns"]["number"] for task in tasks] == [0, 4]
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
@@ -410,7 +421,7 @@ def test_metrics_and_samples(grpo, tiny_tasks):
     _, folder, rows = grpo(num_sample_generations=2, hard_dataset_name=tiny_tasks)
     samples = rows_of(folder, "tokens.jsonl")
     assert [row["update"] for row in samples] == [1, 1, 2, 2]  # the 2 responses to one task
-    columns = ["update", "prompt", "response", "score", "logprob", "entropy", "advantage", "kl", "ids"]
+    columns = ["update", "prompt", "response", "score", "ids", "logprob", "entropy", "advantage", "kl"]
     assert list(samples[0]) == columns
     assert samples[0]["prompt"] == samples[1]["prompt"]
     for row in samples:
@@ -438,20 +449,30 @@ def test_other_numbers_of_responses(grpo, samples, count):
 # ---- Recipes and published data ----------------------------------------------------------------------------
 
 
-def test_the_harder_tasks_of_tiny_are_for_its_own_data(script, monkeypatch):
-    """With other training data they are dropped. Other harder tasks stay."""
-    started = []
-    monkeypatch.setattr(script, "train", started.append)
-    own = script.RECIPES["tiny"].hard_dataset_name
-    for flags in (
-        [],
-        ["--dataset-name", "other"],
-        ["--dataset-name", "other", "--hard-dataset-name", "mine"],
-        ["--dataset-name", "./data/arithmetic/"],  # its own
-    ):
-        script.main(["tiny", *flags])
-    assert [args.hard_dataset_name for args in started] == [own, None, "mine", own]
-    assert [args.dataset_name for args in started[:3]] == ["data/arithmetic", "other", "other"]
+@pytest.mark.parametrize(
+    "flags, names",
+    [
+        (dict(), ["held-out", "harder"]),
+        (dict(dataset_name="./data/arithmetic/"), ["held-out", "harder"]),  # its own
+        (dict(dataset_name="OTHER"), ["held-out"]),
+        (dict(dataset_name="OTHER", hard_dataset_name="OTHER"), ["held-out", "harder"]),
+        (dict(hard_dataset_name=None), ["held-out"]),
+    ],
+)
+def test_the_harder_tasks_of_tiny_are_for_its_own_data(script, tmp_path, flags, names):
+    """With other training data they are left out. Other harder tasks stay. What is kept is counted."""
+    other = numbered(tmp_path / "data", train=3, test=5)
+    flags = {name: other if x == "OTHER" else x for name, x in flags.items()}
+    args = replace(script.parse_args(["tiny"]), max_prompt_length=20, num_examples=4, **flags)
+    tokenizer = script.load_tokenizer(args.model_name_or_path)
+    train_tasks, held_out, counts = script.load_all_tasks(args, tokenizer)
+    assert list(held_out) == names
+    assert all(len(tasks) == 4 for tasks in held_out.values())
+    if args.dataset_name == other:
+        assert len(train_tasks) == 3
+        assert counts == ", ".join(["3 of 3 training", "5 of 5 held-out", "5 of 5 harder"][: len(names) + 1])
+    else:
+        assert counts.startswith(f"{len(train_tasks)} of 4000 training, ")
 
 
 def test_every_recipe_can_start(script):
@@ -459,8 +480,9 @@ def test_every_recipe_can_start(script):
     for name in script.RECIPES:
         args = script.parse_args([name])
         assert args == replace(script.RECIPES[name], recipe=name)
-        script.check_grpo_args(args)
-        script.load_functions("--reward-fn", args.reward_fn)
+        minibatch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        assert args.num_generations > 1 and minibatch % args.num_generations == 0
+        script.load_functions(args.reward_fn)
         assert args.kl_coef == 0 and args.num_mini_batches == args.num_ppo_epochs == 1  # as in the docstring
     assert script.parse_args([]).recipe == "tiny"
     assert script.parse_args(["--model-name-or-path", "x"]) == script.Args(model_name_or_path="x")
@@ -522,6 +544,7 @@ def test_a_recipe_on_data_in_the_published_format(script, qwen, tmp_path, monkey
             t = 0
         return forced[torch.arange(len(probs)) % 2, t]
 
+    monkeypatch.setattr(script, "check_group_model", lambda *inputs: None)
     monkeypatch.setattr(script, "sample_tokens", next_tokens)
     rollouts = spy(monkeypatch, script, "rollout_tasks")
     args = replace(
@@ -542,9 +565,9 @@ def test_a_recipe_on_data_in_the_published_format(script, qwen, tmp_path, monkey
     _, folder = script.train(args)
     [row] = rows_of(folder)
     [(inputs, (b, responses))] = rollouts
-    assert responses == [right] * 4 + [wrong] * 4
+    assert responses == [right, wrong] * 4
     first = [task["columns"] == rows[0] for task in tasks_of(inputs)]
-    assert b["scores"].tolist() == [float(x) for x in first] + [0.0] * 4
+    assert b["scores"].tolist() == [score for x in first for score in (float(x), 0.0)]
     assert row["objective/scores"] == sum(first) / 8
     assert row["completions/clipped_ratio"] == 0
     for task in tasks_of(inputs):

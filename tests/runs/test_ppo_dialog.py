@@ -168,7 +168,7 @@ def test_a_prompt_is_the_beginning_of_its_document(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     sft = scripts["sft"]
     rows = rows_of(tiny_dialogs, "train.jsonl")
-    documents = sft.dialog_documents(rows, tokenizer, sft.Args(utterance_end=end))
+    documents = [sft.dialog_document(row, tokenizer, sft.Args(utterance_end=end)) for row in rows]
     flags = dict(utterance_end=end, num_context_utterances=99, max_prompt_length=999)
     turns = iter(load_turns(script, rows, tokenizer, **flags))
     for row, (ids, _) in zip(rows, documents, strict=True):
@@ -303,9 +303,10 @@ def test_intent_texts_are_those_the_classifier_learned(script, scripts, tiny_lm,
     rows = reward_model.load_answers(rows)
     previous = [turn.context[-1] for turn in turns]
     references = [turn.reference for turn in turns]
-    assert rows["text"] == script.intent_texts(previous, references)
-    assert rows["label"] == [turn.act - 1 for turn in turns]
-    assert set(rows["label"]) == {0, 1, 2, 3}
+    labels = [row["label"] for row in rows]
+    assert [row["text"] for row in rows] == script.intent_texts(previous, references)
+    assert labels == [turn.act - 1 for turn in turns]
+    assert set(labels) == {0, 1, 2, 3}
 
 
 def test_a_reward_function_alone(talk, rollouts, tmp_path):

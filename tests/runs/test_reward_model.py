@@ -3,12 +3,12 @@
 import json
 import math
 
-import datasets
 import pytest
 import torch
 import transformers
 from conftest import ACTS
 from run_tools import rows_of, same, weights, write_rows
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -48,9 +48,10 @@ def assert_same_as_pipeline(scripts, folder, names):
     """The pipeline of transformers gives the probabilities that the script computes, for a padded batch."""
     script = scripts["reward_model"]
     model, tokenizer = classifier(folder)
-    batch = script.collate_texts([script.Row([ids]) for ids in tokenizer(SHORT).input_ids], "cpu")
+    rows = [script.Row([ids]) for ids in tokenizer(SHORT).input_ids]
+    _, ids, mask, _ = script.collate_texts(rows, "cpu")
     with torch.no_grad():
-        ours = script.sequence_logits(model, batch["ids"], batch["mask"]).softmax(-1)
+        ours = script.sequence_logits(model, ids, mask).softmax(-1)
     pipeline = transformers.pipeline("text-classification", model=str(folder), top_k=None)
     for probs, entries in zip(ours, pipeline(SHORT)):
         theirs = {entry["label"]: entry["score"] for entry in entries}
@@ -97,13 +98,12 @@ def test_a_reward_model_for_ppo(reward, scripts, small):
     """What reward_model.py saves is a reward for ppo_sentiment.py: the logit of its label."""
     _, folder, _ = reward(label_names="negative,positive")
     args = small("ppo_sentiment", reward_model_path=str(folder / "model"))
-    score = scripts["ppo_sentiment"].load_reward(args, torch.device("cpu"), None)
+    functions = scripts["ppo_sentiment"].load_reward(args, torch.device("cpu"))
     model, tokenizer = classifier(folder / "model")
     with torch.no_grad():
         logits = [model(**tokenizer(text, return_tensors="pt")).logits[0, 1] for text in SHORT]
-    texts = [text[:30] for text in SHORT], [text[30:] for text in SHORT]
-    [scores] = score(*texts, [[]] * len(SHORT), [dict(columns={})] * len(SHORT)).values()
-    torch.testing.assert_close(scores, torch.stack(logits), atol=1e-5, rtol=1e-5)
+    scores = functions["classifier"]([text[:30] for text in SHORT], [text[30:] for text in SHORT])
+    assert scores == pytest.approx(torch.stack(logits).tolist(), abs=1e-5)
 
 
 def test_words_as_labels(reward, tiny_reviews, tmp_path):
@@ -131,7 +131,7 @@ def test_reward_lora(reward, scripts, tiny_lm, tiny_classifier, base):
     _, folder, rows = reward(model_name_or_path=path, lora_r=4, label_names="negative,positive")
     assert all(math.isfinite(row["loss"]) for row in rows)
     [checkpoint] = (folder / "checkpoints").iterdir()
-    trained = torch.load(checkpoint, weights_only=True)["parameters"]
+    trained = load_file(checkpoint / "trained.safetensors")
     assert any("lora_B" in name for name in trained)
     assert any("score" in name or "classifier" in name for name in trained)
     assert_same_as_pipeline(scripts, folder / "model", ["negative", "positive"])
@@ -156,7 +156,7 @@ def test_lora_trains_berts_pooler_as_a_whole(reward, tiny_classifier, tmp_path, 
     flags = dict(lora_r=4, lora_target_modules=modules, label_names="negative,positive")
     _, folder, _ = reward(model_name_or_path=str(tmp_path / "bert"), **flags)
     [checkpoint] = (folder / "checkpoints").iterdir()
-    trained = torch.load(checkpoint, weights_only=True)["parameters"]
+    trained = load_file(checkpoint / "trained.safetensors")
     shapes = [x.shape for name, x in trained.items() if "pooler" in name and "lora" not in name]
     assert sorted(map(tuple, shapes)) == [(32,), (32, 32)]
 
@@ -170,12 +170,15 @@ def test_a_model_in_bfloat16(reward, scripts, tiny_lm, tmp_path):
     assert same(weights(tmp_path), {name: x.bfloat16() for name, x in loaded.state_dict().items()})
 
 
-def test_answers_and_acts(scripts):
+def test_answers_and_acts(scripts, tiny_lm):
     """Trick 38: acts count from 1, classes from 0. The text is the utterance before and the answer."""
-    script = scripts["reward_model"]
-    rows = script.load_answers(datasets.Dataset.from_list(DIALOGS))
-    expected = [("Who are you? I am Leo.", 0), ("I am Leo. Then come in.", 2), ("Two. Three.", 3)]
-    assert list(zip(rows["text"], rows["label"])) == expected
+    script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(tiny_lm())
+    rows = script.load_answers(DIALOGS)
+    texts = ["Who are you? I am Leo.", "I am Leo. Then come in.", "Two. Three."]
+    expected = [dict(text=text, label=label) for text, label in zip(texts, (0, 2, 3), strict=True)]
+    assert rows == expected + [{}] * 6  # for the answers without an act, or in a dialog with a gap
+    loaded, counts = script.load_labeled_rows(dict.fromkeys(range(4), 0), rows, tokenizer, script.Args())
+    assert len(loaded) == 3 and counts.startswith("3 of 9 rows")
 
 
 def test_a_classifier_of_acts_for_ppo_dialog(reward, dialog, scripts, small, tiny_dialogs, tiny_lm):

@@ -18,7 +18,6 @@ from run_tools import (
     eos_prone,
     flags_of,
     free_port,
-    is_trial,
     one_line,
     reward_file,
     rows_of,
@@ -231,8 +230,7 @@ def test_number_of_steps(rloo, monkeypatch):
     step = torch.optim.SGD.step
 
     def recorded(self, *rest):
-        if not is_trial(self):
-            used.append(self.param_groups[0]["lr"])
+        used.append(self.param_groups[0]["lr"])
         return step(self, *rest)
 
     monkeypatch.setattr(torch.optim.SGD, "step", recorded)
@@ -302,7 +300,7 @@ def test_responses_keep_their_first_space(rloo, rollouts, metaspace_lm):
 
 
 def test_another_stop_token(rloo, rollouts, tiny_lm, tmp_path):
-    """Trick 16: --stop-token-id ends a response, EOS does not, and its text does not reach the reward.
+    """Trick 16: --stop-token-id ends a response, EOS does not. The reward reads the text of the stop token.
 
     With --stop-token None, all responses end at their limit.
     """
@@ -320,7 +318,7 @@ def test_another_stop_token(rloo, rollouts, tiny_lm, tmp_path):
     for ids in b["ids"][:, -6:].tolist():
         ends.append(stop in ids)
         lengths.append(ids.index(stop) + 1 if stop in ids else 6)
-        text = ids[: ids.index(stop)] if stop in ids else ids
+        text = ids[: ids.index(stop) + 1] if stop in ids else ids
         texts.append(tokenizer.decode(text, skip_special_tokens=True))
     assert 0 < sum(ends) < 8
     assert responses == texts
@@ -508,7 +506,7 @@ def test_without_references(rloo, tmp_path):
 
 
 def test_a_judge_that_fails_at_the_end(script, small, tmp_path, monkeypatch):
-    """Nothing is lost: --resume with another judge evaluates and saves the model."""
+    """Nothing is lost: the model is saved, and --resume with another judge judges it."""
     broken = tmp_path / "broken"
     body = f"""if os.path.exists('{broken}'):
     return [float('nan')] * len(prompts)
@@ -523,12 +521,11 @@ return [float(len(r)) for r in completions]"""
 
     with monkeypatch.context() as patch:
         patch.setattr(script.Run, "checkpoint", break_the_judge)
-        with pytest.raises(script.UserError, match="nan"):
+        with pytest.raises(script.UserError, match="not finite"):
             script.train(args)
-    assert not (tmp_path / "run/model").exists()
+    assert (tmp_path / "run/model/model.safetensors").exists()
     [other] = reward_file(tmp_path, "return [0.0] * len(prompts)", "other")
     _, folder = script.train(script.parse_args(["--resume", args.output_dir, "--judge-fn", other]))
-    assert (folder / "model/model.safetensors").exists()
     assert table_of(folder)["judge"] == other
 
 
@@ -576,11 +573,12 @@ def test_verdicts_of_a_chat_judge_stay_with_their_posts(script, chat_with):
         (" A", "first"),
         ("Answer: B.", "second"),
         ("**B**", "second"),
-        *[(answer, None) for answer in ("hmm...", "Both A and B", "ABBA", "a", "A tie", None)],
+        *[(answer, None) for answer in ("hmm", "Both A and B", "ABBA", "a", "A tie", "A...", None)],
     ],
 )
 def test_a_chat_judge_reads_verdicts(script, chat_with, answer, expected):
-    """Exactly one of A and B, at the end of the answer. Anything else is no verdict, and no defeat."""
+    """Exactly one of A and B, at the end of the answer. Anything else, or an answer that was cut off, is no
+    verdict, and no defeat."""
     flags, asked = chat_with(lambda question: answer)
     posts = [dict(prompt=f"post {i}", reference=" theirs") for i in range(40)]
     verdicts = ask(script, flags, posts, [" ours"] * 40)
@@ -619,6 +617,7 @@ def server(tiny_lm, tmp_path):
     config = transformers.AutoConfig.from_pretrained(tiny_lm(), n_positions=1024)
     model = AutoModelForCausalLM.from_config(config)
     answer = tokenizer(" A").input_ids[-1]
+    model.generation_config.eos_token_id = answer  # the answer ends with it
     model.transformer.ln_f.weight.data.zero_()
     model.transformer.ln_f.bias.data = 10 * model.lm_head.weight[answer].detach()
     model.save_pretrained(folder)
@@ -650,9 +649,10 @@ def wait_for_server(process, url):
     raise AssertionError("the server does not answer")
 
 
-def test_a_real_server_as_judge(script, small, server, capsys):
+def test_a_real_server_as_judge(script, small, server, capsys, monkeypatch):
     """The verb judge asks a real server, and prints win rate, interval, n, judge and decoding."""
     url, name = server
+    monkeypatch.setenv("OPENAI_API_KEY", "any")
     args = small("rloo_tldr", judge_url=url, judge_model=name, num_examples=6)
     script.judge_policy(args)
     line = capsys.readouterr().out
@@ -677,12 +677,10 @@ def test_the_verb_judge(script, capsys, monkeypatch, tiny_lm, tiny_posts, tmp_pa
         script.judge_policy(script.Args(resume="latest"))
 
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    gone = f"--judge_model /no/such/folder --judge_url http://localhost:{free_port()}/v1"
-    with pytest.raises(SystemExit) as end:
+    monkeypatch.setenv("OPENAI_API_KEY", "any")
+    gone = f"--judge_model m --judge_url http://localhost:{free_port()}/v1"
+    with pytest.raises(openai.APIConnectionError):
         script.main(["judge", *flags.split(), *gone.split()])
-    assert end.value.code == 2
-    line = f"--judge-model /no/such/folder at {gone.split()[-1]}: Connection error"
-    assert line in capsys.readouterr().err
 
 
 def scores_by_hand(folder, rows, column):
@@ -745,7 +743,7 @@ def test_the_verb_judge_takes_the_flags_of_training(
         names = [f"{tmp_path}/two.py:length", f"{tmp_path}/two.py:letters"]
         flags |= dict(reward_fn=names, reward_weights=[-1.0, 2.0], stop_token=None, missing_eos_penalty=None)
     _, folder, _ = rloo(**flags, total_episodes=8, num_sample_generations=0)
-    b, _, _ = calls[0][1]
+    b, _ = calls[0][1]
     rows = rows_of(folder, "evaluation_samples.jsonl")
 
     calls.clear()
@@ -753,7 +751,7 @@ def test_the_verb_judge_takes_the_flags_of_training(
     capsys.readouterr()
     args = small("rloo_tldr", **flags)
     result = script.judge_policy(args)
-    [(_, (judged, texts, _))] = calls
+    [(_, (judged, texts))] = calls
     assert texts == [row["before"] for row in rows]
     assert torch.equal(judged["ids"], b["ids"])
     assert torch.equal(judged["sampling_logprobs"], b["sampling_logprobs"])
@@ -796,20 +794,14 @@ def test_the_verb_judge_needs_references(script, small, capsys, tmp_path):
     assert "n = 4, judge " in capsys.readouterr().out
     words = ["judge", *flags_of(small("rloo_tldr", dataset_name=none, **flags))]
     line = one_line(script, words, capsys)
-    assert f"data set {none!r}: judge needs the column completion" in line
+    assert f"{none}: judge needs the column completion" in line
 
 
-def test_only_the_main_process_asks_the_judge(script, small, tmp_path, monkeypatch, capsys):
-    """The others sample their summaries, and print nothing."""
-    args = small("rloo_tldr", judge_fn=reward_file(tmp_path, "raise AssertionError")[0])
-    ends = []
-    accelerator = SimpleNamespace(device=CPU, is_main_process=False)
-    accelerator.wait_for_everyone = lambda: ends.append("wait")
-    accelerator.end_training = lambda: ends.append("end")
-    monkeypatch.setattr(script, "start_accelerator", lambda args: accelerator)
-    assert script.judge_policy(args) is None
-    assert ends == ["wait", "end"]  # the main process may still be asking
-    assert "win rate" not in capsys.readouterr().out
+def test_only_the_main_process_asks_the_judge(script, monkeypatch, capsys):
+    """The others are done before they load anything."""
+    monkeypatch.setattr(script, "start_accelerator", lambda args: SimpleNamespace(is_main_process=False))
+    assert script.judge_policy(script.Args(model_name_or_path="/no/such/model")) is None
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("verb", ["train", "judge"])
@@ -829,5 +821,5 @@ def test_a_prompt_that_fills_the_context(script, small, capsys, tmp_path, split,
     else:
         words = [] if verb == "train" else ["judge"]
         line = one_line(script, [*words, *flags_of(args)], capsys)
-        assert "can read 256 tokens; prompt and response may have 258" in line
+        assert "reads fewer tokens than the 258 of prompt and response together" in line
         assert not (tmp_path / "run").exists()

@@ -1,0 +1,841 @@
+"""rloo_tldr.py: every number of metrics.jsonl and of the final table, recomputed by hand from a small run.
+
+The data are asymmetric: training, validation and test rows begin with other words, prompts and summaries have
+different lengths, some rows cannot be used, and some responses stop but not all.
+"""
+
+import contextlib
+import io
+import json
+import math
+import statistics
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from conftest import EOS
+from run_fixtures import handlers_kept
+from run_tools import (
+    distance,
+    eos_prone,
+    forget_reward_files,
+    maker,
+    reward_file,
+    rows_of,
+    spy,
+    stop_after,
+    write_rows,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rloo_tldr import generator_for
+
+pytest_plugins = ["run_fixtures"]
+T, K, P, EPOCHS = 9, 3, 4, 3  # tokens per response, responses per prompt, prompts per update, epochs
+FLAGS = dict(  # of the run that most tests look at; 20 episodes are rounded up to 2 updates of 12
+    total_episodes=20,
+    per_device_train_batch_size=3,
+    gradient_accumulation_steps=4,
+    num_mini_batches=1,
+    num_ppo_epochs=EPOCHS,
+    rloo_k=K,
+    response_length=T,
+    max_prompt_length=40,
+    temperature=0.8,
+    score_clip=2.0,
+    missing_eos_penalty=1.5,
+    kl_coef=0.3,
+    cliprange=0.1,
+    learning_rate=0.008,
+    lr_scheduler_type="linear",
+    optimizer="torch.optim.SGD",
+    max_grad_norm=None,
+    num_examples=6,
+    num_sample_generations=2,
+    seed=int(__import__('os').environ['SEED']),
+)
+CALLS = """import json
+{score}
+scores = [score(p, r) for p, r in zip(prompts, completions)]
+with open(__file__ + ".calls", "a") as file:
+    file.write(json.dumps([prompts, completions, scores]) + "\\n")
+return scores"""
+REWARD = """
+def score(prompt, response):
+    number = int(prompt.split()[1])
+    if number % 3 == 0:
+        return 0.5 * number - 1
+    if number % 3 == 1:
+        return 3 + len(response) / 10
+    return 0.5 * (len(response) % 8) - 1.7"""
+JUDGE = """
+def score(prompt, response):
+    return -(len(response) // 8) + len(prompt) / 100"""
+
+
+def post(word, number, completion=True):
+    """A row of the data. Its prompt and its summary begin with this word and this number."""
+    prompt = f"{word} {number} a film" + " that I saw" * (number % 4) + "\n\nTL;DR:"
+    row = dict(prompt=prompt)
+    if completion:
+        row["completion"] = f" {word} {number} is" + " good" * (number % 5)
+    return row
+
+
+def asymmetric_data(folder):
+    """Splits train, validation and test. One row of each is too long; test has one without a summary."""
+    too_long = dict(prompt="Long 99 " + "very " * 60 + "\n\nTL;DR:", completion=" Long 99")
+    train = [post("Train", i) for i in range(8)]
+    train.insert(3, too_long)
+    train.insert(6, dict(prompt="", completion=" empty"))
+    validation = [post("Valid", i) for i in range(5)] + [too_long]
+    test = [post("Exam", i) for i in range(20, 29)]
+    test[4]["completion"] = None
+    test.insert(2, too_long)
+    return write_rows(folder, train=train, validation=validation, test=test)
+
+
+def wordy(folder):
+    """Bias a model towards three words, so that its responses repeat some, and that few end. -> its folder"""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for word, bias in ((" this", 3), (" movie", 3), (" with", 3), (EOS, -2)):
+        [token] = tokenizer(word).input_ids
+        model.transformer.ln_f.bias.data += bias * model.lm_head.weight[token].detach()
+    model.save_pretrained(folder)
+    return folder
+
+
+def calls_of(path):
+    """The recorded calls of a reward or judge function. -> list of lists of (prompt, response, score)"""
+    if not path.exists():
+        return []
+    return [list(zip(*call)) for call in rows_of(path.parent, path.name)]
+
+
+@pytest.fixture
+def script(scripts):
+    """rloo_tldr.py as a module."""
+    return scripts["rloo_tldr"]
+
+
+@pytest.fixture(scope="module")
+def trained(scripts, world, tiny_lm, tmp_path_factory):
+    """trained(**changes) -> all about a run on asymmetric data, recorded; the same flags run only once."""
+    done = {}
+
+    def run(**changes):
+        key = repr(sorted(changes.items()))
+        if key not in done:
+            done[key] = recorded_run(scripts["rloo_tldr"], tmp_path_factory.mktemp("run"), changes)
+        return done[key]
+
+    root = tmp_path_factory.mktemp("trained")
+    run.data = asymmetric_data(root / "data")
+    run.lm = wordy(eos_prone(tiny_lm, root / "lm"))
+
+    def recorded_run(script, folder, changes):
+        forget_reward_files(folder.parent)
+        places = dict(
+            dataset_name=run.data,
+            model_name_or_path=run.lm,
+            reward_fn=reward_file(folder, CALLS.format(score=REWARD.strip())),
+            judge_fn=reward_file(folder, CALLS.format(score=JUDGE.strip()), "judge")[0],
+        )
+        args = maker(scripts, world, folder)("rloo_tldr", **(places | FLAGS | changes))
+        screen = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, handlers_kept():
+            patch.setenv("COLUMNS", "200")
+            rollouts = spy(patch, script, "rollout_groups")
+            tables = spy(patch, script.Run, "table")
+            with contextlib.redirect_stdout(screen):
+                model, run_folder = script.train(args)
+        names = ("before", "update 1", "update 2", "after")
+        tokenizer = AutoTokenizer.from_pretrained(run.lm)
+        parts = {}
+        for name, (inputs, (b, responses)) in zip(names, rollouts, strict=True):
+            parts[name] = rows_by_hand(tokenizer, b, prompts_of(inputs, responses), responses)
+        return SimpleNamespace(
+            args=args,
+            model=model,
+            folder=run_folder,
+            screen=screen.getvalue(),
+            tables=[inputs[1:] for inputs, _ in tables],  # title, rows
+            metrics=rows_of(run_folder),
+            table=json.loads((run_folder / "evaluation.json").read_text()),
+            samples=rows_of(run_folder, "evaluation_samples.jsonl"),
+            lines=rows_of(run_folder, "tokens.jsonl"),
+            parts=parts,
+            reward_calls=calls_of(folder / "reward.py.calls"),
+            judge_calls=calls_of(folder / "judge.py.calls"),
+        )
+
+    return run
+
+
+def prompts_of(inputs, responses):
+    """The prompt of each response of a call of rollout_groups. Those of a prompt are neighbors."""
+    posts = inputs[5]["examples"]
+    return [post["prompt"] for post in posts for _ in range(len(responses) // len(posts))]
+
+
+def rows_by_hand(tokenizer, b, prompts, responses):
+    """What was sampled, row by row, in plain lists. Only the token ids and the texts are the script's."""
+    rows = []
+    for i, (ids, sampled) in enumerate(zip(b["ids"], b["sampling_logprobs"], strict=True)):
+        prompt, response = prompts[i], responses[i]
+        assert tokenizer.decode(ids[:-T][b["mask"][i, :-T]]) == prompt
+        tokens = ids[-T:].tolist()
+        ended = tokenizer.eos_token_id in tokens
+        if ended:
+            tokens = tokens[: tokens.index(tokenizer.eos_token_id) + 1]
+        text = tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=True)
+        assert response == text
+        rows.append(
+            SimpleNamespace(
+                prompt=prompt,
+                response=response,
+                ids=tokenizer(prompt).input_ids,
+                tokens=tokens,
+                ended=ended,
+                sampled=sampled[: len(tokens)],
+            )
+        )
+    return rows
+
+
+def plain_logprobs(model, row, temperature):
+    """Log-probabilities of a response and entropies, by plain transformers, without padding. -> [T] each"""
+    logits = model(torch.tensor([row.ids + row.tokens])).logits[0, len(row.ids) - 1 : -1]
+    log_p = (logits / temperature).log_softmax(-1)
+    entropies = -(log_p.exp() * log_p).sum(-1)
+    return log_p[range(len(row.tokens)), row.tokens], entropies
+
+
+def mean(numbers):
+    """Of a list of numbers."""
+    return sum(numbers) / len(numbers)
+
+
+def bigram_share(texts):
+    """Different pairs of neighboring words / all pairs."""
+    pairs = []
+    for text in texts:
+        words = text.lower().split()
+        pairs += [(words[i], words[i + 1]) for i in range(len(words) - 1)]
+    return len(set(pairs)) / len(pairs)
+
+
+def grouped(rows, values):
+    """The values of each prompt. -> list of lists of K"""
+    groups = {}
+    for row, value in zip(rows, values):
+        groups.setdefault(row.prompt, []).append(value)
+    assert all(len(group) == K for group in groups.values())
+    return list(groups.values())
+
+
+def rewards_by_hand(args, rows, raw_scores, kl):
+    """-> scores after clipping and penalty, rewards"""
+    scores = [min(max(score, -args.score_clip), args.score_clip) for score in raw_scores]
+    scores = [score if row.ended else score - args.missing_eos_penalty for row, score in zip(rows, scores)]
+    rewards = scores
+    if args.kl_estimator == "k1":
+        rewards = [score - args.kl_coef * x for score, x in zip(scores, kl)]
+    if args.whiten_rewards:
+        spread = statistics.pstdev(rewards)
+        rewards = [reward / spread for reward in rewards]
+    return scores, rewards
+
+
+def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
+    """Train with plain transformers on the rollouts of an update. -> metrics without clocks, samples"""
+    args = run.args
+    raw_scores = [score for _, _, score in run.reward_calls[number]]
+    old, old_entropies, ref, gaps = [], [], [], []
+    for row in rows:
+        with torch.no_grad():
+            logprobs, row_entropies = plain_logprobs(policy, row, args.temperature)
+            old.append(logprobs)
+            old_entropies.append(row_entropies)
+            ref.append(plain_logprobs(reference, row, args.temperature)[0])
+        gaps += (row.sampled - old[-1]).abs().tolist()
+    kl = [(x - y).sum().item() for x, y in zip(old, ref)]
+    scores, rewards = rewards_by_hand(args, rows, raw_scores, kl)
+    total = {row.prompt: 0.0 for row in rows}
+    for row, reward in zip(rows, rewards):
+        total[row.prompt] += reward
+    advantages = [x - (total[row.prompt] - x) / (K - 1) for row, x in zip(rows, rewards)]
+    advantages = [x if abs(x) > 1e-9 else 0.0 for x in advantages]  # without rounding
+
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    losses, log_ratios, clipped, entropies = [], [], [], []
+    for epoch in range(EPOCHS):
+        order = torch.randperm(P, generator=generator_for(args.seed, "order", number, epoch))
+        for minibatch in order.split(P // args.num_mini_batches):
+            optimizer.zero_grad()
+            for i in [K * prompt + j for prompt in minibatch.tolist() for j in range(K)]:
+                logprobs, row_entropies = plain_logprobs(policy, rows[i], args.temperature)
+                log_ratio = logprobs.sum() - old[i].sum()
+                ratio = log_ratio.exp()
+                bounded = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
+                loss = -torch.min(ratio * advantages[i], bounded * advantages[i])
+                clipped.append(float(bounded * advantages[i] < ratio * advantages[i]))
+                losses.append(loss.item())
+                log_ratios.append(log_ratio.item())
+                entropies += row_entropies.tolist()
+                if args.kl_estimator != "k1":
+                    x = logprobs - ref[i]
+                    kl_loss = 0.5 * x**2 if args.kl_estimator == "k2" else torch.exp(-x) - 1 + x
+                    loss = loss + args.kl_coef * kl_loss.sum()
+                (loss / (len(minibatch) * K)).backward()
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
+            optimizer.step()
+
+    ratios = [math.exp(x) for x in log_ratios]
+    lengths = [len(row.tokens) for row in rows]
+    ended = [row.ended for row in rows]
+    responses = [row.response for row in rows]
+    samples = []
+    for i in range(K):  # the responses to the first prompt
+        texts = dict(update=number, prompt=rows[0].prompt, response=responses[i], score=scores[i])
+        numbers = {"ids": rows[i].tokens, "logprob": old[i], "entropy": old_entropies[i]}
+        numbers |= {"kl": old[i] - ref[i], "advantage": torch.full([lengths[i]], advantages[i])}
+        samples.append(texts | numbers)
+    metrics = {
+        "update": number,
+        "episode": 12 * number,
+        "lr": lr,
+        "objective/kl": mean(kl),
+        "objective/kl_coef": 0.3,
+        "objective/entropy": mean([-x.sum().item() for x in old]),
+        "objective/non_score_reward": -0.3 * mean(kl),
+        "objective/rlhf_reward": mean(scores) - 0.3 * mean(kl),
+        "objective/scores": mean(scores),
+        "loss/policy_avg": mean(losses),
+        "policy/approxkl_avg": mean([0.5 * x**2 for x in log_ratios]),
+        "policy/clipfrac_avg": mean(clipped),
+        "policy/entropy_avg": mean(entropies),
+        "val/ratio": mean(ratios),
+        "val/ratio_var": statistics.pvariance(ratios),
+        "grad_norm": norm.item(),
+        "val/clipfrac_avg": 0.0,
+        "val/num_eos_tokens": sum(ended),
+        "env/reward_mean": mean(raw_scores),
+        "env/reward_std": statistics.pstdev(raw_scores),
+        "rewards/reward/mean": mean(raw_scores),
+        "frac_reward_zero_std": mean([len(set(group)) == 1 for group in grouped(rows, raw_scores)]),
+        "completions/mean_length": mean(lengths),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": 1 - mean(ended),
+        "completions/distinct_2": bigram_share(responses),
+        "sampling/logprob_gap_mean": mean(gaps),
+        "sampling/logprob_gap_max": max(gaps),
+        "judge/scores": mean([score for _, _, score in run.judge_calls[number - 1]]),
+    }
+    return metrics, samples
+
+
+# ---- Training, by hand -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(per_device_train_batch_size=2, gradient_accumulation_steps=3, num_mini_batches=2),
+        dict(kl_estimator="k2"),
+        dict(kl_estimator="k3", max_grad_norm=0.5),
+        dict(whiten_rewards=True, optimizer="torch.optim.AdamW", adam_eps=1e-2),
+    ],
+    ids=["plain", "minibatches", "k2 in the loss", "k3 in the loss, clipped gradient", "whitened, AdamW"],
+)
+def test_two_updates_by_hand(trained, changes):
+    """Every metric and sample of both updates, and the weights in model/, as in plain transformers."""
+    run = trained(**changes)
+    policy = AutoModelForCausalLM.from_pretrained(trained.lm).eval()
+    reference = AutoModelForCausalLM.from_pretrained(trained.lm).eval()
+    if "optimizer" in changes:
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0, eps=1e-2)
+    else:
+        optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    assert len(run.metrics) == 2
+    for number, lr in ((1, 0.008), (2, 0.004)):
+        expected, samples = update_by_hand(
+            run, number, run.parts[f"update {number}"], policy, reference, optimizer, lr
+        )
+        row = run.metrics[number - 1]
+        clocks = {name for name in row if name == "eps" or name.startswith("perf/")}
+        assert set(expected) == set(row) - clocks
+        for name, x in expected.items():
+            assert row[name] == pytest.approx(x, rel=2e-3, abs=2e-5), (number, name)
+        for line, wanted in zip(run.lines[K * number - K : K * number], samples, strict=True):
+            assert list(line) == list(wanted)
+            for name, x in wanted.items():
+                if isinstance(x, torch.Tensor):
+                    x = pytest.approx(x.tolist(), rel=1e-3, abs=1e-4)
+                assert line[name] == (pytest.approx(x) if name == "score" else x), (number, name)
+    assert len(run.lines) == 2 * K
+    ours = AutoModelForCausalLM.from_pretrained(run.folder / "model").state_dict()
+    assert distance(ours, policy.state_dict()) < 2e-4
+    assert distance(ours, reference.state_dict()) > 1e-3
+
+
+def test_the_fixture_is_asymmetric(trained):
+    """Numbers that could be equal by chance are not: otherwise the test above would see less."""
+    run = trained()
+    for number in (1, 2):
+        row, rows = run.metrics[number - 1], run.parts[f"update {number}"]
+        assert 0 < sum(r.ended for r in rows) < 12
+        assert row["policy/clipfrac_avg"] > 0
+        assert row["env/reward_mean"] != pytest.approx(row["objective/scores"], abs=0.1)
+    rows = run.parts["update 1"] + run.parts["update 2"]
+    assert any(row.ended and len(row.tokens) == T for row in rows)  # EOS on the last allowed token
+    assert abs(run.metrics[1]["objective/kl"]) > 0.01
+    equal_groups = []  # of both updates: raw, after clipping, after the penalty; of other groups of 3
+    for number in (1, 2):
+        rows = run.parts[f"update {number}"]
+        raw = [score for _, _, score in run.reward_calls[number]]
+        clipped = [min(max(score, -2.0), 2.0) for score in raw]
+        penalized, _ = rewards_by_hand(run.args, rows, raw, [0.0] * 12)
+        equal = []
+        for scores in (raw, clipped, penalized):
+            equal.append(sum(len(set(group)) == 1 for group in grouped(rows, scores)))
+        equal.append(sum(len(set(raw[i : i + 3])) == 1 for i in range(0, 12, 3)))
+        equal_groups.append(equal)
+    assert any(0 < equal[0] < equal[1] < P for equal in equal_groups)
+    assert any(equal[2] < equal[0] for equal in equal_groups)
+    assert any(equal[3] != equal[0] for equal in equal_groups)
+    assert run.table["before"]["distinct bigrams"] < 1
+    assert run.table["after"]["distinct bigrams"] != run.table["before"]["distinct bigrams"]
+
+
+def test_every_training_post_is_used_once_per_epoch(trained):
+    """8 usable training posts, 4 prompts per update: in 2 updates each comes once, and in another order."""
+    run = trained()
+    usable = [post("Train", i)["prompt"] for i in range(8)]
+    seen = []
+    for number in (1, 2):
+        prompts = [row.prompt for row in run.parts[f"update {number}"]]
+        assert prompts == [prompt for prompt in prompts[::K] for _ in range(K)]
+        assert [prompt for prompt, _, _ in run.reward_calls[number]] == prompts
+        seen += prompts[::K]
+        rows = run.parts[f"update {number}"]  # the responses of a group differ
+        assert all(len(set(group)) > 1 for group in grouped(rows, [tuple(row.tokens) for row in rows]))
+    assert sorted(seen) == usable
+    assert seen != usable
+
+
+def test_clocks(trained):
+    """Seconds of rollout and training add up, and speeds are what they say."""
+    run = trained()
+    for number in (1, 2):
+        row = run.metrics[number - 1]
+        parts = row["perf/rollout_seconds"] + row["perf/train_seconds"]
+        assert row["perf/seconds"] == pytest.approx(parts)
+        tokens = sum(len(r.tokens) for r in run.parts[f"update {number}"])
+        assert row["perf/tokens_per_second"] * row["perf/seconds"] == pytest.approx(tokens)
+        assert row["eps"] * row["perf/seconds"] == pytest.approx(12, rel=0.2)
+        assert min(row["perf/rollout_seconds"], row["perf/train_seconds"], row["perf/peak_memory_mb"]) > 0
+
+
+def test_the_gap_between_sampling_and_training_is_measured(rloo, script, monkeypatch):
+    """Mean and maximum of the differences of log-probabilities, over the tokens of the responses only."""
+    sample_responses = script.sample_responses
+    tokens = []
+
+    def with_a_gap(*inputs):
+        b, responses = sample_responses(*inputs)
+        b["sampling_logprobs"][1, 0] -= 3
+        b["sampling_logprobs"][2] += 1
+        b["sampling_logprobs"][~script.length_mask(b["lengths"], 6)] = 1000.0
+        tokens.append(b["lengths"].tolist())
+        return b, responses
+
+    monkeypatch.setattr(script, "sample_responses", with_a_gap)
+    _, _, [row] = rloo(learning_rate=0.0, total_episodes=8, missing_eos_penalty=None)
+    lengths = tokens[1]  # of the rollout, after those of the evaluation
+    assert row["sampling/logprob_gap_max"] == pytest.approx(3, abs=1e-3)
+    assert row["sampling/logprob_gap_mean"] == pytest.approx((3 + lengths[2]) / sum(lengths), abs=1e-3)
+
+
+# ---- The evaluation, by hand -------------------------------------------------------------------------------
+
+
+def judged(run, call, texts):
+    """The scores of a call of the judge, whose inputs must be the evaluated posts and these texts."""
+    prompts, seen, scores = zip(*run.judge_calls[call])
+    assert list(prompts) == [row["prompt"] for row in run.samples]
+    assert list(seen) == texts
+    return scores
+
+
+@pytest.mark.parametrize("part", ["before", "after"])
+def test_the_final_table_by_hand(trained, part):
+    """Every number of evaluation.json, from the texts and from plain transformers."""
+    run = trained()
+    rows = run.parts[part]
+    reference = AutoModelForCausalLM.from_pretrained(trained.lm).eval()
+    policy = reference
+    if part == "after":
+        policy = AutoModelForCausalLM.from_pretrained(run.folder / "model").eval()
+    kl, ref_logprobs = [], []
+    for row in rows:
+        with torch.no_grad():
+            ours, _ = plain_logprobs(policy, row, 0.8)
+            theirs, _ = plain_logprobs(reference, row, 0.8)
+        assert torch.allclose(ours, row.sampled, atol=1e-4)  # this policy wrote it, at this temperature
+        kl.append((ours - theirs).sum().item())
+        ref_logprobs += theirs.tolist()
+    score, responses = {"before": "score", "after": "score after"}[part], [row.response for row in rows]
+    raw_scores = [row[score] for row in run.samples]
+    assert len(run.judge_calls) == 6  # both rollouts, then responses and references before and after
+    call = {"before": 2, "after": 4}[part]
+    ours = judged(run, call, responses)
+    theirs = judged(run, call + 1, [row["reference"] for row in run.samples])
+    verdicts = [1.0 if x > y else 0.5 if x == y else 0.0 for x, y in zip(ours, theirs)]
+    expected = {
+        "win rate": mean(verdicts),
+        "+- (95 % interval)": 1.96 * statistics.pstdev(verdicts) / math.sqrt(6),
+        "ties": mean([x == 0.5 for x in verdicts]),
+        "no verdict": 0.0,
+        "score mean": mean(raw_scores),
+        "score median": statistics.median(raw_scores),
+        "KL, nats per response": mean(kl),
+        "ended by itself": mean([row.ended for row in rows]),
+        "tokens per response": mean([len(row.tokens) for row in rows]),
+        "perplexity under the reference": math.exp(-mean(ref_logprobs)),
+        "distinct responses": len(set(responses)) / 6,
+        "distinct bigrams": bigram_share(responses),
+    }
+    assert set(run.table[part]) == set(expected)
+    for name, x in expected.items():
+        assert run.table[part][name] == pytest.approx(x, rel=1e-3, abs=1e-5), name
+    assert 0 < expected["ended by itself"] < 1 and 0 < expected["win rate"] < 1
+    assert expected["score mean"] != pytest.approx(expected["score median"], abs=0.01)
+
+
+def test_what_is_on_the_screen(trained):
+    """The batch, the progress, the responses to the first post of each batch, and the final tables.
+
+    The rest of evaluation.json.
+    """
+    run = trained()
+    comparison = [
+        dict(metric=name, before=x, after=run.table["after"][name]) for name, x in run.table["before"].items()
+    ]
+    expected = []
+    for update in (1, 2):
+        rows = [row for row in run.lines if row["update"] == update]
+        texts = [{name: row[name] for name in ("prompt", "response", "score")} for row in rows]
+        expected.append((f"samples of update {update}", texts))
+    expected += [("held-out posts", run.samples[:3]), ("6 held-out posts", comparison)]
+    assert run.tables == expected
+    assert list(run.table) == ["before", "after", "n", "judge", "decoding"]
+    assert (run.table["n"], run.table["judge"]) == (6, run.args.judge_fn)
+    assert run.table["decoding"] == "sampling, temperature 0.8, at most 9 tokens"
+    for name in ("KL, nats per response", "perplexity under the reference", "score mean"):
+        assert abs(run.table["before"][name] - run.table["after"][name]) > 1e-3, name
+    assert f"judge: {run.args.judge_fn}; sampling, temperature 0.8, at most 9 tokens" in run.screen
+    row = run.metrics[-1]
+    numbers = row["objective/scores"], row["objective/kl"], row["val/num_eos_tokens"]
+    score, kl, ended = (f"{x:.3g}" for x in numbers)
+    assert f"\nupdate 2/2  score {score}  KL {kl}  ended {ended}\n" in run.screen
+    batch = "3 responses per pass x 4 accumulated x 1 minibatches x 1 processes = 12 episodes = 4 prompts x 3"
+    assert f"\nbatch: {batch}; 2 updates x 3 epochs x 1 minibatches = 6 optimizer steps\n" in run.screen
+
+
+def test_the_posts_of_the_evaluation(trained):
+    """6 of the 8 usable test posts, each once, with its own summary; no training or validation row."""
+    run = trained()
+    references = {}
+    for i in range(20, 29):
+        row = post("Exam", i)
+        references[row["prompt"]] = row["completion"]
+    without_summary = post("Exam", 24)["prompt"]
+    prompts = [row["prompt"] for row in run.samples]
+    assert len(set(prompts)) == len(prompts) == 6
+    assert set(prompts) <= set(references) - {without_summary}
+    assert prompts != sorted(prompts)  # random order
+    for row in run.samples:
+        assert row["reference"] == references[row["prompt"]]
+    for call in (0, -1):  # what the reward saw before and after
+        assert [prompt for prompt, _, _ in run.reward_calls[call]] == prompts
+
+
+def test_evaluation_samples(trained):
+    """Both responses of each post and their raw scores: before from the first model, after from the last."""
+    run = trained()
+    assert list(run.samples[0]) == ["prompt", "reference", "before", "score", "after", "score after"]
+    for name, score, part, call in (
+        ("before", "score", "before", 0),
+        ("after", "score after", "after", -1),
+    ):
+        assert [row[name] for row in run.samples] == [row.response for row in run.parts[part]]
+        seen = [(row["prompt"], row[name], pytest.approx(row[score])) for row in run.samples]
+        assert run.reward_calls[call] == seen
+    assert [row["before"] for row in run.samples] != [row["after"] for row in run.samples]
+
+
+def test_the_same_random_numbers_before_and_after(trained):
+    """A policy that did not learn writes the same again. Another seed takes other posts in another order."""
+    frozen = trained(learning_rate=0.0)
+    assert frozen.table["before"] == frozen.table["after"]
+    assert [row["before"] for row in frozen.samples] == [row["after"] for row in frozen.samples]
+    assert [row["before"] for row in frozen.samples] == [row["before"] for row in trained().samples]
+    other = trained(learning_rate=0.0, seed=4)
+    assert [row["prompt"] for row in frozen.samples] != [row["prompt"] for row in other.samples]
+    both = {row["prompt"]: row["before"] for row in frozen.samples}
+    assert any(both.get(row["prompt"], row["before"]) != row["before"] for row in other.samples)
+
+
+def test_the_reward_is_the_judge_if_nobody_else_is(trained):
+    """Without --judge-fn and --judge-model, the win rate compares raw rewards; evaluation.json says so."""
+    run = trained(judge_fn=None)
+    assert [run.table["judge"]] == run.args.reward_fn
+    assert "judge/scores" not in run.metrics[0]
+    score_of = {(prompt, text): x for call in run.reward_calls for prompt, text, x in call}
+    verdicts = []
+    for row in run.samples:
+        ours, theirs = score_of[row["prompt"], row["after"]], score_of[row["prompt"], row["reference"]]
+        verdicts.append(1.0 if ours > theirs else 0.5 if ours == theirs else 0.0)
+    assert run.table["after"]["win rate"] == pytest.approx(mean(verdicts))
+    assert run.table["after"]["ties"] == pytest.approx(mean([x == 0.5 for x in verdicts]))
+
+
+def test_the_live_adapter_is_what_is_saved(rloo, script, monkeypatch):
+    """LoRA: the last evaluation and model/, in plain transformers, give the same log-probabilities."""
+    rollouts = spy(monkeypatch, script, "rollout_groups")
+    loaded = spy(monkeypatch, script, "load_policy_and_reference")
+    _, folder, rows = rloo(lora_r=4, learning_rate=0.05)
+    [(_, (_, reference))] = loaded
+    assert reference is None  # the policy without its adapter: the KL starts at 0
+    assert rows[0]["objective/kl"] == 0 and abs(rows[1]["objective/kl"]) > 1e-3
+    merged = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    gaps = []
+    for inputs, (b, responses) in (rollouts[0], rollouts[-1]):
+        for i, prompt in enumerate(prompts_of(inputs, responses)):
+            n = b["lengths"][i]
+            row = SimpleNamespace(ids=tokenizer(prompt).input_ids, tokens=b["ids"][i, -6:][:n].tolist())
+            with torch.no_grad():
+                gaps.append((plain_logprobs(merged, row, 0.7)[0] - b["logprobs"][i, :n]).abs().max().item())
+    assert max(gaps[4:]) < 1e-3 < 1e-2 < max(gaps[:4])
+
+
+# ---- The data ----------------------------------------------------------------------------------------------
+
+
+def test_posts_that_can_be_used(script, tiny_lm):
+    """Text of at most max_prompt_length tokens, in the order of the data, each with its own reference."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    rows = [post("Train", i) for i in range(6)]
+    lengths = [len(tokenizer(row["prompt"]).input_ids) for row in rows]
+    limit = lengths[2]  # rows 3 is longer; rows 0, 1, 4 and 5 are shorter
+    assert lengths[3] > limit > max(lengths[1], lengths[4], lengths[5])
+    rows[1]["completion"] = None
+    rows.insert(3, dict(prompt=None, completion=" none"))
+    rows.insert(1, dict(prompt="", completion=" empty"))
+    posts = script.load_posts(rows, tokenizer, script.Args(max_prompt_length=limit))
+    texts = [tokenizer.decode(x["ids"]) for x in posts]
+    assert texts == [x["prompt"] for x in posts] == [post("Train", i)["prompt"] for i in (0, 1, 2, 4, 5)]
+    references = [post("Train", i)["completion"] for i in (0, 1, 2, 4, 5)]
+    assert [x["reference"] for x in posts] == [references[0], "", *references[2:]]
+    assert [x["columns"] for x in posts] == [row for row in rows if row["prompt"] in texts]
+
+
+def test_the_chosen_posts(script):
+    """num_examples different posts with a reference, for every seed others; all of them if there are few."""
+    posts = [dict(ids=[i], reference=f" {i}" if i % 3 else "") for i in range(30)]
+    chosen = {}
+    for seed in (1, 2):
+        result = script.choose_held_out(posts, script.Args(num_examples=7, seed=seed))
+        chosen[seed] = [x["ids"][0] for x in result]
+        assert all(x["reference"] == f" {x['ids'][0]}" for x in result)
+        assert len(set(chosen[seed])) == 7
+        assert chosen[seed] != sorted(chosen[seed])
+    assert set(chosen[1]) != set(chosen[2])
+    assert len(script.choose_held_out(posts, script.Args(num_examples=99))) == 20
+    no_references = [dict(ids=[i], reference="") for i in range(5)]
+    assert len(script.choose_held_out(no_references, script.Args(num_examples=4))) == 4
+
+
+def test_drawn_posts(script):
+    """Padding is on the left. Random numbers depend on seed and purpose, and differ in every place."""
+    first, second, third = dict(ids=[5]), dict(ids=[7, 8, 9]), dict(ids=[3, 4])
+    posts = [third, second, first, third]
+    args = script.Args(response_length=4, seed=1)
+    drawn = script.draw_groups(posts, 3, args, 5)
+    assert drawn["ids"].tolist() == [[0, 3, 4], [7, 8, 9], [0, 0, 5], [0, 3, 4]]
+    mask = [[False, True, True], [True, True, True], [False, False, True], [False, True, True]]
+    assert drawn["mask"].tolist() == mask
+    assert drawn["uniforms"].shape == (4, 3, 4)
+    assert len(set(drawn["uniforms"].flatten().tolist())) == 4 * 3 * 4
+    assert torch.equal(drawn["uniforms"], script.draw_groups([first] * 4, 3, args, 5)["uniforms"])
+    for other, purpose in ((args, 6), (args, "held-out"), (replace(args, seed=2), 5)):
+        again = script.draw_groups(posts, 3, other, purpose)
+        assert not set(again["uniforms"].flatten().tolist()) & set(drawn["uniforms"].flatten().tolist())
+
+
+def test_a_response_that_completes_a_character(script):
+    """A prompt may end inside a character (Llama, Mistral). The response then begins with that character."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"t": 256, "h": 257, "i": 258, "<e>": 259}
+    model = tokenizers.models.BPE(vocabulary, [], byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    steps = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    backend.decoder = tokenizers.decoders.Sequence(steps)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>")
+    first, second, third = "€".encode()
+    prompts, responses = script.decode(
+        tokenizer, [[256, first, second], [256]], [[third, 257, 258], [257, 258, 259]]
+    )
+    assert prompts == ["t", "t"]  # so that prompt + response is the whole text
+    assert responses == ["€hi", "hi"]
+
+
+def test_a_model_whose_tokenizer_has_no_eos(script):
+    """The end of generation_config is enough. Without any, the run ends with one line."""
+    tokenizer = SimpleNamespace(eos_token_id=None)
+    policy = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=4))
+    assert script.find_stop_tokens(script.Args(), tokenizer, policy).tolist() == [4]
+    policy.generation_config.eos_token_id = None
+    with pytest.raises(script.UserError, match="use --stop-token-id"):
+        script.find_stop_tokens(script.Args(), tokenizer, policy)
+
+
+# ---- Judges ------------------------------------------------------------------------------------------------
+
+
+def test_the_win_rate_by_hand(script):
+    """Missing verdicts are no losses: rate, interval and ties are of the posts with a verdict."""
+    none = math.nan
+    verdicts = torch.tensor([none, 1.0, 0.5, 1.0, none, 0.0, 1.0, none, 1.0, 0.5])
+    given = [1.0, 0.5, 1.0, 0.0, 1.0, 1.0, 0.5]
+    assert script.win_rate(verdicts) == {
+        "win rate": pytest.approx(5 / 7),
+        "+- (95 % interval)": pytest.approx(1.96 * statistics.pstdev(given) / math.sqrt(7)),
+        "ties": pytest.approx(2 / 7),
+        "no verdict": pytest.approx(0.3),
+    }
+    with pytest.raises(script.UserError, match="no verdict at all"):
+        script.win_rate(torch.tensor([none] * 4))
+
+
+def test_both_evaluations_judge_the_same_posts(trained, tmp_path):
+    """A post that has no verdict before or after training counts in neither win rate."""
+    judge = (
+        JUDGE
+        + """
+calls = []
+def score(prompt, response, plain=score):
+    calls.append(1)
+    number = (len(calls) - 1) % 6
+    is_evaluation = len(prompts) == 6
+    return None if is_evaluation and number == len(response) % 6 else plain(prompt, response)
+"""
+    )
+    [judge_fn] = reward_file(tmp_path, CALLS.format(score=judge.strip()), "half_judge")
+    run = trained(judge_fn=judge_fn)
+    calls = calls_of(tmp_path / "half_judge.py.calls")[2:]
+    has_none = [None in (score for _, _, score in row) for row in zip(*calls)]
+    assert 0 < sum(has_none) < 6
+    for part, (ours, theirs) in {"before": calls[:2], "after": calls[2:]}.items():
+        verdicts = []
+        for i in range(6):
+            x, y = ours[i][2], theirs[i][2]
+            if not has_none[i]:
+                verdicts.append(1.0 if x > y else 0.5 if x == y else 0.0)
+        assert run.table[part]["win rate"] == pytest.approx(mean(verdicts))
+        assert run.table[part]["no verdict"] == pytest.approx(mean(has_none))
+
+
+def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script, tiny_lm):
+    """The response wins with the higher score, post by post. Scores that only rounding tells apart are a tie.
+
+    A post for which one of the two has no score has no verdict.
+    """
+
+    def score(prompts, completions, **columns):
+        pairs = list(zip(prompts, completions))
+        return [None if "?" in prompt else prompt.count(text.strip()) for prompt, text in pairs]
+
+    def rounded(prompts, completions, **columns):
+        return [1e-5 * number for number in range(len(prompts))]
+
+    posts = [
+        dict(prompt=x, reference=" y", columns={}) for x in ("x x y", "y y x", "x y", "z y y", "x", "x ?")
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    verdicts = []
+    for functions in ({"score": score}, {"score": score, "rounded": rounded}):
+        get_scores = partial(script.score_responses, functions, None, torch.device("cpu"))
+        verdicts.append(script.compare_scores(get_scores, tokenizer, None, posts, [" x"] * 6))
+    assert verdicts[0].tolist()[:5] == [1.0, 0.0, 0.5, 0.0, 1.0] and verdicts[0][5].isnan()
+    assert torch.equal(verdicts[1][:5], verdicts[0][:5]) and verdicts[1][5] == 0.5
+
+
+def test_a_chat_judge_reads_the_text_of_a_chat(script, chat_with):
+    """Not the list of messages as Python writes it."""
+    flags, asked = chat_with(lambda question: "A")
+    messages = [dict(role="system", content="Be brief."), dict(role="user", content="What is\n2 + 3?")]
+    judge, _ = script.load_judge(script.Args(**flags), None, None, None, None)
+    judge([dict(prompt=messages, reference="5")], ["It is 5."])
+    [(question, _)] = asked
+    assert "system: Be brief.\n\nuser: What is\n2 + 3?" in question and "{" not in question
+
+
+def test_a_chat_judge_in_a_run(trained, chat_with):
+    """It is asked about each evaluated post twice, never about training posts; --judge-fn is still logged."""
+    flags, asked = chat_with(lambda question: "A" if "Exam 2" in question[:200] else "B")
+    run = trained(**flags)
+    assert run.table["judge"] == f"m at {flags['judge_url']}/"
+    assert len(asked) == 12 and not any("Train" in question for question, _ in asked)
+    for part, name in ((asked[:6], "before"), (asked[6:], "after")):
+        for row in run.samples:
+            [question] = [text for text, _ in part if row["prompt"] in text]
+            pairs = [(row[name], row["reference"]), (row["reference"], row[name])]
+            assert any(f"Summary A: {a.strip()}\n\nSummary B: {b.strip()}\n" in question for a, b in pairs)
+    assert len(run.judge_calls) == 2  # one per rollout
+    for number in (1, 2):
+        scores = [score for _, _, score in run.judge_calls[number - 1]]
+        assert run.metrics[number - 1]["judge/scores"] == pytest.approx(mean(scores))
+
+
+def test_a_paid_judge_is_asked_once(script, small, chat_with, monkeypatch):
+    """About each summary, at the end: not in a run that was stopped, and not twice when it is resumed."""
+    flags, asked = chat_with(lambda question: "A")
+    args = small("rloo_tldr", **flags)
+    with monkeypatch.context() as patch:
+        stop_after(patch, script, update=1)
+        with pytest.raises(SystemExit):
+            script.train(args)
+    assert asked == []
+    _, folder = script.train(script.parse_args(["--resume", args.output_dir]))
+    assert len(asked) == 2 * args.num_examples == 8
+    assert json.loads((folder / "evaluation.json").read_text())["judge"] == f"m at {flags['judge_url']}/"
+
+
+def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, monkeypatch, capsys):
+    """Posts, random numbers and win rate of the table: before for the first model, after for model/."""
+    run = trained()
+    for part, policy in (("before", trained.lm), ("after", str(run.folder / "model"))):
+        (tmp_path / part).mkdir()
+        forget_reward_files(tmp_path)
+        [judge] = reward_file(tmp_path / part, CALLS.format(score=JUDGE.strip()))
+        flags = dict(judge_fn=judge, sft_model_path=policy, output_dir=None, reward_fn=["no.py:f"])
+        args = replace(run.args, **flags)
+        result = script.judge_policy(args)
+        assert set(result) == {"win rate", "+- (95 % interval)", "ties", "no verdict"}
+        assert result == {name: pytest.approx(run.table[part][name]) for name in result}
+        ours, theirs = calls_of(tmp_path / part / "reward.py.calls")
+        assert [text for _, text, _ in ours] == [row[part] for row in run.samples]
+        assert [text for _, text, _ in theirs] == [row["reference"] for row in run.samples]
+        line = f"Model win rate: {result['win rate']:.2%} +- {result['+- (95 % interval)']:.2%} ("
+        line += f"{result['ties']:.1%} ties, 0.0% without verdict), n = 6, judge {judge}, sampling, "
+        assert line + "temperature 0.8, at most 9 tokens" in capsys.readouterr().out
