@@ -1056,9 +1056,9 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
     # A soft cap shows only in large logits. So the output layer multiplies by 64, and we divide by 64.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
-    for row, length in enumerate(lengths):
+    for row, length in enumerate(lengths.tolist()):
         text = ids[row, mask[row]]  # without padding
-        logits = lm(text[None]).logits[0, -length - 1 : -1].float() / 64  # [length, V]
+        logits = lm(text[None], logits_to_keep=length + 1).logits[0, :-1].float() / 64  # [length, V]
         own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
     hook.remove()
     gap = (torch.stack([sampled, updated]).sum(2) - own).abs().max()
@@ -1238,7 +1238,7 @@ def load_splits(name):
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
         splits = {split: rows.to_list() for split, rows in loaded.items()}
-    train, held_out = splits["train"], splits.get("test") or splits.get("validation")
+    train, held_out = splits.get("train", []), splits.get("test") or splits.get("validation")
     if not held_out:
         count = max(1, len(train) // 10)
         train, held_out = train[:-count], train[-count:]
@@ -1272,7 +1272,7 @@ def load_all_tasks(args, tokenizer):
     has_other_data = Path(args.dataset_name) != Path(tiny.dataset_name)
     is_foreign = has_other_data and args.hard_dataset_name == tiny.hard_dataset_name
     if args.hard_dataset_name is not None and not is_foreign:
-        splits["harder"] = read_rows(Path(resolve_path(args.hard_dataset_name), "test.jsonl"))
+        _, splits["harder"] = load_splits(args.hard_dataset_name)
     tasks = {name: load_tasks(rows, tokenizer, args) for name, rows in splits.items()}
     counts = ", ".join(f"{len(tasks[name])} of {len(rows)} {name}" for name, rows in splits.items())
     train_tasks = tasks.pop("training")

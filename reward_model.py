@@ -256,7 +256,7 @@ RECIPES = {
 #
 # Shapes: B rows of the data per update, n in a micro-batch; L tokens; Q tokens of prompts that are read once.
 # A row is a labeled text, or a prompt with two or more responses, best first. The texts of all rows are
-# counted through, [texts]. N pairs of texts, each a better and a worse response to the same prompt:
+# numbered consecutively: [texts]. N pairs of texts, each a better and a worse response to the same prompt:
 #
 #     row   responses   texts      better, worse             weight
 #     0     a > b > c   0, 1, 2    (0, 1), (0, 2), (1, 2)    1/3 each
@@ -332,7 +332,7 @@ def train(args):
                     logits = learner(prompts, ids, mask, row_of_text)  # [texts, classes or 1]
                 if has_labels:
                     labels = torch.tensor([row.label for row in rows], device=device)  # [n]
-                    weight = 1.0
+                    weight = 1.0  # for each text
                     losses = F.cross_entropy(logits, labels, reduction="none")
                     unreduced = {"loss": losses, "accuracy": logits.argmax(-1) == labels}
                 else:
@@ -449,7 +449,7 @@ def evaluate_pairs(scores, rows):
             "expected": sizes.sigmoid().mean().item(),
         }
         table.append(row)
-    # All pairs count alike in the table. Here all rows do, as in training. "margin" is the mean difference.
+    # In the table, all pairs count alike. Here, all rows do, as in training. "margin" is the mean difference.
     metrics = {
         "accuracy": (weight * (differences > 0)).sum().item() / len(rows),
         "margin": (weight * differences).sum().item() / len(rows),
@@ -502,12 +502,11 @@ def cut_to_prefixes(rows, tokenizer, args, update):
 
 
 def collate_texts(rows, device, shares_prompts=False):
-    """The texts of all rows, one below the other and padded on the right.
+    """The texts of all rows as one batch, padded on the right.
 
-    With shares_prompts, what the texts of a row have in common at their beginning is taken off, so that the
-    model can read it once.
-    -> prompts [n, Q], what was taken off, with -1 as padding on the left; ids [texts, L]; bool mask
-    [texts, L]; row_of_text [texts]
+    With shares_prompts, the common beginning of a row's texts is moved to `prompts`, so that the model can
+    read it once.
+    -> prompts [n, Q], padded with -1 on the left; ids [texts, L]; bool mask [texts, L]; row_of_text [texts]
     """
     prompts, texts, row_of_text = [], [], []
     for i, row in enumerate(rows):
@@ -664,8 +663,8 @@ def sequence_logits(model, ids, mask):
 def pair_table(rows, device):
     """All pairs of different responses to the same prompt (Ouyang et al. 2022, eq. 1). -> four tensors [N]
 
-    better, worse: the numbers of two texts, where the texts of all rows are counted through; weight: that of
-    the pair, the same for all pairs of a row, and 1 in all, so that all rows count alike; margin
+    better, worse: numbers of texts (the texts of all rows are numbered consecutively); weight: the weights of
+    a row's pairs are equal and add up to 1, so that all rows count alike; margin: that of the row
     """
     table = []
     first = 0  # the number of the row's first text
@@ -677,7 +676,7 @@ def pair_table(rows, device):
 
 
 def different_pairs(texts):
-    """All pairs of texts that differ, as pairs of numbers: the first text is the better one."""
+    """All pairs of different texts, best first. -> list of (number of the better text, of the worse one)"""
     numbers = itertools.combinations(range(len(texts)), 2)
     return [(better, worse) for better, worse in numbers if texts[better] != texts[worse]]
 
@@ -732,7 +731,7 @@ class UserError(Exception):
     """
 
 
-# ---- Loading models ----------------------------------------------------------------------------------------
+# ---- Models ------------------------------------------------------------------------------------------------
 
 
 def resolve_path(name):
@@ -905,7 +904,7 @@ def load_splits(name):
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
         splits = {split: rows.to_list() for split, rows in loaded.items()}
-    train, held_out = splits["train"], splits.get("test") or splits.get("validation")
+    train, held_out = splits.get("train", []), splits.get("test") or splits.get("validation")
     if not held_out:
         count = max(1, len(train) // 10)
         train, held_out = train[:-count], train[-count:]

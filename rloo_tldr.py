@@ -1060,9 +1060,9 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
     # A soft cap shows only in large logits. So the output layer multiplies by 64, and we divide by 64.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
-    for row, length in enumerate(lengths):
+    for row, length in enumerate(lengths.tolist()):
         text = ids[row, mask[row]]  # without padding
-        logits = lm(text[None]).logits[0, -length - 1 : -1].float() / 64  # [length, V]
+        logits = lm(text[None], logits_to_keep=length + 1).logits[0, :-1].float() / 64  # [length, V]
         own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
     hook.remove()
     gap = (torch.stack([sampled, updated]).sum(2) - own).abs().max()
@@ -1465,7 +1465,7 @@ def load_splits(name):
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
         splits = {split: rows.to_list() for split, rows in loaded.items()}
-    train, held_out = splits["train"], splits.get("test") or splits.get("validation")
+    train, held_out = splits.get("train", []), splits.get("test") or splits.get("validation")
     if not held_out:
         count = max(1, len(train) // 10)
         train, held_out = train[:-count], train[-count:]

@@ -1002,7 +1002,7 @@ def load_splits(name):
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
         splits = {split: rows.to_list() for split, rows in loaded.items()}
-    train, held_out = splits["train"], splits.get("test") or splits.get("validation")
+    train, held_out = splits.get("train", []), splits.get("test") or splits.get("validation")
     if not held_out:
         count = max(1, len(train) // 10)
         train, held_out = train[:-count], train[-count:]

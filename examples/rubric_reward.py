@@ -36,7 +36,7 @@ def text_of(x):
 def rubric(prompts, completions, **kwargs):
     """The grade of each completion, from 0.0 to 1.0; None if the chat model does not give one.
 
-    If the server fails, the run ends with one line. Continue it with --resume.
+    If the server fails, the run ends with openai's error. Continue it with --resume.
     """
     client = openai.OpenAI(base_url=os.environ["JUDGE_URL"], api_key=os.environ.get("OPENAI_API_KEY", "none"))
 

@@ -496,7 +496,7 @@ def test_the_prompt_of_a_rollout_is_that_of_training(scripts, family, name):
     if name == "rloo_tldr":
         assert post["reference"] == "That is 8, two times 4."
     else:
-        assert post["columns"] == {"completion": row["completion"]}
+        assert post["columns"] == row
 
 
 def test_references_that_are_chats(scripts):
@@ -511,11 +511,10 @@ def test_references_that_are_chats(scripts):
         seen.extend(zip(prompts, completions, completion))
         return [len(text["content"]) for [text] in completions]
 
-    get_scores = functools.partial(
-        script.score_responses, {"longer": longer}, trainer_state=None, device=torch.device("cpu")
-    )
+    device = torch.device("cpu")
+    get_scores = functools.partial(script.score_responses, {"longer": longer}, None, device)
     texts = ["Eight.", "It is eight, and that is my last word."]
-    assert script.score_judge(get_scores, tokenizer)(posts, texts) == [0.0, 1.0]
+    assert script.compare_scores(get_scores, tokenizer, None, posts, texts).tolist() == [0, 1]
     judged = [chat((ASSISTANT, text)) for text in (*texts, TURNS[3][1], TURNS[3][1])]
     assert seen == [(row["prompt"], text, row["completion"]) for text in judged]
     assert script.plain_text(row["prompt"]) == "assistant: Hello.\n\nuser: What is 2 + 3?"
@@ -534,13 +533,13 @@ def test_bos_comes_once(scripts):
     reward_model = scripts["reward_model"]
     [(ids, labels)] = documents_of(scripts["sft"], tokenizer, row)
     [messages] = documents_of(scripts["sft"], tokenizer, {"messages": row["prompt"] + row["completion"]})
-    loaded = reward_model.load_preference_rows([pair], tokenizer, reward_model.Args(max_length=200))
+    [loaded], _ = reward_model.load_preference_rows([pair], tokenizer, reward_model.Args(max_length=200))
     data = [row]
     prompts = [load_prompts(scripts[name], data, tokenizer)[0]["ids"] for name in GROUPS]
-    for text in (ids, messages[0], *loaded[0].texts, *prompts):
+    for text in (ids, messages[0], *loaded.texts, *prompts):
         assert text[0] == bos and text.count(bos) == 1
         assert tokenizer.decode(text[1:]).startswith(whole)
-    assert loaded[0].texts[0] == ids and labels[0] == -100
+    assert loaded.texts[0] == ids and labels[0] == -100
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -567,7 +566,7 @@ return [float(len(completion[0]["content"])) for completion in completions]"""
     tokenizer = transformers.AutoTokenizer.from_pretrained(chat_lm(family))
     stops = transformers.GenerationConfig.from_pretrained(chat_lm(family)).eos_token_id
     ended_by = set()
-    for _, (b, responses, _) in rollouts:
+    for _, (b, responses) in rollouts:
         for i, response in enumerate(responses):
             tokens = b["ids"][i, -12:].tolist()
             length = b["lengths"][i].item()
@@ -599,7 +598,7 @@ def test_preferences_between_chats(scripts, family):
     joined = {"chosen": chat(*TURNS), "rejected": chat(*TURNS[:3], worse)}
     ids = []
     for row in (separate, joined):
-        [loaded] = script.load_preference_rows([row], tokenizer, args)
+        [loaded], _ = script.load_preference_rows([row], tokenizer, args)
         ids.append(loaded.texts)
     assert ids[0] == ids[1]
     for text, turns in zip(ids[0], [TURNS, (*TURNS[:3], worse)]):
@@ -612,7 +611,7 @@ def test_preferences_whose_chats_repeat_the_prompt(scripts):
     script, tokenizer = scripts["reward_model"], build_tokenizer("llama3")
     chosen, rejected = (chat(TURNS[0], (ASSISTANT, text)) for text in ("It is 5.", "No idea."))
     rows = [{"prompt": TURNS[0][1], "chosen": chosen, "rejected": rejected}]
-    [row] = script.load_preference_rows(rows, tokenizer, script.Args(max_length=200))
+    [row], _ = script.load_preference_rows(rows, tokenizer, script.Args(max_length=200))
     for text, messages in zip(row.texts, (chosen, rejected), strict=True):
         assert tokenizer.decode(text) == tokenizer.apply_chat_template(messages, tokenize=False)
 
@@ -638,7 +637,7 @@ def test_a_damaged_chat_takes_its_prompt_and_its_margin_with_it(scripts):
         {"prompt": prompts[2], "chosen": None, "rejected": answer("d"), "margin": 2.5},
         {"prompt": prompts[3], "chosen": answer("e"), "rejected": answer("f"), "margin": 3.5},
     ]
-    rows = script.load_preference_rows(pairs, tokenizer, args)
+    rows, _ = script.load_preference_rows(pairs, tokenizer, args)
     assert [row.margin for row in rows] == [1.5, 3.5]
     assert [texts(row) for row in rows] == [
         expected(prompts[1], answer("b"), answer("c")),
@@ -649,15 +648,15 @@ def test_a_damaged_chat_takes_its_prompt_and_its_margin_with_it(scripts):
         {"prompt": prompts[1], "responses": [answer("b"), answer("c"), answer("d")]},
         {"prompt": prompts[3], "responses": [answer("g"), answer("h")]},
     ]
-    rows = script.load_preference_rows(rankings, tokenizer, args)
+    rows, _ = script.load_preference_rows(rankings, tokenizer, args)
     assert [texts(row) for row in rows] == [
         expected(prompts[1], answer("b"), answer("c"), answer("d")),
         expected(prompts[3], answer("g"), answer("h")),
     ]
 
 
-def test_references_of_a_reward_model_that_are_chats(scripts, tmp_path, capsys):
-    """Conversations of --center-dataset-name without damaged rows. Long ones keep their end."""
+def test_references_of_a_reward_model_that_are_chats(scripts, tmp_path):
+    """Conversations of --center-dataset-name without damaged rows. Long ones keep BOS and their end."""
     script, tokenizer = scripts["reward_model"], build_tokenizer("gemma")
     rows = [
         {"prompt": None, "completion": chat((ASSISTANT, "Never."))},
@@ -672,7 +671,8 @@ def test_references_of_a_reward_model_that_are_chats(scripts, tmp_path, capsys):
         references = [row.texts for row in script.load_reference_rows([], tokenizer, args)]
         assert all(len(texts) == 1 for texts in references)
         whole = [tokenizer(text, add_special_tokens=False).input_ids for text in expected]
-        assert sorted(texts[0] for texts in references) == sorted(ids[-max_length:] for ids in whole)
+        cut = [ids if len(ids) <= max_length else [ids[0], *ids[1 - max_length :]] for ids in whole]
+        assert sorted(texts[0] for texts in references) == sorted(cut)
 
 
 def test_a_reward_model_scores_chats_as_it_learned_them(scripts, reward, chat_lm, tmp_path):

