@@ -46,6 +46,7 @@ RLHF with PPO (Huang et al. 2024). Results, metrics, which lines to change for w
 
 import copy
 import datetime
+import gzip
 import importlib
 import json
 import logging
@@ -123,7 +124,7 @@ class Args:
     min_text_length: int = 0  # use only reviews that are longer than this, in characters
     query_min_length: int = 2  # shortest prompt, in tokens
     query_max_length: int = 8  # longest prompt, in tokens; lengths are drawn uniformly, both ends included
-    response_min_length: int = 4  # lowest length limit: each response draws its own, uniformly, as in TRL
+    response_min_length: int = 4  # lowest length limit: each response draws its limit uniformly, as in TRL
     response_length: int = 16  # highest length limit, in tokens; EOS may end a response before its limit
     stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
     stop_token_id: int | None = None  # end responses at this token id only, instead of --stop-token
@@ -180,7 +181,7 @@ RECIPES = {
         kl_target=4.0,
         kl_horizon=5_000,
         num_sample_generations=3,
-        num_eval_prompts=512,  # then the mean score's standard error is 4 % of the scores' deviation
+        num_eval_prompts=512,  # the mean's standard error is 1 / sqrt(512) = 4 % of the scores' std
     ),
     "gpt2-imdb": Args(min_text_length=200),
     "gpt2-imdb-lora": Args(min_text_length=200, lora_r=16),
@@ -214,15 +215,17 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "film" predicts "was".
 #
-# Outside of train, B is the number of rows that a function gets.
+# Outside of train, B and T are the sizes of what a function gets.
 #
 # score: one number per response, from the classifier or --reward-fn. reward: one number per token, the KL
-# penalty, plus the score on the last one. (Reward functions, a name of TRL's, return scores.)
+# penalty, plus the score on the last one. (In TRL's names, such as reward functions, rewards/NAME and
+# env/reward_mean, a reward is a score.)
 
 
 def train(args):
     """The whole run, from the flags to the final table. -> (PolicyAndValue, run folder)"""
     check_positive(args, "total_episodes", "temperature", "max_grad_norm", "kl_target", "kl_horizon")
+    check_positive(args, "query_min_length", "response_min_length", "num_eval_prompts")
     if args.query_min_length > args.query_max_length or args.response_min_length > args.response_length:
         raise UserError("--query-min-length or --response-min-length is larger than the largest length")
     accelerator = start_accelerator(args)
@@ -284,7 +287,7 @@ def train(args):
         #    on the number of processes, up to rounding.
         start_time = time.time()
         trainer_state.global_step = update - 1
-        # For random numbers in your own reward function. They do depend on the process.
+        # Seed the global generators, which only your own reward function may use; each process differently.
         set_global_seed(args.seed, update, accelerator.process_index)
         # The beginnings of the next B reviews are the prompts. With them come a length limit for each
         # response, and the random numbers to sample it with.
@@ -457,9 +460,9 @@ def evaluate(respond, batch, judge, args, accelerator):
     respond: rollout, with everything but the prompts filled in. Each process takes its share of the prompts.
     -> metrics (dict of floats), one dict(prompt, response, score) per prompt; scores without clip and penalty
     """
-    # For random numbers in your own reward function.
+    # Seed the global generators, which only your own reward function may use.
     set_global_seed(args.seed, "held-out", accelerator.process_index)
-    with accelerator.split_between_processes(dict(batch)) as share:  # a copy, because it cuts the dict itself
+    with accelerator.split_between_processes(dict(batch)) as share:  # a copy, because accelerate changes it
         b, prompts, responses = respond(share)
     columns = {
         "prompt": prompts,
@@ -550,7 +553,7 @@ def stream_rows(num_rows, start, count, seed):
 def rollout(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args):
     """Sample a response to each prompt, score it, and compute the log-probabilities that PPO calls old.
 
-    batch: from draw_batch; get_rewards: call_reward_functions, with its first arguments. Returns
+    batch: from draw_batch; get_rewards: call_reward_functions, with its first arguments filled in. Returns
     - a dict of tensors: ids, mask [B, C + T]; lengths, stopped, raw_scores, rewards/NAME [B]; logprobs,
       ref_logprobs, sampling_logprobs, entropies, values [B, T]
     - prompts and responses, lists of B str
@@ -575,11 +578,11 @@ def rollout(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args):
     prompt_tokens = list_tokens(prompt_ids, prompt_mask)
     response_tokens = list_tokens(tokens, valid)
     text_tokens = response_tokens
-    if args.stop_token_id is None:  # EOS, <|im_end|>, ... are not text; a stop token you chose (".") is
+    if args.stop_token_id is None:  # EOS and the like are not text; a stop token you chose, such as ".", is
         text_tokens = list_tokens(tokens, valid & ~is_stop)
     prompts, responses = decode(tokenizer, prompt_tokens, text_tokens)  # lists of B str
-    rows = [review["columns"] for review in batch["reviews"]]
-    scores_by_name = get_rewards(rows, prompts, responses, response_tokens)  # name -> [B]
+    data_rows = [review["columns"] for review in batch["reviews"]]
+    scores_by_name = get_rewards(data_rows, prompts, responses, response_tokens)  # name -> [B]
 
     # 3. Compute log-probabilities and values of the tokens with the same forward pass, and as many rows at a
     #    time, as in the update. Dropout is 0, so the ratio is 1 until the first optimizer step, up to
@@ -678,7 +681,7 @@ class PolicyAndValue(nn.Module):
 
 
 def reference_logprobs(ref_model, policy, *inputs):
-    """Log-probabilities under the reference, or under the policy without its LoRA adapter if that is None.
+    """Log-probabilities under the reference or, if ref_model is None, the policy without its LoRA adapter.
 
     inputs: those of response_logprobs -> fp32 [B, T]
     """
@@ -747,8 +750,8 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     The entropies are only logged: they have no gradient.
 
     The logits of all N tokens may need more memory than the model, so no more than 128 rows are computed at
-    once. The backward pass needs them again. The first 2**25 numbers (128 MiB) are kept for it, and it
-    computes the others a second time.
+    once. The first 2**25 logits (128 MiB) stay in memory for the backward pass; the others are computed a
+    second time there.
     """
 
     def logprobs_of_chunk(hidden, tokens):
@@ -934,7 +937,10 @@ def resolve_path(name):
     for path in (Path(name), HERE / name):
         if path.exists():
             return str(path)
-    print(f"{name}: no such file or folder here, so it is looked up on the Hub")
+    if str(name).startswith(
+        ("/", ".", "checkpoints/", "data/", "runs/")
+    ):  # on the Hub, the error would mislead
+        raise UserError(f"{name}: no such file or folder")
     return name
 
 
@@ -959,7 +965,9 @@ def load_model(auto_class, name, new_head=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
     missing = report["missing_keys"]
-    if new_head:  # what is outside of the transformer; and BERT's pooler, which its language models lack
+    if (
+        new_head
+    ):  # accept missing weights outside of the transformer, and of BERT's pooler, a part of the head
         body = f"{model.base_model_prefix}."
         missing = [key for key in missing if key.startswith(body) and "pooler" not in key]
     if missing:
@@ -988,8 +996,11 @@ def load_tokenizer(name, for_prompts=True):
     """
     tokenizer = AutoTokenizer.from_pretrained(resolve_path(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    # Without tokenizer files, transformers returns a tokenizer with nothing but special and added tokens.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
+        raise UserError(f"{name} has no tokenizer")
     last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
-    if for_prompts and last == tokenizer.eos_token_id != last_of_text:
+    if for_prompts and last == tokenizer.eos_token_id and last != last_of_text:
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
 
@@ -1011,6 +1022,7 @@ def check_model(lm, name, max_tokens):
     no_stop, uniforms = torch.tensor([-1], device=device), torch.rand(2, T, device=device)
     tokens, sampled = generate(lm.eval(), ids, mask, lengths, uniforms, no_stop, 1.0)  # [2, T] each
     ids, mask = torch.cat([ids, tokens], 1), torch.cat([mask, length_mask(lengths, T)], 1)
+    # In train mode, so that dropout which is still on shows.
     updated, _, _ = response_logprobs(lm.train(), ids, mask, T, 1.0)  # [2, T]
     compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
 
@@ -1020,7 +1032,8 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
 
     ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
     """
-    # A soft cap shows only in large logits. So the output layer multiplies by 64, and we divide by 64.
+    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only in large
+    # logits. So the output layer multiplies by 64 here, and we divide by 64.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
     for row, length in enumerate(lengths.tolist()):
@@ -1091,9 +1104,12 @@ def load_policy_and_reference(args, name, device, needs_reference=True):
     """
     if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
         raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
+    if args.load_in_8bit and not args.lora_r and not needs_reference:
+        raise UserError("--load-in-8bit: without LoRA and a reference, no weights are frozen")
     eight_bit = {}
     if args.load_in_8bit:
-        # Threshold 0 rounds each token alone. With 6, the default, log-probabilities depend on the batch.
+        # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits,
+        # and which ones depends on the batch. So would log-probabilities.
         config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
         eight_bit = dict(quantization_config=config)
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {})).to(device)
@@ -1290,15 +1306,17 @@ def reward_means(b):
 def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
-    name: a folder with train.jsonl (or train-*.jsonl), or anything that datasets.load_dataset reads, as NAME
-    or NAME:CONFIG. Held out is the split test, or else validation, or else the last 10 % of train.
+    name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
+    else the last 10 % of train.
     """
     splits = {}
     for split in ("train", "validation", "test"):
         folder = Path(resolve_path(name))
-        paths = [*folder.glob(f"{split}.jsonl"), *sorted(folder.glob(f"{split}-*.jsonl"))]
-        if paths:
-            splits[split] = [row for path in paths for row in read_rows(path)]
+        for pattern in (f"{split}.jsonl", f"{split}.jsonl.gz", f"{split}-*.jsonl"):
+            paths = sorted(folder.glob(pattern))
+            if paths and split not in splits:
+                splits[split] = [row for path in paths for row in read_rows(path)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
@@ -1311,12 +1329,12 @@ def load_splits(name):
 
 
 def read_rows(path):
-    """The rows of a jsonl file, a list of dict.
+    """The rows of a jsonl file, which may be compressed. -> list of dict
 
     Not by `datasets`, whose reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
     """
     rows = []
-    with open(path, encoding="utf-8-sig") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
@@ -1332,12 +1350,12 @@ def load_reviews(rows, tokenizer, args):
     ids: the first query_max_length tokens; columns: the row of the data set, for functions of --reward-fn
     """
     rows = [row for row in rows if len(row.get("text") or "") > args.min_text_length]
-    if not rows:
-        raise UserError(f"{args.dataset_name}: no row has a column text that is long enough")
     reviews = []
     for row, ids in zip(rows, tokenizer([row["text"] for row in rows]).input_ids):
         if len(ids) >= args.query_min_length:
             reviews.append({"ids": ids[: args.query_max_length], "columns": row})
+    if not reviews:
+        raise UserError(f"{args.dataset_name}: no row has a column text that is long enough")
     return reviews
 
 
@@ -1405,16 +1423,16 @@ def start_accelerator(args):
         cpu=not torch.accelerator.is_available(),  # Apple's GPUs count, but are untested
         mixed_precision="no",  # autocast is explicit in train
         dynamo_backend="no",
-        gradient_accumulation_plugin=accumulation,  # unlike a number, the environment does not change it
+        gradient_accumulation_plugin=accumulation,  # a number would be replaced by an environment variable
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            # The others wait while the main process saves or, in rloo_tldr.py, asks a judge.
+            # The others wait while the main process saves a large model, or asks a judge.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        raise UserError("accelerate does not connect the processes here; Apple's GPUs work alone")
+        raise UserError("accelerate connects no processes here: on an Apple GPU, only one can train")
     if accelerator.distributed_type == "DEEPSPEED":
         # Batch, clipping and precision follow the flags, not what the config of DeepSpeed says.
         accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
@@ -1535,7 +1553,7 @@ class Run:
     def table(self, title, rows):
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
-        for name, cell in rows[-1].items():  # not rows[0]: in ppo_dialog.py it has empty cells
+        for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
@@ -1601,6 +1619,7 @@ class Run:
         if self.args.resume and checkpoints:
             state = json.loads(checkpoints[-1].read_text())
             self.accelerator.load_state(checkpoints[-1].parent)
+            self.accelerator.step = 0  # accumulate counts from here, since the number of steps may be another
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
@@ -1658,8 +1677,10 @@ class Run:
 
 
 def save_trained(models, weights, folder):
-    """Save only the trained weights, without the prefix of DDP, so that any number of processes can go on: a
-    hook of accelerator.save_state. It has no weights with FSDP2 and DeepSpeed, which save their shards.
+    """Save only the trained weights: a hook of accelerator.save_state.
+
+    Their names have no prefix of DDP, so any number of processes can load them. With FSDP2 and DeepSpeed,
+    `weights` is empty, because these save their shards themselves.
     """
     if weights and accelerate.PartialState().is_main_process:
         model = accelerate.utils.extract_model_from_parallel(models[0])
@@ -1717,7 +1738,7 @@ def parse_args(argv):
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of any script
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
     recipe = "custom" if names_model else "tiny"
     if argv and not argv[0].startswith("-"):
@@ -1735,11 +1756,14 @@ def parse_args(argv):
     if args.resume == "latest":
         folder = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime).parent
     if any(folder.glob("checkpoints/*.pt")):
-        raise UserError(f"{folder}: a run of the third edition; finish it with the version that began it")
+        raise UserError(f"{folder}: a run of the third edition (CHANGELOG.md); finish it with that version")
     saved = json.loads((folder / "args.json").read_text())["args"]
     args = parse(default=Args(**saved | {"output_dir": str(folder)}))
     if Path(args.output_dir).resolve() != folder.resolve():
         raise UserError("--resume continues a run in its own folder: leave out --output-dir")
+    for name in ("optimizer", "adam_eps", "kl_coef"):  # the checkpoint holds what has become of them
+        if saved.get(name) != asdict(args).get(name):
+            raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args
 
 

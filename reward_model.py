@@ -68,6 +68,7 @@ Results, metrics, which lines to change for what: docs/reward_model.md.
 
 import copy
 import datetime
+import gzip
 import importlib
 import itertools
 import json
@@ -739,7 +740,10 @@ def resolve_path(name):
     for path in (Path(name), HERE / name):
         if path.exists():
             return str(path)
-    print(f"{name}: no such file or folder here, so it is looked up on the Hub")
+    if str(name).startswith(
+        ("/", ".", "checkpoints/", "data/", "runs/")
+    ):  # on the Hub, the error would mislead
+        raise UserError(f"{name}: no such file or folder")
     return name
 
 
@@ -764,7 +768,9 @@ def load_model(auto_class, name, new_head=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
     missing = report["missing_keys"]
-    if new_head:  # what is outside of the transformer; and BERT's pooler, which its language models lack
+    if (
+        new_head
+    ):  # accept missing weights outside of the transformer, and of BERT's pooler, a part of the head
         body = f"{model.base_model_prefix}."
         missing = [key for key in missing if key.startswith(body) and "pooler" not in key]
     if missing:
@@ -793,8 +799,11 @@ def load_tokenizer(name, for_prompts=True):
     """
     tokenizer = AutoTokenizer.from_pretrained(resolve_path(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    # Without tokenizer files, transformers returns a tokenizer with nothing but special and added tokens.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
+        raise UserError(f"{name} has no tokenizer")
     last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
-    if for_prompts and last == tokenizer.eos_token_id != last_of_text:
+    if for_prompts and last == tokenizer.eos_token_id and last != last_of_text:
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
 
@@ -891,15 +900,17 @@ def save_reward_model(model, tokenizer, args, folder):
 def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
-    name: a folder with train.jsonl (or train-*.jsonl), or anything that datasets.load_dataset reads, as NAME
-    or NAME:CONFIG. Held out is the split test, or else validation, or else the last 10 % of train.
+    name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
+    else the last 10 % of train.
     """
     splits = {}
     for split in ("train", "validation", "test"):
         folder = Path(resolve_path(name))
-        paths = [*folder.glob(f"{split}.jsonl"), *sorted(folder.glob(f"{split}-*.jsonl"))]
-        if paths:
-            splits[split] = [row for path in paths for row in read_rows(path)]
+        for pattern in (f"{split}.jsonl", f"{split}.jsonl.gz", f"{split}-*.jsonl"):
+            paths = sorted(folder.glob(pattern))
+            if paths and split not in splits:
+                splits[split] = [row for path in paths for row in read_rows(path)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
@@ -912,12 +923,12 @@ def load_splits(name):
 
 
 def read_rows(path):
-    """The rows of a jsonl file, a list of dict.
+    """The rows of a jsonl file, which may be compressed. -> list of dict
 
     Not by `datasets`, whose reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
     """
     rows = []
-    with open(path, encoding="utf-8-sig") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
@@ -1146,16 +1157,16 @@ def start_accelerator(args):
         cpu=not torch.accelerator.is_available(),  # Apple's GPUs count, but are untested
         mixed_precision="no",  # autocast is explicit in train
         dynamo_backend="no",
-        gradient_accumulation_plugin=accumulation,  # unlike a number, the environment does not change it
+        gradient_accumulation_plugin=accumulation,  # a number would be replaced by an environment variable
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            # The others wait while the main process saves or, in rloo_tldr.py, asks a judge.
+            # The others wait while the main process saves a large model, or asks a judge.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        raise UserError("accelerate does not connect the processes here; Apple's GPUs work alone")
+        raise UserError("accelerate connects no processes here: on an Apple GPU, only one can train")
     if accelerator.distributed_type == "DEEPSPEED":
         # Batch, clipping and precision follow the flags, not what the config of DeepSpeed says.
         accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
@@ -1276,7 +1287,7 @@ class Run:
     def table(self, title, rows):
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
-        for name, cell in rows[-1].items():  # not rows[0]: in ppo_dialog.py it has empty cells
+        for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
@@ -1342,6 +1353,7 @@ class Run:
         if self.args.resume and checkpoints:
             state = json.loads(checkpoints[-1].read_text())
             self.accelerator.load_state(checkpoints[-1].parent)
+            self.accelerator.step = 0  # accumulate counts from here, since the number of steps may be another
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
@@ -1399,8 +1411,10 @@ class Run:
 
 
 def save_trained(models, weights, folder):
-    """Save only the trained weights, without the prefix of DDP, so that any number of processes can go on: a
-    hook of accelerator.save_state. It has no weights with FSDP2 and DeepSpeed, which save their shards.
+    """Save only the trained weights: a hook of accelerator.save_state.
+
+    Their names have no prefix of DDP, so any number of processes can load them. With FSDP2 and DeepSpeed,
+    `weights` is empty, because these save their shards themselves.
     """
     if weights and accelerate.PartialState().is_main_process:
         model = accelerate.utils.extract_model_from_parallel(models[0])
@@ -1438,7 +1452,7 @@ def parse_args(argv):
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of any script
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
     recipe = "custom" if names_model else "tiny"
     if argv and not argv[0].startswith("-"):
@@ -1456,11 +1470,14 @@ def parse_args(argv):
     if args.resume == "latest":
         folder = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime).parent
     if any(folder.glob("checkpoints/*.pt")):
-        raise UserError(f"{folder}: a run of the third edition; finish it with the version that began it")
+        raise UserError(f"{folder}: a run of the third edition (CHANGELOG.md); finish it with that version")
     saved = json.loads((folder / "args.json").read_text())["args"]
     args = parse(default=Args(**saved | {"output_dir": str(folder)}))
     if Path(args.output_dir).resolve() != folder.resolve():
         raise UserError("--resume continues a run in its own folder: leave out --output-dir")
+    for name in ("optimizer", "adam_eps", "kl_coef"):  # the checkpoint holds what has become of them
+        if saved.get(name) != asdict(args).get(name):
+            raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args
 
 

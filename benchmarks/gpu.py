@@ -54,36 +54,17 @@ PACKAGES = (  # what the scripts import, and what some flags need
     *("torch", "transformers", "accelerate", "datasets", "tyro", "rich", "safetensors", "tokenizers"),
     *("matplotlib", "numpy", "peft", "bitsandbytes", "triton"),
 )
+NEOX = "hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size".split()
 SHAPES = {  # name -> model type and its config
     "gpt2-124m": ("gpt2", dict(vocab_size=50_257)),  # the defaults of GPT2Config
     "distilbert-66m": ("distilbert", dict(vocab_size=50_257)),  # a larger vocabulary than DistilBERT's
-    "pythia-410m": (
-        "gpt_neox",
-        dict(
-            hidden_size=1024,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            intermediate_size=4096,
-            vocab_size=50_304,
-        ),
-    ),
-    "pythia-1b": (
-        "gpt_neox",
-        dict(
-            hidden_size=2048,
-            num_hidden_layers=16,
-            num_attention_heads=8,
-            intermediate_size=8192,
-            vocab_size=50_304,
-        ),
-    ),
+    "pythia-410m": ("gpt_neox", dict(zip(NEOX, (1024, 24, 16, 4096, 50_304)))),
+    "pythia-1b": ("gpt_neox", dict(zip(NEOX, (2048, 16, 8, 8192, 50_304)))),
 }
 TOY_SIZES = {  # the same model types, so small that a CPU runs them
     "gpt2": dict(n_embd=32, n_layer=2, n_head=2, vocab_size=1100),
     "distilbert": dict(dim=32, n_layers=2, n_heads=2, hidden_dim=64, vocab_size=1100),
-    "gpt_neox": dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=1100
-    ),
+    "gpt_neox": dict(zip(NEOX, (32, 2, 2, 64, 1100))),
 }
 TOY_NOTE = "toy sizes on a CPU, to test this program: these numbers say nothing about a GPU"
 
@@ -186,20 +167,19 @@ def make_folder(shape, toy, folder, all_words=False, **settings):
 @contextlib.contextmanager
 def random_weights(device):
     """In this block, transformers makes random weights, on the GPU, if a folder has a config only."""
-    from transformers import AutoConfig
-    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+    from transformers import PreTrainedModel
 
-    from_pretrained = _BaseAutoModelClass.from_pretrained.__func__
+    from_pretrained = PreTrainedModel.from_pretrained.__func__
 
-    def load_or_make(auto_class, path, **kwargs):
+    def load_or_make(model_class, path, *args, **kwargs):
         if any(Path(path).glob("*.safetensors")):
-            return from_pretrained(auto_class, path, **kwargs)
+            return from_pretrained(model_class, path, *args, **kwargs)
         torch.manual_seed(0)  # the policy and its reference are equal
         with torch.device(device):
-            model = auto_class.from_config(AutoConfig.from_pretrained(path), dtype=kwargs["dtype"])
+            model = model_class._from_config(kwargs["config"], dtype=kwargs["dtype"])
         return model, {"missing_keys": []}
 
-    with replaced(_BaseAutoModelClass, from_pretrained=classmethod(load_or_make)):
+    with replaced(PreTrainedModel, from_pretrained=classmethod(load_or_make)):
         yield
 
 
@@ -542,25 +522,12 @@ def sampling_differences(device, toy):
 
 
 PADDED = {  # small models with the head sizes of GPT-2, pythia-1b and Qwen2.5-0.5B
-    "gpt2, heads of 64": (
-        "gpt2",
-        dict(n_embd=128, n_layer=3, n_head=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0),
-    ),
-    "gpt_neox, heads of 256": (
-        "gpt_neox",
-        dict(hidden_size=512, num_hidden_layers=3, num_attention_heads=2, intermediate_size=256),
-    ),
-    "llama, grouped heads of 64": (
-        "llama",
-        dict(
-            hidden_size=256,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=256,
-        ),
-    ),
+    "gpt2, heads of 64": dict(model_type="gpt2", n_embd=128, n_layer=3, n_head=2),
+    "gpt_neox, heads of 256": dict(model_type="gpt_neox") | dict(zip(NEOX, (512, 3, 2, 256))),
+    "llama, grouped heads of 64": dict(model_type="llama", num_key_value_heads=2)
+    | dict(zip(NEOX, (256, 3, 4, 256))),
 }
+NO_DROPOUT = dict(attn_pdrop=0, embd_pdrop=0, resid_pdrop=0)  # of GPT-2
 
 
 def padding_error(device, architecture, length, dtype):
@@ -576,9 +543,8 @@ def padding_error(device, architecture, length, dtype):
 
     from ppo_sentiment import hidden_states, response_logprobs
 
-    model_type, sizes = PADDED[architecture]
-    ids_of_ends = dict(bos_token_id=0, eos_token_id=0)
-    config = transformers.AutoConfig.for_model(model_type, **sizes, **ids_of_ends, vocab_size=500)
+    settings = NO_DROPOUT | dict(bos_token_id=0, eos_token_id=0, vocab_size=500)
+    config = transformers.AutoConfig.for_model(**PADDED[architecture], **settings)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = list(model.parameters())
@@ -735,17 +701,14 @@ def decode(device, toy, seconds):
     """
     import ppo_sentiment
 
+    batch = 4 if toy else 64
     for shape in ("gpt2-124m", "pythia-1b"):
         model = make_model(ppo_sentiment, shape, toy, device)
-        batches = [
-            (batch, f"{name_of(shape, toy)}, batch {batch}") for batch in ((4, 8) if toy else (64, 512))
-        ]
-        for batch, name in batches:
-            yield attempt(f"{name}, ours, autocast", decode_ours, model, batch, toy, device)
-            yield attempt(f"{name}, theirs, autocast", decode_theirs, model, batch, toy, device)
+        name = f"{name_of(shape, toy)}, batch {batch}"
+        yield attempt(f"{name}, ours, autocast", decode_ours, model, batch, toy, device)
+        yield attempt(f"{name}, theirs, autocast", decode_theirs, model, batch, toy, device)
         model.bfloat16()
-        for batch, name in batches:
-            yield attempt(f"{name}, theirs, weights in bf16", decode_theirs, model, batch, toy, device)
+        yield attempt(f"{name}, theirs, weights in bf16", decode_theirs, model, batch, toy, device)
         del model
         free_memory()
 
@@ -1016,34 +979,20 @@ def launch(device, toy, seconds):
         yield attempt("accelerate launch rloo_tldr.py", run_script, words, folder, 60)
 
         short = [*batch, *SHORT_EVALUATION["ppo_sentiment"]]
+        script = [sys.executable, "ppo_sentiment.py"]
         if importlib.util.find_spec("bitsandbytes") is None:
             yield "ppo_sentiment.py --lora-r 8 --load-in-8bit", "skipped: bitsandbytes is not installed"
         else:
             folder = Path(root, "8bit")
-            words = [
-                sys.executable,
-                "ppo_sentiment.py",
-                "--output-dir",
-                folder,
-                "--total-episodes",
-                1,
-                *short,
-            ]
+            words = [*script, "--output-dir", folder, "--total-episodes", 1, *short]
             words += ["--lora-r", 8, "--load-in-8bit", "--dtype", "auto"]
             yield attempt("ppo_sentiment.py --lora-r 8 --load-in-8bit", run_script, words, folder, 60)
 
         folder = Path(root, "resumed")
-        words = [sys.executable, "ppo_sentiment.py", "--output-dir", folder, "--total-episodes", 1, *short]
+        words = [*script, "--output-dir", folder, "--total-episodes", 1, *short]
         yield attempt("ppo_sentiment.py, one update", run_script, words, folder, 60)
-        two = 2 * episodes_per_update("ppo_sentiment")
-        words = [
-            sys.executable,
-            "ppo_sentiment.py",
-            "--resume",
-            folder,
-            "--total-episodes",
-            20 if toy else two,
-        ]
+        two = 20 if toy else 2 * episodes_per_update("ppo_sentiment")
+        words = [*script, "--resume", folder, "--total-episodes", two]
         yield attempt("ppo_sentiment.py --resume, more updates", run_script, words, folder, 60)
 
         for kind in ("ddp", "fsdp2", "zero2", "zero3"):

@@ -3,13 +3,11 @@
     python benchmarks/speed/profile_update.py rloo_tldr.py --total-episodes 512    # a script and its own flags
     python benchmarks/speed/profile_update.py rloo --peers FOLDER                  # a job of compare.py, in fp32
     python benchmarks/speed/profile_update.py rloo --peers FOLDER --save           # adds a line to the results
-    python benchmarks/speed/profile_update.py rloo --peers FOLDER --operators      # also the operators
     python benchmarks/speed/profile_update.py --show                               # the tables of the results
 
 A phase is some functions of the script, timed from outside. If a function of one phase calls one of another phase,
 the inner time counts only for the inner phase. In the RL scripts, the gradient of the logits counts as "transformer,
 backward". The results are in results/speed/profiles.jsonl.
---operators runs torch.profiler on the fourth update. The profiler itself takes time and memory, so its table is rough.
 """
 
 import argparse
@@ -39,12 +37,12 @@ PHASES = {
         "sequence_logits",
         "shared_prompt_logits",
     ),
-    "logits and their gradient": (
-        "token_logprobs",
-        "next_token_loss",
-    ),
+    "logits and their gradient": ("token_logprobs", "next_token_loss"),
     "transformer, backward": ("accelerate.Accelerator.backward",),
-    "optimizer": ("clip_gradients", "accelerate.optimizer.AcceleratedOptimizer.step"),
+    "optimizer": (
+        "accelerate.Accelerator.clip_grad_norm_",
+        "accelerate.optimizer.AcceleratedOptimizer.step",
+    ),
 }
 
 
@@ -84,14 +82,8 @@ def show():
     for line in map(json.loads, FILE.read_text().splitlines()):
         seconds = line["seconds"]
         total = sum(seconds.values())
-        rows.append(
-            [
-                line["job"],
-                line["dtype"],
-                f"{total:.2f}",
-                *(f"{seconds.get(phase, 0) / total:.0%}" for phase in [*PHASES, "rest"]),
-            ]
-        )
+        shares = [f"{seconds.get(phase, 0) / total:.0%}" for phase in [*PHASES, "rest"]]
+        rows.append([line["job"], line["dtype"], f"{total:.2f}", *shares])
     print(compare.table(["a batch of", "products in", "s", *PHASES, "rest"], rows))
 
 
@@ -105,9 +97,8 @@ def find(module, name):
     return (owner, last) if hasattr(owner, last) else None
 
 
-def profiled(script, flags, save=None, operators=False):
-    """Run a script's main with these flags until its third update is over, and print its phases; with
-    `operators` one update more."""
+def profiled(script, flags, save=None):
+    """Run a script's main with these flags until its third update is over, and print its phases."""
     spec = importlib.util.spec_from_file_location(Path(script).stem, script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by its name
@@ -116,42 +107,22 @@ def profiled(script, flags, save=None, operators=False):
     for phase, names in PHASES.items():
         for owner, name in filter(None, (find(module, name) for name in names)):
             clock.time(owner, name, phase)
-    log, seen = module.Run.log, []
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    log = module.Run.log
 
     def logged(run, metrics):  # the end of an update
         clock.turn()
         metrics = log(run, metrics)
-        seen.append(time.perf_counter())
-        if len(seen) == 3:
-            dtype = json.loads((Path(run.folder) / "args.json").read_text())["args"]["dtype"]
+        if metrics["update"] == 3:
             total = sum(clock.seconds.values())
             print(f"\n{script} {' '.join(map(str, flags))}\nupdate 3: {total:.3f} s")
-            print(
-                ", ".join(
-                    f"{phase} {clock.seconds[phase]:.3f} s, {clock.seconds[phase] / total:.0%}"
-                    for phase in [*PHASES, "rest"]
-                )
-            )
+            for phase in [*PHASES, "rest"]:
+                print(f"{phase} {clock.seconds[phase]:.3f} s, {clock.seconds[phase] / total:.0%}")
             if save:
-                line = dict(
-                    job=save,
-                    dtype=dtype,
-                    seconds=clock.seconds,
-                    machine=compare.describe_machine(torch.get_num_threads()),
-                )
+                dtype = json.loads((Path(run.folder) / "args.json").read_text())["args"]["dtype"]
+                machine = compare.describe_machine(torch.get_num_threads())
+                line = dict(job=save, dtype=dtype, seconds=clock.seconds, machine=machine)
                 with open(FILE, "a") as lines:
                     lines.write(json.dumps(line) + "\n")
-            if operators:
-                profile.start()
-        if len(seen) == 3 + operators:
-            if operators:
-                profile.stop()
-                print(
-                    profile.key_averages().table(
-                        sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=40
-                    )
-                )
             sys.stdout.flush()
             os._exit(0)  # what would follow (more updates, the evaluation, the saved model) is not wanted
         clock.turn()
@@ -160,7 +131,7 @@ def profiled(script, flags, save=None, operators=False):
 
     module.Run.log = logged
     module.main([str(flag) for flag in flags])
-    sys.exit("the run had too few updates: three, and one more for --operators")
+    sys.exit("the run had fewer than three updates")
 
 
 def main():
@@ -169,26 +140,20 @@ def main():
     )
     parser.add_argument("what", nargs="?", help="a script, or with --peers a job of compare.py")
     parser.add_argument("--peers", type=Path, help="the folder of install_peers.sh")
-    parser.add_argument("--rows", help="sft and reward-model: a Hub name or a folder")
-    parser.add_argument(
-        "--operators", action="store_true", help="print the operators of the fourth update, by torch.profiler"
-    )
-    parser.add_argument(
-        "--save", action="store_true", help="append the phases to results/speed/profiles.jsonl"
-    )
+    parser.add_argument("--rows", type=Path, help="sft and reward-model: a folder with a copy of the data")
+    parser.add_argument("--save", action="store_true", help="append the phases to the results")
     parser.add_argument("--show", action="store_true", help="print that file as tables, run nothing")
     args, flags = parser.parse_known_args()
     if args.show:
         return show()
     work, save = Path(tempfile.mkdtemp()), args.save and args.what
     if not args.peers:
-        return profiled(args.what, [*flags, "--output-dir", work], save, args.operators)
+        return profiled(args.what, [*flags, "--output-dir", work], save)
     job, models, rows = compare.JOBS[args.what], args.peers.resolve() / "models", work / "rows"
     if "rows" in job:
-        rows.mkdir()
         compare.write_rows(job, args.rows or job["rows"], models, 4, rows)
     _, script, *command = compare.our_command(job, {}, models, rows, 4, work / "run")
-    profiled(script, [*command, *flags], save, args.operators)
+    profiled(script, [*command, *flags], save)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,9 @@ def keep(scripts, small, tokenizers_of, tmp_path):
             splits = module.load_splits(args.dataset_name)
             return [len(read_rows(module, rows, tokenizer, args)) for rows in splits][0]
         except Exception as error:
-            return f"{type(error).__name__}: {error}".replace(str(tmp_path), "")  # whose name has words of the test's name
+            return f"{type(error).__name__}: {error}".replace(
+                str(tmp_path), ""
+            )  # whose name has words of the test's name
 
     return read
 
@@ -291,7 +293,9 @@ def test_columns(keep, name, number, script):
     check(keep(script, files(ROWS[KIND[script]])), expected[number])
 
 
-@pytest.mark.parametrize("script, kind", [("sft", "completion"), ("sft", "dialog"), ("reward_model", "pairs")])
+@pytest.mark.parametrize(
+    "script, kind", [("sft", "completion"), ("sft", "dialog"), ("reward_model", "pairs")]
+)
 @pytest.mark.parametrize("value", [1, {"a": "film"}], ids=repr)
 def test_what_is_no_text(keep, script, kind, value):
     """It is not made one."""

@@ -331,12 +331,11 @@ def test_the_confusion_matrix_is_that_of_the_file():
         assert cells_of(DOCS["reward_model"], label) == [f"{count:.0f}" for count in counts]
 
 
-def test_the_memory_table_is_that_of_the_file():
-    page = DOCS["running"].split("\n## Memory")[1]
+def test_the_memory_of_running_is_that_of_the_file():
     rows = result("memory.json")["rows"]
-    for flags in {row["flags"] for row in rows}:
-        peaks = [f"{row['peak_mb']:.0f}" for row in rows if row["flags"] == flags]
-        assert cells_of(page, f"`{flags}`" if flags else "none") == peaks
+    peaks = {row["flags"]: row["peak_mb"] for row in rows if row["size"] == "10 layers x 640"}
+    both = peaks["--lora-r 16 --gradient-checkpointing"]
+    assert f"from {peaks['']:.0f} to {both:.0f} MiB" in DOCS["running"]
 
 
 def test_the_speed_tables_are_those_of_the_files(capsys):
@@ -420,7 +419,7 @@ def test_the_tables_of_real_models_are_those_of_the_program():
     printed = {line for job in program.PANELS for table in program.tables(job) for line in table.splitlines()}
     lines = DOCS["real_models"].splitlines()
     rows = [line for line in lines if line.startswith("|") and re.search(r"\d\.\d|&lt;", line)]
-    assert len(rows) > 70 and not set(rows) - printed
+    assert len(rows) > 50 and not set(rows) - printed
 
 
 @pytest.fixture(scope="module")

@@ -56,18 +56,6 @@ def test_updates_at_toy_size():
     assert found["updates measured"] == 2 and found["first log-ratio, largest"] < 0.2
 
 
-def test_shapes_and_operators_at_toy_size():
-    """Items of both sections; and what makes the CPU wait: a selection by a mask, not one by indices."""
-    for name, found in gpu.shapes("cpu", toy=True, seconds=60):
-        assert "error" not in found, (name, found)
-    model = torch.nn.Linear(2, 2)
-    x = torch.arange(4.0)
-    for indices, waits in ((x > 1, 1), (torch.tensor([1, 2]), 0)):
-        with gpu.Operators(model) as operators:
-            x[indices]
-        assert operators.counts["operators that wait for the device"] == waits
-
-
 def test_errors_are_noticed():
     """Outputs and gradients that differ, or are not finite."""
     x = torch.arange(1.0, 5.0)

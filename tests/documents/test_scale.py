@@ -436,7 +436,7 @@ def test_the_tables_of_the_page_are_those_that_the_program_prints():
 
 def test_the_numbers_in_the_text_are_those_of_the_program():
     """Sizes in GB outside of the tables are those of the two GPUs."""
-    text = "\n".join(line for line in PAGE.splitlines() if not line.startswith(("|", "Host memory", "+")))
+    text = " ".join(line for line in PAGE.splitlines() if not line.startswith(("|", "Host memory", "+")))
     assert set(re.findall(r"(\d+) GB\b", text)) == {str(size) for size in scale.GPUS}
     assert "a reserve of 10 % of the memory" in text and scale.USABLE == 0.9
     assert "fits 80 GB if it needs at most 72.0, and 141 GB if at most 126.9." in text

@@ -102,7 +102,10 @@ REFUSED = {
         "critic, not causal": (dict(value_model_path="DATA/both-directions"), "later tokens"),
         "label": (dict(reward_label="splendid"), "splendid"),
         "label, number": (dict(reward_label="7"), "7"),
-        "context, by one token": (dict(query_max_length=200, response_length=57), "fewer tokens than the 257"),
+        "context, by one token": (
+            dict(query_max_length=200, response_length=57),
+            "fewer tokens than the 257",
+        ),
         "query lengths": (dict(query_min_length=9, query_max_length=8), "--query-min-length"),
         "response lengths": (dict(response_min_length=9, response_length=8), "--response-min-length"),
         "KL horizon": (dict(kl_target=1.0, kl_horizon=1.6), "must be more than 1/5 of the batch, 8"),

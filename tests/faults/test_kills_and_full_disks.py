@@ -40,7 +40,9 @@ def checkpoints(folder):
 def file_system(folder, options):
     """A file system of its own, if one may mount here."""
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True
+    ).returncode:
         pytest.skip("mounting is not allowed here")
     try:
         yield folder

@@ -162,7 +162,9 @@ def test_names_of_lora_layers(script, tiny_lm, names):
 def test_a_classifier_that_reads_padding(scripts, tiny_lm, tmp_path):
     """XLNet reads its last position, which is a pad in a batch."""
     sizes = dict(vocab_size=1100, d_model=16, n_layer=1, n_head=2, d_inner=16, num_labels=1)
-    AutoModelForSequenceClassification.from_config(transformers.XLNetConfig(**sizes)).save_pretrained(tmp_path)
+    AutoModelForSequenceClassification.from_config(transformers.XLNetConfig(**sizes)).save_pretrained(
+        tmp_path
+    )
     AutoTokenizer.from_pretrained(tiny_lm()).save_pretrained(tmp_path)
     ppo, rloo = scripts["ppo_sentiment"], scripts["rloo_tldr"]
     for module, load in ((ppo, ppo.load_classifier), (rloo, rloo.load_reward_model)):

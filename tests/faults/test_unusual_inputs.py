@@ -210,5 +210,3 @@ def test_a_head_in_spite_of_the_config(scripts, world, copy_of, change):
     found = script.load_reward_model(script.Args(dtype="float32"), str(folder), CPU)
     texts = ["A sun."], [" It shines."]
     assert found(*texts) == expected(*texts)
-
-

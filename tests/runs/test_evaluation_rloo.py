@@ -56,7 +56,7 @@ FLAGS = dict(  # of the run that most tests look at; 20 episodes are rounded up 
     max_grad_norm=None,
     num_examples=6,
     num_sample_generations=2,
-    seed=19,
+    seed=1,
 )
 CALLS = """import json
 {score}
@@ -383,8 +383,8 @@ def test_two_updates_by_hand(trained, changes):
                 assert line[name] == (pytest.approx(x) if name == "score" else x), (number, name)
     assert len(run.lines) == 2 * K
     ours = AutoModelForCausalLM.from_pretrained(run.folder / "model").state_dict()
-    assert distance(ours, policy.state_dict()) < 2e-4
-    assert distance(ours, reference.state_dict()) > 1e-3
+    assert distance(ours, policy.state_dict()) < 1e-5
+    assert distance(ours, reference.state_dict()) > 5e-4
 
 
 def test_the_fixture_is_asymmetric(trained):

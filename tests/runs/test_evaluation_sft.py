@@ -496,10 +496,8 @@ def test_what_a_run_prints(sft, tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     lengths = [len(document_of(tokenizer, row, 64)[0]) for row in train[:8] if row["completion"]]
     rows = round(6 * len(metrics) / metrics[-1]["epoch"])
-    assert (
-        "training: 7 of 8 rows (1 rows without anything to learn, 1 cut to --max-length 64), held out: "
-        in out
-    )
+    left_out = "1 cut to --max-length 64, 1 rows without anything to learn"
+    assert f"training: 7 of 8 rows ({left_out}), held out: 4 of 4 rows (nothing left out or cut)" in out
     assert f"{rows} rows of up to 64 tokens, {sum(lengths) / rows / 64:.0%} full" in out
     batch = f"2 rows per pass x 3 accumulated x 1 processes = 6 rows; {len(metrics)} updates"
     assert f"batch: {batch} of one optimizer step each" in out

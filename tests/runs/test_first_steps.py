@@ -24,12 +24,12 @@ pytest_plugins = ["run_fixtures"]
 
 
 def test_a_script_alone(tmp_path):
-    """A copy without the folder checkpoints/ names what is missing."""
+    """A copy without the folder checkpoints/ names what is missing, in one line."""
     shutil.copy(ROOT / "ppo_sentiment.py", tmp_path)
     command = [sys.executable, "ppo_sentiment.py"]
     end = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert end.returncode == 1
-    assert end.stdout.startswith("checkpoints/reviews-lm: no such file or folder here")
+    assert end.returncode == 2
+    assert end.stderr == "ppo_sentiment.py: checkpoints/reviews-lm: no such file or folder\n"
 
 
 # ---- Flags -------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_packing_changes_no_loss(sft, tmp_path):
     """Packed documents do not see each other: packing changes neither the loss nor the gradient."""
     data = write_rows(tmp_path / "data", train=SHORT_ROWS * 2, test=SHORT_ROWS)
     before, first = [], []
-    for packing, num_rows in ((True, 2), (False, 8)):
+    for packing, num_rows in ((True, 3), (False, 8)):
         flags = dict(dataset_name=data, packing=packing, per_device_train_batch_size=num_rows)
         _, folder, [metrics] = sft(f"run-{packing}", **flags)
         assert metrics["epoch"] == 1  # each document once
