@@ -390,7 +390,7 @@ def train(args):
                 optimizer.zero_grad()
         copy_weights(learner, model)
 
-        # 4. Log. Metrics that TRL also logs keep its names: those of RLOOTrainer in TRL 0.11, and GRPOTrainer's
+        # 4. Log. Metrics that TRL also logs keep its names: those of RLOOTrainer (TRL 0.11), and GRPOTrainer's
         #    (completions/*, rewards/*, frac_reward_zero_std).
         tokens_trained = valid.sum() * args.num_ppo_epochs
         metric_sums = accelerator.reduce(dict(metric_sums))
@@ -964,9 +964,8 @@ def resolve_path(name):
     for path in (Path(name), HERE / name):
         if path.exists():
             return str(path)
-    if str(name).startswith(
-        ("/", ".", "checkpoints/", "data/", "runs/")
-    ):  # on the Hub, the error would mislead
+    # transformers would say that there is no connection to the Hub.
+    if str(name).startswith(("/", ".", "checkpoints/", "data/", "runs/")):
         raise UserError(f"{name}: no such file or folder")
     return name
 
@@ -992,9 +991,8 @@ def load_model(auto_class, name, new_head=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
     missing = report["missing_keys"]
-    if (
-        new_head
-    ):  # accept missing weights outside of the transformer, and of BERT's pooler, a part of the head
+    if new_head:
+        # Accept missing weights outside of the transformer, and of BERT's pooler, which is a part of the head.
         body = f"{model.base_model_prefix}."
         missing = [key for key in missing if key.startswith(body) and "pooler" not in key]
     if missing:

@@ -765,9 +765,8 @@ def resolve_path(name):
     for path in (Path(name), HERE / name):
         if path.exists():
             return str(path)
-    if str(name).startswith(
-        ("/", ".", "checkpoints/", "data/", "runs/")
-    ):  # on the Hub, the error would mislead
+    # transformers would say that there is no connection to the Hub.
+    if str(name).startswith(("/", ".", "checkpoints/", "data/", "runs/")):
         raise UserError(f"{name}: no such file or folder")
     return name
 
@@ -793,9 +792,8 @@ def load_model(auto_class, name, new_head=False, **kwargs):
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
     missing = report["missing_keys"]
-    if (
-        new_head
-    ):  # accept missing weights outside of the transformer, and of BERT's pooler, a part of the head
+    if new_head:
+        # Accept missing weights outside of the transformer, and of BERT's pooler, which is a part of the head.
         body = f"{model.base_model_prefix}."
         missing = [key for key in missing if key.startswith(body) and "pooler" not in key]
     if missing:

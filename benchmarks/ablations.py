@@ -2,13 +2,11 @@
 
     python benchmarks/ablations.py --jobs 2               # all runs, one thread each; adds what is not there yet
     python benchmarks/ablations.py --only rloo_tldr k3    # runs whose script, name or flags have all these words
-    python benchmarks/ablations.py --list                 # the runs, and which of them are done
     python benchmarks/ablations.py --table                # only write the tables again
 
 A run is `python SCRIPT.py --seed S FLAGS --output-dir runs/ablations/...`. A line of results.jsonl is what is kept of
 it: the held-out numbers of evaluation.json, and from metrics.jsonl the extremes and the means over the last tenth of
-the updates. Tables go to the screen and to README.md next to results.jsonl. To try it out:
---flags "--total-episodes 256" --folder DIR.
+the updates. Tables go to README.md next to results.jsonl. To try it out: --flags "--total-episodes 256" --folder DIR.
 
 To add a change, add a line to CHANGES: script, name, numbers of the tricks in docs/implementation_details.md, flags.
 """
@@ -18,11 +16,9 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import threading
-import time
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -98,7 +94,7 @@ CHANGES = [Change(*row) for row in [
 
 
 def slug(change, seed):
-    """A folder's name."""
+    """The name of a run."""
     return f"{change.script}-{re.sub('[^a-z0-9]+', '-', change.name.lower()).strip('-')}-s{seed}"
 
 
@@ -115,63 +111,42 @@ def summary(rows):
     last = rows[-max(1, len(rows) // 10) :]
     kept = {f"{name}, last": sum(row[name] for row in last) / len(last) for name in LAST if name in rows[0]}
     kept |= {f"{name}, highest": max(row[name] for row in rows) for name in HIGHEST if name in rows[0]}
-    return kept | {
-        "val/ratio, first": rows[0]["val/ratio"],
-        "updates": len(rows),
-        "seconds": sum(row["perf/seconds"] for row in rows),
-    }
+    seconds = sum(row["perf/seconds"] for row in rows)
+    return kept | {"val/ratio, first": rows[0]["val/ratio"], "updates": len(rows), "seconds": seconds}
 
 
-def run(change, seed, extra, work):
-    """One run in a process of its own. -> a line of results.jsonl, or None where it ended in another way
-    than a run can"""
-    folder = work / slug(change, seed)
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    words = [
-        sys.executable,
-        f"{change.script}.py",
-        "--seed",
-        str(seed),
-        *shlex.split(f"{change.flags} {extra}"),
-    ]
-    words += ["--output-dir", str(folder), "--save-every", "0", "--num-sample-generations", "0"]
-    env = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-    with open(f"{folder}.log", "w+") as log:
-        code = subprocess.run(
-            words, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
-        ).returncode
-        log.seek(0)
-        said = log.read().strip().split("\n")[-1]
-    if code not in (0, 2):  # 2: the script stopped, because something is not finite
-        print(f"{folder.name} ended with {code}, see {folder}.log: {said}", flush=True)
-        return None
-    line = dict(script=change.script, name=change.name, flags=change.flags, seed=seed)
-    if code == 2 and not (folder / "metrics.jsonl").exists():
-        print(f"{folder.name} was refused: {said}", flush=True)
-        return None
-    about = json.loads((folder / "args.json").read_text())
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    line |= dict(commit=commit.strip(), torch=about["versions"]["torch"])
-    line["metrics"] = summary(
-        [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    )
-    if code == 2:
-        return line | dict(stopped=said)
-    found = json.loads((folder / "evaluation.json").read_text())
-    for big in ("model", "checkpoints", "adapter"):
-        shutil.rmtree(folder / big, ignore_errors=True)
-    return line | dict(before=found["before"], after=found["after"], n=found["n"])
+def run(change, seed, extra, path):
+    """One run in a process of its own. Its line is added to path."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_folder = Path(folder, "run")
+        words = [sys.executable, f"{change.script}.py", "--seed", str(seed)]
+        words += [*shlex.split(f"{change.flags} {extra}"), "--output-dir", str(run_folder)]
+        words += ["--save-every", "0", "--num-sample-generations", "0"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        end = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+        # 2: the script stopped, because something is not finite.
+        if end.returncode not in (0, 2) or not (run_folder / "metrics.jsonl").exists():
+            raise RuntimeError(f"{slug(change, seed)}:\n{end.stdout[-1000:]}{end.stderr[-3000:]}")
+        rows = [json.loads(text) for text in (run_folder / "metrics.jsonl").read_text().splitlines()]
+        line = dict(script=change.script, name=change.name, flags=change.flags, seed=seed)
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+        line |= dict(commit=commit.strip(), metrics=summary(rows))
+        if end.returncode == 2:
+            line["stopped"] = end.stderr.strip().splitlines()[-1]
+        else:
+            line |= json.loads((run_folder / "evaluation.json").read_text())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(slug(change, seed), line.get("after", line.get("stopped")), flush=True)
 
 
 def spread(values, digits=3):
     """Mean, and in brackets the lowest and the highest."""
     low, high = (f"{x:.{digits}f}" for x in (min(values), max(values)))
-    return (
-        f"{sum(values) / len(values):.{digits}f} ({low} .. {high})"
-        if len(values) > 1
-        else f"{low} (one seed)"
-    )
+    if len(values) == 1:
+        return f"{low} (one seed)"
+    return f"{sum(values) / len(values):.{digits}f} ({low} .. {high})"
 
 
 def table(script, results):
@@ -180,28 +155,27 @@ def table(script, results):
     main, others = COLUMNS[script]
     heads = ["changed", "tricks", *(head for name in main for head in (name, "difference")), *others]
     rows = []
-    for change in (change for change in CHANGES if change.script == script):
+    for change in [change for change in CHANGES if change.script == script]:
         lines = [results[key] for seed in SEEDS if (key := (script, change.flags, seed)) in results]
         ended = [line for line in lines if "after" in line]
         if not lines:
             continue
-        name = f"{change.name}" + (f": `{change.flags}`" if change.flags else "")
-        name += (
-            f"; stopped by itself in {len(lines) - len(ended)} of {len(lines)} runs"
-            if len(ended) < len(lines)
-            else ""
-        )
-        name += f"; {len(lines)} of {len(SEEDS)} seeds" if len(lines) < len(SEEDS) else ""
+        name = change.name
+        if change.flags:
+            name += f": `{change.flags}`"
+        if len(ended) < len(lines):
+            name += f"; stopped by itself in {len(lines) - len(ended)} of {len(lines)} runs"
+        if len(lines) < len(SEEDS):
+            name += f"; {len(lines)} of {len(SEEDS)} seeds"
         cells = [name, ", ".join(map(str, change.tricks))]
         for number in main + others:
             cells.append(spread([line["after"][number] for line in ended]) if ended else "")
             if number in main:
-                start = {seed: results.get((script, "", seed), {}).get("after") for seed in SEEDS}
-                pairs = [
-                    line["after"][number] - start[line["seed"]][number]
-                    for line in ended
-                    if start[line["seed"]]
-                ]
+                pairs = []
+                for line in ended:
+                    start = results.get((script, "", line["seed"]), {}).get("after")
+                    if start:
+                        pairs.append(line["after"][number] - start[number])
                 cells.append(spread(pairs) if pairs and change.flags else "")
         rows.append(cells)
     if not rows:
@@ -211,9 +185,8 @@ def table(script, results):
 
 def tables(results):
     """All tables, with a heading each."""
-    return "\n\n".join(
-        f"### {script}.py\n\n{text}" for script in (S, D, R) if (text := table(script, results))
-    )
+    texts = {script: table(script, results) for script in (S, D, R)}
+    return "\n\n".join(f"### {script}.py\n\n{text}" for script, text in texts.items() if text)
 
 
 README = """# Ablations
@@ -231,98 +204,28 @@ and `after`, and means and extremes of the metrics over the last tenth of the up
 """
 
 
-def write(folder, results):
-    """The tables, on the screen and in the files."""
-    if not (found := tables(results)):
-        return
-    print(f"\n{found}\n")
-    (folder / "README.md").write_text(README.format(seeds=", ".join(map(str, SEEDS)), tables=found))
-
-
-def parse(argv):
-    """The command line."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, each on one thread")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[],
-        metavar="WORD",
-        help="only runs whose script, name or flags have all these words",
+        "--only", nargs="+", default=[], metavar="WORD", help="runs that have all these words"
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, choices=SEEDS)
     parser.add_argument("--folder", type=Path, default=HOME, help="where results.jsonl and README.md are")
-    parser.add_argument(
-        "--flags", default="", help="flags for every run, to try things out; needs another --folder"
-    )
-    parser.add_argument("--list", action="store_true", help="show the runs and start none")
-    parser.add_argument("--table", action="store_true", help="write the tables anew and start nothing")
-    args = parser.parse_args(argv)
-    args.folder = args.folder.resolve()
+    parser.add_argument("--flags", default="", help="flags for every run; needs another --folder")
+    parser.add_argument("--table", action="store_true", help="write the tables again and start nothing")
+    args = parser.parse_args()
     if args.flags and args.folder == HOME:
         parser.error("--flags makes other runs than those of results/ablations: name another --folder")
-    return args
-
-
-def main(argv=None):
-    """Run what is missing and write the tables. -> exit code"""
-    args = parse(argv)
-    path, work, lock = args.folder / "results.jsonl", ROOT / "runs/ablations", threading.Lock()
-    work = work if args.folder == HOME else args.folder / "runs"
-    results = read(path)
-    chosen = [(change, seed) for seed in args.seeds for change in CHANGES  # all changes with the first seed, then with the next
-              if all(word.lower() in f"{change.script} {change.name} {change.flags}".lower() for word in args.only)]  # fmt: skip
-    chosen.sort(
-        key=lambda one: not one[0].tricks and one[0].name != AS_IT_IS
-    )  # what belongs to a trick of the page first
-    missing = [
-        (change, seed) for change, seed in chosen if (change.script, change.flags, seed) not in results
-    ]
-    if args.list:
-        for change, seed in chosen:
-            print(
-                "to do" if (change, seed) in missing else "done ",
-                change.script,
-                f"seed {seed}:",
-                change.name,
-                change.flags,
-            )
-        return 0
-    print(f"{len(chosen)} runs, {len(chosen) - len(missing)} of them done before", flush=True)
-    failed, stop, began = [], threading.Event(), time.time()
-
-    def one(place):
-        change, seed = missing[place]
-        if stop.is_set():
-            return
-        line = run(change, seed, args.flags, work)
-        with lock:
-            if line is None:
-                failed.append(slug(change, seed))
-                return
-            results[change.script, change.flags, seed] = line
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a") as file:
-                file.write(json.dumps(line) + "\n")
-            headline = line["after"][COLUMNS[change.script][0][0]] if "after" in line else line["stopped"]
-            print(
-                f"{place + 1}/{len(missing)}  {time.time() - began:.0f} s  {slug(change, seed)}: {headline}",
-                flush=True,
-            )
-
+    path = args.folder / "results.jsonl"
+    done, todo = read(path), []
+    for seed in SEEDS:  # all changes with the first seed, then with the next
+        for change in CHANGES:
+            words = f"{change.script} {change.name} {change.flags}".lower()
+            is_wanted = all(word.lower() in words for word in args.only)
+            if is_wanted and (change.script, change.flags, seed) not in done:
+                todo.append((change, seed))
     if not args.table:
-        pool = ThreadPoolExecutor(args.jobs)
-        try:
-            list(pool.map(one, range(len(missing))))
-        except KeyboardInterrupt:  # the runs that go on got it too
-            print("stopped; the same command goes on", flush=True)
-            failed.append("stopped")
-        finally:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-    write(args.folder, results)
-    return int(bool(failed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(lambda job: run(*job, args.flags, path), todo))
+    text = tables(read(path))
+    (args.folder / "README.md").write_text(README.format(seeds=", ".join(map(str, SEEDS)), tables=text))

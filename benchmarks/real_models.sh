@@ -52,10 +52,18 @@ smollm2-imdb)
     # The reward: MiniLM as a classifier, on 12,500 reviews of IMDB's training half.
     stage reward reward_model.py smollm2-imdb --model-name-or-path models/minilm-l6 --dataset-name imdb \
         --save-every 100 --keep-checkpoints 1
-    # The judge: another architecture with random weights, on the other half of IMDB.
-    stage judge reward_model.py smollm2-imdb --dataset-name imdb-judge --num-eval-rows 5000 \
-        --from-config "distilbert dim=96 n_layers=1 n_heads=4 hidden_dim=192 max_position_embeddings=512 dropout=0.4 attention_dropout=0.1" \
-        --tokenizer-name-or-path models/minilm-l6 --num-train-epochs 3 --learning-rate 1e-3 --keep-checkpoints 1
+    # The judge: another architecture with random weights, on the other half of IMDB. (The published one was
+    # trained with dropout.)
+    [ -e judge-start/config.json ] || "$PYTHON" - <<'EOT'
+from transformers import AutoTokenizer, DistilBertConfig, DistilBertForSequenceClassification
+
+tokenizer = AutoTokenizer.from_pretrained("models/minilm-l6")
+config = DistilBertConfig(vocab_size=len(tokenizer), dim=96, n_layers=1, n_heads=4, hidden_dim=192)
+DistilBertForSequenceClassification(config).save_pretrained("judge-start")
+tokenizer.save_pretrained("judge-start")
+EOT
+    stage judge reward_model.py smollm2-imdb --model-name-or-path judge-start --dataset-name imdb-judge \
+        --num-eval-rows 5000 --num-train-epochs 3 --learning-rate 1e-3 --keep-checkpoints 1
     stage "ppo-seed$SEED" ppo_sentiment.py smollm2-imdb --seed "$SEED" --model-name-or-path sft/model \
         --reward-model-path reward/model --judge-model-path judge/model --dataset-name imdb \
         --dtype bfloat16 --save-every 4 "$@"
