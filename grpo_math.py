@@ -1705,7 +1705,7 @@ def save_trained(models, weights, folder):
     if weights and accelerate.PartialState().is_main_process:
         model = accelerate.utils.extract_model_from_parallel(models[0])
         save_file({name: p.detach() for name, p in trainable(model).items()}, f"{folder}/trained.safetensors")
-    weights.clear()
+    weights.clear()  # tells accelerate that there is nothing left to save
 
 
 def load_trained(models, folder):
@@ -1714,7 +1714,7 @@ def load_trained(models, folder):
         saved = load_file(f"{folder}/trained.safetensors")
         for name, p in trainable(accelerate.utils.extract_model_from_parallel(model)).items():
             p.data.copy_(saved[name])
-    models.clear()
+    models.clear()  # nothing left to load
 
 
 def rows_of(columns):
@@ -1777,7 +1777,8 @@ def parse_args(argv):
     model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
     recipe = "custom" if names_model else "tiny"
-    if argv and not argv[0].startswith("-"):
+    names_recipe = len(argv) > 0 and not argv[0].startswith("-")
+    if names_recipe:
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
@@ -1790,14 +1791,17 @@ def parse_args(argv):
     # The flags of that run, changed by those that are given now.
     folder = Path(args.resume)
     if args.resume == "latest":
-        folder = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime).parent
+        runs = Path("runs", SCRIPT)
+        folder = max(runs.glob("*/args.json"), key=os.path.getmtime, default=runs / "*/args.json").parent
     if any(folder.glob("checkpoints/*.pt")):
         raise UserError(f"{folder}: a run of the third edition (CHANGELOG.md); finish it with that version")
     saved = json.loads((folder / "args.json").read_text())["args"]
     args = parse(default=Args(**saved | {"output_dir": str(folder)}))
     if Path(args.output_dir).resolve() != folder.resolve():
         raise UserError("--resume continues a run in its own folder: leave out --output-dir")
-    for name in ("optimizer", "adam_eps", "kl_coef"):  # the checkpoint holds what has become of them
+    if names_recipe and recipe != saved["recipe"]:
+        raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
+    for name in ("optimizer", "adam_eps", "kl_coef"):  # their current values are in the checkpoint
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args

@@ -5,15 +5,15 @@ a dialog changes:
 
 1. The prompt is the end of a conversation. It comes with a reference answer: what the person said next
    (`Turn`). "The references" are these answers; "the reference model" is the frozen policy, as elsewhere.
-2. The reward is a weighted sum, and each part of it is logged (`load_reward_parts`). Intent: does the answer
-   have the same dialog act (inform, question, directive, commissive) as the reference answer? It is a
-   classifier's probability of that act, or 1 if that act is the likeliest and 0 otherwise. METEOR: how many
-   words does it share with the reference answer? And your own functions, if there are any. The KL penalty
-   per token is subtracted, as in ppo_sentiment.py.
-3. An answer ends with an end mark. In GPT-2's vocabulary, `<EOU>` is several tokens. If the policy writes it
-   without the space before it, they merge with their neighbor (".<"). So the mark is searched for in the
-   text of the tokens, not among their ids (`load_end_criteria`, `generate_until`).
-4. A policy can raise this reward and still get worse. So the final table also has ROUGE, BLEU, distinct
+2. The score is a weighted sum, and each part of it is logged (`load_reward_parts`). Intent: does the answer
+   have the same dialog act (inform, question, directive, commissive) as the reference answer? Either 1 if
+   a classifier finds that act the likeliest and 0 otherwise, or its probability (--intent-reward). METEOR:
+   how many words does the answer share with the reference answer? And your own functions, if there are
+   any. The KL penalty per token is subtracted, as in ppo_sentiment.py.
+3. An answer ends with an end mark. In GPT-2's vocabulary, `<EOU>` is several tokens. Without a space before
+   it, its first token merges with the character before it (".<"). So the mark is searched for in the text
+   of the tokens, not among their ids (`load_end_criteria`, `generate_until`).
+4. A policy can raise this score and still get worse. So the final table also has ROUGE, BLEU, distinct
    n-grams and the perplexity of the references, before and after training (`evaluate_dialogs`).
 5. Your own metrics go into one function and appear in the log and in the table (`custom_metrics`).
 
@@ -228,10 +228,11 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: the first EOS predicts "Hi".
 #
-# Outside of train, B is the number of rows that a function gets.
+# Outside of train, B and T are the sizes of what a function gets.
 #
 # score: one number per response, the weighted sum of intent, METEOR and --reward-fn. reward: one number per
-# token, the KL penalty, plus the score on the last one. (Reward functions, a name of TRL's, return scores.)
+# token, the KL penalty, plus the score on the last one. (In TRL's names, such as reward functions,
+# rewards/NAME and env/reward_mean, a reward is a score.)
 
 
 def train(args):
@@ -255,7 +256,8 @@ def train(args):
     model, ref_model = load_policy_and_value(args, device)
     check_dialog_model(model.policy, args.model_name_or_path, args.max_prompt_length + T)
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
-    get_reward_parts, num_acts = load_reward_parts(args, device, trainer_state)
+    get_reward_parts, acts_known = load_reward_parts(args, device, trainer_state)
+    num_acts = None if acts_known is None else len(acts_known)
     train_rows, held_out_rows = load_splits(args.dataset_name)
     train_turns = load_turns(train_rows, tokenizer, num_acts, args)
     held_out_turns = load_turns(held_out_rows, tokenizer, num_acts, args)
@@ -268,6 +270,7 @@ def train(args):
         f"{len(held_out_turns)} of {count_turns(held_out_rows)} held out; "
         f"{sum(turn.is_cut for turn in train_turns + held_out_turns)} of their prompts are cut to "
         f"{args.max_prompt_length} tokens\n"
+        f"acts 1, 2, ... of the classifier (they must be those of the data): {acts_known}\n"
         f"METEOR counts {meteor_matches()}; METEOR, ROUGE and BLEU are made for English\n"
         f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
         f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes; {updates} updates "
@@ -298,12 +301,12 @@ def train(args):
         #    on the number of processes, up to rounding.
         start_time = time.time()
         trainer_state.global_step = update - 1
-        # For random numbers in your own reward function. They do depend on the process.
+        # Seed the global generators, which only your own reward function may use; each process differently.
         set_global_seed(args.seed, update, accelerator.process_index)
         # The next B turns with their prompts, and the random numbers to sample answers with.
         prompt_batch = draw_prompts(train_turns, (update - 1) * B, B, args, update)
-        turns = prompt_batch["turns"]
-        with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
+        turns = prompt_batch["turns"]  # of all processes
+        with accelerator.split_between_processes(dict(prompt_batch)) as prompt_share, autocast:
             b, answers = respond(prompt_share)
         b = accelerator.gather(b)  # rollouts of all processes: a dict of tensors, [B, ...] each
         answers = accelerate.utils.gather_object(answers)  # B str, in the order of turns
@@ -480,9 +483,9 @@ def evaluate_dialogs(respond, policy, batch, args, accelerator):
     prompts. -> metrics (dict of floats), one dict(last, reference, answer, score) per prompt; scores without
     clip and penalty
     """
-    # For random numbers in your own reward function.
+    # Seed the global generators, which only your own reward function may use.
     set_global_seed(args.seed, "held-out", accelerator.process_index)
-    with accelerator.split_between_processes(dict(batch)) as share:  # a copy, because it cuts the dict itself
+    with accelerator.split_between_processes(dict(batch)) as share:  # a copy, because accelerate changes it
         b, answers = respond(share)
     columns = {
         "last": [turn.context[-1] for turn in share["turns"]],
@@ -491,13 +494,13 @@ def evaluate_dialogs(respond, policy, batch, args, accelerator):
         "score": b["raw_scores"].tolist(),
         "kl": (b["logprobs"] - b["ref_logprobs"]).sum(1).tolist(),
         "length": b["lengths"].tolist(),
-        "reference_logprobs": [score_reference(policy, turn) for turn in share["turns"]],
+        "logprobs of the reference": [score_reference(policy, turn) for turn in share["turns"]],
     }
     parts = [name for name in ("meteor", "intent", "intent_match") if name in b]
     columns |= {name: b[name].tolist() for name in parts}
     rows = accelerate.utils.gather_object(rows_of(columns))  # of all processes, in the order of the prompts
     column = {name: [row[name] for row in rows] for name in columns}
-    logprobs_of_references = [x for logprobs in column["reference_logprobs"] for x in logprobs]
+    logprobs_of_references = [x for logprobs in column["logprobs of the reference"] for x in logprobs]
     metrics = {
         **text_metrics(column["answer"], column["reference"]),
         **{name: fmean(column[name]) for name in parts},
@@ -721,7 +724,7 @@ def answer_text(tokenizer, tokens, end):
 
 
 def load_reward_parts(args, device, trainer_state):
-    """Load what the reward needs. -> get_reward_parts, and how many acts the classifier knows (None: no
+    """Load what the reward needs. -> get_reward_parts, and the names of the classifier's acts (None: no
     classifier)
 
     get_reward_parts(turns, answers, answer_tokens) -> dict: name -> fp32 [B]:
@@ -731,10 +734,9 @@ def load_reward_parts(args, device, trainer_state):
         rewards/NAME  what the user's function NAME returns; nan: it does not apply
     """
     meteor = load_meteor()
-    classify, num_acts = None, None
+    classify, acts_known = None, None
     if args.reward_model_path is not None:
-        classify, labels = load_classifier(args, args.reward_model_path, device)
-        num_acts = len(labels)
+        classify, acts_known = load_classifier(args, args.reward_model_path, device)
     functions = {} if args.reward_fn is None else load_functions(args.reward_fn)
 
     def get_reward_parts(turns, answers, answer_tokens):
@@ -750,15 +752,16 @@ def load_reward_parts(args, device, trainer_state):
             parts["intent_match"] = match
         meteors = [meteor(turn.reference, answer) for turn, answer in zip(turns, answers)]
         parts["meteor"] = torch.tensor(meteors, device=device)
-        # Your functions get the whole context as the prompt, one utterance per line; the columns of the data;
-        # and a list `turn` (instead of a column of that name). The reference is dialog[turn].
+        # Your functions get the whole context as the prompt, one utterance per line (even if the policy reads
+        # only its end); the columns of the data; and a list of int, `turn`, which replaces a column of that
+        # name. The reference of answer i is dialog[i][turn[i]].
         rows = [turn.columns | {"turn": turn.number} for turn in turns]
         prompts = ["\n".join(turn.context) for turn in turns]
         inputs = rows, prompts, answers, answer_tokens
         rewards = call_reward_functions(functions, trainer_state, device, *inputs)
         return parts | {f"rewards/{name}": x for name, x in rewards.items()}
 
-    return get_reward_parts, num_acts
+    return get_reward_parts, acts_known
 
 
 def intent_texts(previous, answers):
@@ -1205,7 +1208,7 @@ def check_dialog_model(lm, name, max_tokens):
     row_ends = torch.tensor([True, False], device=device)
 
     def is_end(tokens, logits):
-        return row_ends[-len(tokens) :]  # for both rows; later for the second one, which never ends
+        return row_ends if len(tokens) == 2 else row_ends[1:]  # then only the second row is left
 
     tokens, sampled, lengths, _ = generate_until(lm.eval(), ids, mask, uniforms, is_end, 1.0)
     ids, mask = torch.cat([ids, tokens], 1), torch.cat([mask, length_mask(lengths, T)], 1)
@@ -1551,9 +1554,9 @@ def load_turns(rows, tokenizer, num_acts, args):
                     continue
                 if act not in range(1, num_acts + 1):
                     raise UserError(f"data: act {act}, but the classifier knows 1 to {num_acts}")
-            context = tokens[max(t - args.num_context_utterances, 0) : t]
-            prompt_tokens = context_ids(context, args, bos)
-            is_cut = len(prompt_tokens) < len(bos) + sum(len(ids) for ids in context)
+            recent = tokens[max(t - args.num_context_utterances, 0) : t]
+            prompt_tokens = context_ids(recent, args, bos)
+            is_cut = len(prompt_tokens) < len(bos) + sum(len(ids) for ids in recent)
             turns.append(Turn(row, t, utterances[:t], utterances[t], act, prompt_tokens, tokens[t], is_cut))
     if not turns:
         raise UserError(
@@ -1870,7 +1873,7 @@ def save_trained(models, weights, folder):
     if weights and accelerate.PartialState().is_main_process:
         model = accelerate.utils.extract_model_from_parallel(models[0])
         save_file({name: p.detach() for name, p in trainable(model).items()}, f"{folder}/trained.safetensors")
-    weights.clear()
+    weights.clear()  # tells accelerate that there is nothing left to save
 
 
 def load_trained(models, folder):
@@ -1879,7 +1882,7 @@ def load_trained(models, folder):
         saved = load_file(f"{folder}/trained.safetensors")
         for name, p in trainable(accelerate.utils.extract_model_from_parallel(model)).items():
             p.data.copy_(saved[name])
-    models.clear()
+    models.clear()  # nothing left to load
 
 
 def rows_of(columns):
@@ -1993,7 +1996,8 @@ def parse_args(argv):
     model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
     recipe = "custom" if names_model else "tiny"
-    if argv and not argv[0].startswith("-"):
+    names_recipe = len(argv) > 0 and not argv[0].startswith("-")
+    if names_recipe:
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
@@ -2006,14 +2010,17 @@ def parse_args(argv):
     # The flags of that run, changed by those that are given now.
     folder = Path(args.resume)
     if args.resume == "latest":
-        folder = max(Path("runs", SCRIPT).glob("*/args.json"), key=os.path.getmtime).parent
+        runs = Path("runs", SCRIPT)
+        folder = max(runs.glob("*/args.json"), key=os.path.getmtime, default=runs / "*/args.json").parent
     if any(folder.glob("checkpoints/*.pt")):
         raise UserError(f"{folder}: a run of the third edition (CHANGELOG.md); finish it with that version")
     saved = json.loads((folder / "args.json").read_text())["args"]
     args = parse(default=Args(**saved | {"output_dir": str(folder)}))
     if Path(args.output_dir).resolve() != folder.resolve():
         raise UserError("--resume continues a run in its own folder: leave out --output-dir")
-    for name in ("optimizer", "adam_eps", "kl_coef"):  # the checkpoint holds what has become of them
+    if names_recipe and recipe != saved["recipe"]:
+        raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
+    for name in ("optimizer", "adam_eps", "kl_coef"):  # their current values are in the checkpoint
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args

@@ -38,6 +38,11 @@ def folder_of(name):
     return ROOT / "results" / name if group == "gallery" else FOLDER / "runs" / name
 
 
+def healthy_runs(report):
+    """-> dict: name -> run"""
+    return {path.name: report.read_run(path) for path in sorted((FOLDER / "runs/healthy").iterdir())}
+
+
 def import_report(path):
     """report.py, or an earlier version of it in another file."""
     spec = importlib.util.spec_from_file_location("report_to_measure", path)
@@ -82,7 +87,7 @@ def make_table(report):
     """Checks x faults. -> dict"""
     patterns = json.loads((FOLDER / "naming.json").read_text())
     runs = {name: report.read_run(folder_of(name)) for name in patterns}
-    healthy = {path.name: report.read_run(path) for path in sorted((FOLDER / "runs/healthy").iterdir())}
+    healthy = healthy_runs(report)
     named = named_faults(report, runs, patterns)
     unseen = {name: replace(run, band={}, band_args={}) for name, run in runs.items() if "unseen" in name}
     alone = named_faults(report, unseen, patterns)

@@ -210,6 +210,22 @@ def callback_of(snapshots, steps_per_update):
     return See()
 
 
+SAME = "per_device_train_batch_size gradient_accumulation_steps learning_rate lr_scheduler_type max_grad_norm seed"
+QUIET = dict(
+    bf16=False,
+    gradient_checkpointing=False,
+    use_cpu=True,
+    save_strategy="no",
+    report_to=[],
+    disable_tqdm=True,
+)
+
+
+def same_flags(args, names):
+    """Flags that have the same name in TRL. -> dict"""
+    return {name: getattr(args, name) for name in names.split()}
+
+
 def train_grpo_trl(script, args, updates, snapshots):
     """TRL 1.16's GRPOTrainer."""
     import datasets
@@ -218,23 +234,11 @@ def train_grpo_trl(script, args, updates, snapshots):
 
     config = trl.GRPOConfig(
         output_dir=args.output_dir,
-        per_device_train_batch_size=args.per_device_train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        num_generations=args.num_generations,
+        **same_flags(args, f"{SAME} num_generations temperature"),
         max_completion_length=args.response_length,
-        temperature=args.temperature,
-        learning_rate=args.learning_rate,
-        lr_scheduler_type=args.lr_scheduler_type,
         weight_decay=0.01,
-        max_grad_norm=args.max_grad_norm,
         max_steps=updates,
-        seed=args.seed,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
+        **QUIET,
         logging_steps=1,
     )
     policy = transformers.AutoModelForCausalLM.from_pretrained(
@@ -260,27 +264,16 @@ def train_rloo_trl(script, args, updates, snapshots):
     steps = args.num_mini_batches * args.num_ppo_epochs
     config = trl.RLOOConfig(
         output_dir=args.output_dir,
-        per_device_train_batch_size=args.per_device_train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        **same_flags(args, f"{SAME} temperature"),
         steps_per_generation=args.gradient_accumulation_steps * args.num_mini_batches,
         num_iterations=args.num_ppo_epochs,
         num_generations=args.rloo_k,
         beta=args.kl_coef,
         epsilon=args.cliprange,
         max_completion_length=args.response_length,
-        temperature=args.temperature,
-        learning_rate=args.learning_rate,
-        lr_scheduler_type=args.lr_scheduler_type,
         weight_decay=0.01,
-        max_grad_norm=args.max_grad_norm,
         max_steps=updates * steps,
-        seed=args.seed,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
+        **QUIET,
         logging_steps=steps,
     )
     tokenizer = script.load_tokenizer(args.model_name_or_path)
@@ -361,27 +354,15 @@ def train_critic_trl(script, args, updates, snapshots):
         # micro-batch is as large as the batch, and each minibatch is a part of it.
         per_device_train_batch_size=args.per_device_train_batch_size * args.num_mini_batches,
         gradient_accumulation_steps=1,
-        num_mini_batches=args.num_mini_batches,
-        num_ppo_epochs=args.num_ppo_epochs,
-        total_episodes=args.total_episodes,
-        local_rollout_forward_batch_size=args.local_rollout_forward_batch_size,
-        response_length=args.response_length,
-        temperature=args.temperature,
+        **same_flags(
+            args,
+            "num_mini_batches num_ppo_epochs total_episodes local_rollout_forward_batch_size response_length "
+            "temperature missing_eos_penalty kl_coef cliprange learning_rate lr_scheduler_type seed",
+        ),
         stop_token="eos",
-        missing_eos_penalty=args.missing_eos_penalty,
-        kl_coef=args.kl_coef,
-        cliprange=args.cliprange,
-        learning_rate=args.learning_rate,
-        lr_scheduler_type=args.lr_scheduler_type,
         weight_decay=0.0,  # AdamW without it is Adam
-        seed=args.seed,
         num_sample_generations=0,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
+        **QUIET,
         logging_steps=1,
     )
     tokenizer = script.load_tokenizer(args.model_name_or_path)
@@ -415,23 +396,12 @@ def supervised_settings(args, updates, our_order):
     """The settings that TRL 1.16's SFTConfig and RewardConfig share. -> dict"""
     return dict(
         output_dir=args.output_dir,
-        per_device_train_batch_size=args.per_device_train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        max_length=args.max_length,
+        **same_flags(args, f"{SAME} max_length"),
         max_steps=updates,
-        learning_rate=args.learning_rate,
-        lr_scheduler_type=args.lr_scheduler_type,
         warmup_steps=math.ceil(args.warmup_ratio * updates),
         weight_decay=0.01,
-        max_grad_norm=args.max_grad_norm,
-        seed=args.seed,
         train_sampling_strategy="sequential" if our_order else "random",
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
+        **QUIET,
         logging_steps=updates,
     )
 

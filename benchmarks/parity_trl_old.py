@@ -39,6 +39,11 @@ def load_tokenizer(folder, padding_side="left"):
     )
 
 
+def select(settings, names):
+    """Settings that have the same name in TRL. -> dict"""
+    return {name: settings[name] for name in names.split()}
+
+
 def train_rloo(settings, snapshots):
     """Train as the settings say. They are fields of rloo_tldr.py's Args, and rows: token ids of the prompts."""
     tokenizer = load_tokenizer(settings["model_name_or_path"])
@@ -52,23 +57,14 @@ def train_rloo(settings, snapshots):
     with tempfile.TemporaryDirectory() as folder:
         config = RLOOConfig(
             output_dir=folder,
-            per_device_train_batch_size=settings["per_device_train_batch_size"],
-            gradient_accumulation_steps=settings["gradient_accumulation_steps"],
-            num_mini_batches=settings["num_mini_batches"],
-            num_ppo_epochs=settings["num_ppo_epochs"],
-            total_episodes=settings["total_episodes"],
-            local_rollout_forward_batch_size=settings["local_rollout_forward_batch_size"],
-            response_length=settings["response_length"],
-            temperature=settings["temperature"],
-            rloo_k=settings["rloo_k"],
-            kl_coef=settings["kl_coef"],
-            cliprange=settings["cliprange"],
-            missing_eos_penalty=settings["missing_eos_penalty"],
+            **select(
+                settings,
+                "per_device_train_batch_size gradient_accumulation_steps num_mini_batches num_ppo_epochs "
+                "total_episodes local_rollout_forward_batch_size response_length temperature rloo_k kl_coef "
+                "cliprange missing_eos_penalty learning_rate lr_scheduler_type seed",
+            ),
             stop_token="eos",
-            learning_rate=settings["learning_rate"],
-            lr_scheduler_type=settings["lr_scheduler_type"],
             weight_decay=0.01,
-            seed=settings["seed"],
             num_sample_generations=0,
             save_strategy="no",
             report_to=[],
@@ -146,24 +142,18 @@ def train_ppo(settings, snapshots):
     mini_batch_size = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"]
     batch_size = mini_batch_size * settings["num_mini_batches"]
     config = PPOConfig(
-        seed=settings["seed"],
-        learning_rate=settings["learning_rate"],
+        **select(
+            settings,
+            "seed learning_rate gradient_accumulation_steps gamma lam cliprange cliprange_value vf_coef "
+            "score_clip whiten_rewards max_grad_norm",
+        ),
         batch_size=batch_size,
         mini_batch_size=settings["per_device_train_batch_size"],
-        gradient_accumulation_steps=settings["gradient_accumulation_steps"],
         ppo_epochs=settings["num_ppo_epochs"],
         init_kl_coef=settings["kl_coef"],
         adap_kl_ctrl=settings["kl_target"] is not None,
         target=settings["kl_target"],
         horizon=settings["kl_horizon"],
-        gamma=settings["gamma"],
-        lam=settings["lam"],
-        cliprange=settings["cliprange"],
-        cliprange_value=settings["cliprange_value"],
-        vf_coef=settings["vf_coef"],
-        score_clip=settings["score_clip"],
-        whiten_rewards=settings["whiten_rewards"],
-        max_grad_norm=settings["max_grad_norm"],
         ratio_threshold=math.inf,  # no minibatch is skipped
     )
     assert settings["lr_scheduler_type"] == "linear" and settings["temperature"] == 1

@@ -87,6 +87,12 @@ def test_gold_score_by_hand(summary, points):
     assert gold_score([POST], [summary]) == pytest.approx([points])
 
 
+def test_gold_score_refuses_other_posts():
+    """The recipe tiny with other data needs --judge-fn None, or a judge of its own."""
+    with pytest.raises(ValueError, match="use --judge-fn None"):
+        gold_score([POST, "SUBREDDIT: r/aww\n\nPOST: My cat sleeps a lot.\n\nTL;DR:"], [GOOD, " A cat."])
+
+
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(text=st.text(max_size=60))
 def test_gold_score_takes_any_text(text):

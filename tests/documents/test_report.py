@@ -59,9 +59,9 @@ def test_the_table_of_checks_and_faults(monkeypatch):
     named = diagnose.named_faults(report, runs, patterns)
     assert table["not named"] == sorted(runs.keys() - named)
     assert sum(name.startswith("unseen") for name in runs) == 80
-    healthy = [report.read_run(diagnose.folder_of(name)) for name in diagnose.names_of_runs("healthy")]
+    healthy = diagnose.healthy_runs(report)
     assert table["healthy runs"] == len(healthy) and table["false alarms"] == []
-    assert not any(report.find_problems(run) for run in healthy)
+    assert not any(report.find_problems(run) for run in healthy.values())
     assert list(table["checks"]) == [check.__name__.removeprefix("check_") for check in report.CHECKS]
 
 

@@ -285,8 +285,8 @@ def test_intent_by_hand(script, small, tiny_intents, kind):
             intent_reward=reward,
             local_rollout_forward_batch_size=3,
         )
-        get_reward_parts, num_acts = script.load_reward_parts(args, CPU, None)
-        assert num_acts == 4
+        get_reward_parts, acts = script.load_reward_parts(args, CPU, None)
+        assert len(acts) == 4
         found[reward] = get_reward_parts(turns_with_acts(script, [1, 2, 3, 4]), ANSWERS, [[]] * 4)
         assert torch.equal(found[reward]["intent_match"], match)
         likeliest = get_reward_parts(turns_with_acts(script, likeliest_acts), ANSWERS, [[]] * 4)

@@ -208,9 +208,11 @@ def test_flags_of_a_resumed_run(script, small):
     script.train(args)
     resume_flags = ["--resume", args.output_dir]
     assert script.parse_args(resume_flags) == replace(args, resume=args.output_dir)
-    changed = script.parse_args(["tiny", *resume_flags, "--save_every", "7", "--vf-coef", "0.5"])
+    changed = script.parse_args([*resume_flags, "--save_every", "7", "--vf-coef", "0.5"])
     assert (changed.save_every, changed.vf_coef, changed.learning_rate) == (7, 0.5, 0.123)
     assert changed.recipe == "custom"
+    with pytest.raises(script.UserError, match="has the recipe custom, not tiny"):
+        script.parse_args(["tiny", *resume_flags])
     # The same command with --resume works again and again, however it spells the folder.
     script.parse_args([*resume_flags, "--output-dir", args.output_dir + "/"])
     with pytest.raises(script.UserError, match="leave out --output-dir"):

@@ -192,8 +192,8 @@ def test_a_classifier_of_acts_for_ppo_dialog(reward, dialog, scripts, small, tin
     model, tokenizer = classifier(folder / "model")
     script = scripts["ppo_dialog"]
     args = small("ppo_dialog", reward_model_path=str(folder / "model"))
-    reward_parts, num_acts = script.load_reward_parts(args, torch.device("cpu"), None)
-    assert num_acts == 4
+    reward_parts, acts = script.load_reward_parts(args, torch.device("cpu"), None)
+    assert len(acts) == 4
     turns, expected = [], []
     for act, text in enumerate(SHORT, start=1):
         turns.append(script.Turn({}, 1, [f"{text} "], "", act, [], []))
