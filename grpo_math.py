@@ -992,7 +992,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
     model, report = auto_class.from_pretrained(path, **kwargs)
     missing = report["missing_keys"]
     if new_head:
-        # Accept missing weights outside of the transformer, and of BERT's pooler, which is a part of the head.
+        # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
         body = f"{model.base_model_prefix}."
         missing = [key for key in missing if key.startswith(body) and "pooler" not in key]
     if missing:

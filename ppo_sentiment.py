@@ -965,7 +965,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
     model, report = auto_class.from_pretrained(path, **kwargs)
     missing = report["missing_keys"]
     if new_head:
-        # Accept missing weights outside of the transformer, and of BERT's pooler, which is a part of the head.
+        # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
         body = f"{model.base_model_prefix}."
         missing = [key for key in missing if key.startswith(body) and "pooler" not in key]
     if missing:
@@ -1173,8 +1173,8 @@ def load_classifier(args, name, device):
     It reads text with its own tokenizer, so it need not share the policy's.
     """
     model = load_model(AutoModelForSequenceClassification, name).to(device).eval().requires_grad_(False)
-    if model.config.model_type in ("xlnet", "ctrl"):
-        raise UserError(f"{name}: XLNet and CTRL read the last position, which may be padding")
+    if model.config.model_type in ("xlnet", "ctrl", "modernbert-decoder"):
+        raise UserError(f"{name}: {model.config.model_type} reads the last position, which may be padding")
     tokenizer = load_tokenizer(name, for_prompts=False)
     tokenizer.truncation_side = "left"  # the response is at the end
     max_length = min(tokenizer.model_max_length, context_length(model.config))

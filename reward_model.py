@@ -623,8 +623,13 @@ def can_share_prompts(model, args, accelerator):
     is_decoder = hasattr(classifier, "score")
     if not is_decoder or args.gradient_checkpointing or accelerator.distributed_type == "FSDP":
         return False
+    # Recurrent layers have no keys and values.
+    layers = transformers.DynamicCache(config=classifier.config).layers
+    if not all(isinstance(layer, transformers.cache_utils.DynamicLayer) for layer in layers):
+        return False
     # The longest text that there can be, and a short row next to it, which needs padding.
-    prompt = [i % classifier.config.vocab_size for i in range(args.max_length - 2)]
+    vocab_size = classifier.config.get_text_config().vocab_size
+    prompt = [i % vocab_size for i in range(args.max_length - 2)]
     rows = [Row([[*prompt, 5, 6], [*prompt, 7]]), Row([[9, 8, 7], [9, 4]])]
     alone, shared = [model.eval()(*collate_texts(rows, classifier.device, x)) for x in (False, True)]
     return torch.allclose(alone, shared, 0.01, 0.01)
@@ -768,7 +773,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
     model, report = auto_class.from_pretrained(path, **kwargs)
     missing = report["missing_keys"]
     if new_head:
-        # Accept missing weights outside of the transformer, and of BERT's pooler, which is a part of the head.
+        # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
         body = f"{model.base_model_prefix}."
         missing = [key for key in missing if key.startswith(body) and "pooler" not in key]
     if missing:
@@ -863,7 +868,7 @@ def build_classifier(args, tokenizer, train_rows, label_names):
         nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
     if not all(p.is_floating_point() for p in model.parameters()):
         raise UserError(f"{name}: quantized weights cannot be trained here")
-    if model.config.model_type in ("xlnet", "ctrl"):
+    if model.config.model_type in ("xlnet", "ctrl", "modernbert-decoder"):
         raise UserError(f"{name}: XLNet and CTRL read the last position, which may be padding")
     if context_length(model.config) < args.max_length:
         raise UserError(f"{name} reads fewer tokens than --max-length {args.max_length}")

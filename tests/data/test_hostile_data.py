@@ -234,7 +234,7 @@ FILES = {  # name -> files of a folder; the rows that are kept (one is held out 
     "one row": ({"train.jsonl": jsonl(TEXTS[:1])}, REFUSED),
     "two rows": ({"train.jsonl": jsonl(TEXTS[:2])}, 1),
     "one held-out row": ({"train.jsonl": LINES, "test.jsonl": jsonl(TEXTS[:1])}, 3),
-    "only test": ({"test.jsonl": LINES}, "train"),
+    "only test": ({"test.jsonl": LINES}, REFUSED),
     "empty test": ({"train.jsonl": LINES, "test.jsonl": b""}, 2),
     "other test": ({"train.jsonl": LINES, "test.jsonl": b'{"x": 1}\n{"x": 2}\n'}, "nothing to learn"),
     "with a picture": ({"train.jsonl": LINES, "photo.png": b"\x89PNG and no more"}, 2),

@@ -138,8 +138,8 @@ reward_model.collate_texts: the prompt is the whole shorter text (IndexError)
   + row.texts
 ppo_sentiment.load_splits: backups of a file are read too
   faults/test_unusual_inputs.py::test_values_stay_as_they_are
-  - folder.glob(f"{split}.jsonl")
-  + folder.glob(f"{split}*.jsonl*")
+  - f"{split}-*.jsonl"
+  + f"{split}-*.jsonl*"
 reward_model.preference_ids: truncation cuts EOS (trap 9)
   data/test_preferences.py::test_a_prompt_is_cut_once_per_row
   - ids[:start] + ids[start + cut :]
@@ -533,7 +533,7 @@ sft.collate_rows: packed positions go on
   - torch.arange(len(document_ids))
   + torch.arange(start, end)
 sft.load_documents: a document is learned from the one before
-  math/test_fine_tuning.py::test_the_loss_of_packed_rows_is_the_loss_of_all_documents
+  runs/test_sft.py::test_packing_changes_no_loss
   - [-100, *labels[1 : args.max_length]]
   + labels[: args.max_length]
 sft.train: held-out documents are not drawn at random
@@ -773,7 +773,7 @@ ppo_sentiment.train: the score of samples.jsonl is that before clipping
   - scores[:4].tolist()
   + b["raw_scores"][:4].tolist()
 grpo_math.train: samples.jsonl shows responses of several tasks
-  runs/test_tokens.py::test_samples_of_a_group[grpo_math]
+  runs/test_evaluation_grpo.py::test_samples_during_the_run
   - responses[:k]
   + responses[::P]
 ppo_sentiment.train: the texts of the first process count as those of all

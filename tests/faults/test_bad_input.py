@@ -1,4 +1,4 @@
-"""What a user can get wrong. What we check ourselves: exit code 2, one line that names the cause, no run folder.
+"""What a user can get wrong. What we refuse: exit code 2, one line that names the cause, no run folder.
 
 Everything else ends in the traceback of a library. Nothing ends with exit code 0 and a wrong result.
 """

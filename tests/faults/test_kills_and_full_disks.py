@@ -3,7 +3,6 @@
 The run ends in a traceback. The checkpoint before is whole, and --resume goes on from it.
 """
 
-import os
 import resource
 import subprocess
 from contextlib import contextmanager

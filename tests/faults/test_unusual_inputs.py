@@ -10,7 +10,6 @@ import tokenizers
 import torch
 import transformers
 from conftest import RL
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -50,12 +49,13 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["train.jsonl", "train-00000-of-00002.jsonl"])
+@pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz", "train-00000-of-00002.jsonl"])
 def test_values_stay_as_they_are(script, tmp_path, name):
     """No 1 becomes 1.0, and no text a date. What editors leave next to a file is no part of the split."""
     for number, file in enumerate([name, f"{name}~", f"{name}.bak", "train-2.jsonl.tmp"]):
         rows = VALUES if number == 0 else [dict(x="of a backup")]
-        (tmp_path / file).write_text("\n\n".join(map(json.dumps, rows)))
+        lines = "\n\n".join(map(json.dumps, rows)).encode()
+        (tmp_path / file).write_bytes(gzip.compress(lines) if file.endswith("gz") else lines)
     (tmp_path / "test.jsonl").write_text(json.dumps(VALUES[0]))
     train, held_out = script.load_splits(str(tmp_path))
     assert repr(train) == repr(VALUES) and repr(held_out) == repr(VALUES[:1])
