@@ -390,7 +390,7 @@ def train(args):
                 optimizer.zero_grad()
         copy_weights(learner, model)
 
-        # 4. Log. Metrics that TRL also logs keep its names: those of RLOOTrainer (TRL 0.11), and GRPOTrainer's
+        # 4. Log. Metrics that TRL also logs keep its names: RLOOTrainer's (TRL 0.11) and GRPOTrainer's
         #    (completions/*, rewards/*, frac_reward_zero_std).
         tokens_trained = valid.sum() * args.num_ppo_epochs
         metric_sums = accelerator.reduce(dict(metric_sums))

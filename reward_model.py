@@ -869,7 +869,7 @@ def build_classifier(args, tokenizer, train_rows, label_names):
     if not all(p.is_floating_point() for p in model.parameters()):
         raise UserError(f"{name}: quantized weights cannot be trained here")
     if model.config.model_type in ("xlnet", "ctrl", "modernbert-decoder"):
-        raise UserError(f"{name}: XLNet and CTRL read the last position, which may be padding")
+        raise UserError(f"{name}: {model.config.model_type} reads the last position, which may be padding")
     if context_length(model.config) < args.max_length:
         raise UserError(f"{name} reads fewer tokens than --max-length {args.max_length}")
     # For users of the saved model: transformers reads the last token that is not the pad. If texts end with

@@ -532,7 +532,7 @@ sft.collate_rows: packed positions go on
   math/test_fine_tuning.py::test_packed_documents_do_not_see_each_other[gpt2]
   - torch.arange(len(document_ids))
   + torch.arange(start, end)
-sft.load_documents: a document is learned from the one before
+sft.load_documents: a document is learned from the one before (IndexError)
   runs/test_sft.py::test_packing_changes_no_loss
   - [-100, *labels[1 : args.max_length]]
   + labels[: args.max_length]
@@ -562,8 +562,8 @@ reward_model.response_texts: a prompt beside chats is dropped
   + []
 ppo_sentiment.load_classifier: a classifier that reads pads
   faults/test_public_reports.py::test_a_classifier_that_reads_padding
-  - if model.config.model_type in ("xlnet", "ctrl"):
-  + if False:
+  - "xlnet",
+  +
 ppo_sentiment.check_critic: a critic that reads pads
   faults/test_public_reports.py::test_a_critic_that_cannot_read_left_padding
   - torch.allclose(padded, alone, 1e-3, 1e-3)
