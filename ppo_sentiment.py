@@ -1040,7 +1040,7 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
         own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
     hook.remove()
     gap = (torch.stack([sampled, updated]).sum(2) - own).abs().max()
-    if not gap < 0.1:  # 8-bit weights round the most, by up to 0.03
+    if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):  # 8-bit weights are rounded
         raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
 
 

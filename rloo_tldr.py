@@ -632,7 +632,7 @@ def sorted_groups(groups, lengths, k):
 def sample_responses(policy, tokenizer, stop_ids, get_rewards, batch, args):
     """Sample k responses to each prompt, and reward them.
 
-    get_rewards: score_responses, with its first arguments; batch: from draw_groups. Returns
+    get_rewards: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
     - a dict of tensors, in which the responses to a prompt are neighbors: ids, mask [P * k, C + T]; lengths,
       stopped, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
     - the responses, P * k str
@@ -659,7 +659,7 @@ def sample_responses(policy, tokenizer, stop_ids, get_rewards, batch, args):
     # 2. Decode and reward.
     response_tokens = list_tokens(tokens, valid)
     text_tokens = response_tokens
-    if args.stop_token_id is None:  # EOS, <|im_end|>, ... are not text; a stop token you chose (".") is
+    if args.stop_token_id is None:  # EOS and the like are not text; a stop token you chose, such as ".", is
         text_tokens = list_tokens(tokens, valid & ~is_stop)
     _, responses = decode(tokenizer, list_tokens(prompt_ids, prompt_mask), text_tokens)  # P * k str
     examples = [example for example in batch["examples"] for _ in range(k)]
@@ -734,7 +734,7 @@ class Policy(nn.Module):
 
 
 def reference_group_logprobs(ref_model, policy, *inputs):
-    """Log-probabilities under the reference, or under the policy without its LoRA adapter if that is None.
+    """Log-probabilities under the reference or, if ref_model is None, the policy without its LoRA adapter.
 
     inputs: those of group_logprobs -> fp32 [B, T]
     """
@@ -753,7 +753,7 @@ def group_logprobs(lm, ids, mask, T, temperature):
     """
     body, head = body_and_head(lm)
     if body.training and body.is_activation_checkpointing:
-        # Gradient checkpointing (transformers has renamed it) cannot use a cache: each row reads its prompt.
+        # Gradient checkpointing cannot use a cache, so each row reads its own prompt.
         hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
     else:
         prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
@@ -1074,7 +1074,7 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
         own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
     hook.remove()
     gap = (torch.stack([sampled, updated]).sum(2) - own).abs().max()
-    if not gap < 0.1:  # 8-bit weights round the most, by up to 0.03
+    if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):  # 8-bit weights are rounded
         raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
 
 

@@ -297,7 +297,9 @@ def gold_score(prompts, completions, **columns) -> list[float]:
     for prompt, completion in zip(prompts, completions):
         who, matter, question, others = facts(prompt)
         if matter is None or question is None:
-            raise ValueError("gold_score only knows the posts of data/tldr: for other data, use --judge-fn None")
+            raise ValueError(
+                "gold_score only knows the posts of data/tldr: for other data, use --judge-fn None"
+            )
         text = completion if isinstance(completion, str) else ""
         words = plain(text)
         matters, questions = set(re.findall(MATTER, words)), set(re.findall(QUESTION, words))

@@ -55,16 +55,16 @@ def copy_of(tmp_path):
         *(dict(stop_strings=["###"]), dict(return_dict_in_generate=True)),
     ],
 )
-def test_a_generation_config_that_cannot_be_saved_or_used(sft, tiny_lm, copy_of, setting):
+def test_a_generation_config_that_cannot_be_saved_or_used(scripts, small, tiny_lm, copy_of, setting):
     """transformers#29988: settings of sampling without do_sample; and others that would stop the samples at
     the end. Stop tokens stay, the model is saved."""
     folder = copy_of(tiny_lm())
     config = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(config | setting))
-    _, run_folder, _ = sft(model_name_or_path=str(folder))
-    saved = transformers.GenerationConfig.from_pretrained(run_folder / "model")
-    stop_ids = saved.eos_token_id if isinstance(saved.eos_token_id, list) else [saved.eos_token_id]
-    assert stop_ids == [config["eos_token_id"]]
+    for name in ("sft", "ppo_sentiment"):
+        _, run_folder = scripts[name].train(small(name, name, model_name_or_path=str(folder)))
+        saved = transformers.GenerationConfig.from_pretrained(run_folder / "model")
+        assert saved.eos_token_id in (config["eos_token_id"], [config["eos_token_id"]])
 
 
 def test_samples_do_not_use_the_settings_of_the_model(scripts, tiny_lm):
