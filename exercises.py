@@ -296,7 +296,7 @@ EXERCISES = {
             ),
             ("the mean of the batch", "(rewards - baselines)", "(rewards - rewards.mean())"),
         ],
-        "The k = 3 responses to each of P = 4 prompts are neighbors: rows 0, 1 and 2 answer the first prompt.",
+        "The k = 3 responses to each of P = 4 prompts are neighbors: rows 0, 1 and 2 answer prompt 0.",
     ),
     "grpo_advantages": Exercise(
         "grpo_math",

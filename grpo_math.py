@@ -616,7 +616,7 @@ def takes_several_steps(args):
 def sorted_groups(groups, lengths, k):
     """The row numbers of whole groups, those with short responses first: they need less padding.
 
-    groups: numbers of tasks [G]; lengths of all responses [P * k] -> [G * k]
+    groups: indices of prompts [G]; lengths of all responses [P * k] -> [G * k]
     """
     longest = lengths.view(-1, k).amax(1)[groups]  # [G]
     groups = groups[longest.argsort(stable=True)]

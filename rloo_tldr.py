@@ -183,7 +183,7 @@ RECIPES = {
         response_length=40,
         temperature=1.0,
         missing_eos_penalty=1.0,
-        learning_rate=4e-4,
+        learning_rate=3e-4,
         num_examples=300,
         num_sample_generations=3,
     ),
@@ -220,14 +220,14 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "DR:" predicts "My".
 #
-# Outside of train, P and B count the prompts and rows that a function gets.
+# Outside of train, P, k, B and T are the sizes of what a function gets.
 #
 # From reward functions to the reward, per response:
 #
 #     rewards/NAME   what one reward function returns
 #     raw score      their weighted sum; logged as env/reward_mean
 #     score          the raw score, clipped, minus the penalty for a missing EOS; logged as objective/scores
-#     reward         the score minus the KL penalty, which RLOO maximizes (with k2 or k3: the score)
+#     reward         what RLOO maximizes: the score minus the KL penalty (with k2 or k3: the score)
 
 
 def train(args):
@@ -245,7 +245,9 @@ def train(args):
         args = replace(args, dtype="bfloat16")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
-    B = n * args.gradient_accumulation_steps * args.num_mini_batches * world  # episodes per update
+    B = (
+        n * args.gradient_accumulation_steps * args.num_mini_batches * world
+    )  # responses (TRL: episodes) per update
     P = B // k  # prompts per update
     updates = math.ceil(args.total_episodes / B)
     # What the progress bar shows: label -> metric.
@@ -450,7 +452,8 @@ def train(args):
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
         }
         if get_judge_scores is not None:
-            # nan: the function returned None. If it did so everywhere, the mean is 0.
+            # nan: the function returned None. If it always does, the mean is logged as 0, because run.log
+            # refuses nan.
             metrics["judge/scores"] = b["judge_scores"].nanmean().nan_to_num()
         run.log(metrics)  # tensors become numbers; raises if one is not finite
         if args.num_sample_generations and update % max(1, updates // args.num_sample_generations) == 0:
@@ -492,7 +495,7 @@ def evaluate_summaries(respond, batch, args, accelerator):
     """
     # For random numbers in your own reward function.
     set_global_seed(args.seed, "held-out", accelerator.process_index)
-    with accelerator.split_between_processes(dict(batch)) as share:  # a copy, because it cuts the dict itself
+    with accelerator.split_between_processes(dict(batch)) as share:  # a copy, because accelerate changes it
         b, responses = respond(share)
     columns = {
         "prompt": [plain_text(post["prompt"]) for post in share["examples"]],
@@ -587,7 +590,7 @@ def stream_rows(num_rows, start, count, seed):
 def rollout_groups(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args):
     """Sample k responses to each post, score them, and compute old and reference log-probabilities.
 
-    get_rewards: score_responses, with its first arguments; batch: from draw_groups. Returns
+    get_rewards: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
     - the dict of sample_responses, and raw_scores (the weighted sum of the rewards) [P * k]; logprobs,
       ref_logprobs, entropies [P * k, T]
     - the responses, P * k str
@@ -621,7 +624,7 @@ def rollout_groups(model, ref_model, tokenizer, stop_ids, get_rewards, batch, ar
 def sorted_groups(groups, lengths, k):
     """The row numbers of whole groups, those with short responses first: they need less padding.
 
-    groups: numbers of tasks [G]; lengths of all responses [P * k] -> [G * k]
+    groups: indices of prompts [G]; lengths of all responses [P * k] -> [G * k]
     """
     longest = lengths.view(-1, k).amax(1)[groups]  # [G]
     groups = groups[longest.argsort(stable=True)]
@@ -1426,9 +1429,10 @@ def ask_chat_model(client, args, posts, responses):
 
 
 def judge_policy(args):
-    """The verb judge: the win rate of a model against the references, like TRL's judge_tldr.py. -> dict"""
+    """`rloo_tldr.py judge`: a model's win rate against the references, as TRL's judge_tldr.py. -> dict"""
     if args.resume is not None:
         raise UserError("judge has no --resume: use --model-name-or-path RUN/model")
+    check_positive(args, "temperature", "num_examples")
     if args.bf16:
         args = replace(args, dtype="bfloat16")
     accelerator = start_accelerator(args)
@@ -1452,7 +1456,7 @@ def judge_policy(args):
     print(
         f"Model win rate: {metrics['win rate']:.2%} +- {metrics['+- (95 % interval)']:.2%} "
         f"({metrics['ties']:.1%} ties, {metrics['no verdict']:.1%} without verdict), n = {len(posts)}, "
-        f"judge {judge_name}, {describe_decoding(args)}, model {policy_name}"
+        f"judge {judge_name}, {describe_decoding(args)}, model {policy_name}, data {args.dataset_name}"
     )
     return metrics
 

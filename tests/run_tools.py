@@ -133,7 +133,7 @@ SIX_UPDATES = {  # with these flags on top, a run has 6 updates, and everything 
         warmup_ratio=0.3,
     ),
     "sft": dict(
-        num_train_epochs=3.4,
+        num_train_epochs=4.0,
         save_every=2,
         max_length=256,
         lr_scheduler_type="cosine",

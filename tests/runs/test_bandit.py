@@ -139,7 +139,7 @@ def learn(scripts, places, tmp_path):
             own = dict(rloo_k=4, num_examples=2, temperature=1.0)
         elif script == "grpo_math":
             own = dict(num_generations=batch // 2, gradient_accumulation_steps=1, num_examples=2)
-            own |= dict(prompt_template=None, system_prompt=None, num_eval_samples=1)
+            own |= dict(prompt_template=None, system_prompt=None, num_eval_samples=1, max_prompt_length=2)
         else:
             own = dict(num_eval_prompts=2, kl_target=None, lam=1.0)
         if script == "ppo_sentiment":
@@ -165,7 +165,7 @@ TWO_TOKENS = dict(length=2, updates=80, minibatches=2)  # EOS may come first
     [
         ("ppo_sentiment", 0.06, TWO_TOKENS),
         ("ppo_dialog", 0.02, dict(length=1)),
-        ("rloo_tldr", 0.06, TWO_TOKENS),
+        ("rloo_tldr", 0.06, TWO_TOKENS | dict(updates=120)),
         ("rloo_tldr", 0.035, dict(length=1, kl_estimator="k2")),
     ],
 )

@@ -385,7 +385,6 @@ RUNS = {  # name -> script, flags from `world` and a folder
             num_train_epochs=0.1,
             lora_r=4,
             dtype="auto",
-            min_prefix_length=3,
         ),
     ),
     "reward_model, rankings": (
@@ -458,7 +457,7 @@ def test_chats(scripts, small, tmp_path, world):
 
 
 def test_the_verbs(scripts, monkeypatch, capsys, world, tmp_path):
-    """judge uses the GPU. chat does not, and mixes nothing."""
+    """judge and chat use the GPU."""
     module = scripts["rloo_tldr"]
     flags = f"--model-name-or-path {world.lm()} --dataset-name {world.posts} --num-examples 3"
     flags += f" --max-prompt-length 200 --response-length 9 --judge-model {world.preference_model()}"
@@ -471,7 +470,7 @@ def test_the_verbs(scripts, monkeypatch, capsys, world, tmp_path):
     monkeypatch.setattr("builtins.input", lambda question: next(lines))
     with pretended_gpu() as check:
         scripts["ppo_dialog"].chat([world.lm(), "--response-length", "5"])
-    assert check.mistakes == [] and check.operators[GPU] == 0 and check.operators[CPU] > 100
+    assert check.mistakes == [] and check.operators[GPU] > 100
     assert "forgotten" in capsys.readouterr().out
 
 
@@ -510,8 +509,8 @@ FAULTS = {  # what is wrong -> script, part of its source, what it becomes, what
     ),
     "a tensor of a list": (
         "ppo_dialog",
-        "acts = torch.tensor([turn.act - 1 for turn in turns], device=device)",
-        "acts = torch.tensor([turn.act - 1 for turn in turns])",
+        "acts = torch.tensor([turn.act - 1 for turn in turns], dtype=torch.long, device=device)",
+        "acts = torch.tensor([turn.act - 1 for turn in turns], dtype=torch.long)",
         "aten.gather.default: tensors on cuda:0 (4, 4), cpu (4, 1), at ppo_dialog.py:",
     ),
     "an accumulator on the CPU": (
@@ -519,18 +518,6 @@ FAULTS = {  # what is wrong -> script, part of its source, what it becomes, what
         "loss_sum, correct_sum = torch.zeros(2, device=device)",
         "loss_sum, correct_sum = torch.zeros(2)",
         "aten.add_.Tensor: tensors on cpu (), cuda:0 (), at sft.py:",
-    ),
-    "numpy without cpu": (
-        "reward_model",
-        "logits = accelerator.reduce(logits).cpu()",
-        "logits = torch.from_numpy(accelerator.reduce(logits).numpy())",
-        "numpy of a tensor on cuda:0, at reward_model.py:",
-    ),
-    "labels that stay on the GPU": (
-        "reward_model",
-        "logits = accelerator.reduce(logits).cpu()",
-        "logits = accelerator.reduce(logits)",
-        "tensors on",
     ),
 }
 

@@ -146,7 +146,7 @@ def test_bos_in_a_rollout_that_a_reward_model_scores(scripts, rloo, bos_lm):
     """The reward model's own tokenizer puts its own BOS there."""
     rloo(model_name_or_path=bos_lm)
     tokenizer = AutoTokenizer.from_pretrained(bos_lm)
-    [ids] = scripts["rloo_tldr"].preference_ids(tokenizer, ["The film"], [" was good"], 99, "")
+    [ids] = scripts["rloo_tldr"].preference_ids(tokenizer, "The film", [" was good"], 99)
     assert tokenizer.decode(ids) == "<s>The film was good<|endoftext|>"
 
 
@@ -181,7 +181,7 @@ def test_bos_in_an_evaluation_of_sft(sft, bos_lm, bos_tokenizer, tmp_path, kind)
     prompts = []
     for part, lm in (("before", bos_lm), ("after", folder / "model")):
         model = AutoModelForCausalLM.from_pretrained(lm).eval()
-        assert model.generation_config.eos_token_id == tokenizer.eos_token_id or part == "before"
+        assert model.generation_config.eos_token_id == [tokenizer.eos_token_id] or part == "before"
         losses = []
         for row in rows["test"]:
             if kind == "texts":
@@ -219,35 +219,43 @@ def test_bos_in_a_classifier(scripts, reward, bos_lm, tmp_path, monkeypatch):
         expected.append([*logits.tolist(), row["label"]])
     assert min(lengths) < 14 < max(lengths)
     [((logits, loaded, _), _)] = calls
-    ours = [[*x.tolist(), row.label] for x, row in zip(logits[:, 0], loaded, strict=True)]
+    ours = [[*x.tolist(), row.label] for x, row in zip(logits, loaded, strict=True)]
     for one, other in zip(sorted(ours), sorted(expected), strict=True):
         assert one == pytest.approx(other, abs=1e-4)
 
 
 def test_bos_in_preferences(reward, bos_lm, tmp_path):
-    """BOS is read once, in front, unless a long text loses it. Margin and offset are those of model/."""
+    """BOS is read once, in front, even if a prompt is cut: alike for both responses. Margin and offset are
+    those of model/.
+    """
     rows = {"train": [], "test": []}
     for split, count in (("train", 10), ("test", 7)):
         for i in range(count):
             pair = dict(chosen=" sun" * (1 + i % 4), rejected=" rain" * (1 + 3 * i % 5))
             rows[split].append(dict(prompt=f"{split} {i}:", **pair))
     data = write_rows(tmp_path / "data", **rows)
-    _, folder, _ = reward(model_name_or_path=bos_lm, dataset_name=data, max_length=13, num_eval_rows=7)
+    _, folder, _ = reward(model_name_or_path=bos_lm, dataset_name=data, max_length=20, num_eval_rows=7)
     tokenizer = assert_saved_as(bos_lm, folder / "model")
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
-    first = set()
+    cuts = set()
 
     def score(row, column):
-        ids = tokenizer(row["prompt"]).input_ids + tokenizer(row[column]).input_ids[1:]
-        ids = (ids + [tokenizer.eos_token_id])[-13:]
-        first.add(ids[0] == tokenizer.bos_token_id)
+        bos, *prompt = tokenizer(row["prompt"]).input_ids
+        assert bos == tokenizer.bos_token_id
+        ends = {
+            name: [*tokenizer(row[name]).input_ids[1:], tokenizer.eos_token_id]
+            for name in ("chosen", "rejected")
+        }
+        room = 20 - 1 - max(map(len, ends.values()))
+        cuts.add(len(prompt) > room)
+        ids = [bos, *prompt[-room:], *ends[column]]
         model.config.pad_token_id = None  # one text has no pads
         with torch.no_grad():
             return model(torch.tensor([ids])).logits.item()
 
     evaluation = json.loads((folder / "evaluation.json").read_text())
     margins = [score(row, "chosen") - score(row, "rejected") for row in rows["test"]]
-    assert first == {True, False}
+    assert cuts == {True, False}
     assert evaluation["margin"] == pytest.approx(sum(margins) / 7, abs=1e-4)
     assert evaluation["accuracy"] == pytest.approx(sum(x > 0 for x in margins) / 7)
     offset = sum(score(row, "chosen") for row in rows["train"]) / 10
@@ -271,23 +279,6 @@ def test_the_published_recipes_still_skip_short_reviews(scripts, recipe):
     assert scripts["ppo_sentiment"].RECIPES[recipe].min_text_length == 200
 
 
-def test_the_gold_judge_is_for_its_own_posts(scripts, monkeypatch):
-    """With other data, the gold function of the recipe tiny is no judge; any other judge stays.
-
-    This holds for training, and for the verb judge.
-    """
-    script = scripts["rloo_tldr"]
-    gold = script.RECIPES["tiny"].judge_fn
-    for verb, function in (([], "train"), (["judge"], "judge_policy")):
-        seen = []
-        monkeypatch.setattr(script, function, seen.append)
-        script.main([*verb])
-        script.main([*verb, "--dataset-name", "mine"])
-        script.main([*verb, "--dataset-name", "mine", "--judge-fn", "my.py:judge"])
-        script.main([*verb, "--reward-fn", "my.py:reward"])
-        assert [args.judge_fn for args in seen] == [gold, None, "my.py:judge", gold]
-
-
 def test_rloo_with_own_data_and_reward(scripts, rloo, tmp_path):
     """Without references there is no win rate, and no judge."""
     rows = [dict(prompt=f"Post {i}.\n\nTL;DR:") for i in range(12)]
@@ -295,7 +286,7 @@ def test_rloo_with_own_data_and_reward(scripts, rloo, tmp_path):
     function = reward_file(tmp_path, "return [float(len(r)) for r in completions]")
     _, folder, _ = rloo(dataset_name=data, reward_fn=function, reward_model_path=None)
     table = json.loads((folder / "evaluation.json").read_text())
-    assert "win rate" not in table["before"] and table["judge"] is None
+    assert "win rate" not in table["before"] and "no references" in table["judge"]
 
 
 # ---- Trackers ----------------------------------------------------------------------------------------------

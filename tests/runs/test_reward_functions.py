@@ -244,8 +244,8 @@ def test_functions_in_the_style_of_trl(recorded, tmp_path):
     functions = function_file(tmp_path, IN_THE_STYLE_OF_TRL, *TRL_NAMES)
     folder, rollouts = recorded("rloo_tldr", dataset_name=data, reward_fn=functions)
     for i, row in enumerate(rows_of(folder)):
-        (*_, batch, _), (b, responses) = rollouts[i + 1]
-        tasks = [post["columns"]["task"] for post in batch["rows"] for _ in range(2)]
+        (*_, batch), (b, responses) = rollouts[i + 1]
+        tasks = [post["columns"]["task"] for post in batch["examples"] for _ in range(2)]
         lengths = [len(text) for text, task in zip(responses, tasks) if task == "math"]
         assert len(lengths) in (2, 4, 6)
         assert row["rewards/boxed_answer/mean"] == 0
