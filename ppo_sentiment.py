@@ -225,7 +225,8 @@ RECIPES = {
 def train(args):
     """The whole run, from the flags to the final table. -> (PolicyAndValue, run folder)"""
     check_positive(args, "total_episodes", "temperature", "max_grad_norm", "kl_target", "kl_horizon")
-    check_positive(args, "query_min_length", "response_min_length", "num_eval_prompts")
+    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
+    check_positive(args, "num_ppo_epochs", "query_min_length", "response_min_length", "num_eval_prompts")
     if args.query_min_length > args.query_max_length or args.response_min_length > args.response_length:
         raise UserError("--query-min-length or --response-min-length is larger than the largest length")
     accelerator = start_accelerator(args)
@@ -1319,10 +1320,15 @@ def load_splits(name):
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
         splits = {split: rows.to_list() for split, rows in loaded.items()}
-    train, held_out = splits.get("train", []), splits.get("test") or splits.get("validation")
-    if not held_out:
+    train = splits.get("train", [])
+    held_out_split = next(
+        (split for split in ("test", "validation") if splits.get(split)), "the end of train"
+    )
+    held_out = splits.get(held_out_split)
+    if held_out is None:
         count = max(1, len(train) // 10)
         train, held_out = train[:-count], train[-count:]
+    accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({held_out_split})")
     return train, held_out
 
 
@@ -1348,8 +1354,9 @@ def load_reviews(rows, tokenizer, args):
     ids: the first query_max_length tokens; columns: the row of the data set, for functions of --reward-fn
     """
     rows = [row for row in rows if len(row.get("text") or "") > args.min_text_length]
+    texts = [row["text"] for row in rows]
     reviews = []
-    for row, ids in zip(rows, tokenizer([row["text"] for row in rows]).input_ids):
+    for row, ids in zip(rows, tokenizer(texts).input_ids if texts else []):
         if len(ids) >= args.query_min_length:
             reviews.append({"ids": ids[: args.query_max_length], "columns": row})
     if not reviews:
@@ -1535,7 +1542,8 @@ class Run:
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
-        if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
+        is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
+        if is_used and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def logs(self):
@@ -1681,8 +1689,10 @@ def save_trained(models, weights, folder):
     `weights` is empty, because these save their shards themselves.
     """
     if weights and accelerate.PartialState().is_main_process:
-        model = accelerate.utils.extract_model_from_parallel(models[0])
-        save_file({name: p.detach() for name, p in trainable(model).items()}, f"{folder}/trained.safetensors")
+        trained = trainable(accelerate.utils.extract_model_from_parallel(models[0]))
+        if not all(p.isfinite().all() for p in trained.values()):
+            raise UserError("not saved: weights are not finite (--learning-rate too high?)")
+        save_file({name: p.detach() for name, p in trained.items()}, f"{folder}/trained.safetensors")
     weights.clear()  # tells accelerate that there is nothing left to save
 
 
@@ -1690,7 +1700,10 @@ def load_trained(models, folder):
     """Load what save_trained saved: a hook of accelerator.load_state."""
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
-        for name, p in trainable(accelerate.utils.extract_model_from_parallel(model)).items():
+        weights = trainable(accelerate.utils.extract_model_from_parallel(model))
+        if {name: x.shape for name, x in saved.items()} != {name: p.shape for name, p in weights.items()}:
+            raise UserError("--resume: the checkpoint holds other weights; was a flag of the model changed?")
+        for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load
 

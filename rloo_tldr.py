@@ -232,7 +232,8 @@ RECIPES = {
 
 def train(args):
     """The whole run, from the flags to the final table. -> (Policy, run folder)"""
-    check_positive(args, "total_episodes", "temperature", "max_grad_norm", "num_examples")
+    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
+    check_positive(args, "num_ppo_epochs", "total_episodes", "temperature", "max_grad_norm", "num_examples")
     n, k, T = args.per_device_train_batch_size, args.rloo_k, args.response_length
     if k < 2 or n * args.gradient_accumulation_steps % k:
         raise UserError(
@@ -1482,10 +1483,15 @@ def load_splits(name):
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
         splits = {split: rows.to_list() for split, rows in loaded.items()}
-    train, held_out = splits.get("train", []), splits.get("test") or splits.get("validation")
-    if not held_out:
+    train = splits.get("train", [])
+    held_out_split = next(
+        (split for split in ("test", "validation") if splits.get(split)), "the end of train"
+    )
+    held_out = splits.get(held_out_split)
+    if held_out is None:
         count = max(1, len(train) // 10)
         train, held_out = train[:-count], train[-count:]
+    accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({held_out_split})")
     return train, held_out
 
 
@@ -1749,7 +1755,8 @@ class Run:
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
-        if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
+        is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
+        if is_used and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def logs(self):
@@ -1895,8 +1902,10 @@ def save_trained(models, weights, folder):
     `weights` is empty, because these save their shards themselves.
     """
     if weights and accelerate.PartialState().is_main_process:
-        model = accelerate.utils.extract_model_from_parallel(models[0])
-        save_file({name: p.detach() for name, p in trainable(model).items()}, f"{folder}/trained.safetensors")
+        trained = trainable(accelerate.utils.extract_model_from_parallel(models[0]))
+        if not all(p.isfinite().all() for p in trained.values()):
+            raise UserError("not saved: weights are not finite (--learning-rate too high?)")
+        save_file({name: p.detach() for name, p in trained.items()}, f"{folder}/trained.safetensors")
     weights.clear()  # tells accelerate that there is nothing left to save
 
 
@@ -1904,7 +1913,10 @@ def load_trained(models, folder):
     """Load what save_trained saved: a hook of accelerator.load_state."""
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
-        for name, p in trainable(accelerate.utils.extract_model_from_parallel(model)).items():
+        weights = trainable(accelerate.utils.extract_model_from_parallel(model))
+        if {name: x.shape for name, x in saved.items()} != {name: p.shape for name, p in weights.items()}:
+            raise UserError("--resume: the checkpoint holds other weights; was a flag of the model changed?")
+        for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load
 

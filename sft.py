@@ -280,6 +280,8 @@ def train(args):
     check_positive(args, "max_length", "num_train_rows", "num_eval_rows", "max_grad_norm")
     if not args.utterance_end.strip():
         raise UserError("--utterance-end must not be empty: nobody could tell where an utterance ends")
+    if args.from_config is not None and args.lora_r:
+        raise UserError("--lora-r: an adapter needs a trained model, so give --model-name-or-path")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n = args.per_device_train_batch_size
@@ -1011,10 +1013,15 @@ def load_splits(name):
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
         splits = {split: rows.to_list() for split, rows in loaded.items()}
-    train, held_out = splits.get("train", []), splits.get("test") or splits.get("validation")
-    if not held_out:
+    train = splits.get("train", [])
+    held_out_split = next(
+        (split for split in ("test", "validation") if splits.get(split)), "the end of train"
+    )
+    held_out = splits.get(held_out_split)
+    if held_out is None:
         count = max(1, len(train) // 10)
         train, held_out = train[:-count], train[-count:]
+    accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({held_out_split})")
     return train, held_out
 
 
@@ -1208,7 +1215,8 @@ class Run:
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
-        if any((self.folder / x).exists() for x in ("args.json", "model")) and not args.resume:
+        is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
+        if is_used and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def logs(self):
@@ -1354,8 +1362,10 @@ def save_trained(models, weights, folder):
     `weights` is empty, because these save their shards themselves.
     """
     if weights and accelerate.PartialState().is_main_process:
-        model = accelerate.utils.extract_model_from_parallel(models[0])
-        save_file({name: p.detach() for name, p in trainable(model).items()}, f"{folder}/trained.safetensors")
+        trained = trainable(accelerate.utils.extract_model_from_parallel(models[0]))
+        if not all(p.isfinite().all() for p in trained.values()):
+            raise UserError("not saved: weights are not finite (--learning-rate too high?)")
+        save_file({name: p.detach() for name, p in trained.items()}, f"{folder}/trained.safetensors")
     weights.clear()  # tells accelerate that there is nothing left to save
 
 
@@ -1363,7 +1373,10 @@ def load_trained(models, folder):
     """Load what save_trained saved: a hook of accelerator.load_state."""
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
-        for name, p in trainable(accelerate.utils.extract_model_from_parallel(model)).items():
+        weights = trainable(accelerate.utils.extract_model_from_parallel(model))
+        if {name: x.shape for name, x in saved.items()} != {name: p.shape for name, p in weights.items()}:
+            raise UserError("--resume: the checkpoint holds other weights; was a flag of the model changed?")
+        for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load
 

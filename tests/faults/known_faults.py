@@ -234,7 +234,7 @@ sft.add_lora: dropout in LoRA (trap 13)
 ppo_sentiment.reference_logprobs: the reference keeps the adapter on (trap 14)
   math/test_log_probabilities.py::test_the_reference_under_lora_is_the_base_model
   - policy.disable_adapter()
-  + nullcontext()
+  + torch.no_grad()
 ppo_sentiment.load_model: the reference of an adapter is its base (trap 14)
   math/test_log_probabilities.py::test_the_reference_of_an_adapter_is_the_adapter
   - from_pretrained(base, path).merge_and_unload()
@@ -329,7 +329,7 @@ ppo_sentiment.load_label_scorer: a label by its place, not by its name (trap 22)
   math/test_classifiers.py::test_a_label_is_scored_by_its_logit_and_its_probability
   - return logits[:, label]
   + return logits.sort(-1).values[:, label]
-ppo_sentiment.load_classifier: the reward model gets the policy's tokenizer (trap 23, UserError)
+ppo_sentiment.load_classifier: the reward model gets the policy's tokenizer (trap 23, IndexError)
   math/test_classifiers.py::test_a_reward_model_may_have_another_tokenizer
   - load_tokenizer(name, for_prompts=False)
   + load_tokenizer("checkpoints/reviews-lm")
@@ -596,10 +596,6 @@ ppo_sentiment.train: the weights of shards are not copied back (trap 42)
   - optimizer.zero_grad()
   -         copy_weights(learner, model)
   + optimizer.zero_grad()
-ppo_sentiment.train: random numbers of a reward function go on from update to update (trap 34)
-  runs/test_resume.py::test_random_numbers_of_a_reward_function
-  - set_global_seed(args.seed, update, accelerator.process_index)
-  + pass
 rloo_tldr.train: all processes draw the same random numbers for reward functions
   faults/test_public_reports.py::test_each_process_has_random_numbers_of_its_own[rloo_tldr]
   - set_global_seed(args.seed, update, accelerator.process_index)
@@ -837,7 +833,7 @@ ppo_sentiment.check_model: a model may read one token less than it must
   + < max_tokens - 1
 ppo_sentiment.compare_logprobs: any head is taken for a matrix product (trap 43)
   math/test_log_probabilities.py::test_a_model_that_does_more_is_refused
-  - if not gap < 0.1:
+  - if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):
   + if False:
 rloo_tldr.group_logprobs: a response continues the prompt of another group
   math/test_groups.py::test_a_prompt_that_is_read_once_gives_the_same

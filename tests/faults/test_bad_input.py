@@ -89,6 +89,8 @@ def with_paths(changes, broken):
 
 REWARD, OTHER = "DATA/reward.py:reward", "DATA/other.py:reward"
 REFUSED_BY_ALL = {  # name of the case -> the flags that are wrong, a word of the line
+    "model": (dict(model_name_or_path=MISSING), f"{MISSING}: no such file or folder"),
+    "data": (dict(dataset_name=MISSING), f"{MISSING}: no such file or folder"),
     "clipping": (dict(max_grad_norm=-1.0), "--max-grad-norm"),
     "other columns": (dict(dataset_name="DATA/other-columns"), "column"),
     "empty texts": (dict(dataset_name="DATA/empty"), "row"),
@@ -147,6 +149,7 @@ REFUSED = {
             dict(dataset_name="DATA/questions", prompt_template="{task}"),
             "columns: question, answer; --prompt-template: '{task}'",
         ),
+        "harder data": (dict(hard_dataset_name=MISSING), f"{MISSING}: no such file or folder"),
         "harder data, long prompts": (dict(hard_dataset_name="DATA/long"), "--max-prompt-length"),
     },
     "sft": {
@@ -182,8 +185,6 @@ def test_what_we_refuse(scripts, small, broken, capsys, tmp_path, name, changes,
 
 
 LIBRARIES_REFUSE = {  # script, case -> the flags that are wrong, a word of the error
-    ("ppo_sentiment", "model"): (dict(model_name_or_path=MISSING), MISSING),
-    ("ppo_sentiment", "data"): (dict(dataset_name=MISSING), MISSING),
     ("ppo_sentiment", "numbers"): (dict(dataset_name="DATA/numbers"), "int"),
     ("ppo_sentiment", "optimizer"): (dict(optimizer="torch.optim.Nonsense"), "torch.optim.*Nonsense"),
     ("ppo_sentiment", "LoRA layers"): (dict(lora_r=4, lora_target_modules="q_nonsense"), "q_nonsense"),
@@ -194,7 +195,6 @@ LIBRARIES_REFUSE = {  # script, case -> the flags that are wrong, a word of the 
     ("rloo_tldr", "2 labels"): (dict(reward_model_path="DATA/classifier"), "mismatched"),
     ("grpo_math", "open brace"): (dict(dataset_name="DATA/questions", prompt_template="{question"), "}"),
     ("grpo_math", "chats without a template"): (dict(dataset_name="DATA/chats"), "chat_template is not set"),
-    ("grpo_math", "harder data"): (dict(hard_dataset_name=MISSING), MISSING),
     ("sft", "no EOS"): (dict(model_name_or_path="DATA/no-eos"), ""),
     ("sft", "numbers"): (dict(dataset_name="DATA/numbers"), "type `str`"),
     ("sft", "type of a config"): (dict(from_config="nonsense n_layer=2"), "nonsense"),
