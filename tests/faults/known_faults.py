@@ -614,8 +614,8 @@ reward_model.train: resume at the beginning of the data (trap 34)
   + (update - 1 - state["update"]) * B, B
 ppo_dialog.load_trained: resume without the value head (trap 34)
   runs/test_resume.py::test_sigterm_then_resume[ppo_dialog]
-  - in trainable(accelerate.utils.extract_model_from_parallel(model)).items()
-  + in [*trainable(accelerate.utils.extract_model_from_parallel(model)).items()][:-2]
+  - for name, p in weights.items():
+  + for name, p in [*weights.items()][:-2]:
 sft.train: resume with the learning rate of the first update (trap 34)
   runs/test_resume.py::test_sigterm_then_resume[sft]
   - learning_rate(args, update, updates)
