@@ -1796,6 +1796,8 @@ class Run:
         shown = f"update {update}/{self.updates}  {shown}"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
+        if update == self.updates:
+            self.bar.stop()  # before the final tables
         is_due = time.time() - self.last_line_time > 10 or update == self.updates
         if self.bar.disable and is_due:  # not a terminal: print a line now and then
             self.last_line_time = time.time()
@@ -1818,7 +1820,6 @@ class Run:
 
     def finish(self):
         """Wait until the main process has saved everything, then close the tracker."""
-        self.bar.stop()
         self.accelerator.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
