@@ -672,7 +672,8 @@ def test_the_verb_judge(script, capsys, monkeypatch, tiny_lm, tiny_posts, tmp_pa
     script.main(["judge", *flags.split(), "--judge_fn", judge])
     out = capsys.readouterr().out
     expected = "Model win rate: 0.00% +- 0.00% (0.0% ties, 0.0% without verdict), n = 5, judge "
-    assert out.startswith(expected) and out.strip().endswith(f", model {flags.split()[1]}, data {tiny_posts}")
+    line = out.splitlines()[-1]
+    assert line.startswith(expected) and line.endswith(f", model {flags.split()[1]}, data {tiny_posts}")
     with pytest.raises(script.UserError, match="judge has no --resume"):
         script.judge_policy(script.Args(resume="latest"))
 
