@@ -1249,9 +1249,8 @@ def load_splits(name):
     datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
     else the last 10 % of train.
     """
-    splits = {}
+    splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
-        folder = Path(resolve_path(name))
         for pattern in (f"{split}.jsonl", f"{split}.jsonl.gz", f"{split}-*.jsonl"):
             paths = sorted(folder.glob(pattern))
             if paths and split not in splits:
@@ -1829,6 +1828,7 @@ def parse_args(argv):
 
 
 def main(argv=None):
+    """Run the command line. A UserError prints one line, with exit code 2."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
     warnings.filterwarnings("error", message="Found missing adapter keys")  # peft: they would be random
