@@ -87,6 +87,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import DynamicLayer
 
 # ============================================================================================================
 # Part I: the algorithm
@@ -687,7 +688,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     Left-padded ids, mask [P, C]; uniforms [P, k, T], one random number per token; stop_ids [any number]
     -> tokens [P, k, T] and the log-probabilities they were sampled with, fp32 [P, k, T]; both 0 after the end
     """
-    P, k, T = uniforms.shape
+    (P, k, T), C = uniforms.shape, ids.shape[1]
     body, head = body_and_head(policy)
     cache = transformers.DynamicCache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [P, H]
@@ -700,22 +701,41 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     tokens = torch.zeros(P * k, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(P * k, T, device=ids.device)
     rows = torch.arange(P * k, device=ids.device)  # the rows that are still being written
+    column = torch.full([1], C, device=ids.device)  # of the newest token of all rows
 
-    for t in range(T):
+    def sample(hidden):
+        """Sample the next token of each row. hidden [rows, H]"""
+        t = column - C  # [1]
         probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
         token = sample_tokens(probs, uniforms[rows, t])  # [rows]
         tokens[rows, t] = token
         logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
 
-        unfinished = ~torch.isin(token, stop_ids)
-        if t + 1 == T or not unfinished.any():
-            break
-        if not unfinished.all():  # finished rows leave the batch
-            keep = unfinished.nonzero().squeeze(1)
-            cache.batch_select_indices(keep)
-            rows, mask, token = rows[keep], mask[keep], token[keep]
-        mask = F.pad(mask, (0, 1), value=True)
+    def step():
+        """Read the newest token of each row, and sample the next one."""
+        mask.index_fill_(1, column, True)
+        token = tokens[rows, column - C]  # [rows]
         hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
+        column.add_(1)
+        sample(hidden)
+
+    # Generation goes in rounds. Before a round, finished rows leave, and mask and cache get room for its
+    # tokens. Within a round no shape changes, and no line asks for a value. So a GPU can record one step and
+    # replay it for the other tokens of the round (see `repeat`). On a CPU, a round is one token.
+    sample(hidden)
+    is_recorded = can_be_recorded(policy, cache)
+    n = TOKENS_PER_ROUND if is_recorded else 1
+    for start in range(1, T, n):
+        has_stopped = torch.isin(tokens[rows, :start], stop_ids).any(1)  # [rows]
+        keep = (~has_stopped).nonzero().squeeze(1)
+        if len(keep) == 0:
+            break
+        count = min(n, T - start)  # tokens of this round
+        rows = rows[keep]
+        mask = make_room(cache, mask, keep, C + start - 1 + count, column if is_recorded else None)
+        repeat(step, count)
+    valid = length_mask(response_lengths(tokens, stop_ids), T)  # a row goes on until its round is over
+    tokens, logprobs = tokens.where(valid, 0), logprobs.where(valid, 0.0)  # [P * k, T] each
     return tokens.view(P, k, T), logprobs.view(P, k, T)
 
 
@@ -822,20 +842,23 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
     The entropies are only logged: they have no gradient.
 
-    The logits of all N tokens may need more memory than the model, so no more than 128 rows are computed at
+    The logits of all N tokens may need more memory than the model, so only a part of the rows is computed at
     once. The first 2**25 logits (128 MiB) stay in memory for the backward pass; the others are computed a
-    second time there.
+    second time there. A GPU is faster with few large products: up to 2**26 logits at once, and in memory.
     """
+    is_cuda = hidden.device.type == "cuda"
+    max_logits = 2**26 if is_cuda else 2**25
+    rows_at_once = max_logits // len(weight) if is_cuda else 128
 
     def logprobs_of_chunk(hidden, tokens):
-        log_p = torch.log_softmax(token_logits(hidden, weight, temperature, bias), dim=1)  # [128, V]
+        log_p = torch.log_softmax(token_logits(hidden, weight, temperature, bias), dim=1)  # [rows, V]
         with torch.no_grad():
             entropies = -log_p.exp().mul_(log_p).sum(1)
         return log_p.gather(1, tokens[:, None]).squeeze(1), entropies
 
     outputs = []
-    for i, chunk in enumerate(zip(hidden.split(128), tokens.split(128))):
-        if (i + 1) * 128 * len(weight) <= 2**25:
+    for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
+        if (i + 1) * rows_at_once * len(weight) <= max_logits:
             outputs.append(logprobs_of_chunk(*chunk))
         else:
             outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
@@ -1014,6 +1037,10 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
+            if type(child).__name__ in ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"):
+                norm = nn.RMSNorm(len(child.weight), child.variance_epsilon)  # one kernel instead of six
+                norm.weight = child.weight
+                setattr(module, key, norm)
     return model
 
 
@@ -1165,6 +1192,82 @@ def save_policy(policy, tokenizer, folder):
         policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+# ---- Token steps that a GPU records ------------------------------------------------------------------------
+
+
+TOKENS_PER_ROUND = 128  # on a GPU; then finished rows leave, and a step is recorded anew
+
+
+class FixedSizeLayer(DynamicLayer):
+    """Keys and values of one layer, [rows, heads, L, width]. Each token is written to a free column."""
+
+    is_compileable = True  # otherwise transformers asks for the values of the mask
+
+    def __init__(self, layer, L, column):
+        """A copy of a layer, with L columns. column: where update writes, a tensor [1]"""
+        super().__init__()
+        dtype, device_type = layer.keys.dtype, layer.keys.device.type
+        if torch.is_autocast_enabled(device_type):  # otherwise attention rounds all columns for each token
+            dtype = torch.get_autocast_dtype(device_type)
+        room = (0, 0, 0, L - layer.keys.shape[2])
+        self.keys = F.pad(layer.keys.to(dtype), room)
+        self.values = F.pad(layer.values.to(dtype), room)
+        self.is_initialized, self.column = True, column
+
+    def update(self, keys, values, *args, **kwargs):
+        """Called by each attention layer, with the newest token's keys and values. -> those of all columns"""
+        self.keys.index_copy_(2, self.column, keys.to(self.keys.dtype))
+        self.values.index_copy_(2, self.column, values.to(self.values.dtype))
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length):
+        """Called by transformers, to make the attention mask. -> number of columns, the first column"""
+        return self.keys.shape[2], 0
+
+
+def can_be_recorded(policy, cache):
+    """Can a GPU record a token step of this model? No shape may change, and no step may ask for a value.
+
+    transformers says of each kind of model whether it can read a cache with free columns (GPT-Neo cannot).
+    """
+    body, _ = body_and_head(policy)
+    has_windows = any(type(layer) is not DynamicLayer for layer in cache.layers)  # sliding windows move
+    is_quantized = getattr(policy, "is_quantized", False)
+    return body.device.type == "cuda" and body._can_compile_fullgraph and not has_windows and not is_quantized
+
+
+def make_room(cache, mask, keep, L, column):
+    """Keep these rows of the cache and of the mask, and make room for L columns. -> mask [rows, L or more]
+
+    keep: row numbers; column: where the next token is written, a tensor [1]; None: the cache grows by itself
+    """
+    if len(keep) < len(mask):
+        cache.batch_select_indices(keep)
+    if column is not None:
+        L += -L % 8  # fast attention needs a multiple of 8
+        for i, layer in enumerate(cache.layers):  # one by one, so that only one layer is in memory twice
+            cache.layers[i] = FixedSizeLayer(layer, L, column)
+    return F.pad(mask[keep], (0, L - mask.shape[1]))  # False: nothing is written there yet
+
+
+def repeat(step, count):
+    """Call step() count times. From the second time on, a GPU replays what it recorded of one call.
+
+    To start a kernel from Python takes longer than to compute it. A recording (a CUDA graph) is the list of
+    the kernels of one call, with the addresses that they read and write; the GPU starts them by itself. So a
+    step must keep its state in tensors that it changes in place, and must not ask for their values.
+    """
+    step()  # also loads the kernels, which must not happen during a recording
+    if count == 1:
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
+        step()  # computes nothing
+    for _ in range(count - 1):
+        graph.replay()
+    torch.cuda.synchronize()  # before the graph and its memory are freed
 
 
 # ---- Rewards -----------------------------------------------------------------------------------------------

@@ -808,6 +808,10 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
+            if type(child).__name__ in ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"):
+                norm = nn.RMSNorm(len(child.weight), child.variance_epsilon)  # one kernel instead of six
+                norm.weight = child.weight
+                setattr(module, key, norm)
     return model
 
 

@@ -109,7 +109,7 @@ class Model:
     @property
     def other_operations(self):
         """Operations per token step outside of the layers: masks, positions, output layer, sampling."""
-        return {"gpt2": 44, "gpt_neox": 49, "llama": 54}[self.family]
+        return {"gpt2": 50, "gpt_neox": 55, "llama": 60}[self.family]
 
 
 MODELS = {

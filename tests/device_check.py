@@ -55,6 +55,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import accelerate
+import cuda_graphs
 import torch
 import transformers
 from torch.utils._device import _device_constructors
@@ -541,6 +542,7 @@ def pretended_gpu():
         stack.enter_context(forgotten_answers())
         for place, name, value in list(patches(check)):
             stack.enter_context(patch.object(place, name, value))
+        cuda_graphs.install(stack)
         stack.enter_context(saved_devices())
         stack.enter_context(new_accelerate_state())
         stack.enter_context(check)

@@ -248,6 +248,64 @@ ppo_sentiment.generate: rows that go on read the cache of others
   - cache.batch_select_indices(keep)
   + cache.batch_select_indices(torch.arange(len(keep)))
 
+# Token steps that a GPU records
+
+ppo_sentiment.generate: the column of a recorded step is a number
+  math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
+  - token = tokens[rows, column - C]
+  + token = tokens[rows, column.tolist()[0] - C]
+ppo_sentiment.generate: a recorded step asks whether all responses have ended
+  math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
+  - column.add_(1)
+  + column.add_(0 if torch.isin(tokens[rows, column - C], stop_ids).all() else 1)
+ppo_sentiment.FixedSizeLayer: a recorded step makes a new tensor for the keys
+  math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
+  - self.keys.index_copy_(2,
+  + self.keys = self.keys.index_copy(2,
+ppo_sentiment.FixedSizeLayer: the keys of a recorded step keep moving
+  math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
+  - self.keys.index_copy_(2, self.column, keys.to(self.keys.dtype))
+  + self.keys = torch.cat([self.keys[:, :, 1:], keys.to(self.keys.dtype)], 2)
+ppo_sentiment.repeat: autocast rounds the weights while recording, and the next call uses them
+  math/test_recorded_steps.py::test_recorded_steps_are_called_steps[True-False-llama]
+  -     graph = torch.cuda.CUDAGraph()
+  -     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
+  -         step()  # computes nothing
+  +     graph = torch.cuda.CUDAGraph()
+  +     torch.clear_autocast_cache()
+  +     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+  +         step()
+  +     step()
+  +     count -= 1
+ppo_sentiment.repeat: the call that is recorded counts as a token
+  math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
+  - range(count - 1)
+  + range(count - 2)
+rloo_tldr.generate_groups: responses go on until their round is over
+  math/test_recorded_steps.py::test_all_scripts_record[rloo_tldr]
+  - tokens.where(valid, 0), logprobs
+  + tokens, logprobs
+ppo_dialog.generate_until: only the last token of a round can end an answer
+  math/test_recorded_steps.py::test_all_scripts_record[ppo_dialog]
+  - find_ends(start, start + count)
+  + find_ends(start + count - 1, start + count)
+grpo_math.make_room: all rows stay in the cache (RuntimeError)
+  math/test_recorded_steps.py::test_all_scripts_record[grpo_math]
+  - len(keep) < len(mask)
+  + False
+ppo_sentiment.can_be_recorded: sliding windows are recorded
+  math/test_recorded_steps.py::test_what_cannot_be_recorded[mistral-False]
+  - and not has_windows
+  + and True
+ppo_sentiment.can_be_recorded: models that transformers cannot compile are recorded
+  math/test_recorded_steps.py::test_what_cannot_be_recorded[gpt_neo-False]
+  - and body._can_compile_fullgraph
+  + and True
+ppo_sentiment.load_model: a fused norm has weights of its own
+  math/test_recorded_steps.py::test_fused_norms_are_the_same
+  - norm.weight = child.weight
+  + pass
+
 # The output layer, in chunks
 
 ppo_sentiment.token_logprobs: the bias of the head is forgotten (trap 43)
@@ -256,7 +314,7 @@ ppo_sentiment.token_logprobs: the bias of the head is forgotten (trap 43)
   + token_logits(hidden, weight, temperature)
 ppo_sentiment.token_logprobs: all chunks are kept
   math/test_output_layer.py::test_at_most_2_to_25_numbers_are_kept
-  - (i + 1) * 128 * len(weight) <= 2**25
+  - (i + 1) * rows_at_once * len(weight) <= max_logits
   + True
 sft.next_token_loss: correct tokens are counted without the bias
   math/test_fine_tuning.py::test_cross_entropy_in_chunks

@@ -1,0 +1,268 @@
+"""Token steps that a GPU records (TOKENS_PER_ROUND in the RL scripts): are they right, and how fast are they?
+
+    python benchmarks/gpu_rollout.py OUT.json          # on a GPU, about a minute; no network, random weights
+    python benchmarks/gpu_rollout.py OUT.json --toy    # on a CPU, at toy size, with emulated recordings
+
+right     the same rollout with steps that are recorded, with steps that are called, and with a cache that grows;
+          how far the sampled log-probabilities are from those of the update
+step      milliseconds per token step, with a growing cache and recorded; with transformers' own RMSNorm
+rollout   256 responses of 512 tokens, with rounds of 64 to 512 tokens
+logits    log-probabilities of 16,384 tokens and their gradient, by the number of rows that are computed at once
+Exit code 1: recorded steps are not right.
+"""
+
+import argparse
+import inspect
+import json
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import grpo_math  # noqa: E402
+
+parser = argparse.ArgumentParser()
+parser.add_argument("out")
+parser.add_argument("--toy", action="store_true")
+parser.add_argument("--shapes", nargs="*", default=["qwen2.5-0.5b", "gpt2-124m", "pythia-1b"])
+options = parser.parse_args()
+TOY = options.toy
+DEVICE = "cpu" if TOY else "cuda"
+C, K = (8, 2) if TOY else (100, 8)  # tokens of a prompt, responses to a prompt
+NO_STOP = torch.tensor([-1], device=DEVICE)
+RMS_NORM = transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm
+found = {}
+
+
+def note(section, item, **values):
+    """Print a measurement and keep it."""
+    values = {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
+    print(f"{section:8} {item:40} {values}", flush=True)
+    found.setdefault(section, {})[item] = values
+    Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def make_model(shape):
+    """A model of this shape with random weights, changed as load_model changes it."""
+    if shape == "qwen2.5-0.5b":
+        sizes = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14)
+        sizes |= dict(num_key_value_heads=2, vocab_size=151_936, tie_word_embeddings=True)
+        toy = dict(hidden_size=56, intermediate_size=64, num_hidden_layers=2, vocab_size=97)
+        config = transformers.Qwen2Config(**sizes | (toy if TOY else {}))
+    elif shape == "gpt2-124m":
+        toy = dict(n_embd=24, n_layer=2, vocab_size=97)
+        config = transformers.GPT2Config(**(toy if TOY else {}))
+    elif shape == "pythia-1b":
+        sizes = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=8)
+        toy = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=97)
+        config = transformers.GPTNeoXConfig(**sizes | (toy if TOY else {}))
+    torch.manual_seed(1)
+    with torch.device(DEVICE):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.mul_(2)  # random weights are so small that all tokens would be equally likely
+    return swap_kernels(model)
+
+
+def swap_kernels(model):
+    """The part of load_model that replaces modules, on a model that is already there."""
+    no_report = {"missing_keys": set()}
+    with (
+        patch.object(grpo_math, "resolve_path", return_value="."),
+        patch.object(transformers.utils.peft_utils, "find_adapter_config_file", return_value=None),
+        patch.object(grpo_math.AutoModelForCausalLM, "from_pretrained", return_value=(model, no_report)),
+    ):
+        return grpo_math.load_model(grpo_math.AutoModelForCausalLM, ".").eval()
+
+
+@contextmanager
+def rounds(how, n=128):
+    """Recorded rounds of n tokens, the same rounds with called steps, or rounds of one token."""
+
+    def call(step, count):
+        for _ in range(count):
+            step()
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(grpo_math, "TOKENS_PER_ROUND", n))
+        if how == "one token" or TOY:
+            stack.enter_context(patch.object(grpo_math, "can_be_recorded", lambda *_: how != "one token"))
+        if how == "called":
+            stack.enter_context(patch.object(grpo_math, "repeat", call))
+        yield
+
+
+def generate(model, rows, T, how, n=128, is_bf16=True, stop_ids=NO_STOP):
+    """-> tokens, log-probabilities, seconds, GiB"""
+    generator = torch.Generator().manual_seed(rows)
+    P = rows // K
+    lengths = torch.randint(C // 2, C + 1, (P,), generator=generator)
+    lengths[0] = C
+    mask = (torch.arange(C) >= C - lengths[:, None]).to(DEVICE)
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(vocabulary, (P, C), generator=generator).to(DEVICE)
+    uniforms = torch.rand(P, K, T, generator=generator).to(DEVICE)
+    reset_memory()
+    start = clock()
+    with rounds(how, n), torch.autocast(DEVICE, torch.bfloat16, enabled=is_bf16), torch.no_grad():
+        tokens, logprobs = grpo_math.generate_groups(model, ids, mask, uniforms, stop_ids, 1.0)
+    return (ids, mask), tokens, logprobs, clock() - start, peak_gib()
+
+
+def clock():
+    """Seconds, after the GPU has finished."""
+    if not TOY:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def reset_memory():
+    if not TOY:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib():
+    return 0.0 if TOY else torch.cuda.max_memory_allocated() / 2**30
+
+
+def is_right(shape, model):
+    """Compare rollouts with recorded, called and growing steps."""
+    rows, T = (8, 20) if TOY else (64, 200)
+    n = 8 if TOY else 64
+    stop_ids = torch.arange(0, model.config.vocab_size, 200, device=DEVICE)  # about every 200th token
+    good = True
+    for is_bf16 in (True, False):
+        outputs = {}
+        for how in ("recorded", "called", "one token"):
+            outputs[how] = generate(model, rows, T, how, n, is_bf16, stop_ids)
+        (ids, mask), tokens, logprobs, _, _ = outputs["recorded"]
+        gaps = {}
+        for how, (_, own_tokens, own_logprobs, _, _) in outputs.items():
+            own_tokens, own_logprobs = own_tokens.flatten(0, 1), own_logprobs.flatten(0, 1)
+            valid = own_logprobs != 0
+            row_ids = torch.cat([ids.repeat_interleave(K, 0), own_tokens], 1)
+            row_mask = torch.cat([mask.repeat_interleave(K, 0), valid], 1)
+            with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16, enabled=is_bf16):
+                updated, _ = grpo_math.group_logprobs(model, row_ids, row_mask, T, 1.0)
+            gaps[how] = (updated - own_logprobs)[valid].abs().mean().item()
+        note(
+            "right",
+            f"{shape}, {'bf16' if is_bf16 else 'fp32'}",
+            tokens=int((logprobs != 0).sum()),
+            tokens_unlike_called=int((tokens != outputs["called"][1]).sum()),
+            rows_unlike_one_token=int((tokens != outputs["one token"][1]).any(-1).sum()),
+            rows=rows,
+            gap_recorded=gaps["recorded"],
+            gap_called=gaps["called"],
+            gap_one_token=gaps["one token"],
+        )
+        good = good and gaps["recorded"] < 2 * gaps["one token"] + 1e-5
+    return good
+
+
+def time_steps(shape, model):
+    """Milliseconds per token step."""
+    n = 8 if TOY else 128
+    for rows in (8,) if TOY else (64, 256, 512, 1024):
+        few, many = 4, 12
+        generate(model, rows, few, "one token")
+        seconds = [generate(model, rows, T, "one token")[3] for T in (few, many)]
+        grows = (seconds[1] - seconds[0]) / (many - few) * 1e3
+        generate(model, rows, n + 1, "recorded", n)
+        _, _, _, seconds, gib = generate(model, rows, n + 1, "recorded", n)
+        recorded = seconds / n * 1e3
+        note(
+            "step",
+            f"{shape}, {rows} rows",
+            ms_one_token=grows,
+            ms_recorded=recorded,
+            times=grows / recorded,
+            gib=gib,
+        )
+
+
+def time_plain_norms(model):
+    """The same steps with transformers' RMSNorm."""
+    rows, n = (8, 8) if TOY else (256, 128)
+    for module in list(model.modules()):
+        for key, child in module.named_children():
+            if isinstance(child, torch.nn.RMSNorm):
+                norm = RMS_NORM(len(child.weight), child.eps)
+                norm.weight = child.weight
+                setattr(module, key, norm)
+    generate(model, rows, n + 1, "recorded", n)
+    seconds = generate(model, rows, n + 1, "recorded", n)[3]
+    note("step", f"qwen2.5-0.5b, {rows} rows, own RMSNorm", ms_recorded=seconds / n * 1e3)
+
+
+def time_rollouts(shape, model):
+    """Whole rollouts whose responses all have 512 tokens."""
+    rows, T = (8, 20) if TOY else (256, 512)
+    for n in (4, 8) if TOY else (64, 128, 256, 512):
+        _, tokens, _, seconds, gib = generate(model, rows, T, "recorded", n)
+        rate = tokens.numel() / seconds
+        note("rollout", f"{shape}, rounds of {n}", seconds=seconds, tokens_per_second=rate, gib=gib)
+    _, tokens, _, seconds, gib = generate(model, rows, T // 4, "one token")
+    rate = tokens.numel() / seconds
+    note(
+        "rollout", f"{shape}, growing cache, first {T // 4}", seconds=seconds, tokens_per_second=rate, gib=gib
+    )
+
+
+def time_logits():
+    """token_logprobs and its gradient, for several numbers of rows at once."""
+    N, H, V = (64, 16, 97) if TOY else (16_384, 896, 151_936)
+    hidden = torch.randn(N, H, device=DEVICE, requires_grad=True)
+    weight = (torch.randn(V, H, device=DEVICE) / H**0.5).requires_grad_()
+    tokens = torch.randint(V, (N,), device=DEVICE)
+    source = inspect.getsource(grpo_math.token_logprobs)
+    assert source.count("max_logits // len(weight) if is_cuda else 128") == 1
+    for rows_at_once in (16, 32) if TOY else (128, 512, 883, 2048, 8192):
+        changed = source.replace("max_logits // len(weight) if is_cuda else 128", str(rows_at_once))
+        names = dict(vars(grpo_math))
+        exec(changed, names)
+        for _ in range(2):
+            hidden.grad = weight.grad = None
+            reset_memory()
+            start = clock()
+            names["token_logprobs"](hidden, weight, tokens)[0].sum().backward()
+            seconds = clock() - start
+        note("logits", f"{rows_at_once} rows at once", seconds=seconds, gib=peak_gib())
+
+
+def main():
+    torch.set_float32_matmul_precision("high")  # as the scripts do
+    name = "CPU, toy sizes" if TOY else torch.cuda.get_device_name()
+    note("versions", "device", name=name, torch=torch.__version__, transformers=transformers.__version__)
+    good = True
+    for shape in options.shapes:
+        model = make_model(shape)
+        good = is_right(shape, model) and good
+        time_steps(shape, model)
+        if shape == "qwen2.5-0.5b":
+            time_rollouts(shape, model)
+            time_plain_norms(model)
+    model = None  # its memory is free
+    time_logits()
+    print("recorded steps are right" if good else "WRONG: recorded steps are not right")
+    sys.exit(not good)
+
+
+if __name__ == "__main__":
+    if TOY:
+        import cuda_graphs
+
+        with ExitStack() as stack:
+            cuda_graphs.install(stack)
+            main()
+    else:
+        main()
