@@ -38,26 +38,26 @@ class Args:
     output_dir: str = "runs/ppo_minimal"  # the trained model is saved here
     num_eval_prompts: int = 512  # number of held-out prompts, before and after training
     model_name_or_path: str = "checkpoints/reviews-lm"  # the policy before PPO; also the reference
-    reward_model_path: str = "checkpoints/reviews-sentiment"  # a classifier
+    reward_model_path: str = "checkpoints/reviews-sentiment"  # a classifier with a label "positive"
     dataset_name: str = "data/reviews"  # a folder with train.jsonl and test.jsonl, with a column text
     query_min_length: int = 2  # shortest prompt, in tokens
     query_max_length: int = 5  # longest prompt, in tokens; lengths are drawn uniformly, both ends included
     response_min_length: int = 8  # lowest length limit: each response draws its limit uniformly, as in TRL
     response_length: int = 24  # highest length limit, in tokens; EOS may end a response before its limit
     total_episodes: int = 25_600  # number of responses in the whole run
-    per_device_train_batch_size: int = 32  # responses per forward and backward pass
+    per_device_train_batch_size: int = 32  # responses per minibatch
     num_mini_batches: int = 4  # optimizer steps per epoch
     num_ppo_epochs: int = 4  # epochs over each batch of rollouts
-    kl_coef: float = 0.2  # KL penalty coefficient; the initial value
+    kl_coef: float = 0.2  # KL penalty coefficient at first; it adapts to the target
     kl_target: float = 4.0  # hold the KL near this, in nats per response
-    kl_horizon: float = 5_000  # time scale of that adaptation, in episodes
+    kl_horizon: float = 5_000  # time scale of the adaptation, in episodes
     score_clip: float = 4.0  # clip scores to [-score_clip, score_clip]
     gamma: float = 1.0  # discount per token
     lam: float = 0.95  # lambda of GAE
     cliprange: float = 0.2  # epsilon of the clipped policy loss
     cliprange_value: float = 0.2  # epsilon of the clipped value loss
     vf_coef: float = 0.1  # weight of the value loss
-    learning_rate: float = 5e-5  # the highest learning rate; it falls linearly
+    learning_rate: float = 5e-5  # at first; it falls linearly to 0
     max_grad_norm: float = 1.0  # clip the gradient to this norm
 
 
@@ -71,11 +71,11 @@ def train(args):
     B = args.per_device_train_batch_size * args.num_mini_batches  # episodes per update
     updates = math.ceil(args.total_episodes / B)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-    # eval() switches dropout off, in the update too: else the ratio would not start at 1.
+    # eval() switches dropout off, also for the update: otherwise the ratio would not start at 1.
     model = PolicyAndValue(AutoModelForCausalLM.from_pretrained(args.model_name_or_path)).eval()
     ref_model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path).eval()
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
-    train_reviews = load_reviews("train", updates * B, tokenizer, args)
+    train_reviews = load_reviews("train", updates * B, tokenizer, args)  # [updates * B, C]
     held_out_reviews = load_reviews("test", args.num_eval_prompts, tokenizer, args)
     respond = partial(rollout, model, ref_model, tokenizer, load_label_scorer(args))
 
@@ -88,7 +88,7 @@ def train(args):
     for update in range(1, updates + 1):
         # 1. Rollout. The beginnings of the next B reviews are the prompts.
         prompt_batch = draw_batch(train_reviews[(update - 1) * B : update * B], args, update)
-        b = respond(*prompt_batch)
+        b = respond(*prompt_batch)  # its tensors are constants: only what the model returns has a gradient
         valid = length_mask(b["lengths"], T)  # [B, T]
 
         # 2. Scores: clip.
@@ -109,7 +109,7 @@ def train(args):
         metric_sums = defaultdict(float)  # sums over the tokens of all minibatches and epochs
         for epoch in range(args.num_ppo_epochs):
             order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch))
-            for rows in order.split(B // args.num_mini_batches):
+            for rows in order.split(args.per_device_train_batch_size):
                 m = valid[rows]  # [n, T]
                 old_logprobs, old_values = b["logprobs"][rows], b["values"][rows]  # [n, T]
                 mb_advantages, mb_returns = advantages[rows], returns[rows]  # [n, T]
@@ -126,7 +126,7 @@ def train(args):
                     "loss/policy_avg": policy_loss,
                     "loss/value_avg": value_loss,
                     "policy/entropy_avg": entropies,
-                    "policy/approxkl_avg": 0.5 * (new_logprobs - old_logprobs) ** 2,
+                    "policy/approxkl_avg": 0.5 * (new_logprobs - old_logprobs) ** 2,  # old and new policy
                 }
                 for name, x in token_metrics.items():
                     metric_sums[name] += (x * m).sum().item()
@@ -297,7 +297,7 @@ def response_logprobs(lm, ids, mask, T):
 
 
 def sample_tokens(probs, uniforms):
-    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]"""
+    """Sample one token per row by inverting the cumulative distribution. [B, V], [B] in [0, 1) -> [B]"""
     ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
     target = uniforms.double()[:, None] * ends[:, -1:]  # [B, 1]
     return torch.searchsorted(ends, target, right=True).squeeze(1)

@@ -3,8 +3,8 @@
     python tests/documents/copy_shared.py ppo_sentiment.py              # everything that it shares
     python tests/documents/copy_shared.py ppo_sentiment.py gae generate
 
-test_contract.py enforces that the copies are equal; this makes them so. ppo_minimal.py gets only functions that it has
-in full.
+test_contract.py enforces that the copies are equal; this makes them so. ppo_minimal.py gets only
+the functions that it has in full.
 """
 
 import sys

@@ -71,7 +71,7 @@ def test_same_name_means_same_source():
 
 
 def test_ppo_minimal_has_the_functions_of_ppo_sentiment():
-    """A function of ppo_minimal.py is one of ppo_sentiment.py, with the same source unless it is shortened."""
+    """Each of its functions is one of ppo_sentiment.py, with the same source unless it is shortened."""
     minimal = definitions((ROOT / "ppo_minimal.py").read_text())
     big = definitions(SOURCES["ppo_sentiment"])
     assert set(minimal) <= set(big)

@@ -1,17 +1,23 @@
 """ppo_minimal.py is the default of ppo_sentiment.py: the same flags, responses and metrics."""
 
 import dataclasses
+import importlib.util
 import json
 import re
+import sys
 
-import ppo_minimal
-import ppo_sentiment
 import pytest
 import torch
 from run_tools import ROOT, rows_of
 
+import grpo_math
+import ppo_minimal
+import ppo_sentiment
+import rloo_tldr
+
 pytest_plugins = ["run_fixtures"]
 
+PAGE = (ROOT / "docs/reading.md").read_text()
 TINY = dataclasses.asdict(ppo_sentiment.RECIPES["tiny"])
 
 
@@ -73,3 +79,52 @@ def test_the_committed_default_ends_inside_the_band():
         [quantiles] = [x for metric, x in band.items() if metric.split("/")[-1] == name]
         assert quantiles["5"][-1] <= float(last.pop(name)) <= quantiles["95"][-1], name
     assert not last
+
+
+# ---- docs/reading.md: from PPO to RLOO and GRPO ------------------------------------------------------------
+
+BLOCKS = dict(re.findall(r"^\*\*(RLOO|GRPO)\*\*.*?```diff\n(.*?)```", PAGE, re.M | re.S))
+
+
+def hunks(name):
+    """The old and new lines of each hunk of a block."""
+    for hunk in re.split(r"^@@.*\n", BLOCKS[name], flags=re.M)[1:]:
+        lines = hunk.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if not line.startswith("+"))
+        yield old, "".join(line[1:] for line in lines if not line.startswith("-"))
+
+
+@pytest.mark.parametrize("name", ["RLOO", "GRPO"])
+def test_a_documented_change_runs(monkeypatch, tmp_path, name):
+    """Four neighbors have one prompt, and the loss moves the policy."""
+    source = (ROOT / "ppo_minimal.py").read_text()
+    for old, new in hunks(name):
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    (tmp_path / "changed_minimal.py").write_text(source)
+    spec = importlib.util.spec_from_file_location("changed_minimal", tmp_path / "changed_minimal.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "changed_minimal", module)  # dataclasses look it up
+    spec.loader.exec_module(module)
+    monkeypatch.chdir(ROOT)
+    batches = record_rollouts(module, monkeypatch)
+    flags = dict(total_episodes=64, per_device_train_batch_size=8, num_eval_prompts=8, learning_rate=1e-3)
+    _, history = module.train(module.Args(**flags, output_dir=str(tmp_path)))
+    prompts = batches[1]["ids"][:, :5].view(8, 4, 5)
+    assert (prompts == prompts[:, :1]).all() and not (prompts == prompts[:1]).all()
+    assert history[0]["objective/kl"] == 0 < history[1]["objective/kl"]
+    assert not torch.equal(batches[1]["ids"][0], batches[1]["ids"][1])
+
+
+@pytest.mark.parametrize("name", ["RLOO", "GRPO"])
+def test_documented_advantages_are_those_of_the_script(name):
+    torch.manual_seed(0)
+    scores, kl, kl_coef, T = torch.randn(12), torch.randn(12, 5), 0.3, 5
+    names = dict(scores=scores, kl=kl, kl_coef=kl_coef, T=T, b={"values": None})
+    _, new = list(hunks(name))[1]
+    exec("\n".join(line.strip() for line in new.splitlines()), names)
+    expected = {
+        "RLOO": lambda: rloo_tldr.rloo_advantages(scores - kl_coef * kl.sum(1), 4),
+        "GRPO": lambda: grpo_math.grpo_advantages(scores, 4),
+    }[name]()
+    torch.testing.assert_close(names["advantages"], expected[:, None].expand_as(names["advantages"]))
