@@ -361,7 +361,7 @@ def train(args):
                         with autocast:
                             new_logprobs, entropies, new_values = learner(
                                 b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
-                            )  # [n, t] each, 0 after the end of a response
+                            )  # [n, t] each, 0 after the end of a response; only these have a gradient
                         policy_loss = clipped_policy_loss(
                             new_logprobs, old_logprobs, mb_advantages, args.cliprange
                         )
@@ -933,7 +933,7 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
     hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
-    The entropies are only logged: they have no gradient.
+    Both are differentiable: the loss may contain an entropy bonus.
 
     The logits of all N tokens may need more memory than the model, so only a part of the rows is computed at
     once. The first 2**25 logits (128 MiB) stay in memory for the backward pass; the others are computed a
@@ -943,10 +943,13 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     max_logits = 2**26 if is_cuda else 2**25
     rows_at_once = max_logits // len(weight) if is_cuda else 128
 
+    def entropies_of_chunk(log_p):
+        return -(log_p.exp() * log_p).sum(1)
+
     def logprobs_of_chunk(hidden, tokens):
         log_p = torch.log_softmax(token_logits(hidden, weight, temperature, bias), dim=1)  # [rows, V]
-        with torch.no_grad():
-            entropies = -log_p.exp().mul_(log_p).sum(1)
+        # Computed again in the backward pass if the loss contains entropies; else they cost no memory.
+        entropies = checkpoint(entropies_of_chunk, log_p, use_reentrant=False, preserve_rng_state=False)
         return log_p.gather(1, tokens[:, None]).squeeze(1), entropies
 
     outputs = []

@@ -15,6 +15,10 @@ from conftest import MATH, ROOT, SCRIPTS
 
 SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
 MAY_DIFFER = {"Args", "RECIPES", "train", "main"}
+SHORTENED = {  # what ppo_minimal.py has in a shorter form than ppo_sentiment.py
+    *("Args", "train", "load_reviews", "draw_batch", "rollout", "generate", "load_label_scorer"),
+    *("PolicyAndValue", "response_logprobs", "sample_tokens", "masked_whiten"),
+}
 every_script = pytest.mark.parametrize("name", SCRIPTS)
 
 
@@ -60,7 +64,18 @@ def test_same_name_means_same_source():
             if name not in MAY_DIFFER:
                 sources_of[name][script] = text
     different = {name: sorted(texts) for name, texts in sources_of.items() if len(set(texts.values())) > 1}
-    assert not different, f"these differ between scripts: {different}"
+    copy = (
+        "python tests/documents/copy_shared.py SCRIPT.py copies the functions of one script into the others"
+    )
+    assert not different, f"these differ between scripts: {different}. {copy}"
+
+
+def test_ppo_minimal_has_the_functions_of_ppo_sentiment():
+    """Each of its functions is one of ppo_sentiment.py, with the same source unless it is shortened."""
+    minimal = definitions((ROOT / "ppo_minimal.py").read_text())
+    big = definitions(SOURCES["ppo_sentiment"])
+    assert set(minimal) <= set(big)
+    assert {name for name, text in minimal.items() if text != big[name]} == SHORTENED
 
 
 @every_script
