@@ -346,7 +346,7 @@ def documents_of(scripts, tokenizer, *examples, **flags):
     """sft.load_documents of these rows of a data set, without the text."""
     script = scripts["sft"]
     documents, _ = script.load_documents(examples, tokenizer, script.Args(**flags))
-    return documents
+    return [(list(ids), list(labels)) for ids, labels in documents]
 
 
 def pairs_of(prompts, completions):
