@@ -1206,13 +1206,18 @@ def score_responses(functions, trainer_state, device, examples, responses, respo
 
     examples: B dicts with prompt (str or list of messages) and columns (dict); responses: B str;
     response_tokens: B lists of token ids. If the prompt is a list of messages, functions get the response as
-    one too, as in TRL.
+    one too, as in TRL: with its beginning, if the last message of the prompt is that.
     """
-    completions = []
+    prompts, completions = [], []
     for example, response in zip(examples, responses):
-        message = {"role": "assistant", "content": response}
-        completions.append([message] if is_chat(example["prompt"]) else response)
-    prompts = [example["prompt"] for example in examples]
+        prompt = example["prompt"]
+        if is_chat(prompt):
+            if prompt[-1]["role"] == "assistant":
+                *prompt, beginning = prompt
+                response = beginning["content"] + response
+            response = [{"role": "assistant", "content": response}]
+        prompts.append(prompt)
+        completions.append(response)
     rows = [example["columns"] for example in examples]
     inputs = rows, prompts, completions, response_tokens
     return call_reward_functions(functions, trainer_state, device, *inputs)
