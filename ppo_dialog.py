@@ -57,10 +57,12 @@ import logging
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -105,7 +107,7 @@ class Args:
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
+    resume: str | None = None  # continue a run: its folder, or `latest`, of this script in runs/
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
@@ -275,7 +277,7 @@ def train(args):
         f"{sum(turn.is_cut for turn in train_turns + held_out_turns)} of their prompts are cut to "
         f"{args.max_prompt_length} tokens\n"
         f"acts 1, 2, ... of the classifier (they must be those of the data): {acts_known}\n"
-        f"METEOR counts {meteor_matches()}; METEOR, ROUGE and BLEU are made for English\n"
+        f"METEOR counts {meteor_matches()}; ROUGE sees only Latin letters, BLEU needs spaces between words\n"
         f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
         f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes; {updates} updates "
         f"x {args.num_ppo_epochs} epochs x {args.num_mini_batches} minibatches = "
@@ -286,6 +288,8 @@ def train(args):
     # after training use the same ones, and so does a resumed run: `before` is always measured with the policy
     # before PPO, since run.start loads a checkpoint only below.
     num_eval_prompts = min(args.num_eval_prompts, len(held_out_turns))
+    if num_eval_prompts < world:
+        raise UserError(f"{world} processes need as many held-out prompts; there are {num_eval_prompts}")
     held_out = draw_prompts(held_out_turns, 0, num_eval_prompts, args, "held-out")
     respond = partial(rollout_answers, model, ref_model, tokenizer, is_end, get_reward_parts, args=args)
     with autocast:
@@ -456,7 +460,7 @@ def train(args):
                 "last": [turn.context[-1] for turn in turns[:4]],
                 "reference": [turn.reference for turn in turns[:4]],
                 "answer": answers[:4],
-                "score": scores[:4].tolist(),
+                "score": b["raw_scores"][:4].tolist(),  # as in the evaluation, before clip and penalty
             }
             samples |= {name: b[name][:4].tolist() for name in ("intent", "meteor") if name in b}
             run.log_samples(update, rows_of(samples), b["lengths"], token_columns)
@@ -471,7 +475,7 @@ def train(args):
     with autocast:
         after = evaluate_dialogs(respond, model.policy, held_out, args, accelerator)
     if accelerator.is_main_process:
-        report_dialog_evaluation(run, held_out["turns"], before, after)
+        report_dialog_evaluation(run, tokenizer, held_out["turns"], before, after)
         save_policy_and_value(model, tokenizer, run.folder / "model")
     run.finish()
     return model, run.folder
@@ -819,6 +823,8 @@ def words_of(text):
     word "see.". word_tokenize also needs a list of abbreviations that nltk downloads. Here there is none, so
     "Mr. Lee" is two sentences.
     """
+    # Chinese, Japanese, Thai and others have no spaces between words: each character counts as one.
+    text = re.sub(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff]", r" \g<0> ", text)
     sentences = nltk.PunktSentenceTokenizer().tokenize(text)
     return [word for sentence in sentences for word in nltk.NLTKWordTokenizer().tokenize(sentence)]
 
@@ -1145,6 +1151,8 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        accelerate.PartialState().print(f"{name}: the balancing loss of its experts is not trained here")
     missing = report["missing_keys"]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
@@ -1292,6 +1300,9 @@ def load_policy_and_reference(args, name, device, needs_reference=True):
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {})).to(device)
     if not all(p.is_floating_point() for p in policy.parameters()) and not args.lora_r:
         raise UserError(f"{name}: quantized weights cannot be trained: add --lora-r 16")
+    if getattr(policy, "is_loaded_in_4bit", False) and device.type == "cpu":
+        # On some CPUs, bitsandbytes 0.50 does not pass on the gradient.
+        raise UserError(f"{name}: 4-bit weights work only on a GPU")
     ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
@@ -1508,7 +1519,8 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
     """
     columns = {name for row in rows for name in row} - {"prompt"}
     inputs = {name: [row.get(name) for row in rows] for name in columns}
-    inputs |= dict(prompts=prompts, completions=completions, completion_ids=completion_ids)
+    # A column of one of these names is an error.
+    inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
     rewards = {}
     for name, function in functions.items():
         # A function may change what it gets, so every function and every response has a copy.
@@ -1566,7 +1578,7 @@ def load_splits(name):
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
     datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else the last 10 % of train.
+    else every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1577,24 +1589,29 @@ def load_splits(name):
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
+        if Path(path).exists() and any(rows.info.builder_name == "json" for rows in loaded.values()):
+            # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
+            raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
     train = splits.get("train", [])
     held_out_split = next(
-        (split for split in ("test", "validation") if splits.get(split)), "the end of train"
+        (split for split in ("test", "validation") if splits.get(split)), "every tenth row of train"
     )
     held_out = splits.get(held_out_split)
-    if held_out is None:
-        count = max(1, len(train) // 10)
-        train, held_out = train[:-count], train[-count:]
+    if held_out is None:  # not the last rows, because files are often sorted
+        held_out = train[::10]
+        del train[::10]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({held_out_split})")
+
+    for column in ("messages", "prompt", "completion", "chosen", "rejected"):
+        for value in (row.get(column) for row in train + held_out):
+            if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
+                raise UserError(f"{name}: column {column} is a JSON text instead of a list of messages")
     return train, held_out
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed. -> list of dict
-
-    Not by `datasets`, whose reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
-    """
+    """The rows of a jsonl file, which may be compressed, with their values as they are. -> list of dict"""
     rows = []
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
@@ -1841,7 +1858,8 @@ class Run:
         self.task = self.bar.add_task("", total=updates)
         self.last_line_time = 0.0
         # The same folder on all processes. self.name is the path as it was given, for messages.
-        name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
+        name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
@@ -1917,7 +1935,8 @@ class Run:
 
     def start(self, batch_size):
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        is_main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
+        for number in (signal.SIGINT, signal.SIGTERM) if is_main_thread else ():
             signal.signal(number, self.on_signal)
             # A worker that a reward function forks ends at these signals as usual.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
@@ -1931,16 +1950,22 @@ class Run:
             self.accelerator.step = 0  # accumulate counts from here, since the number of steps may be another
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
         config = asdict(self.args)
         about = {
             "args": config,
+            "script": SCRIPT,
             "command": sys.argv,
+            "id": os.urandom(8).hex(),  # of the run in Weights & Biases
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
             "world_size": self.accelerator.num_processes,
         }
+        if self.args.resume:  # keep those of the beginning
+            first = json.loads((self.folder / "args.json").read_text())
+            about |= {name: first[name] for name in ("command", "id") if name in first}
+        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
         if self.accelerator.is_main_process:
-            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            # Raises an error if another new run has made this folder in the meantime.
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
             (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
             os.replace(self.folder / "draft.json", self.folder / "args.json")
             for path in self.logs():  # what came after the checkpoint will be written again
@@ -1949,7 +1974,8 @@ class Run:
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(x) for name, x in config.items()}
-            self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
+            wandb = {"name": self.folder.name, "id": about["id"], "resume": "allow"}
+            self.accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
         self.accelerator.print(f"run folder {self.name}, after update {state['update']}")
         return state
 
@@ -2016,7 +2042,7 @@ def rows_of(columns):
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def report_dialog_evaluation(run, turns, before, after):
+def report_dialog_evaluation(run, tokenizer, turns, before, after):
     """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate_dialogs"""
     metrics_before, samples_before = before
     metrics_after, samples_after = after
@@ -2025,10 +2051,12 @@ def report_dialog_evaluation(run, turns, before, after):
         row = {"last": old["last"], "reference": old["reference"]}
         row |= {"before": old["answer"], "score": old["score"]}
         rows.append(row | {"after": new["answer"], "score after": new["score"]})
-    # The same metrics of the references, as far as they can be measured.
-    references = [turn.reference for turn in turns]
+    # The same metrics of the references, as far as they can be measured. They are cut like answers.
+    args = run.args
+    tokens = [turn.reference_tokens[: args.response_length] for turn in turns]
+    references = [answer_text(tokenizer, row, args.utterance_end) for row in tokens]
     metrics_of_references = {
-        "tokens per answer": fmean(len(turn.reference_tokens) for turn in turns),
+        "tokens per answer": fmean(len(row) for row in tokens),
         "distinct1": distinct_ngrams(references, 1),
         "distinct2": distinct_ngrams(references, 2),
         **custom_metrics(turns, references),
@@ -2097,8 +2125,11 @@ def chat(argv):
                 uniforms = torch.rand(1, args.response_length, device=device)
                 tokens, _, length, _ = generate_until(model, ids, mask, uniforms, is_end, args.temperature)
                 answer = answer_text(tokenizer, tokens[0, :length].tolist(), args.utterance_end)
-                history.append(answer)
                 print(f"> Bot: {answer}")
+                if answer:
+                    history.append(answer)
+                else:  # fine-tuning never saw an empty utterance: both leave the history
+                    history.pop()
     except (EOFError, KeyboardInterrupt):  # Ctrl-D, Ctrl-C
         print()
 
@@ -2136,8 +2167,9 @@ def parse_args(argv):
     # The flags of that run, changed by those that are given now.
     folder = Path(args.resume)
     if args.resume == "latest":
-        runs = Path("runs", SCRIPT)
-        folder = max(runs.glob("*/args.json"), key=os.path.getmtime, default=runs / "*/args.json").parent
+        runs = Path("runs").rglob("args.json")
+        runs = [path for path in runs if json.loads(path.read_text()).get("script") == SCRIPT]
+        folder = max(runs, key=os.path.getmtime, default=Path("runs/*/args.json")).parent
     if any(folder.glob("checkpoints/*.pt")):
         raise UserError(f"{folder}: a run of the third edition (CHANGELOG.md); finish it with that version")
     saved = json.loads((folder / "args.json").read_text())["args"]
@@ -2150,6 +2182,16 @@ def parse_args(argv):
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args
+
+
+def run_to_the_end(args):
+    """train, but a reward function cannot end the run with exit code 0, as if it were finished."""
+    try:
+        train(args)
+    except SystemExit as error:
+        if error.code:  # after a signal, for example
+            raise
+        raise UserError("a reward function called sys.exit(); the run is not finished") from error
 
 
 def main(argv=None):
@@ -2166,7 +2208,7 @@ def main(argv=None):
         if argv[:1] == ["chat"]:
             chat(argv[1:])
         else:
-            train(parse_args(argv))
+            run_to_the_end(parse_args(argv))
     except UserError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)

@@ -14,6 +14,7 @@ import gzip
 import json
 import math
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,17 +88,26 @@ class Run:
 
 
 def read_lines(folder, name):
-    """The rows of a file of JSON lines, perhaps compressed; [] if there is none. Skips a torn last line."""
+    """The rows of a file of JSON lines, perhaps compressed; [] if there is none.
+
+    It skips a last line that is still being written, and says so of any other that is not JSON.
+    """
+    rows = []
     for path, opener in ((folder / name, open), (folder / f"{name}.gz", gzip.open)):
         if path.exists():
-            with opener(path, "rt") as file:
+            with opener(path, "rt", encoding="utf-8") as file:
                 lines = [line for line in file if line.endswith("\n")]
-            return [json.loads(line) for line in lines]
-    return []
+            for i, line in enumerate(lines, 1):
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    print(f"{path}, line {i}, is left out: {error}", file=sys.stderr)
+            break
+    return rows
 
 
 def read_json(path):
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def read_run(folder):
@@ -1349,7 +1359,7 @@ def main(argv=None):
         print("\n\n".join(describe_findings(run) for run in runs))
         return
     output = flags.output or runs[0].folder / "report.html"
-    output.write_text(page(runs))
+    output.write_text(page(runs), encoding="utf-8")
     print(f"wrote {output}")
 
 

@@ -102,7 +102,7 @@ def chat_lm(tmp_path_factory):
 def documents_of(script, tokenizer, *rows, **flags):
     """What sft.py learns from these rows. -> list of (ids, labels)"""
     documents, _ = script.load_documents(rows, tokenizer, script.Args(max_length=256, **flags))
-    return documents
+    return [(list(ids), list(labels)) for ids, labels in documents]
 
 
 def learned(tokenizer, labels):

@@ -303,7 +303,7 @@ def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
     responses = [row.response for row in rows]
     samples = []
     for i in range(K):  # the responses to the first prompt
-        texts = dict(update=number, prompt=rows[0].prompt, response=responses[i], score=scores[i])
+        texts = dict(update=number, prompt=rows[0].prompt, response=responses[i], score=raw_scores[i])
         numbers = {"ids": rows[i].tokens, "logprob": old[i], "entropy": old_entropies[i]}
         numbers |= {"kl": old[i] - ref[i], "advantage": torch.full([lengths[i]], advantages[i])}
         samples.append(texts | numbers)
@@ -544,9 +544,9 @@ def test_what_is_on_the_screen(trained):
         assert abs(run.table["before"][name] - run.table["after"][name]) > 1e-3, name
     assert f"judge: {run.args.judge_fn}; sampling, temperature 0.8, at most 9 tokens" in run.screen
     row = run.metrics[-1]
-    numbers = row["objective/scores"], row["objective/kl"], row["val/num_eos_tokens"]
-    score, kl, ended = (f"{x:.3g}" for x in numbers)
-    assert f"\nupdate 2/2  score {score}  KL {kl}  ended {ended}\n" in run.screen
+    numbers = row["objective/scores"], row["objective/kl"], row["completions/clipped_ratio"]
+    score, kl, not_ended = (f"{x:.3g}" for x in numbers)
+    assert f"\nupdate 2/2  score {score}  KL {kl}  not ended {not_ended}\n" in run.screen
     batch = "3 responses per pass x 4 accumulated x 1 minibatches x 1 processes = 12 episodes = 4 prompts x 3"
     assert f"\nbatch: {batch}; 2 updates x 3 epochs x 1 minibatches = 6 optimizer steps\n" in run.screen
 

@@ -396,13 +396,13 @@ def numbered(folder, train=12, test=12, **more):
     return write_rows(folder, train=rows, test=[dict(prompt=f"Exam {i}:") for i in range(test)], **more)
 
 
-def test_only_the_first_rows_are_trained_on(grpo, rollouts, tmp_path):
-    """--num-train-rows cuts the training tasks, and not the held-out ones."""
+def test_some_rows_are_trained_on(grpo, rollouts, tmp_path):
+    """--num-train-rows draws training tasks at random, because a file may be sorted, and no held-out ones."""
     data = numbered(tmp_path / "data")
     _, folder, _ = grpo(dataset_name=data, num_train_rows=3, num_examples=9, total_episodes=24, **NO_SAMPLES)
     prompts = [task["prompt"] for inputs, _ in rollouts for task in tasks_of(inputs)]
     assert len(prompts) == 12
-    assert set(prompts) == {"Train 0:", "Train 1:", "Train 2:"}
+    assert len(set(prompts)) == 3 and max(int(prompt[6:-1]) for prompt in prompts) > 2
     held_out = [
         row["task"] for row in rows_of(folder, "evaluation_samples.jsonl") if row["set"] == "held-out"
     ]

@@ -28,7 +28,7 @@ DIALOGS = [  # some can be used, some in part, some not at all
     dict(dialog=["Was it?", "It was."], act=None),
     dict(dialog=None, act=[1, 2]),
     dict(dialog=["Yes.", None], act=[1, 2]),
-    dict(dialog=["One.", "Two.", "Three."], act=[1, 0, 4]),
+    dict(dialog=["One.", "Two.", "Three."], act=[1, None, 4]),
     dict(dialog=["Four.", "Five."], act=[1, None]),
 ]
 

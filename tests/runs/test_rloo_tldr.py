@@ -558,7 +558,7 @@ def test_verdicts_of_a_chat_judge_stay_with_their_posts(script, chat_with):
     verdicts = ask(script, flags, posts, ours)
     assert verdicts == [{0: 1.0, 1: 0.0, 2: None}[i % 3] for i in numbers]
     assert len(asked) == 40
-    assert all(options == dict(model="m", max_tokens=8, temperature=0.0) for _, options in asked)
+    assert all(options == dict(model="m") for _, options in asked)  # what any server accepts
     assert 8 < sum("Summary A: ours" in question for question, _ in asked) < 32
     questions = sorted(question for question, _ in asked)
     for seed in (1, 2):

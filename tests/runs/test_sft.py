@@ -120,7 +120,7 @@ def test_documents_of_dialogs(scripts, small, tiny_lm, end):
     ]
     expected = ["".join(f" {text}{mark}" for text in texts) + last for texts in used]
     assert [tokenizer.decode(ids) for ids, _ in documents] == expected
-    assert all(labels == [-100, *ids[1:]] for ids, labels in documents)
+    assert all(list(labels) == [-100, *ids[1:]] for ids, labels in documents)
     cut, _ = script.load_documents(DIALOGS, tokenizer, small("sft", utterance_end=end, max_length=9))
     assert [ids for ids, _ in cut] == [ids[:9] for ids, _ in documents]
     assert cut[0][0][-1] != tokenizer.eos_token_id
