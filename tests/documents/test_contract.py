@@ -118,6 +118,7 @@ SIGNATURES = {
     "adaptive_kl_coef": "kl_coef, kl, target, horizon, episodes",
     "sample_tokens": "probs, uniforms",
     "pair_loss": "better, worse, margin=0.0",
+    "dpo_loss": "chosen, rejected, ref_chosen, ref_rejected, beta, label_smoothing=0.0",
 }
 
 
