@@ -58,11 +58,13 @@ import logging
 import math
 import os
 import random
+import re
 import resource
 import runpy
 import shutil
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections import defaultdict
