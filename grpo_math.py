@@ -460,7 +460,7 @@ def train(args):
                 token_columns["kl"] = kl  # [k, T]
             prompt = plain_text(prompt_share["examples"][0]["prompt"])
             samples = {"prompt": [prompt] * k, "response": responses[:k], "score": b["scores"][:k].tolist()}
-            run.log_samples(update, rows_of(samples), b["lengths"], token_columns)
+            log_samples(run, update, rows_of(samples), b["lengths"], token_columns)
 
         # 5. Save.
         run.checkpoint({"update": update, "batch_size": B})
@@ -1754,20 +1754,6 @@ class Run:
             self.accelerator.print(shown, flush=True)
         return metrics
 
-    def log_samples(self, update, rows, lengths, columns):
-        """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
-
-        rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
-        """
-        self.table(f"samples of update {update}", rows)
-        for row, length, *values in zip(rows, lengths, *columns.values()):
-            tokens = {name: x[:length].tolist() for name, x in zip(columns, values)}
-            self.append("samples.jsonl", [{"update": update} | row])
-            self.append("tokens.jsonl", [{"update": update} | row | tokens])
-        if self.args.log_with == "wandb" and self.accelerator.is_main_process:
-            data = [list(row.values()) for row in rows]
-            self.accelerator.get_tracker("wandb").log_table("samples", list(rows[0]), data, step=update)
-
     def finish(self):
         """Wait until the main process has saved everything, then close the tracker."""
         self.accelerator.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
@@ -1880,6 +1866,18 @@ def load_trained(models, folder):
     models.clear()  # nothing left to load
 
 
+def log_samples(run, update, rows, lengths, columns):
+    """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
+
+    rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
+    """
+    run.table(f"samples of update {update}", rows)
+    for row, length, *values in zip(rows, lengths, *columns.values()):
+        tokens = {name: x[:length].tolist() for name, x in zip(columns, values)}
+        run.append("samples.jsonl", [{"update": update} | row])
+        run.append("tokens.jsonl", [{"update": update} | row | tokens])
+
+
 def rows_of(columns):
     """A dict of lists -> a list of dicts."""
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
@@ -1957,8 +1955,6 @@ def parse_args(argv):
         runs = Path("runs").rglob("args.json")
         runs = [path for path in runs if json.loads(path.read_text()).get("script") == SCRIPT]
         folder = max(runs, key=os.path.getmtime, default=Path("runs/*/args.json")).parent
-    if any(folder.glob("checkpoints/*.pt")):
-        raise UserError(f"{folder}: a run of the third edition (CHANGELOG.md); finish it with that version")
     saved = json.loads((folder / "args.json").read_text())["args"]
     args = parse(default=Args(**saved | {"output_dir": str(folder)}))
     if Path(args.output_dir).resolve() != folder.resolve():

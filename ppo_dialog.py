@@ -463,7 +463,7 @@ def train(args):
                 "score": b["raw_scores"][:4].tolist(),  # as in the evaluation, before clip and penalty
             }
             samples |= {name: b[name][:4].tolist() for name in ("intent", "meteor") if name in b}
-            run.log_samples(update, rows_of(samples), b["lengths"], token_columns)
+            log_samples(run, update, rows_of(samples), b["lengths"], token_columns)
 
         # 7. Adapt the KL coefficient for the next update, and save.
         if args.kl_target is not None:
@@ -1911,20 +1911,6 @@ class Run:
             self.accelerator.print(shown, flush=True)
         return metrics
 
-    def log_samples(self, update, rows, lengths, columns):
-        """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
-
-        rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
-        """
-        self.table(f"samples of update {update}", rows)
-        for row, length, *values in zip(rows, lengths, *columns.values()):
-            tokens = {name: x[:length].tolist() for name, x in zip(columns, values)}
-            self.append("samples.jsonl", [{"update": update} | row])
-            self.append("tokens.jsonl", [{"update": update} | row | tokens])
-        if self.args.log_with == "wandb" and self.accelerator.is_main_process:
-            data = [list(row.values()) for row in rows]
-            self.accelerator.get_tracker("wandb").log_table("samples", list(rows[0]), data, step=update)
-
     def finish(self):
         """Wait until the main process has saved everything, then close the tracker."""
         self.accelerator.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
@@ -2035,6 +2021,18 @@ def load_trained(models, folder):
         for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load
+
+
+def log_samples(run, update, rows, lengths, columns):
+    """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
+
+    rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
+    """
+    run.table(f"samples of update {update}", rows)
+    for row, length, *values in zip(rows, lengths, *columns.values()):
+        tokens = {name: x[:length].tolist() for name, x in zip(columns, values)}
+        run.append("samples.jsonl", [{"update": update} | row])
+        run.append("tokens.jsonl", [{"update": update} | row | tokens])
 
 
 def rows_of(columns):
@@ -2170,8 +2168,6 @@ def parse_args(argv):
         runs = Path("runs").rglob("args.json")
         runs = [path for path in runs if json.loads(path.read_text()).get("script") == SCRIPT]
         folder = max(runs, key=os.path.getmtime, default=Path("runs/*/args.json")).parent
-    if any(folder.glob("checkpoints/*.pt")):
-        raise UserError(f"{folder}: a run of the third edition (CHANGELOG.md); finish it with that version")
     saved = json.loads((folder / "args.json").read_text())["args"]
     args = parse(default=Args(**saved | {"output_dir": str(folder)}))
     if Path(args.output_dir).resolve() != folder.resolve():

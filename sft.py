@@ -1282,20 +1282,6 @@ class Run:
             self.accelerator.print(shown, flush=True)
         return metrics
 
-    def log_samples(self, update, rows, lengths, columns):
-        """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
-
-        rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
-        """
-        self.table(f"samples of update {update}", rows)
-        for row, length, *values in zip(rows, lengths, *columns.values()):
-            tokens = {name: x[:length].tolist() for name, x in zip(columns, values)}
-            self.append("samples.jsonl", [{"update": update} | row])
-            self.append("tokens.jsonl", [{"update": update} | row | tokens])
-        if self.args.log_with == "wandb" and self.accelerator.is_main_process:
-            data = [list(row.values()) for row in rows]
-            self.accelerator.get_tracker("wandb").log_table("samples", list(rows[0]), data, step=update)
-
     def finish(self):
         """Wait until the main process has saved everything, then close the tracker."""
         self.accelerator.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
@@ -1467,8 +1453,6 @@ def parse_args(argv):
         runs = Path("runs").rglob("args.json")
         runs = [path for path in runs if json.loads(path.read_text()).get("script") == SCRIPT]
         folder = max(runs, key=os.path.getmtime, default=Path("runs/*/args.json")).parent
-    if any(folder.glob("checkpoints/*.pt")):
-        raise UserError(f"{folder}: a run of the third edition (CHANGELOG.md); finish it with that version")
     saved = json.loads((folder / "args.json").read_text())["args"]
     args = parse(default=Args(**saved | {"output_dir": str(folder)}))
     if Path(args.output_dir).resolve() != folder.resolve():
