@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -198,6 +200,28 @@ def test_metrics_may_be_missing(tmp_path, missing):
     write_lines(folder / "metrics.jsonl", rows)
     assert "The steps are too large" in titles(folder)
     report.page([report.read_run(folder)])  # no error
+
+
+def test_lines_that_are_no_json(tmp_path, capsys):
+    """Of a file that was edited, or cut and continued: a line on the screen, and all others on the page."""
+    folder = write_run(tmp_path / "run")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([lines[0], "", lines[1][:20], *lines[1:]]) + "\n")
+    assert [row["update"] for row in report.read_run(folder).metrics] == [*range(1, 101)]
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(", is left out")[0] for line in said] == [
+        f"{folder / 'metrics.jsonl'}, line {number}" for number in (2, 3)
+    ]
+
+
+def test_a_locale_that_is_not_utf_8(tmp_path):
+    tea = "\N{CJK UNIFIED IDEOGRAPH-8336}"
+    folder = write_run(tmp_path / "run", {"recipe": tea, "dataset_name": tea})
+    about = json.loads((folder / "args.json").read_text())
+    (folder / "args.json").write_text(json.dumps(about, ensure_ascii=False), encoding="utf-8")
+    env = os.environ | dict(LC_ALL="C", LANG="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    subprocess.run([sys.executable, ROOT / "report.py", folder], env=env, check=True)
+    assert tea in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_run_of_one_update_without_anything_else(tmp_path, capsys):

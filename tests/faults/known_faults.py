@@ -822,10 +822,10 @@ grpo_math.load_tasks: the limit of a prompt does not count the last token
 
 # What a reader of the run folder looks at
 
-ppo_sentiment.train: the score of samples.jsonl is that before clipping
-  runs/test_tokens.py::test_the_reward_of_ppo[0.05-ppo_sentiment]
-  - scores[:4].tolist()
-  + b["raw_scores"][:4].tolist()
+ppo_sentiment.train: the score of samples.jsonl is that after clipping
+  faults/test_public_reports.py::test_a_score_is_the_same_in_all_files[ppo_sentiment]
+  - b["raw_scores"][:4].tolist()
+  + scores[:4].tolist()
 grpo_math.train: samples.jsonl shows responses of several tasks
   runs/test_evaluation_grpo.py::test_samples_during_the_run
   - responses[:k]
@@ -834,6 +834,67 @@ ppo_sentiment.train: the texts of the first process count as those of all
   runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]
   - accelerate.utils.gather_object(responses)
   + responses
+
+# Data that are something else than they seem
+
+ppo_sentiment.load_splits: the last rows of a file are held out
+  runs/test_evaluation_ppo.py::test_which_split_is_held_out[ppo_sentiment]
+  - held_out = train[::10]
+  + held_out = train[-10:]
+ppo_sentiment.load_splits: other JSON files are read by datasets
+  faults/test_public_reports.py::test_json_in_other_files
+  - Path(path).exists() and
+  + False and
+ppo_sentiment.load_splits: a chat that is stored as a text is one
+  faults/test_public_reports.py::test_chats_as_texts
+  - isinstance(value, str) and
+  + False and
+sft.train: the first rows of a file are trained on
+  faults/test_public_reports.py::test_a_part_of_a_sorted_file
+  - random.Random(0).sample(
+  -             train_examples, min(args.num_train_rows, len(train_examples))
+  -         )
+  + train_examples[: args.num_train_rows]
+reward_model.load_preference_rows: answers without their prompt
+  faults/test_public_reports.py::test_preferences_without_a_prompt
+  - if not has_prompt and
+  + if False and
+reward_model.find_classes: each decimal is a class
+  faults/test_public_reports.py::test_decimals_are_no_classes
+  - isinstance(label, float)
+  + False
+ppo_sentiment.call_reward_functions: a column is replaced
+  faults/test_public_reports.py::test_a_column_with_the_name_of_an_argument[ppo_sentiment]
+  - inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
+  + inputs |= dict(prompts=prompts, completions=completions, completion_ids=completion_ids)
+ppo_sentiment.run_to_the_end: a function ends the run with exit code 0
+  faults/test_public_reports.py::test_a_function_that_exits
+  - if error.code:
+  + if True:
+grpo_math.score_responses: functions get an answer without its beginning
+  faults/test_public_reports.py::test_a_begun_answer_is_whole_for_rewards[grpo_math]
+  - beginning["content"] + response
+  + response
+rloo_tldr.ask_chat_model: the thoughts of a judge count
+  faults/test_public_reports.py::test_a_judge_that_thinks_first
+  - .rpartition("</think>")
+  + .rpartition("</thought>")
+ppo_sentiment.distinct_bigrams: a text without spaces is one word
+  faults/test_public_reports.py::test_words_of_scripts_without_spaces[ppo_sentiment]
+  - r" \g<0> "
+  + r"\g<0>"
+grpo_math.train: the KL is that of the sampler
+  faults/test_public_reports.py::test_the_kl_before_the_first_step
+  - kl_per_token(old_logprobs, ref_logprobs, "k1")
+  + kl_per_token(b["sampling_logprobs"][rows, :t], ref_logprobs, "k1")
+ppo_sentiment.Run.start: two new runs share a folder
+  faults/test_public_reports.py::test_two_runs_in_one_folder
+  - exist_ok=self.args.resume is not None
+  + exist_ok=True
+ppo_sentiment.Run.start: a resumed run is a new one for its tracker
+  faults/test_public_reports.py::test_a_resumed_run_keeps_its_beginning
+  - ("command", "id")
+  + ("command",)
 
 # Models, chats, servers
 

@@ -608,9 +608,9 @@ def test_a_run_in_a_side_thread(scripts, small):
     assert_same_run(folders[0], main)
 
 
-def test_two_runs_in_one_folder(scripts, small):
+def test_two_runs_in_one_folder(script, small):
     """trl#6947: the second one is refused, even if both found the folder empty."""
-    script, args = scripts["sft"], small("sft")
+    args = small("ppo_sentiment")
     runs = [script.Run(args, script.start_accelerator(args), 1, {}) for _ in range(2)]
     runs[0].start(4)
     with pytest.raises(FileExistsError):

@@ -61,6 +61,15 @@ def test_token_logprobs_of_small_and_large_vocabularies(V, N):
     close(ours(tokens, 0.7)(hidden, weight, bias), exact(tokens, 0.7)(hidden, weight, bias), atol=5e-5)
 
 
+def test_log_probabilities_are_at_most_0():
+    """Also those of a token that is nearly certain, where a sum of exponentials may round to less than 1."""
+    hidden, weight, _, _ = head_case(3, 100, 8, 5_000)
+    likeliest = (hidden @ weight.T).argmax(-1)
+    for scale in (1, 3, 10, 100):
+        logprobs, entropies = ours(likeliest)(hidden * scale, weight)
+        assert logprobs.max() <= 0 <= entropies.min()
+
+
 def test_token_logprobs_of_logits_far_apart():
     """Logits of 0 and 1000: log-probabilities of -1000 and 0, entropies of 0, gradients without nan."""
     weight, tokens = torch.tensor([[0.0], [1000.0]]), torch.tensor([[0, 1]])
