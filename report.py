@@ -207,8 +207,9 @@ def find_problems(run):
             return []  # one update may differ by chance, if nothing looks wrong later
     flags = unusual_flags(run)
     if found and flags:  # a run that fails with other flags most likely fails because of them
-        evidence = "Something else looks wrong too (below). Check these flags first."
-        found.insert(0, Finding("Flags differ from those of healthy runs", evidence, flags[:3], "flags"))
+        evidence = "Something else looks wrong too. Check these flags first."
+        place = 1 if found[0].entry == "flat-reward" else 0
+        found.insert(place, Finding("Flags differ from those of healthy runs", evidence, flags[:3], "flags"))
     return found
 
 
