@@ -112,7 +112,7 @@ class Args:
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
     num_sample_generations: int = 10  # about how many times samples are printed during the run
-    num_examples: int = 256  # number of held-out tasks to solve before and after training, per data set
+    num_eval_prompts: int = 256  # number of held-out tasks to solve before and after training, per data set
     num_eval_samples: int = 8  # responses to each of them: the k of pass@k
 
     # Model
@@ -207,7 +207,7 @@ RECIPES = {
         per_device_train_batch_size=16,
         gradient_accumulation_steps=32,
         learning_rate=2e-5,
-        num_examples=500,
+        num_eval_prompts=500,
         num_sample_generations=3,
     ),
     # The task of TinyZero (a small reproduction of DeepSeek-R1-Zero), with two differences: there is no
@@ -256,7 +256,7 @@ def train(args):
         "total_episodes",
         "temperature",
         "max_grad_norm",
-        "num_examples",
+        "num_eval_prompts",
         "num_eval_samples",
         "num_train_rows",
     )
@@ -1486,8 +1486,8 @@ def task_prompt(row, tokenizer, args):
 
 
 def choose_tasks(tasks, args):
-    """num_examples of the held-out tasks, in random order."""
-    count = min(args.num_examples, len(tasks))
+    """num_eval_prompts of the held-out tasks, in random order."""
+    count = min(args.num_eval_prompts, len(tasks))
     return [tasks[row] for row in stream_rows(len(tasks), start=0, count=count, seed=args.seed)]
 
 
@@ -1723,8 +1723,11 @@ class Run:
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            header = "score before" if name == "score" and "score after" in rows[-1] else name
+            table.add_column(header, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
+            if "prompt" in row and self.console.width <= 80:
+                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
 
@@ -1744,6 +1747,8 @@ class Run:
 
         shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
         shown = f"update {update}/{self.updates}  {shown}"
+        if metrics.get("env/reward_std", 1) < 1e-6:
+            shown += "  all scores are equal, so there is nothing to learn"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
         if update == self.updates:
@@ -1943,7 +1948,10 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    description = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    eval_flag = "--num-eval-prompts"  # TRL's judge_tldr.py: --num_examples
+    argv = [x.replace("--num_examples", eval_flag).replace("--num-examples", eval_flag) for x in argv]
+    commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
+    description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
     args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:

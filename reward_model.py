@@ -140,7 +140,7 @@ class Args:
     label_names: str | None = None  # comma-separated names of classes 0, 1, ...; None: the labels themselves
     max_length: int = 512  # in tokens; a longer text (column text) loses its end, all others their beginning
     min_prefix_length: int = 0  # column text: cut training texts to a random length, at least this (0: never)
-    num_eval_rows: int = 25_000  # held-out rows to score at the end, at most
+    num_eval_prompts: int = 25_000  # held-out rows to score at the end, at most
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes
     num_train_epochs: float = 2.0  # epochs over the training rows
@@ -201,7 +201,7 @@ RECIPES = {
         label_names="negative,positive",
         max_length=96,
         min_prefix_length=3,  # PPO's texts are short
-        num_eval_rows=1_500,
+        num_eval_prompts=1_500,
         num_train_epochs=0.5,  # 12,500 reviews
         per_device_train_batch_size=32,
         learning_rate=1e-4,
@@ -214,7 +214,7 @@ RECIPES = {
         dataset_name="OpenRL/daily_dialog",
         label_names="inform,question,directive,commissive",
         max_length=96,
-        num_eval_rows=3_000,
+        num_eval_prompts=3_000,
         num_train_epochs=0.25,  # about 19,000 answers
         per_device_train_batch_size=32,
         learning_rate=1e-4,
@@ -226,7 +226,7 @@ RECIPES = {
         dataset_name="trl-lib/tldr-preference",
         center_dataset_name="trl-lib/tldr",
         max_length=638,
-        num_eval_rows=2_000,
+        num_eval_prompts=2_000,
         num_train_epochs=1.0,
         per_device_train_batch_size=8,
         gradient_accumulation_steps=8,
@@ -237,7 +237,7 @@ RECIPES = {
     "hh": Args(
         model_name_or_path="EleutherAI/pythia-160m",
         dataset_name="Anthropic/hh-rlhf",
-        num_eval_rows=5_000,
+        num_eval_prompts=5_000,
         num_train_epochs=1.0,
         per_device_train_batch_size=8,
         gradient_accumulation_steps=8,
@@ -270,7 +270,7 @@ RECIPES = {
 
 def train(args):
     """The whole run, from the flags to the final table. -> (model, run folder)"""
-    check_positive(args, "num_train_epochs", "max_length", "num_eval_rows", "max_grad_norm")
+    check_positive(args, "num_train_epochs", "max_length", "num_eval_prompts", "max_grad_norm")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n = args.per_device_train_batch_size
@@ -976,7 +976,7 @@ def load_data(args, tokenizer):
         train, held_out = load_answers(train), load_answers(held_out)
     train = select_shard(train, args.train_shard)
     order = torch.randperm(len(held_out), generator=generator_for(args.seed, "held-out"))
-    held_out = [held_out[i] for i in order[: args.num_eval_rows].tolist()]
+    held_out = [held_out[i] for i in order[: args.num_eval_prompts].tolist()]
 
     load_rows, label_names, references = load_preference_rows, None, []
     if is_text or is_dialog:
@@ -1321,8 +1321,11 @@ class Run:
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            header = "score before" if name == "score" and "score after" in rows[-1] else name
+            table.add_column(header, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
+            if "prompt" in row and self.console.width <= 80:
+                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
 
@@ -1342,6 +1345,8 @@ class Run:
 
         shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
         shown = f"update {update}/{self.updates}  {shown}"
+        if metrics.get("env/reward_std", 1) < 1e-6:
+            shown += "  all scores are equal, so there is nothing to learn"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
         if update == self.updates:
@@ -1493,7 +1498,10 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    description = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    eval_flag = "--num-eval-prompts"  # TRL's judge_tldr.py: --num_examples
+    argv = [x.replace("--num_examples", eval_flag).replace("--num-examples", eval_flag) for x in argv]
+    commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
+    description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
     args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:

@@ -154,7 +154,7 @@ class Args:
     cliprange: float = 0.2  # epsilon of the clipped policy loss
 
     # Judge: judge_model if there is one, or judge_fn, or the reward itself
-    num_examples: int = 256  # number of held-out posts whose summaries are judged, before and after
+    num_eval_prompts: int = 256  # number of held-out posts whose summaries are judged, before and after
     judge_fn: str | None = None  # FILE.py:function like --reward-fn; the summary with the higher score wins
     judge_model: str | None = None  # folder of a reward model; another name, or with judge_url: a chat model
     judge_url: str | None = None  # the chat model's OpenAI-compatible server (None: OpenAI); OPENAI_API_KEY
@@ -186,7 +186,7 @@ RECIPES = {
         temperature=1.0,
         missing_eos_penalty=1.0,
         learning_rate=3e-4,
-        num_examples=300,
+        num_eval_prompts=300,
         num_sample_generations=3,
     ),
     "pythia-14m": Args(  # TRL's first command, a test only: its reward model has a random head
@@ -236,7 +236,8 @@ RECIPES = {
 def train(args):
     """The whole run, from the flags to the final table. -> (Policy, run folder)"""
     check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
-    check_positive(args, "num_ppo_epochs", "total_episodes", "temperature", "max_grad_norm", "num_examples")
+    check_positive(args, "num_ppo_epochs", "total_episodes", "temperature", "max_grad_norm")
+    check_positive(args, "num_eval_prompts")
     n, k, T = args.per_device_train_batch_size, args.rloo_k, args.response_length
     if k < 2 or n * args.gradient_accumulation_steps % k:
         raise UserError(
@@ -1552,7 +1553,7 @@ def judge_policy(args):
     """`rloo_tldr.py judge`: a model's win rate against the references, as TRL's judge_tldr.py. -> dict"""
     if args.resume is not None:
         raise UserError("judge has no --resume: use --model-name-or-path RUN/model")
-    check_positive(args, "temperature", "num_examples")
+    check_positive(args, "temperature", "num_eval_prompts")
     args = complete_args(args)
     accelerator = start_accelerator(args)
     if not accelerator.is_main_process:  # so that a judge on a server is asked only once
@@ -1658,9 +1659,9 @@ def load_posts(rows, tokenizer, args):
 
 
 def choose_held_out(posts, args):
-    """num_examples of the held-out posts, in random order; of those with a reference, if there are any."""
+    """num_eval_prompts held-out posts, in random order; of those with a reference, if there are any."""
     posts = [post for post in posts if post["reference"]] or posts
-    count = min(args.num_examples, len(posts))
+    count = min(args.num_eval_prompts, len(posts))
     return [posts[row] for row in stream_rows(len(posts), start=0, count=count, seed=args.seed)]
 
 
@@ -1896,8 +1897,11 @@ class Run:
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            header = "score before" if name == "score" and "score after" in rows[-1] else name
+            table.add_column(header, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
+            if "prompt" in row and self.console.width <= 80:
+                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
 
@@ -1917,6 +1921,8 @@ class Run:
 
         shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
         shown = f"update {update}/{self.updates}  {shown}"
+        if metrics.get("env/reward_std", 1) < 1e-6:
+            shown += "  all scores are equal, so there is nothing to learn"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
         if update == self.updates:
@@ -2126,7 +2132,10 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    description = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    eval_flag = "--num-eval-prompts"  # TRL's judge_tldr.py: --num_examples
+    argv = [x.replace("--num_examples", eval_flag).replace("--num-examples", eval_flag) for x in argv]
+    commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
+    description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
     args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:

@@ -117,7 +117,7 @@ class Args:
     save_every: int = 100  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
-    num_eval_rows: int = 500  # held-out documents for the before / after table, drawn at random
+    num_eval_prompts: int = 500  # held-out documents for the before / after table, drawn at random
     num_samples: int = 4  # how many of them the trained model continues at the end, as samples
 
     # Model
@@ -215,7 +215,7 @@ RECIPES = {
     "smollm2-imdb": Args(  # the start of ppo_sentiment.py's recipe of this name: docs/real_models.md
         model_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct",
         output_dir="runs/smollm2-imdb/sft",
-        num_eval_rows=200,
+        num_eval_prompts=200,
         max_length=64,  # beginnings of reviews, because PPO's texts have at most 32 tokens
         num_train_epochs=0.12,  # 3,000 reviews
         per_device_train_batch_size=16,
@@ -225,7 +225,7 @@ RECIPES = {
     "smollm2-dailydialog": Args(  # the start of ppo_dialog.py's recipe of this name: docs/real_models.md
         model_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct",
         output_dir="runs/smollm2-dailydialog/sft",
-        num_eval_rows=200,
+        num_eval_prompts=200,
         dataset_name="OpenRL/daily_dialog",
         utterance_end="eos",
         max_length=256,
@@ -238,7 +238,7 @@ RECIPES = {
     "smollm2-word-problems": Args(  # the start of grpo_math.py's recipe of this name
         model_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct",
         output_dir="runs/smollm2-word-problems/sft",
-        num_eval_rows=200,
+        num_eval_prompts=200,
         dataset_name="runs/smollm2-word-problems/word-problems-sft",
         max_length=256,
         lr_scheduler_type="cosine",
@@ -280,7 +280,7 @@ RECIPES = {
 def train(args):
     """The whole run, from the flags to the final table. -> transformers model, run folder"""
     check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
-    check_positive(args, "max_length", "num_train_rows", "num_eval_rows", "max_grad_norm")
+    check_positive(args, "max_length", "num_train_rows", "num_eval_prompts", "max_grad_norm")
     if not args.utterance_end.strip():
         raise UserError("--utterance-end must not be empty: nobody could tell where an utterance ends")
     if args.from_config is not None and args.lora_r:
@@ -307,7 +307,7 @@ def train(args):
     # Held-out documents are drawn at random: IMDB is sorted, and its first reviews are all negative.
     all_held_out, held_out_left_out = load_documents(held_out_examples, tokenizer, args)
     order = torch.randperm(len(all_held_out), generator=generator_for(args.seed, "held-out"))
-    held_out = [all_held_out[i] for i in order[: args.num_eval_rows]]
+    held_out = [all_held_out[i] for i in order[: args.num_eval_prompts]]
     held_out_rows = pack(held_out, args.max_length, args.packing)
 
     model = LanguageModel(load_language_model(args, tokenizer, documents)).to(device)
@@ -1251,8 +1251,11 @@ class Run:
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            header = "score before" if name == "score" and "score after" in rows[-1] else name
+            table.add_column(header, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
+            if "prompt" in row and self.console.width <= 80:
+                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
 
@@ -1272,6 +1275,8 @@ class Run:
 
         shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
         shown = f"update {update}/{self.updates}  {shown}"
+        if metrics.get("env/reward_std", 1) < 1e-6:
+            shown += "  all scores are equal, so there is nothing to learn"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
         if update == self.updates:
@@ -1441,7 +1446,10 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    description = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    eval_flag = "--num-eval-prompts"  # TRL's judge_tldr.py: --num_examples
+    argv = [x.replace("--num_examples", eval_flag).replace("--num-examples", eval_flag) for x in argv]
+    commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
+    description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
     args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:

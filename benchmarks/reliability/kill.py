@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 COMMON = "--dtype float32 --save-every 1 --lr-scheduler-type linear --learning-rate 1e-3"
 SUPERVISED = (
-    f"{COMMON} --max-length 64 --per-device-train-batch-size 8 --num-train-epochs 1.34 --num-eval-rows 8"
+    f"{COMMON} --max-length 64 --per-device-train-batch-size 8 --num-train-epochs 1.34 --num-eval-prompts 8"
 )
 RL = (
     f"{COMMON} --num-mini-batches 2 --num-ppo-epochs 1 --per-device-train-batch-size 4 --total-episodes 64 "
@@ -63,13 +63,13 @@ RUNS = {  # script -> data set, flags
     "rloo_tldr": (
         "tldr",
         f"{RL} --model-name-or-path checkpoints/tldr-sft --reward-model-path checkpoints/tldr-reward "
-        "--num-examples 4 --response-length 8 --rloo-k 2",
+        "--num-eval-prompts 4 --response-length 8 --rloo-k 2",
     ),
     "grpo_math": (
         "arithmetic",
         f"{RL} --model-name-or-path checkpoints/arithmetic-sft --prompt-template None --system-prompt None "
         "--max-prompt-length 64 --gradient-accumulation-steps 1 --num-generations 4 --response-length 16 "
-        "--num-examples 4 --num-eval-samples 2",
+        "--num-eval-prompts 4 --num-eval-samples 2",
     ),
 }
 COMPARED = (

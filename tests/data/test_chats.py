@@ -382,7 +382,7 @@ def test_an_evaluation_on_chats_by_hand(scripts, sft, chat_lm, family, tmp_path,
         dataset_name=data,
         num_train_rows=None,
         max_length=200,
-        num_eval_rows=9,
+        num_eval_prompts=9,
         num_samples=9,
     )
     evaluation = json.loads((folder / "evaluation.json").read_text())

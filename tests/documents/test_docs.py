@@ -117,6 +117,7 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     known |= {"peers", "other", "only", "rounds", "batches", "results", "show", "save", "signals", "trl"}
     known |= {"trl112", "jobs", "seeds", "side", "responses", "algorithm", "gpus", "gpu_memory"}
     known |= {"reward_model", "sharding", "rows"}
+    known |= {"num_examples"}  # TRL's name of --num-eval-prompts
     for script in scripts.values():
         for field in script.Args.__dataclass_fields__.values():
             known |= {field.name, f"no_{field.name}"}
@@ -412,16 +413,18 @@ def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
         assert scores == [f"{line['score']:.1f}", f"{line['score after']:.1f}"]
 
     faults = [json.loads(line) for line in open(ROOT / "tests/faults/mutations.jsonl")]
-    assert f"all {len(faults)} known faults" in README and all(fault["killed_by"] for fault in faults)
+    for page in (README, DOCS["evidence"]):
+        assert f"all {len(faults)} known faults" in page and all(fault["killed_by"] for fault in faults)
     kills = [json.loads(line) for line in open(ROOT / "results/reliability/kills.jsonl")]
     sigkills = sum(kill["signal"] == "SIGKILL" for kill in kills)
-    assert f"{sigkills} SIGKILLs at random moments" in README and all(kill["same"] for kill in kills)
-    assert f"and {len(kills) - sigkills} SIGTERMs and SIGINTs" in README
+    assert f"{sigkills} SIGKILLs at random moments" in DOCS["evidence"] and all(kill["same"] for kill in kills)
+    assert f"and {len(kills) - sigkills} SIGTERMs and SIGINTs" in DOCS["evidence"]
     noticed = []
     for path in sorted((ROOT / "results/blind-faults").glob("*.outcomes.jsonl")):
         outcomes = [json.loads(line) for line in path.read_text().splitlines()]
         noticed.append(sum(outcome["killed_by"] is not None for outcome in outcomes))
-    assert f"{', '.join(map(str, noticed[:-1]))} and {noticed[-1]} on the first try" in README
+    assert f"{', '.join(map(str, noticed[:-1]))} and {noticed[-1]} on the first try" in DOCS["evidence"]
+    assert f"{min(noticed)} to {max(noticed)} of the 30 new faults" in README
 
 
 def test_the_weak_start_of_the_dialogs_is_that_of_the_files():

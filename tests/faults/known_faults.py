@@ -596,8 +596,8 @@ sft.load_documents: a document is learned from the one before (IndexError)
   + labels[: args.max_length]
 sft.train: held-out documents are not drawn at random
   faults/test_mutants.py::test_held_out_documents_of_sft_are_drawn_at_random
-  - [all_held_out[i] for i in order[: args.num_eval_rows]]
-  + all_held_out[: args.num_eval_rows]
+  - [all_held_out[i] for i in order[: args.num_eval_prompts]]
+  + all_held_out[: args.num_eval_prompts]
 sft.write_samples: the prompt of a sample of a chat ends at its first learned turn
   runs/test_sft.py::test_prompts_of_samples
   - max(i for i, label

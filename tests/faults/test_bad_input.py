@@ -217,12 +217,12 @@ def test_what_libraries_refuse(scripts, small, broken, tmp_path, name, case):
 RL_SIZES = "per_device_train_batch_size gradient_accumulation_steps num_mini_batches num_ppo_epochs "
 RL_SIZES += "total_episodes temperature response_length"
 PPO_SIZES = f"{RL_SIZES} num_eval_prompts kl_target kl_horizon local_rollout_forward_batch_size"
-STEPS = "per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_length num_eval_rows"
+STEPS = "per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_length num_eval_prompts"
 SIZES = {
     "ppo_sentiment": f"{PPO_SIZES} query_min_length response_min_length",
     "ppo_dialog": f"{PPO_SIZES} num_context_utterances max_prompt_length",
-    "rloo_tldr": f"{RL_SIZES} num_examples max_prompt_length local_rollout_forward_batch_size",
-    "grpo_math": f"{RL_SIZES} num_examples num_eval_samples num_train_rows max_prompt_length",
+    "rloo_tldr": f"{RL_SIZES} num_eval_prompts max_prompt_length local_rollout_forward_batch_size",
+    "grpo_math": f"{RL_SIZES} num_eval_prompts num_eval_samples num_train_rows max_prompt_length",
     "sft": f"{STEPS} num_train_rows",
     "reward_model": STEPS,
 }

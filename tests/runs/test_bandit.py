@@ -137,9 +137,9 @@ def learn(scripts, places, tmp_path):
             num_sample_generations=0,
         )
         if script == "rloo_tldr":
-            own = dict(rloo_k=4, num_examples=2, temperature=1.0)
+            own = dict(rloo_k=4, num_eval_prompts=2, temperature=1.0)
         elif script == "grpo_math":
-            own = dict(num_generations=batch // 2, gradient_accumulation_steps=1, num_examples=2)
+            own = dict(num_generations=batch // 2, gradient_accumulation_steps=1, num_eval_prompts=2)
             own |= dict(prompt_template=None, system_prompt=None, num_eval_samples=1, max_prompt_length=2)
         else:
             own = dict(num_eval_prompts=2, kl_target=None, lam=1.0)

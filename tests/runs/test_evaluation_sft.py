@@ -149,7 +149,7 @@ def test_every_number_of_sft(sft, scripts, tiny_lm, tmp_path, monkeypatch, capsy
         packing=packing,
         max_length=96,
         num_train_rows=11,
-        num_eval_rows=7,
+        num_eval_prompts=7,
         num_samples=2,
         num_train_epochs=12.4 / num_rows,
         per_device_train_batch_size=2,
@@ -266,7 +266,7 @@ def test_samples_are_of_the_trained_model_and_of_held_out_prompts(sft, tmp_path)
         row["completion"] = " all is well."
     data = write_rows(tmp_path / "data", train=train, test=test)
     flags = dict(dataset_name=data, packing=False, num_train_rows=None, num_train_epochs=30.0)
-    _, folder, _ = sft(**flags, num_eval_rows=6, num_samples=5, learning_rate=1e-2)
+    _, folder, _ = sft(**flags, num_eval_prompts=6, num_samples=5, learning_rate=1e-2)
     samples = rows_of(folder, "samples.jsonl")
     prompts = [row["prompt"] for row in samples]
     assert len(set(prompts)) == len(prompts) == 5
@@ -312,7 +312,7 @@ def test_dropout_is_on_in_training_only(sft, tmp_path):
     """Random weights keep the dropout of their config. Both evaluations, and model/, have none."""
     data, train, test = three_splits(tmp_path / "data", posts_of)
     shape = f"{TINY_GPT2} resid_pdrop=0.5 embd_pdrop=0.5"
-    flags = dict(dataset_name=data, num_eval_rows=9, learning_rate=0.0, num_samples=0)
+    flags = dict(dataset_name=data, num_eval_prompts=9, learning_rate=0.0, num_samples=0)
     _, folder, [metrics] = sft(
         from_config=shape, **flags, num_train_rows=4, packing=False, num_train_epochs=1.0
     )
@@ -490,7 +490,13 @@ def test_what_a_run_prints(sft, tmp_path, capsys):
     data = write_rows(tmp_path / "data", train=train[:8], test=test)
     flags = dict(per_device_train_batch_size=2, gradient_accumulation_steps=3, learning_rate=0.0)
     _, folder, metrics = sft(
-        dataset_name=data, max_length=64, num_train_rows=8, num_eval_rows=3, num_samples=0, lora_r=2, **flags
+        dataset_name=data,
+        max_length=64,
+        num_train_rows=8,
+        num_eval_prompts=3,
+        num_samples=0,
+        lora_r=2,
+        **flags,
     )
     out = capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
