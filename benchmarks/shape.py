@@ -23,7 +23,15 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ["sft.py", "reward_model.py", "ppo_sentiment.py", "ppo_dialog.py", "rloo_tldr.py", "grpo_math.py", "dpo_tldr.py"]
+SCRIPTS = [
+    "sft.py",
+    "reward_model.py",
+    "ppo_sentiment.py",
+    "ppo_dialog.py",
+    "rloo_tldr.py",
+    "grpo_math.py",
+    "dpo_tldr.py",
+]
 OTHERS = ["report.py", "tests/", "benchmarks/"]  # a folder: the sum of its Python files
 COLUMNS = ["lines", "nodes", "loop starts at", "tokens per code line", "Part I ends at", "widest line"]
 ANCHORS = {  # lines, nodes, line of the loop, tokens per code line
