@@ -155,25 +155,28 @@ RECIPES = {
         eval_dataset_name="data/tldr",
         judge_fn="data/make_tldr.py:gold_score",
         dtype="float32",
+        beta=0.5,
         num_train_epochs=1.0,
         per_device_train_batch_size=32,
-        learning_rate=3e-4,
+        learning_rate=1e-4,
         lr_scheduler_type="cosine",
         warmup_ratio=0.1,
         response_length=40,
         num_examples=300,
     ),
-    "tldr-pythia-1b": Args(  # the pairs and the start of Huang et al. 2024
+    "tldr-pythia-1b": Args(  # pairs and start of Huang et al. 2024, flags of Rafailov et al. 2023, appendix B
         model_name_or_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
         dataset_name="trl-lib/tldr-preference",
         eval_dataset_name="trl-lib/tldr",
         max_length=638,
+        beta=0.5,
         num_train_epochs=1.0,
         gradient_accumulation_steps=8,
-        learning_rate=1e-6,
-        warmup_ratio=0.1,
+        optimizer="torch.optim.RMSprop",
+        lr_scheduler_type="constant",
+        warmup_ratio=0.1,  # 145 updates
     ),
-    "hh": Args(  # Rafailov et al. 2023, section 6 and appendix B
+    "hh": Args(  # the same flags with their beta for dialogs; they began with SFT on the chosen responses
         model_name_or_path="EleutherAI/pythia-1b-deduped",
         dataset_name="Anthropic/hh-rlhf",
         max_length=512,
@@ -181,13 +184,13 @@ RECIPES = {
         gradient_accumulation_steps=8,
         optimizer="torch.optim.RMSprop",
         lr_scheduler_type="constant",
-        warmup_ratio=0.01,
+        warmup_ratio=0.06,  # 150 updates
         response_length=128,
     ),
-    "qwen-0.5b-ultrafeedback": Args(  # TRL's first command; its defaults
-        response_length=256,
+    "qwen-0.5b-ultrafeedback": Args(  # the first command of TRL's page about DPO
         gradient_checkpointing=True,
         num_examples=64,
+        response_length=256,
     ),
 }
 
@@ -374,7 +377,8 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, reference):
         path, _, name = args.judge_fn.rpartition(":")
         ask = partial(runpy.run_path(resolve_path(path))[name], prompts=column["prompt"])
         column["score"] = ask(completions=column["response"])
-        scores, reference_scores = torch.tensor([column["score"], ask(completions=column["reference"])])
+        scores = torch.tensor([column["score"], ask(completions=column["reference"])], dtype=torch.float32)
+        scores, reference_scores = scores  # [posts] each
         if scores.shape != (len(posts),):
             raise UserError(f"--judge-fn: {len(scores)} numbers for {len(posts)} responses")
         wins = (scores > reference_scores) + 0.5 * (scores == reference_scores)  # a tie is half a win

@@ -14,6 +14,7 @@ compared).
 """
 
 import argparse
+import gzip
 import importlib
 import json
 import os
@@ -70,6 +71,11 @@ RUNS = {  # script -> data set, flags
         f"{RL} --model-name-or-path checkpoints/arithmetic-sft --prompt-template None --system-prompt None "
         "--max-prompt-length 64 --gradient-accumulation-steps 1 --num-generations 4 --response-length 16 "
         "--num-eval-prompts 4 --num-eval-samples 2",
+    ),
+    "dpo_tldr": (
+        "tldr-preference",
+        f"{COMMON} --model-name-or-path checkpoints/tldr-sft --max-length 250 --per-device-train-batch-size 8 "
+        "--num-train-epochs 1.34 --num-eval-rows 8 --num-examples 4 --response-length 8",
     ),
 }
 COMPARED = (
@@ -210,7 +216,9 @@ def write_data(folder):
     for name in {name for name, _ in RUNS.values()}:
         (folder / name).mkdir()
         for split, count in (("train", 48), ("test", 8)):
-            lines = (ROOT / f"data/{name}/{split}.jsonl").read_text().splitlines(True)
+            path = ROOT / f"data/{name}/{split}.jsonl"
+            text = path.read_text() if path.exists() else gzip.open(f"{path}.gz", "rt").read()
+            lines = text.splitlines(True)
             (folder / name / f"{split}.jsonl").write_text("".join(lines[:count]))
 
 

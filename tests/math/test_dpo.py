@@ -1,4 +1,4 @@
-"""The loss of dpo_tldr.py: plain Python, published values, TRL's DPOTrainer, and the batch it is computed on."""
+"""The loss of dpo_tldr.py in plain Python, in print and in TRL's DPOTrainer, and the batches it gets."""
 
 import importlib.util
 import math
@@ -173,7 +173,8 @@ args = DPOConfig(
     use_cpu=True, bf16=False, report_to="none", gradient_checkpointing=False,
 )
 tokenizer = AutoTokenizer.from_pretrained(model)
-trainer = DPOTrainer(policy, reference, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+data = Dataset.from_list(rows)
+trainer = DPOTrainer(policy, reference, args, train_dataset=data, processing_class=tokenizer)
 inputs = trainer.data_collator([trainer.train_dataset[i] for i in range(len(rows))])
 trainer.model.train()
 loss = trainer.compute_loss(trainer.model, inputs)

@@ -256,7 +256,7 @@ WRITTEN = ["a", "b", "c", "d", "e", "a b"]  # " EOS" follows
 
 @torch.no_grad()
 def shares_of_written(model):
-    """Probabilities of WRITTEN and EOS after each prompt, as shares of their sum. -> [prompts, responses]"""
+    """Probabilities of WRITTEN and EOS after each prompt, divided by their sum. -> [prompts, responses]"""
     table = []
     for prompt in PROMPTS:
         prompt_ids = [WORDS.index(word) for word in prompt.split()]

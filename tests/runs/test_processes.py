@@ -109,7 +109,7 @@ JOBS = {  # name -> script, flags, flags of one process, flags of two; at least 
         ONE | dict(gradient_accumulation_steps=2),
         ONE,
     ),
-    "dpo lora 8bit": (
+    "dpo adapter": (
         "dpo_tldr",
         dict(num_train_epochs=0.4, num_eval_rows=9, num_examples=5, lora_r=4, load_in_8bit=True),
         ONE | dict(gradient_accumulation_steps=2),
@@ -225,7 +225,7 @@ for kind_name in ZERO_STAGE:
             continue
         if job_name == "bf16":  # rounded differently in batches of other shapes
             continue
-        if (kind_name, job_name) in (("fsdp2", "dpo lora 8bit"), ("zero2", "dpo lora 8bit")):
+        if (kind_name, job_name) in (("fsdp2", "dpo adapter"), ("zero2", "dpo adapter")):
             continue
         if (kind_name, job_name) not in (("fsdp2", "lora 8bit"), ("ddp", "critic")):
             CASES.append((kind_name, job_name))
@@ -356,6 +356,10 @@ def assert_same_numbers(one, two):
         assert json.loads((folder / "args.json").read_text())["world_size"] == processes
     rows, other_rows = timeless(rows_of(one)), timeless(rows_of(two))
     assert len(rows) == len(other_rows) >= 2
+    for row in (rows[0], other_rows[0]):
+        row.pop(
+            "rewards/accuracies", None
+        )  # all margins are 0 up to rounding, since nothing has been learned
     for row, other_row in zip(rows, other_rows):
         assert row == pytest.approx(other_row, abs=1e-5, rel=5e-5)
     for path in (one / "model").rglob("*.safetensors"):
