@@ -80,7 +80,7 @@ def copy_results(out, results):
         (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(metrics, mtime=0))
         (folder / "evaluation.json").write_text((run / "evaluation.json").read_text())
         if results.name == "qwen-gsm8k":
-            copy_solutions(run, out / "gsm8k/test.jsonl", folder / "evaluation_samples.jsonl.gz")
+            copy_solutions(run, out / "gsm8k/test.jsonl", folder)
         elif run.name.startswith("grpo-"):
             copy_tasks(run, out / "word-problems/test.jsonl", folder / "evaluation_samples.jsonl.gz")
         elif (run / "evaluation_samples.jsonl").exists():
@@ -107,28 +107,26 @@ def copy_tasks(run, data, path):
     path.write_bytes(gzip.compress(lines.encode(), mtime=0))
 
 
-def copy_solutions(run, data, path):
-    """Copy what GSM8K's tables need of each response, and the texts of the first problems."""
+def copy_solutions(run, data, folder):
+    """The samples of the first problems, and for all of them what GSM8K's tables need of each response."""
     solutions = [json.loads(line) for line in data.read_text().splitlines()]
     steps = {row["question"]: row["answer"].count("<<") for row in solutions}  # <<48/2=24>> is one step
-    rows = [json.loads(line) for line in (run / "evaluation_samples.jsonl").read_text().splitlines()]
-    seen = {"held-out": 0, "greedy": 0}
-    for row in rows:
-        row["task"] = row["task"].split("user: ", 1)[1]
-        row["steps"] = steps[row["task"]]
+    samples, counts = [], []
+    for line in (run / "evaluation_samples.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        count = {"set": row["set"], "steps": steps[row["task"].split("user: ", 1)[1]]}
         for side in ("before", "after"):
             responses = row[side]["responses"]
-            row[side]["python"] = ["```" in x for x in responses]
-            row[side]["boxed"] = [boxed_answer(x) is not None for x in responses]
-            row[side]["equations"] = [worked_equations(x) for x in responses]
-            del row[side]["rewards/correct"]  # the same as right
-            if seen[row["set"]] >= NUM_TEXTS:
-                del row[side]["responses"]
-        if seen[row["set"]] >= NUM_TEXTS:
-            del row["task"]
-        seen[row["set"]] += 1
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    path.write_bytes(gzip.compress(lines.encode(), mtime=0))
+            count[side] = {name: row[side][name] for name in ("right", "ended", "length")}
+            count[side]["python"] = ["```" in x for x in responses]
+            count[side]["boxed"] = [boxed_answer(x) is not None for x in responses]
+            count[side]["equations"] = [worked_equations(x) for x in responses]
+        counts.append(count)
+        if sum(sample["set"] == row["set"] for sample in samples) < NUM_TEXTS:
+            samples.append(row)
+    for name, rows in (("evaluation_samples", samples), ("evaluation_counts", counts)):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
 
 
 # What is left of a LaTeX solution when only numbers and operators count, by (pattern, replacement) in this order.
@@ -385,7 +383,7 @@ def first_tasks(folder, count=4):
 
 def read_solutions(folder, kind):
     """The evaluation of a run on GSM8K. kind: "greedy" or "held-out" -> one dict per problem"""
-    rows = [json.loads(line) for line in health.read(folder, "evaluation_samples.jsonl").splitlines()]
+    rows = [json.loads(line) for line in health.read(folder, "evaluation_counts.jsonl").splitlines()]
     return [row for row in rows if row["set"] == kind]
 
 
