@@ -154,7 +154,8 @@ class Args:
     cliprange: float = 0.2  # epsilon of the clipped policy loss
 
     # Judge: judge_model if there is one, or judge_fn, or the reward itself
-    # Number of held-out posts whose summaries are judged, before and after. TRL's judge_tldr.py has the alias.
+
+    # Number of held-out posts whose summaries are judged (--num_examples in TRL's judge_tldr.py).
     num_eval_prompts: Annotated[int, tyro.conf.arg(aliases=["--num-examples"])] = 256
     judge_fn: str | None = None  # FILE.py:function like --reward-fn; the summary with the higher score wins
     judge_model: str | None = None  # folder of a reward model; another name, or with judge_url: a chat model
