@@ -339,6 +339,13 @@ def test_the_table_of_the_readme_is_that_of_the_file():
         assert cells_of(README, metric) == [f"{before:.3f}", f"{after:.3f}"]
 
 
+def test_the_own_reward_of_the_readme_is_that_of_the_file():
+    evaluation = result("ppo-sentiment-own-reward/evaluation.json")
+    before, after = evaluation["before"]["score mean"], evaluation["after"]["score mean"]
+    text = " ".join(README.split())
+    assert f"the mean of {evaluation['n']} held-out prompts rises from {before:.2f} to {after:.2f}" in text
+
+
 @pytest.mark.parametrize("heading, folder", CALIBRATION)
 def test_a_calibration_table_is_that_of_the_file(heading, folder):
     page = DOCS["reward_model"].split(f"\n{heading}")[1]
@@ -417,7 +424,9 @@ def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
         assert f"all {len(faults)} known faults" in page and all(fault["killed_by"] for fault in faults)
     kills = [json.loads(line) for line in open(ROOT / "results/reliability/kills.jsonl")]
     sigkills = sum(kill["signal"] == "SIGKILL" for kill in kills)
-    assert f"{sigkills} SIGKILLs at random moments" in DOCS["evidence"] and all(kill["same"] for kill in kills)
+    assert f"{sigkills} SIGKILLs at random moments" in DOCS["evidence"] and all(
+        kill["same"] for kill in kills
+    )
     assert f"and {len(kills) - sigkills} SIGTERMs and SIGINTs" in DOCS["evidence"]
     noticed = []
     for path in sorted((ROOT / "results/blind-faults").glob("*.outcomes.jsonl")):
