@@ -339,6 +339,13 @@ def test_the_table_of_the_readme_is_that_of_the_file():
         assert cells_of(README, metric) == [f"{before:.3f}", f"{after:.3f}"]
 
 
+def test_the_own_reward_of_the_readme_is_that_of_the_file():
+    evaluation = result("ppo-sentiment-own-reward/evaluation.json")
+    before, after = evaluation["before"]["score mean"], evaluation["after"]["score mean"]
+    text = " ".join(README.split())
+    assert f"the mean of {evaluation['n']} held-out prompts rises from {before:.2f} to {after:.2f}" in text
+
+
 @pytest.mark.parametrize("heading, folder", CALIBRATION)
 def test_a_calibration_table_is_that_of_the_file(heading, folder):
     page = DOCS["reward_model"].split(f"\n{heading}")[1]
