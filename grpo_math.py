@@ -60,11 +60,13 @@ import logging
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import string
 import sys
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -105,12 +107,12 @@ class Args:
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
+    resume: str | None = None  # continue a run: its folder, or `latest`, of this script in runs/
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
     num_sample_generations: int = 10  # about how many times samples are printed during the run
-    num_examples: int = 256  # number of held-out tasks to solve before and after training, per data set
+    num_eval_prompts: int = 256  # number of held-out tasks to solve before and after training, per data set
     num_eval_samples: int = 8  # responses to each of them: the k of pass@k
 
     # Model
@@ -125,7 +127,7 @@ class Args:
 
     # Tasks and rewards
     dataset_name: str = "openai/gsm8k:main"  # Hub name, NAME:CONFIG, or folder; rewards get all columns
-    num_train_rows: int | None = None  # train on the first N rows of the data set only; None: on all
+    num_train_rows: int | None = None  # train on only N rows, drawn at random; None: on all
     hard_dataset_name: str | None = None  # the held-out rows of other tasks, for the final table
     prompt_template: str | None = "{question}"  # makes prompts, if the data have no column prompt
     system_prompt: str | None = (  # system message of each chat, or text before each prompt
@@ -205,7 +207,7 @@ RECIPES = {
         per_device_train_batch_size=16,
         gradient_accumulation_steps=32,
         learning_rate=2e-5,
-        num_examples=500,
+        num_eval_prompts=500,
         num_sample_generations=3,
     ),
     # The task of TinyZero (a small reproduction of DeepSeek-R1-Zero), with two differences: there is no
@@ -254,8 +256,9 @@ def train(args):
         "total_episodes",
         "temperature",
         "max_grad_norm",
-        "num_examples",
+        "num_eval_prompts",
         "num_eval_samples",
+        "num_train_rows",
     )
     n, k, T = args.per_device_train_batch_size, args.num_generations, args.response_length
     if k < 2 or n * args.gradient_accumulation_steps % k != 0:
@@ -354,7 +357,7 @@ def train(args):
                         with autocast:
                             new_logprobs, entropies = learner(
                                 b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
-                            )  # [n, t] each, 0 after the end of a response
+                            )  # [n, t] each, 0 after the end of a response; only these have a gradient
                         if takes_several_steps(args):
                             old_logprobs = b["logprobs"][rows, :t]
                         else:
@@ -386,7 +389,12 @@ def train(args):
                             "val/ratio": ratio,
                             "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
                             "sampling/logprob_gap_mean": sampling_gap,
+                            "logprob": old_logprobs,
                         }
+                        if has_kl:
+                            # The metric is k1, of the policy that sampled. The loss has k3, of the new one.
+                            ref_logprobs = b["ref_logprobs"][rows, :t]
+                            token_metrics["kl"] = kl_per_token(old_logprobs, ref_logprobs, "k1")
                         for name, x in token_metrics.items():
                             metric_sums[name] += (x * m).sum()
                         # No optimizer step since the rollout, so the ratios must be 1. (With one step per
@@ -407,22 +415,23 @@ def train(args):
         update_metrics = {name: x / tokens_trained for name, x in metric_sums.items()}
         # var r = E[(r - 1)^2] - (E[r - 1])^2
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
-        groups = b["scores"].view(P, k)
+        score_std_of_groups = b["scores"].view(P, k).std(1, correction=0)  # [P]
         lengths = b["lengths"].float()
+        entropy = -update_metrics.pop("logprob") * lengths.mean()  # per response
         metrics = {
             "update": update,
             "episode": update * B,
             "lr": optimizer.param_groups[0]["lr"],
             "eps": B / (time.time() - start_time),  # episodes per second
-            "objective/entropy": -b["sampling_logprobs"].sum(1).mean(),  # -log p of a whole response
+            "objective/entropy": entropy,
             "objective/scores": b["scores"].mean(),
             **update_metrics,
             "grad_norm": unshard(grad_norm),  # of the last optimizer step, before clipping
             "val/num_eos_tokens": b["stopped"].sum(),
             "env/reward_mean": b["scores"].mean(),  # as objective/scores, because there are no penalties
             "env/reward_std": b["scores"].std(correction=0),
-            # The fraction of groups with equal rewards. Their advantages are 0.
-            "frac_reward_zero_std": (groups == groups[:, :1]).all(1).float().mean(),
+            # The fraction of groups with equal rewards, up to rounding. Their advantages are 0.
+            "frac_reward_zero_std": (score_std_of_groups < 1e-6).float().mean(),
             **reward_means(b),
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
@@ -433,9 +442,7 @@ def train(args):
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
         }
         if has_kl:
-            # The metric is k1, summed over each response. (The loss has k3 per token: see kl_per_token.)
-            kl = kl_per_token(b["sampling_logprobs"], b["ref_logprobs"], "k1")  # [B, T], 0 after the end
-            metrics["objective/kl"] = kl.sum(1).mean()
+            metrics["objective/kl"] = metrics.pop("kl") * lengths.mean()  # per response
             metrics["objective/kl_coef"] = args.kl_coef
         run.log(metrics)  # tensors become numbers; raises if one is not finite
         if args.num_sample_generations and update % max(1, updates // args.num_sample_generations) == 0:
@@ -444,15 +451,16 @@ def train(args):
                 _, entropies = model(b["ids"][:k], b["mask"][:k], T, args.temperature)
             token_columns = {
                 "ids": b["ids"][:k, C:],
-                "logprob": b["sampling_logprobs"][:k],
+                "logprob": b["sampling_logprobs"][:k],  # the others are not kept
                 "entropy": entropies,  # of the policy after this update
                 "advantage": advantages[:k, None].expand(k, T),
             }
             if has_kl:
-                token_columns["kl"] = kl[:k]
+                kl = kl_per_token(b["sampling_logprobs"][:k], b["ref_logprobs"][:k], "k1")
+                token_columns["kl"] = kl  # [k, T]
             prompt = plain_text(prompt_share["examples"][0]["prompt"])
             samples = {"prompt": [prompt] * k, "response": responses[:k], "score": b["scores"][:k].tolist()}
-            run.log_samples(update, rows_of(samples), b["lengths"], token_columns)
+            log_samples(run, update, rows_of(samples), b["lengths"], token_columns)
 
         # 5. Save.
         run.checkpoint({"update": update, "batch_size": B})
@@ -547,7 +555,9 @@ def distinct_bigrams(texts):
     """
     pairs = []
     for text in texts:
-        words = text.lower().split()
+        # Chinese, Japanese, Thai and others have no spaces between words: each character counts as one.
+        words = re.sub(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff]", r" \g<0> ", text)
+        words = words.lower().split()
         pairs.extend(zip(words, words[1:]))
     return len(set(pairs)) / max(len(pairs), 1)
 
@@ -840,7 +850,7 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
     hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
-    The entropies are only logged: they have no gradient.
+    Both are differentiable: the loss may contain an entropy bonus.
 
     The logits of all N tokens may need more memory than the model, so only a part of the rows is computed at
     once. The first 2**25 logits (128 MiB) stay in memory for the backward pass; the others are computed a
@@ -850,10 +860,13 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     max_logits = 2**26 if is_cuda else 2**25
     rows_at_once = max_logits // len(weight) if is_cuda else 128
 
+    def entropies_of_chunk(log_p):
+        return -(log_p.exp() * log_p).sum(1)
+
     def logprobs_of_chunk(hidden, tokens):
         log_p = torch.log_softmax(token_logits(hidden, weight, temperature, bias), dim=1)  # [rows, V]
-        with torch.no_grad():
-            entropies = -log_p.exp().mul_(log_p).sum(1)
+        # Computed again in the backward pass if the loss contains entropies; else they cost no memory.
+        entropies = checkpoint(entropies_of_chunk, log_p, use_reentrant=False, preserve_rng_state=False)
         return log_p.gather(1, tokens[:, None]).squeeze(1), entropies
 
     outputs = []
@@ -1022,6 +1035,8 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        accelerate.PartialState().print(f"{name}: the balancing loss of its experts is not trained here")
     missing = report["missing_keys"]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
@@ -1169,6 +1184,9 @@ def load_policy_and_reference(args, name, device, needs_reference=True):
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {})).to(device)
     if not all(p.is_floating_point() for p in policy.parameters()) and not args.lora_r:
         raise UserError(f"{name}: quantized weights cannot be trained: add --lora-r 16")
+    if getattr(policy, "is_loaded_in_4bit", False) and device.type == "cpu":
+        # On some CPUs, bitsandbytes 0.50 does not pass on the gradient.
+        raise UserError(f"{name}: 4-bit weights work only on a GPU")
     ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
@@ -1278,13 +1296,18 @@ def score_responses(functions, trainer_state, device, examples, responses, respo
 
     examples: B dicts with prompt (str or list of messages) and columns (dict); responses: B str;
     response_tokens: B lists of token ids. If the prompt is a list of messages, functions get the response as
-    one too, as in TRL.
+    one too, as in TRL: with its beginning, if the last message of the prompt is that.
     """
-    completions = []
+    prompts, completions = [], []
     for example, response in zip(examples, responses):
-        message = {"role": "assistant", "content": response}
-        completions.append([message] if is_chat(example["prompt"]) else response)
-    prompts = [example["prompt"] for example in examples]
+        prompt = example["prompt"]
+        if is_chat(prompt):
+            if prompt[-1]["role"] == "assistant":
+                *prompt, beginning = prompt
+                response = beginning["content"] + response
+            response = [{"role": "assistant", "content": response}]
+        prompts.append(prompt)
+        completions.append(response)
     rows = [example["columns"] for example in examples]
     inputs = rows, prompts, completions, response_tokens
     return call_reward_functions(functions, trainer_state, device, *inputs)
@@ -1318,7 +1341,8 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
     """
     columns = {name for row in rows for name in row} - {"prompt"}
     inputs = {name: [row.get(name) for row in rows] for name in columns}
-    inputs |= dict(prompts=prompts, completions=completions, completion_ids=completion_ids)
+    # A column of one of these names is an error.
+    inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
     rewards = {}
     for name, function in functions.items():
         # A function may change what it gets, so every function and every response has a copy.
@@ -1350,7 +1374,7 @@ def load_splits(name):
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
     datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else the last 10 % of train.
+    else every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1361,24 +1385,29 @@ def load_splits(name):
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
+        if Path(path).exists() and any(rows.info.builder_name == "json" for rows in loaded.values()):
+            # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
+            raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
     train = splits.get("train", [])
     held_out_split = next(
-        (split for split in ("test", "validation") if splits.get(split)), "the end of train"
+        (split for split in ("test", "validation") if splits.get(split)), "every tenth row of train"
     )
     held_out = splits.get(held_out_split)
-    if held_out is None:
-        count = max(1, len(train) // 10)
-        train, held_out = train[:-count], train[-count:]
+    if held_out is None:  # not the last rows, because files are often sorted
+        held_out = train[::10]
+        del train[::10]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({held_out_split})")
+
+    for column in ("messages", "prompt", "completion", "chosen", "rejected"):
+        for value in (row.get(column) for row in train + held_out):
+            if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
+                raise UserError(f"{name}: column {column} is a JSON text instead of a list of messages")
     return train, held_out
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed. -> list of dict
-
-    Not by `datasets`, whose reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
-    """
+    """The rows of a jsonl file, which may be compressed, with their values as they are. -> list of dict"""
     rows = []
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
@@ -1395,7 +1424,9 @@ def load_all_tasks(args, tokenizer):
     data they are (a text for the screen).
     """
     train_rows, held_out_rows = load_splits(args.dataset_name)
-    splits = {"training": train_rows[: args.num_train_rows], "held-out": held_out_rows}
+    if args.num_train_rows is not None:  # the same ones for every --seed
+        train_rows = random.Random(0).sample(train_rows, min(args.num_train_rows, len(train_rows)))
+    splits = {"training": train_rows, "held-out": held_out_rows}
     # The harder tasks of the recipe tiny are for its own data: other data may need another reward function.
     tiny = RECIPES["tiny"]
     has_other_data = Path(args.dataset_name) != Path(tiny.dataset_name)
@@ -1455,8 +1486,8 @@ def task_prompt(row, tokenizer, args):
 
 
 def choose_tasks(tasks, args):
-    """num_examples of the held-out tasks, in random order."""
-    count = min(args.num_examples, len(tasks))
+    """num_eval_prompts of the held-out tasks, in random order."""
+    count = min(args.num_eval_prompts, len(tasks))
     return [tasks[row] for row in stream_rows(len(tasks), start=0, count=count, seed=args.seed)]
 
 
@@ -1670,7 +1701,8 @@ class Run:
         self.task = self.bar.add_task("", total=updates)
         self.last_line_time = 0.0
         # The same folder on all processes. self.name is the path as it was given, for messages.
-        name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
+        name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
@@ -1691,8 +1723,11 @@ class Run:
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            header = "score before" if name == "score" and "score after" in rows[-1] else name
+            table.add_column(header, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
+            if "prompt" in row and self.console.width <= 80:
+                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
 
@@ -1712,6 +1747,8 @@ class Run:
 
         shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
         shown = f"update {update}/{self.updates}  {shown}"
+        if metrics.get("env/reward_std", 1) < 1e-6:
+            shown += "  all scores are equal, so there is nothing to learn"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
         if update == self.updates:
@@ -1721,20 +1758,6 @@ class Run:
             self.last_line_time = time.time()
             self.accelerator.print(shown, flush=True)
         return metrics
-
-    def log_samples(self, update, rows, lengths, columns):
-        """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
-
-        rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
-        """
-        self.table(f"samples of update {update}", rows)
-        for row, length, *values in zip(rows, lengths, *columns.values()):
-            tokens = {name: x[:length].tolist() for name, x in zip(columns, values)}
-            self.append("samples.jsonl", [{"update": update} | row])
-            self.append("tokens.jsonl", [{"update": update} | row | tokens])
-        if self.args.log_with == "wandb" and self.accelerator.is_main_process:
-            data = [list(row.values()) for row in rows]
-            self.accelerator.get_tracker("wandb").log_table("samples", list(rows[0]), data, step=update)
 
     def finish(self):
         """Wait until the main process has saved everything, then close the tracker."""
@@ -1746,7 +1769,8 @@ class Run:
 
     def start(self, batch_size):
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        is_main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
+        for number in (signal.SIGINT, signal.SIGTERM) if is_main_thread else ():
             signal.signal(number, self.on_signal)
             # A worker that a reward function forks ends at these signals as usual.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
@@ -1760,16 +1784,22 @@ class Run:
             self.accelerator.step = 0  # accumulate counts from here, since the number of steps may be another
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
         config = asdict(self.args)
         about = {
             "args": config,
+            "script": SCRIPT,
             "command": sys.argv,
+            "id": os.urandom(8).hex(),  # of the run in Weights & Biases
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
             "world_size": self.accelerator.num_processes,
         }
+        if self.args.resume:  # keep those of the beginning
+            first = json.loads((self.folder / "args.json").read_text())
+            about |= {name: first[name] for name in ("command", "id") if name in first}
+        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
         if self.accelerator.is_main_process:
-            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            # Raises an error if another new run has made this folder in the meantime.
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
             (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
             os.replace(self.folder / "draft.json", self.folder / "args.json")
             for path in self.logs():  # what came after the checkpoint will be written again
@@ -1778,7 +1808,8 @@ class Run:
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(x) for name, x in config.items()}
-            self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
+            wandb = {"name": self.folder.name, "id": about["id"], "resume": "allow"}
+            self.accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
         self.accelerator.print(f"run folder {self.name}, after update {state['update']}")
         return state
 
@@ -1838,6 +1869,18 @@ def load_trained(models, folder):
         for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load
+
+
+def log_samples(run, update, rows, lengths, columns):
+    """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
+
+    rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
+    """
+    run.table(f"samples of update {update}", rows)
+    for row, length, *values in zip(rows, lengths, *columns.values()):
+        tokens = {name: x[:length].tolist() for name, x in zip(columns, values)}
+        run.append("samples.jsonl", [{"update": update} | row])
+        run.append("tokens.jsonl", [{"update": update} | row | tokens])
 
 
 def rows_of(columns):
@@ -1905,7 +1948,10 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    description = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    eval_flag = "--num-eval-prompts"  # TRL's judge_tldr.py: --num_examples
+    argv = [x.replace("--num_examples", eval_flag).replace("--num-examples", eval_flag) for x in argv]
+    commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
+    description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
     args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:
@@ -1914,10 +1960,9 @@ def parse_args(argv):
     # The flags of that run, changed by those that are given now.
     folder = Path(args.resume)
     if args.resume == "latest":
-        runs = Path("runs", SCRIPT)
-        folder = max(runs.glob("*/args.json"), key=os.path.getmtime, default=runs / "*/args.json").parent
-    if any(folder.glob("checkpoints/*.pt")):
-        raise UserError(f"{folder}: a run of the third edition (CHANGELOG.md); finish it with that version")
+        runs = Path("runs").rglob("args.json")
+        runs = [path for path in runs if json.loads(path.read_text()).get("script") == SCRIPT]
+        folder = max(runs, key=os.path.getmtime, default=Path("runs/*/args.json")).parent
     saved = json.loads((folder / "args.json").read_text())["args"]
     args = parse(default=Args(**saved | {"output_dir": str(folder)}))
     if Path(args.output_dir).resolve() != folder.resolve():
@@ -1930,6 +1975,16 @@ def parse_args(argv):
     return args
 
 
+def run_to_the_end(args):
+    """train, but a reward function cannot end the run with exit code 0, as if it were finished."""
+    try:
+        train(args)
+    except SystemExit as error:
+        if error.code:  # after a signal, for example
+            raise
+        raise UserError("a reward function called sys.exit(); the run is not finished") from error
+
+
 def main(argv=None):
     """Run the command line. A UserError prints one line, with exit code 2."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
@@ -1940,7 +1995,7 @@ def main(argv=None):
         library.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
     try:
-        train(parse_args(sys.argv[1:] if argv is None else argv))
+        run_to_the_end(parse_args(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)

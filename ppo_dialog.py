@@ -57,10 +57,12 @@ import logging
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -105,7 +107,7 @@ class Args:
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
+    resume: str | None = None  # continue a run: its folder, or `latest`, of this script in runs/
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
@@ -275,7 +277,7 @@ def train(args):
         f"{sum(turn.is_cut for turn in train_turns + held_out_turns)} of their prompts are cut to "
         f"{args.max_prompt_length} tokens\n"
         f"acts 1, 2, ... of the classifier (they must be those of the data): {acts_known}\n"
-        f"METEOR counts {meteor_matches()}; METEOR, ROUGE and BLEU are made for English\n"
+        f"METEOR counts {meteor_matches()}; ROUGE sees only Latin letters, BLEU needs spaces between words\n"
         f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
         f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes; {updates} updates "
         f"x {args.num_ppo_epochs} epochs x {args.num_mini_batches} minibatches = "
@@ -286,6 +288,8 @@ def train(args):
     # after training use the same ones, and so does a resumed run: `before` is always measured with the policy
     # before PPO, since run.start loads a checkpoint only below.
     num_eval_prompts = min(args.num_eval_prompts, len(held_out_turns))
+    if num_eval_prompts < world:
+        raise UserError(f"{world} processes need as many held-out prompts; there are {num_eval_prompts}")
     held_out = draw_prompts(held_out_turns, 0, num_eval_prompts, args, "held-out")
     respond = partial(rollout_answers, model, ref_model, tokenizer, is_end, get_reward_parts, args=args)
     with autocast:
@@ -361,7 +365,7 @@ def train(args):
                         with autocast:
                             new_logprobs, entropies, new_values = learner(
                                 b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
-                            )  # [n, t] each, 0 after the end of a response
+                            )  # [n, t] each, 0 after the end of a response; only these have a gradient
                         policy_loss = clipped_policy_loss(
                             new_logprobs, old_logprobs, mb_advantages, args.cliprange
                         )
@@ -456,10 +460,10 @@ def train(args):
                 "last": [turn.context[-1] for turn in turns[:4]],
                 "reference": [turn.reference for turn in turns[:4]],
                 "answer": answers[:4],
-                "score": scores[:4].tolist(),
+                "score": b["raw_scores"][:4].tolist(),  # as in the evaluation, before clip and penalty
             }
             samples |= {name: b[name][:4].tolist() for name in ("intent", "meteor") if name in b}
-            run.log_samples(update, rows_of(samples), b["lengths"], token_columns)
+            log_samples(run, update, rows_of(samples), b["lengths"], token_columns)
 
         # 7. Adapt the KL coefficient for the next update, and save.
         if args.kl_target is not None:
@@ -471,7 +475,7 @@ def train(args):
     with autocast:
         after = evaluate_dialogs(respond, model.policy, held_out, args, accelerator)
     if accelerator.is_main_process:
-        report_dialog_evaluation(run, held_out["turns"], before, after)
+        report_dialog_evaluation(run, tokenizer, held_out["turns"], before, after)
         save_policy_and_value(model, tokenizer, run.folder / "model")
     run.finish()
     return model, run.folder
@@ -819,6 +823,8 @@ def words_of(text):
     word "see.". word_tokenize also needs a list of abbreviations that nltk downloads. Here there is none, so
     "Mr. Lee" is two sentences.
     """
+    # Chinese, Japanese, Thai and others have no spaces between words: each character counts as one.
+    text = re.sub(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff]", r" \g<0> ", text)
     sentences = nltk.PunktSentenceTokenizer().tokenize(text)
     return [word for sentence in sentences for word in nltk.NLTKWordTokenizer().tokenize(sentence)]
 
@@ -933,7 +939,7 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
     hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
-    The entropies are only logged: they have no gradient.
+    Both are differentiable: the loss may contain an entropy bonus.
 
     The logits of all N tokens may need more memory than the model, so only a part of the rows is computed at
     once. The first 2**25 logits (128 MiB) stay in memory for the backward pass; the others are computed a
@@ -943,10 +949,13 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     max_logits = 2**26 if is_cuda else 2**25
     rows_at_once = max_logits // len(weight) if is_cuda else 128
 
+    def entropies_of_chunk(log_p):
+        return -(log_p.exp() * log_p).sum(1)
+
     def logprobs_of_chunk(hidden, tokens):
         log_p = torch.log_softmax(token_logits(hidden, weight, temperature, bias), dim=1)  # [rows, V]
-        with torch.no_grad():
-            entropies = -log_p.exp().mul_(log_p).sum(1)
+        # Computed again in the backward pass if the loss contains entropies; else they cost no memory.
+        entropies = checkpoint(entropies_of_chunk, log_p, use_reentrant=False, preserve_rng_state=False)
         return log_p.gather(1, tokens[:, None]).squeeze(1), entropies
 
     outputs = []
@@ -1142,6 +1151,8 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        accelerate.PartialState().print(f"{name}: the balancing loss of its experts is not trained here")
     missing = report["missing_keys"]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
@@ -1289,6 +1300,9 @@ def load_policy_and_reference(args, name, device, needs_reference=True):
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {})).to(device)
     if not all(p.is_floating_point() for p in policy.parameters()) and not args.lora_r:
         raise UserError(f"{name}: quantized weights cannot be trained: add --lora-r 16")
+    if getattr(policy, "is_loaded_in_4bit", False) and device.type == "cpu":
+        # On some CPUs, bitsandbytes 0.50 does not pass on the gradient.
+        raise UserError(f"{name}: 4-bit weights work only on a GPU")
     ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
@@ -1505,7 +1519,8 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
     """
     columns = {name for row in rows for name in row} - {"prompt"}
     inputs = {name: [row.get(name) for row in rows] for name in columns}
-    inputs |= dict(prompts=prompts, completions=completions, completion_ids=completion_ids)
+    # A column of one of these names is an error.
+    inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
     rewards = {}
     for name, function in functions.items():
         # A function may change what it gets, so every function and every response has a copy.
@@ -1563,7 +1578,7 @@ def load_splits(name):
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
     datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else the last 10 % of train.
+    else every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1574,24 +1589,29 @@ def load_splits(name):
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
+        if Path(path).exists() and any(rows.info.builder_name == "json" for rows in loaded.values()):
+            # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
+            raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
     train = splits.get("train", [])
     held_out_split = next(
-        (split for split in ("test", "validation") if splits.get(split)), "the end of train"
+        (split for split in ("test", "validation") if splits.get(split)), "every tenth row of train"
     )
     held_out = splits.get(held_out_split)
-    if held_out is None:
-        count = max(1, len(train) // 10)
-        train, held_out = train[:-count], train[-count:]
+    if held_out is None:  # not the last rows, because files are often sorted
+        held_out = train[::10]
+        del train[::10]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({held_out_split})")
+
+    for column in ("messages", "prompt", "completion", "chosen", "rejected"):
+        for value in (row.get(column) for row in train + held_out):
+            if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
+                raise UserError(f"{name}: column {column} is a JSON text instead of a list of messages")
     return train, held_out
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed. -> list of dict
-
-    Not by `datasets`, whose reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
-    """
+    """The rows of a jsonl file, which may be compressed, with their values as they are. -> list of dict"""
     rows = []
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
@@ -1838,7 +1858,8 @@ class Run:
         self.task = self.bar.add_task("", total=updates)
         self.last_line_time = 0.0
         # The same folder on all processes. self.name is the path as it was given, for messages.
-        name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
+        name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
@@ -1859,8 +1880,11 @@ class Run:
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            header = "score before" if name == "score" and "score after" in rows[-1] else name
+            table.add_column(header, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
+            if "prompt" in row and self.console.width <= 80:
+                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
 
@@ -1880,6 +1904,8 @@ class Run:
 
         shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
         shown = f"update {update}/{self.updates}  {shown}"
+        if metrics.get("env/reward_std", 1) < 1e-6:
+            shown += "  all scores are equal, so there is nothing to learn"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
         if update == self.updates:
@@ -1889,20 +1915,6 @@ class Run:
             self.last_line_time = time.time()
             self.accelerator.print(shown, flush=True)
         return metrics
-
-    def log_samples(self, update, rows, lengths, columns):
-        """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
-
-        rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
-        """
-        self.table(f"samples of update {update}", rows)
-        for row, length, *values in zip(rows, lengths, *columns.values()):
-            tokens = {name: x[:length].tolist() for name, x in zip(columns, values)}
-            self.append("samples.jsonl", [{"update": update} | row])
-            self.append("tokens.jsonl", [{"update": update} | row | tokens])
-        if self.args.log_with == "wandb" and self.accelerator.is_main_process:
-            data = [list(row.values()) for row in rows]
-            self.accelerator.get_tracker("wandb").log_table("samples", list(rows[0]), data, step=update)
 
     def finish(self):
         """Wait until the main process has saved everything, then close the tracker."""
@@ -1914,7 +1926,8 @@ class Run:
 
     def start(self, batch_size):
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        is_main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
+        for number in (signal.SIGINT, signal.SIGTERM) if is_main_thread else ():
             signal.signal(number, self.on_signal)
             # A worker that a reward function forks ends at these signals as usual.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
@@ -1928,16 +1941,22 @@ class Run:
             self.accelerator.step = 0  # accumulate counts from here, since the number of steps may be another
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
         config = asdict(self.args)
         about = {
             "args": config,
+            "script": SCRIPT,
             "command": sys.argv,
+            "id": os.urandom(8).hex(),  # of the run in Weights & Biases
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
             "world_size": self.accelerator.num_processes,
         }
+        if self.args.resume:  # keep those of the beginning
+            first = json.loads((self.folder / "args.json").read_text())
+            about |= {name: first[name] for name in ("command", "id") if name in first}
+        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
         if self.accelerator.is_main_process:
-            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            # Raises an error if another new run has made this folder in the meantime.
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
             (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
             os.replace(self.folder / "draft.json", self.folder / "args.json")
             for path in self.logs():  # what came after the checkpoint will be written again
@@ -1946,7 +1965,8 @@ class Run:
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(x) for name, x in config.items()}
-            self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
+            wandb = {"name": self.folder.name, "id": about["id"], "resume": "allow"}
+            self.accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
         self.accelerator.print(f"run folder {self.name}, after update {state['update']}")
         return state
 
@@ -2008,12 +2028,24 @@ def load_trained(models, folder):
     models.clear()  # nothing left to load
 
 
+def log_samples(run, update, rows, lengths, columns):
+    """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
+
+    rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
+    """
+    run.table(f"samples of update {update}", rows)
+    for row, length, *values in zip(rows, lengths, *columns.values()):
+        tokens = {name: x[:length].tolist() for name, x in zip(columns, values)}
+        run.append("samples.jsonl", [{"update": update} | row])
+        run.append("tokens.jsonl", [{"update": update} | row | tokens])
+
+
 def rows_of(columns):
     """A dict of lists -> a list of dicts."""
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def report_dialog_evaluation(run, turns, before, after):
+def report_dialog_evaluation(run, tokenizer, turns, before, after):
     """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate_dialogs"""
     metrics_before, samples_before = before
     metrics_after, samples_after = after
@@ -2022,10 +2054,12 @@ def report_dialog_evaluation(run, turns, before, after):
         row = {"last": old["last"], "reference": old["reference"]}
         row |= {"before": old["answer"], "score": old["score"]}
         rows.append(row | {"after": new["answer"], "score after": new["score"]})
-    # The same metrics of the references, as far as they can be measured.
-    references = [turn.reference for turn in turns]
+    # The same metrics of the references, as far as they can be measured. They are cut like answers.
+    args = run.args
+    tokens = [turn.reference_tokens[: args.response_length] for turn in turns]
+    references = [answer_text(tokenizer, row, args.utterance_end) for row in tokens]
     metrics_of_references = {
-        "tokens per answer": fmean(len(turn.reference_tokens) for turn in turns),
+        "tokens per answer": fmean(len(row) for row in tokens),
         "distinct1": distinct_ngrams(references, 1),
         "distinct2": distinct_ngrams(references, 2),
         **custom_metrics(turns, references),
@@ -2094,8 +2128,11 @@ def chat(argv):
                 uniforms = torch.rand(1, args.response_length, device=device)
                 tokens, _, length, _ = generate_until(model, ids, mask, uniforms, is_end, args.temperature)
                 answer = answer_text(tokenizer, tokens[0, :length].tolist(), args.utterance_end)
-                history.append(answer)
                 print(f"> Bot: {answer}")
+                if answer:
+                    history.append(answer)
+                else:  # fine-tuning never saw an empty utterance: both leave the history
+                    history.pop()
     except (EOFError, KeyboardInterrupt):  # Ctrl-D, Ctrl-C
         print()
 
@@ -2124,7 +2161,10 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    description = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    eval_flag = "--num-eval-prompts"  # TRL's judge_tldr.py: --num_examples
+    argv = [x.replace("--num_examples", eval_flag).replace("--num-examples", eval_flag) for x in argv]
+    commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
+    description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
     args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:
@@ -2133,10 +2173,9 @@ def parse_args(argv):
     # The flags of that run, changed by those that are given now.
     folder = Path(args.resume)
     if args.resume == "latest":
-        runs = Path("runs", SCRIPT)
-        folder = max(runs.glob("*/args.json"), key=os.path.getmtime, default=runs / "*/args.json").parent
-    if any(folder.glob("checkpoints/*.pt")):
-        raise UserError(f"{folder}: a run of the third edition (CHANGELOG.md); finish it with that version")
+        runs = Path("runs").rglob("args.json")
+        runs = [path for path in runs if json.loads(path.read_text()).get("script") == SCRIPT]
+        folder = max(runs, key=os.path.getmtime, default=Path("runs/*/args.json")).parent
     saved = json.loads((folder / "args.json").read_text())["args"]
     args = parse(default=Args(**saved | {"output_dir": str(folder)}))
     if Path(args.output_dir).resolve() != folder.resolve():
@@ -2147,6 +2186,16 @@ def parse_args(argv):
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args
+
+
+def run_to_the_end(args):
+    """train, but a reward function cannot end the run with exit code 0, as if it were finished."""
+    try:
+        train(args)
+    except SystemExit as error:
+        if error.code:  # after a signal, for example
+            raise
+        raise UserError("a reward function called sys.exit(); the run is not finished") from error
 
 
 def main(argv=None):
@@ -2163,7 +2212,7 @@ def main(argv=None):
         if argv[:1] == ["chat"]:
             chat(argv[1:])
         else:
-            train(parse_args(argv))
+            run_to_the_end(parse_args(argv))
     except UserError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)

@@ -14,6 +14,7 @@ import gzip
 import json
 import math
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from statistics import mean, median, stdev
 
 ROOT = Path(__file__).resolve().parent
 BANDS = ROOT / "results/reference_bands.json"
+SHORT = 10  # a run of fewer updates is too short to judge
 
 # What the charts show, in this order: group -> metric -> (title with unit, what to look for).
 METRICS = {
@@ -87,17 +89,26 @@ class Run:
 
 
 def read_lines(folder, name):
-    """The rows of a file of JSON lines, perhaps compressed; [] if there is none. Skips a torn last line."""
+    """The rows of a file of JSON lines, perhaps compressed; [] if there is none.
+
+    It skips a last line that is still being written, and says so of any other that is not JSON.
+    """
+    rows = []
     for path, opener in ((folder / name, open), (folder / f"{name}.gz", gzip.open)):
         if path.exists():
-            with opener(path, "rt") as file:
+            with opener(path, "rt", encoding="utf-8") as file:
                 lines = [line for line in file if line.endswith("\n")]
-            return [json.loads(line) for line in lines]
-    return []
+            for i, line in enumerate(lines, 1):
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    print(f"{path}, line {i}, is left out: {error}", file=sys.stderr)
+            break
+    return rows
 
 
 def read_json(path):
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def read_run(folder):
@@ -206,8 +217,9 @@ def find_problems(run):
             return []  # one update may differ by chance, if nothing looks wrong later
     flags = unusual_flags(run)
     if found and flags:  # a run that fails with other flags most likely fails because of them
-        evidence = "Something else looks wrong too (below). Check these flags first."
-        found.insert(0, Finding("Flags differ from those of healthy runs", evidence, flags[:3], "flags"))
+        evidence = "Something else looks wrong too. Check these flags first."
+        place = 1 if found[0].entry == "flat-reward" else 0
+        found.insert(place, Finding("Flags differ from those of healthy runs", evidence, flags[:3], "flags"))
     return found
 
 
@@ -222,7 +234,8 @@ def unusual_flags(run):
 
 
 MAY_DIFFER = {
-    "seed", "output_dir", "resume", "num_sample_generations", "save_every", "keep_checkpoints", "log_with"
+    "seed", "output_dir", "resume", "num_sample_generations", "save_every", "keep_checkpoints", "log_with",
+    "judge_model_path", "num_eval_prompts", "num_eval_samples", "num_samples"
 }  # fmt: skip
 
 
@@ -261,6 +274,22 @@ def saved_groups(run):
     for row in run.tokens:
         groups.setdefault((row["update"], prompt_of(row)), []).append(row)
     return [rows for rows in groups.values() if len(rows) == size]
+
+
+@check(
+    "flat-reward",
+    "All scores are equal",
+    "the reward function returns the same number for every response, or always misses what it looks for",
+    "scores are clipped, rounded or parsed so that no difference is left",
+)
+def check_variance(run):
+    """Without a difference between scores, no response is better than another.
+
+    If healthy runs differ from this one already in the first update, that tells more.
+    """
+    stds = run.values("env/reward_std")
+    if stds and mean(x < 1e-6 for x in stds) > 0.5 and not different_at_first(run):
+        return f"In {mean(x < 1e-6 for x in stds):.0%} of the updates, all responses have the same score."
 
 
 @check(
@@ -923,10 +952,10 @@ def new_words(pairs):
 )
 def check_kl_target(run):
     target, values = run.args.get("kl_target"), run.values("objective/kl")
-    if not target or len(values) < 10 or is_in_band(run, "objective/kl"):
+    if not target or not values or is_in_band(run, "objective/kl"):
         return None
     late = part_mean(values, 0.5, 1)
-    if late > 1.3 * target:
+    if late > (3 if len(values) < 10 else 1.3) * target:
         return f"{late:.3g} in the second half of the run, target {target:g}."
 
 
@@ -1083,6 +1112,7 @@ def page(runs):
         bokeh=Resources(mode="inline", components=["bokeh"]).render_js(),
         data=json.dumps(data).replace("<", "\\u003c"),
         style=STYLE,
+        short=SHORT,
         program=PROGRAM,
     )
 
@@ -1098,7 +1128,7 @@ def evaluation_tables(run):
     if numbers and not before:
         tables.append(("Held-out data", ["", ""], numbers))
     words = [(word, f"{old:.1%}", f"{new:.1%}") for word, old, new in new_words(run.pairs)[:12]]
-    if words:
+    if words and len(run.pairs) >= 64:  # of a few responses, one is a large share
         tables.append(("Words that spread: in how many responses", ["word", "before", "after"], words))
     return [
         (title, columns, [[f"{x:.4g}" if isinstance(x, float) else x for x in row] for row in rows])
@@ -1106,11 +1136,16 @@ def evaluation_tables(run):
     ]
 
 
+def verdict(run):
+    """What to say about a run without findings."""
+    return "too short to judge" if len(run.metrics) < SHORT else "nothing looks wrong"
+
+
 def describe_findings(run):
     """The findings as text for the screen."""
     findings = find_problems(run)
     if not findings:
-        return f"{run.name}: nothing looks wrong (updates: {len(run.metrics)})"
+        return f"{run.name}: {verdict(run)} (updates: {len(run.metrics)})"
     lines = [f"{run.name}: {len(findings)} findings"]
     for finding in findings:
         lines += ["", f"{finding.title}. {finding.evidence}"]
@@ -1132,14 +1167,15 @@ td, th { border-bottom: 1px solid #ddd; padding: .2rem .7rem .2rem 0; text-align
 .columns { display: flex; flex-wrap: wrap; gap: 0 3rem; }
 .chart p, .note, .score { color: #5a6672; font-size: .85rem; margin: .2rem 0; }
 .finding { border-left: 4px solid #b23b00; background: #f6f7f9; padding: .6rem 1rem; margin: .7rem 0; }
-.healthy { border-color: #2e7d32; } .pair div { padding: .4rem 0; }
-.pair { display: grid; gap: .8rem; grid-template-columns: 1fr 1fr 1fr; border-top: 1px solid #ddd; }
+.healthy { border-color: #2e7d32; } .unknown { border-color: #5a6672; } .pair div { padding: .4rem 0; }
+.pair, .heads { display: grid; gap: .8rem; grid-template-columns: 1fr 1fr 1fr; }
+.pair { border-top: 1px solid #ddd; }
 .pair div, .line { white-space: pre-wrap; overflow-wrap: anywhere; }
 .token { border-radius: 3px; cursor: default; } .token:hover { outline: 2px solid #555; }
 .line { margin: .5rem 0 1rem; font: 14px/1.9 monospace; }
 #tip { position: fixed; display: none; z-index: 9; white-space: pre; font: .8rem monospace; }
 #tip { background: #fff; border: 1px solid #888; padding: .3rem .6rem; pointer-events: none; }
-@media (max-width: 640px) { .pair { grid-template-columns: 1fr; } }
+@media (max-width: 640px) { .pair { grid-template-columns: 1fr; } .heads { display: none; } }
 """
 
 
@@ -1170,6 +1206,8 @@ function showPairs(box) {
   if (order) pairs.sort((a, b) => order(a) - order(b));
   const list = box.querySelector(".list");
   list.replaceChildren();
+  const heads = add(list, "div", "heads");
+  for (const head of ["prompt", "before training", "after training"]) add(heads, "b", "", head);
   for (const pair of pairs.slice(0, Number(box.dataset.count))) {
     const row = add(list, "div", "pair");
     add(row, "div", "", pair.prompt);
@@ -1275,8 +1313,12 @@ TEMPLATE = """<!doctype html>
 <ol>{% for cause in finding.causes %}<li>{{ cause }}{% endfor %}</ol>
 <span class="note">See docs/debugging.md#{{ finding.entry }}</span></div>
 {% else %}
+{% if run.metrics | length < short %}
+<p class="finding unknown">Too short to judge (updates: {{ run.metrics | length }}).</p>
+{% else %}
 <p class="finding healthy">Nothing looks wrong (updates: {{ run.metrics | length }}). Read the answers all the
 same.</p>
+{% endif %}
 {% endfor %}
 {% endfor %}
 
@@ -1304,7 +1346,10 @@ same.</p>
 <h2 id="curves">Curves</h2>
 <p>{% for run in runs %}<b style="color: {{ colors[run.name] }}">&#9632;</b> {{ run.name }} {% endfor %}
 {% if runs[0].band %}<b style="color: #bbbbbb">&#9632;</b> 5 to 95 % of ten healthy runs of
-{{ runs[0].script }}.py, with its default flags.{% endif %} Dashed line: target.</p>
+{{ runs[0].script }}.py, with its default flags.{% endif %}
+{% for run in runs if run.values("objective/kl") and not run.args.get("kl_target") %}
+{% if loop.first %}There is no KL target (dashed line), so the KL may go on rising.{% endif %}
+{% else %}Dashed line: KL target.{% endfor %}</p>
 {% for group, charts in groups %}
 <h3>{{ group }}</h3>
 <div class="charts">
@@ -1349,7 +1394,7 @@ def main(argv=None):
         print("\n\n".join(describe_findings(run) for run in runs))
         return
     output = flags.output or runs[0].folder / "report.html"
-    output.write_text(page(runs))
+    output.write_text(page(runs), encoding="utf-8")
     print(f"wrote {output}")
 
 

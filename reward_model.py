@@ -76,10 +76,12 @@ import logging
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -118,7 +120,7 @@ class Args:
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
+    resume: str | None = None  # continue a run: its folder, or `latest`, of this script in runs/
     save_every: int = 100  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
@@ -138,7 +140,7 @@ class Args:
     label_names: str | None = None  # comma-separated names of classes 0, 1, ...; None: the labels themselves
     max_length: int = 512  # in tokens; a longer text (column text) loses its end, all others their beginning
     min_prefix_length: int = 0  # column text: cut training texts to a random length, at least this (0: never)
-    num_eval_rows: int = 25_000  # held-out rows to score at the end, at most
+    num_eval_prompts: int = 25_000  # held-out rows to score at the end, at most
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes
     num_train_epochs: float = 2.0  # epochs over the training rows
@@ -199,7 +201,7 @@ RECIPES = {
         label_names="negative,positive",
         max_length=96,
         min_prefix_length=3,  # PPO's texts are short
-        num_eval_rows=1_500,
+        num_eval_prompts=1_500,
         num_train_epochs=0.5,  # 12,500 reviews
         per_device_train_batch_size=32,
         learning_rate=1e-4,
@@ -212,7 +214,7 @@ RECIPES = {
         dataset_name="OpenRL/daily_dialog",
         label_names="inform,question,directive,commissive",
         max_length=96,
-        num_eval_rows=3_000,
+        num_eval_prompts=3_000,
         num_train_epochs=0.25,  # about 19,000 answers
         per_device_train_batch_size=32,
         learning_rate=1e-4,
@@ -224,7 +226,7 @@ RECIPES = {
         dataset_name="trl-lib/tldr-preference",
         center_dataset_name="trl-lib/tldr",
         max_length=638,
-        num_eval_rows=2_000,
+        num_eval_prompts=2_000,
         num_train_epochs=1.0,
         per_device_train_batch_size=8,
         gradient_accumulation_steps=8,
@@ -235,7 +237,7 @@ RECIPES = {
     "hh": Args(
         model_name_or_path="EleutherAI/pythia-160m",
         dataset_name="Anthropic/hh-rlhf",
-        num_eval_rows=5_000,
+        num_eval_prompts=5_000,
         num_train_epochs=1.0,
         per_device_train_batch_size=8,
         gradient_accumulation_steps=8,
@@ -268,7 +270,7 @@ RECIPES = {
 
 def train(args):
     """The whole run, from the flags to the final table. -> (model, run folder)"""
-    check_positive(args, "num_train_epochs", "max_length", "num_eval_rows", "max_grad_norm")
+    check_positive(args, "num_train_epochs", "max_length", "num_eval_prompts", "max_grad_norm")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n = args.per_device_train_batch_size
@@ -771,6 +773,8 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        accelerate.PartialState().print(f"{name}: the balancing loss of its experts is not trained here")
     missing = report["missing_keys"]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
@@ -909,7 +913,7 @@ def load_splits(name):
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
     datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else the last 10 % of train.
+    else every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -920,24 +924,29 @@ def load_splits(name):
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
+        if Path(path).exists() and any(rows.info.builder_name == "json" for rows in loaded.values()):
+            # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
+            raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
     train = splits.get("train", [])
     held_out_split = next(
-        (split for split in ("test", "validation") if splits.get(split)), "the end of train"
+        (split for split in ("test", "validation") if splits.get(split)), "every tenth row of train"
     )
     held_out = splits.get(held_out_split)
-    if held_out is None:
-        count = max(1, len(train) // 10)
-        train, held_out = train[:-count], train[-count:]
+    if held_out is None:  # not the last rows, because files are often sorted
+        held_out = train[::10]
+        del train[::10]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({held_out_split})")
+
+    for column in ("messages", "prompt", "completion", "chosen", "rejected"):
+        for value in (row.get(column) for row in train + held_out):
+            if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
+                raise UserError(f"{name}: column {column} is a JSON text instead of a list of messages")
     return train, held_out
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed. -> list of dict
-
-    Not by `datasets`, whose reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
-    """
+    """The rows of a jsonl file, which may be compressed, with their values as they are. -> list of dict"""
     rows = []
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
@@ -967,7 +976,7 @@ def load_data(args, tokenizer):
         train, held_out = load_answers(train), load_answers(held_out)
     train = select_shard(train, args.train_shard)
     order = torch.randperm(len(held_out), generator=generator_for(args.seed, "held-out"))
-    held_out = [held_out[i] for i in order[: args.num_eval_rows].tolist()]
+    held_out = [held_out[i] for i in order[: args.num_eval_prompts].tolist()]
 
     load_rows, label_names, references = load_preference_rows, None, []
     if is_text or is_dialog:
@@ -1016,6 +1025,8 @@ def find_classes(rows, args):
         labels = range(len(names))
     else:
         labels = sorted({row.get("label") for row in rows} - {None})  # load_labeled_rows refuses None
+        if any(isinstance(label, float) for label in labels):
+            raise UserError(f"{args.dataset_name}: a label is a decimal; classes have whole numbers or names")
         names = [str(label) for label in labels]
     if len(set(names)) < max(2, len(names)):
         raise UserError(f"{args.dataset_name} needs two labels or more, no two equal: {names}")
@@ -1056,7 +1067,9 @@ def load_answers(rows):
     previous, answers, labels = [], [], []
     for _, utterances, acts in load_dialogs(rows):
         for last, answer, act in zip(utterances, utterances[1:], (acts or [])[1:]):
-            if isinstance(act, (int, float)) and act >= 1:
+            if act is not None:
+                if act not in range(1, 1000):
+                    raise UserError(f"data: act {act}; acts are numbers from 1 on")
                 previous.append(last)
                 answers.append(answer)
                 labels.append(int(act) - 1)
@@ -1096,6 +1109,13 @@ def load_preference_rows(rows, tokenizer, args):
         responses = row.get("responses") or [row.get("chosen"), row.get("rejected")]
         if not isinstance(responses, list) or len(responses) < 2 or not all(responses):
             continue
+        has_prompt = "prompt" in row or (is_chat(responses[0]) and responses[0][0]["role"] != "assistant")
+        others = [name for name, value in row.items() if isinstance(value, (str, list))]
+        if not has_prompt and not {"chosen", "rejected", "responses"}.issuperset(others):
+            raise UserError(
+                f"{args.dataset_name} has no column prompt; its columns are {', '.join(row)}. Rename the one "
+                "with the prompts; if the responses contain them, add an empty one"
+            )
         texts, is_cut = response_texts(row.get("prompt"), responses, tokenizer, args)
         num_pairs = len(different_pairs(texts))
         num_equal += math.comb(len(texts), 2) - num_pairs
@@ -1279,7 +1299,8 @@ class Run:
         self.task = self.bar.add_task("", total=updates)
         self.last_line_time = 0.0
         # The same folder on all processes. self.name is the path as it was given, for messages.
-        name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
+        name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
@@ -1300,8 +1321,11 @@ class Run:
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            header = "score before" if name == "score" and "score after" in rows[-1] else name
+            table.add_column(header, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
+            if "prompt" in row and self.console.width <= 80:
+                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
 
@@ -1321,6 +1345,8 @@ class Run:
 
         shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
         shown = f"update {update}/{self.updates}  {shown}"
+        if metrics.get("env/reward_std", 1) < 1e-6:
+            shown += "  all scores are equal, so there is nothing to learn"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
         if update == self.updates:
@@ -1330,20 +1356,6 @@ class Run:
             self.last_line_time = time.time()
             self.accelerator.print(shown, flush=True)
         return metrics
-
-    def log_samples(self, update, rows, lengths, columns):
-        """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
-
-        rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
-        """
-        self.table(f"samples of update {update}", rows)
-        for row, length, *values in zip(rows, lengths, *columns.values()):
-            tokens = {name: x[:length].tolist() for name, x in zip(columns, values)}
-            self.append("samples.jsonl", [{"update": update} | row])
-            self.append("tokens.jsonl", [{"update": update} | row | tokens])
-        if self.args.log_with == "wandb" and self.accelerator.is_main_process:
-            data = [list(row.values()) for row in rows]
-            self.accelerator.get_tracker("wandb").log_table("samples", list(rows[0]), data, step=update)
 
     def finish(self):
         """Wait until the main process has saved everything, then close the tracker."""
@@ -1355,7 +1367,8 @@ class Run:
 
     def start(self, batch_size):
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        is_main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
+        for number in (signal.SIGINT, signal.SIGTERM) if is_main_thread else ():
             signal.signal(number, self.on_signal)
             # A worker that a reward function forks ends at these signals as usual.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
@@ -1369,16 +1382,22 @@ class Run:
             self.accelerator.step = 0  # accumulate counts from here, since the number of steps may be another
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
         config = asdict(self.args)
         about = {
             "args": config,
+            "script": SCRIPT,
             "command": sys.argv,
+            "id": os.urandom(8).hex(),  # of the run in Weights & Biases
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
             "world_size": self.accelerator.num_processes,
         }
+        if self.args.resume:  # keep those of the beginning
+            first = json.loads((self.folder / "args.json").read_text())
+            about |= {name: first[name] for name in ("command", "id") if name in first}
+        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
         if self.accelerator.is_main_process:
-            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            # Raises an error if another new run has made this folder in the meantime.
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
             (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
             os.replace(self.folder / "draft.json", self.folder / "args.json")
             for path in self.logs():  # what came after the checkpoint will be written again
@@ -1387,7 +1406,8 @@ class Run:
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(x) for name, x in config.items()}
-            self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
+            wandb = {"name": self.folder.name, "id": about["id"], "resume": "allow"}
+            self.accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
         self.accelerator.print(f"run folder {self.name}, after update {state['update']}")
         return state
 
@@ -1478,7 +1498,10 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    description = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    eval_flag = "--num-eval-prompts"  # TRL's judge_tldr.py: --num_examples
+    argv = [x.replace("--num_examples", eval_flag).replace("--num-examples", eval_flag) for x in argv]
+    commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
+    description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
     args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:
@@ -1487,10 +1510,9 @@ def parse_args(argv):
     # The flags of that run, changed by those that are given now.
     folder = Path(args.resume)
     if args.resume == "latest":
-        runs = Path("runs", SCRIPT)
-        folder = max(runs.glob("*/args.json"), key=os.path.getmtime, default=runs / "*/args.json").parent
-    if any(folder.glob("checkpoints/*.pt")):
-        raise UserError(f"{folder}: a run of the third edition (CHANGELOG.md); finish it with that version")
+        runs = Path("runs").rglob("args.json")
+        runs = [path for path in runs if json.loads(path.read_text()).get("script") == SCRIPT]
+        folder = max(runs, key=os.path.getmtime, default=Path("runs/*/args.json")).parent
     saved = json.loads((folder / "args.json").read_text())["args"]
     args = parse(default=Args(**saved | {"output_dir": str(folder)}))
     if Path(args.output_dir).resolve() != folder.resolve():

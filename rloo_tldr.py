@@ -61,6 +61,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -103,14 +104,14 @@ class Args:
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
+    resume: str | None = None  # continue a run: its folder, or `latest`, of this script in runs/
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
     num_sample_generations: int = 10  # about how many times samples are printed during the run
 
     # Models
-    model_name_or_path: str = "EleutherAI/pythia-1b-deduped"  # tokenizer; policy if sft_model_path is None
+    model_name_or_path: str | None = None  # tokenizer (None: sft_model_path); policy, without sft_model_path
     sft_model_path: str | None = None  # initial policy; the reference is a frozen copy of it
     reward_model_path: str = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"  # classifier with 1 output
     reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the reward model, in TRL's form
@@ -153,7 +154,7 @@ class Args:
     cliprange: float = 0.2  # epsilon of the clipped policy loss
 
     # Judge: judge_model if there is one, or judge_fn, or the reward itself
-    num_examples: int = 256  # number of held-out posts whose summaries are judged, before and after
+    num_eval_prompts: int = 256  # number of held-out posts whose summaries are judged, before and after
     judge_fn: str | None = None  # FILE.py:function like --reward-fn; the summary with the higher score wins
     judge_model: str | None = None  # folder of a reward model; another name, or with judge_url: a chat model
     judge_url: str | None = None  # the chat model's OpenAI-compatible server (None: OpenAI); OPENAI_API_KEY
@@ -185,7 +186,7 @@ RECIPES = {
         temperature=1.0,
         missing_eos_penalty=1.0,
         learning_rate=3e-4,
-        num_examples=300,
+        num_eval_prompts=300,
         num_sample_generations=3,
     ),
     "pythia-14m": Args(  # TRL's first command, a test only: its reward model has a random head
@@ -196,6 +197,7 @@ RECIPES = {
         missing_eos_penalty=1.0,
     ),
     "tldr-pythia-1b": Args(  # TRL's second command, with Adam's epsilon of Huang et al. 2024
+        model_name_or_path="EleutherAI/pythia-1b-deduped",
         sft_model_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
         num_ppo_epochs=2,
         num_mini_batches=2,
@@ -234,7 +236,8 @@ RECIPES = {
 def train(args):
     """The whole run, from the flags to the final table. -> (Policy, run folder)"""
     check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
-    check_positive(args, "num_ppo_epochs", "total_episodes", "temperature", "max_grad_norm", "num_examples")
+    check_positive(args, "num_ppo_epochs", "total_episodes", "temperature", "max_grad_norm")
+    check_positive(args, "num_eval_prompts")
     n, k, T = args.per_device_train_batch_size, args.rloo_k, args.response_length
     if k < 2 or n * args.gradient_accumulation_steps % k:
         raise UserError(
@@ -243,8 +246,7 @@ def train(args):
         )
     if args.missing_eos_penalty is not None and args.stop_token is None and args.stop_token_id is None:
         raise UserError("--missing-eos-penalty without a stop token would penalize all responses alike")
-    if args.bf16:
-        args = replace(args, dtype="bfloat16")
+    args = complete_args(args)
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     B = (
@@ -253,14 +255,16 @@ def train(args):
     P = B // k  # prompts per update
     updates = math.ceil(args.total_episodes / B)
     # What the progress bar shows: label -> metric.
-    status = {"score": "objective/scores", "KL": "objective/kl", "ended": "val/num_eos_tokens"}
+    status = {"score": "objective/scores", "KL": "objective/kl", "not ended": "completions/clipped_ratio"}
     run = Run(args, accelerator, updates, status)
 
-    tokenizer = load_tokenizer(args.model_name_or_path)
+    tokenizer = load_tokenizer(args.model_name_or_path or args.sft_model_path)
     train_rows, held_out_rows = load_splits(args.dataset_name)
     train_posts = load_posts(train_rows, tokenizer, args)
     all_held_out_posts = load_posts(held_out_rows, tokenizer, args)
     held_out_posts = choose_held_out(all_held_out_posts, args)
+    if len(held_out_posts) < world:
+        raise UserError(f"{world} processes need as many held-out posts; there are {len(held_out_posts)}")
     policy_name = args.sft_model_path or args.model_name_or_path
     policy, ref_model = load_policy_and_reference(args, policy_name, device)
     max_tokens = max(len(post["ids"]) for post in train_posts + held_out_posts) + T
@@ -369,7 +373,7 @@ def train(args):
                         with autocast:
                             new_token_logprobs, entropies = learner(
                                 b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
-                            )  # [n, t] each, 0 after the end of a response
+                            )  # [n, t] each, 0 after the end of a response; only these have a gradient
                         # The action is the whole response: its log-probability is the sum over its tokens.
                         new_logprobs = new_token_logprobs.sum(1)  # [n]
                         old_logprobs = b["logprobs"][rows].sum(1)  # [n]
@@ -468,8 +472,9 @@ def train(args):
                 "advantage": advantages[:, None].expand(B, T),
             }
             prompt = plain_text(prompt_share["examples"][0]["prompt"])
-            samples = {"prompt": [prompt] * k, "response": responses[:k], "score": scores[:k].tolist()}
-            run.log_samples(update, rows_of(samples), b["lengths"], token_columns)
+            samples = {"prompt": [prompt] * k, "response": responses[:k]}
+            samples["score"] = b["raw_scores"][:k].tolist()  # as in the evaluation, before clip and penalty
+            log_samples(run, update, rows_of(samples), b["lengths"], token_columns)
 
         # 7. Save.
         run.checkpoint({"update": update, "batch_size": B})
@@ -551,7 +556,9 @@ def distinct_bigrams(texts):
     """
     pairs = []
     for text in texts:
-        words = text.lower().split()
+        # Chinese, Japanese, Thai and others have no spaces between words: each character counts as one.
+        words = re.sub(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff]", r" \g<0> ", text)
+        words = words.lower().split()
         pairs.extend(zip(words, words[1:]))
     return len(set(pairs)) / max(len(pairs), 1)
 
@@ -840,7 +847,7 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
     hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
-    The entropies are only logged: they have no gradient.
+    Both are differentiable: the loss may contain an entropy bonus.
 
     The logits of all N tokens may need more memory than the model, so only a part of the rows is computed at
     once. The first 2**25 logits (128 MiB) stay in memory for the backward pass; the others are computed a
@@ -850,10 +857,13 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     max_logits = 2**26 if is_cuda else 2**25
     rows_at_once = max_logits // len(weight) if is_cuda else 128
 
+    def entropies_of_chunk(log_p):
+        return -(log_p.exp() * log_p).sum(1)
+
     def logprobs_of_chunk(hidden, tokens):
         log_p = torch.log_softmax(token_logits(hidden, weight, temperature, bias), dim=1)  # [rows, V]
-        with torch.no_grad():
-            entropies = -log_p.exp().mul_(log_p).sum(1)
+        # Computed again in the backward pass if the loss contains entropies; else they cost no memory.
+        entropies = checkpoint(entropies_of_chunk, log_p, use_reentrant=False, preserve_rng_state=False)
         return log_p.gather(1, tokens[:, None]).squeeze(1), entropies
 
     outputs = []
@@ -1021,6 +1031,8 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        accelerate.PartialState().print(f"{name}: the balancing loss of its experts is not trained here")
     missing = report["missing_keys"]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
@@ -1168,6 +1180,9 @@ def load_policy_and_reference(args, name, device, needs_reference=True):
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {})).to(device)
     if not all(p.is_floating_point() for p in policy.parameters()) and not args.lora_r:
         raise UserError(f"{name}: quantized weights cannot be trained: add --lora-r 16")
+    if getattr(policy, "is_loaded_in_4bit", False) and device.type == "cpu":
+        # On some CPUs, bitsandbytes 0.50 does not pass on the gradient.
+        raise UserError(f"{name}: 4-bit weights work only on a GPU")
     ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
@@ -1298,13 +1313,18 @@ def score_responses(functions, trainer_state, device, examples, responses, respo
 
     examples: B dicts with prompt (str or list of messages) and columns (dict); responses: B str;
     response_tokens: B lists of token ids. If the prompt is a list of messages, functions get the response as
-    one too, as in TRL.
+    one too, as in TRL: with its beginning, if the last message of the prompt is that.
     """
-    completions = []
+    prompts, completions = [], []
     for example, response in zip(examples, responses):
-        message = {"role": "assistant", "content": response}
-        completions.append([message] if is_chat(example["prompt"]) else response)
-    prompts = [example["prompt"] for example in examples]
+        prompt = example["prompt"]
+        if is_chat(prompt):
+            if prompt[-1]["role"] == "assistant":
+                *prompt, beginning = prompt
+                response = beginning["content"] + response
+            response = [{"role": "assistant", "content": response}]
+        prompts.append(prompt)
+        completions.append(response)
     rows = [example["columns"] for example in examples]
     inputs = rows, prompts, completions, response_tokens
     return call_reward_functions(functions, trainer_state, device, *inputs)
@@ -1324,7 +1344,8 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
     """
     columns = {name for row in rows for name in row} - {"prompt"}
     inputs = {name: [row.get(name) for row in rows] for name in columns}
-    inputs |= dict(prompts=prompts, completions=completions, completion_ids=completion_ids)
+    # A column of one of these names is an error.
+    inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
     rewards = {}
     for name, function in functions.items():
         # A function may change what it gets, so every function and every response has a copy.
@@ -1504,7 +1525,8 @@ def score_texts(get_scores, tokenizer, posts, texts, weights=None):
 def ask_chat_model(client, args, posts, responses):
     """The verdicts of a chat model on an OpenAI-compatible server. -> fp32 [posts]
 
-    Judges prefer the first or the second of two summaries, so the order is random.
+    Judges prefer the first or the second of two summaries, so the order is random. Temperature and limit of
+    tokens are the server's: some models refuse other ones, and some think before they answer.
     """
     uniforms = torch.rand(len(posts), generator=generator_for(args.seed, "order of the two"))
 
@@ -1513,14 +1535,9 @@ def ask_chat_model(client, args, posts, responses):
         if response_is_a:
             a, b = b, a
         question = QUESTION.format(post=plain_text(post["prompt"]), a=a, b=b)
-        reply = client.chat.completions.create(
-            model=args.judge_model,
-            messages=[{"role": "user", "content": question}],
-            max_tokens=8,
-            temperature=0.0,
-        )
-        [choice] = reply.choices
-        answer = choice.message.content or ""
+        messages = [{"role": "user", "content": question}]
+        [choice] = client.chat.completions.create(model=args.judge_model, messages=messages).choices
+        _, _, answer = (choice.message.content or "").rpartition("</think>")  # without its thoughts
         letters = re.findall(r"\b[AB]\b", answer)
         # Not a verdict: an answer that was cut off, names both or neither, or only begins with the article A.
         is_cut_off = choice.finish_reason == "length"
@@ -1536,14 +1553,13 @@ def judge_policy(args):
     """`rloo_tldr.py judge`: a model's win rate against the references, as TRL's judge_tldr.py. -> dict"""
     if args.resume is not None:
         raise UserError("judge has no --resume: use --model-name-or-path RUN/model")
-    check_positive(args, "temperature", "num_examples")
-    if args.bf16:
-        args = replace(args, dtype="bfloat16")
+    check_positive(args, "temperature", "num_eval_prompts")
+    args = complete_args(args)
     accelerator = start_accelerator(args)
     if not accelerator.is_main_process:  # so that a judge on a server is asked only once
         return None
     device = accelerator.device
-    tokenizer = load_tokenizer(args.model_name_or_path)
+    tokenizer = load_tokenizer(args.model_name_or_path or args.sft_model_path)
     _, rows = load_splits(args.dataset_name)
     posts = choose_held_out(load_posts(rows, tokenizer, args), args)
     if not posts[0]["reference"]:
@@ -1573,7 +1589,7 @@ def load_splits(name):
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
     datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else the last 10 % of train.
+    else every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1584,24 +1600,29 @@ def load_splits(name):
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
+        if Path(path).exists() and any(rows.info.builder_name == "json" for rows in loaded.values()):
+            # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
+            raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
     train = splits.get("train", [])
     held_out_split = next(
-        (split for split in ("test", "validation") if splits.get(split)), "the end of train"
+        (split for split in ("test", "validation") if splits.get(split)), "every tenth row of train"
     )
     held_out = splits.get(held_out_split)
-    if held_out is None:
-        count = max(1, len(train) // 10)
-        train, held_out = train[:-count], train[-count:]
+    if held_out is None:  # not the last rows, because files are often sorted
+        held_out = train[::10]
+        del train[::10]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({held_out_split})")
+
+    for column in ("messages", "prompt", "completion", "chosen", "rejected"):
+        for value in (row.get(column) for row in train + held_out):
+            if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
+                raise UserError(f"{name}: column {column} is a JSON text instead of a list of messages")
     return train, held_out
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed. -> list of dict
-
-    Not by `datasets`, whose reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
-    """
+    """The rows of a jsonl file, which may be compressed, with their values as they are. -> list of dict"""
     rows = []
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
@@ -1638,9 +1659,9 @@ def load_posts(rows, tokenizer, args):
 
 
 def choose_held_out(posts, args):
-    """num_examples of the held-out posts, in random order; of those with a reference, if there are any."""
+    """num_eval_prompts held-out posts, in random order; of those with a reference, if there are any."""
     posts = [post for post in posts if post["reference"]] or posts
-    count = min(args.num_examples, len(posts))
+    count = min(args.num_eval_prompts, len(posts))
     return [posts[row] for row in stream_rows(len(posts), start=0, count=count, seed=args.seed)]
 
 
@@ -1854,7 +1875,8 @@ class Run:
         self.task = self.bar.add_task("", total=updates)
         self.last_line_time = 0.0
         # The same folder on all processes. self.name is the path as it was given, for messages.
-        name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
+        name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
@@ -1875,8 +1897,11 @@ class Run:
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            header = "score before" if name == "score" and "score after" in rows[-1] else name
+            table.add_column(header, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
+            if "prompt" in row and self.console.width <= 80:
+                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
 
@@ -1896,6 +1921,8 @@ class Run:
 
         shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
         shown = f"update {update}/{self.updates}  {shown}"
+        if metrics.get("env/reward_std", 1) < 1e-6:
+            shown += "  all scores are equal, so there is nothing to learn"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
         if update == self.updates:
@@ -1905,20 +1932,6 @@ class Run:
             self.last_line_time = time.time()
             self.accelerator.print(shown, flush=True)
         return metrics
-
-    def log_samples(self, update, rows, lengths, columns):
-        """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
-
-        rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
-        """
-        self.table(f"samples of update {update}", rows)
-        for row, length, *values in zip(rows, lengths, *columns.values()):
-            tokens = {name: x[:length].tolist() for name, x in zip(columns, values)}
-            self.append("samples.jsonl", [{"update": update} | row])
-            self.append("tokens.jsonl", [{"update": update} | row | tokens])
-        if self.args.log_with == "wandb" and self.accelerator.is_main_process:
-            data = [list(row.values()) for row in rows]
-            self.accelerator.get_tracker("wandb").log_table("samples", list(rows[0]), data, step=update)
 
     def finish(self):
         """Wait until the main process has saved everything, then close the tracker."""
@@ -1930,7 +1943,8 @@ class Run:
 
     def start(self, batch_size):
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        is_main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
+        for number in (signal.SIGINT, signal.SIGTERM) if is_main_thread else ():
             signal.signal(number, self.on_signal)
             # A worker that a reward function forks ends at these signals as usual.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
@@ -1944,16 +1958,22 @@ class Run:
             self.accelerator.step = 0  # accumulate counts from here, since the number of steps may be another
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
         config = asdict(self.args)
         about = {
             "args": config,
+            "script": SCRIPT,
             "command": sys.argv,
+            "id": os.urandom(8).hex(),  # of the run in Weights & Biases
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
             "world_size": self.accelerator.num_processes,
         }
+        if self.args.resume:  # keep those of the beginning
+            first = json.loads((self.folder / "args.json").read_text())
+            about |= {name: first[name] for name in ("command", "id") if name in first}
+        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
         if self.accelerator.is_main_process:
-            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            # Raises an error if another new run has made this folder in the meantime.
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
             (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
             os.replace(self.folder / "draft.json", self.folder / "args.json")
             for path in self.logs():  # what came after the checkpoint will be written again
@@ -1962,7 +1982,8 @@ class Run:
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(x) for name, x in config.items()}
-            self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
+            wandb = {"name": self.folder.name, "id": about["id"], "resume": "allow"}
+            self.accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
         self.accelerator.print(f"run folder {self.name}, after update {state['update']}")
         return state
 
@@ -2024,6 +2045,18 @@ def load_trained(models, folder):
     models.clear()  # nothing left to load
 
 
+def log_samples(run, update, rows, lengths, columns):
+    """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
+
+    rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
+    """
+    run.table(f"samples of update {update}", rows)
+    for row, length, *values in zip(rows, lengths, *columns.values()):
+        tokens = {name: x[:length].tolist() for name, x in zip(columns, values)}
+        run.append("samples.jsonl", [{"update": update} | row])
+        run.append("tokens.jsonl", [{"update": update} | row | tokens])
+
+
 def rows_of(columns):
     """A dict of lists -> a list of dicts."""
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
@@ -2065,6 +2098,16 @@ def describe_decoding(args):
     return f"sampling, temperature {args.temperature}, at most {args.response_length} tokens"
 
 
+def complete_args(args):
+    """--bf16 means --dtype bfloat16. The judge of the recipe tiny only knows its own posts. -> Args"""
+    if args.bf16:
+        args = replace(args, dtype="bfloat16")
+    tiny = RECIPES["tiny"]
+    if args.judge_fn == tiny.judge_fn and Path(args.dataset_name) != Path(tiny.dataset_name):
+        args = replace(args, judge_fn=None)
+    return args
+
+
 # ---- Command line ------------------------------------------------------------------------------------------
 
 
@@ -2089,7 +2132,10 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    description = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    eval_flag = "--num-eval-prompts"  # TRL's judge_tldr.py: --num_examples
+    argv = [x.replace("--num_examples", eval_flag).replace("--num-examples", eval_flag) for x in argv]
+    commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
+    description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
     args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:
@@ -2098,10 +2144,9 @@ def parse_args(argv):
     # The flags of that run, changed by those that are given now.
     folder = Path(args.resume)
     if args.resume == "latest":
-        runs = Path("runs", SCRIPT)
-        folder = max(runs.glob("*/args.json"), key=os.path.getmtime, default=runs / "*/args.json").parent
-    if any(folder.glob("checkpoints/*.pt")):
-        raise UserError(f"{folder}: a run of the third edition (CHANGELOG.md); finish it with that version")
+        runs = Path("runs").rglob("args.json")
+        runs = [path for path in runs if json.loads(path.read_text()).get("script") == SCRIPT]
+        folder = max(runs, key=os.path.getmtime, default=Path("runs/*/args.json")).parent
     saved = json.loads((folder / "args.json").read_text())["args"]
     args = parse(default=Args(**saved | {"output_dir": str(folder)}))
     if Path(args.output_dir).resolve() != folder.resolve():
@@ -2112,6 +2157,16 @@ def parse_args(argv):
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args
+
+
+def run_to_the_end(args):
+    """train, but a reward function cannot end the run with exit code 0, as if it were finished."""
+    try:
+        train(args)
+    except SystemExit as error:
+        if error.code:  # after a signal, for example
+            raise
+        raise UserError("a reward function called sys.exit(); the run is not finished") from error
 
 
 def main(argv=None):
@@ -2128,7 +2183,7 @@ def main(argv=None):
         if argv[:1] == ["judge"]:
             judge_policy(parse_args(argv[1:]))
         else:
-            train(parse_args(argv))
+            run_to_the_end(parse_args(argv))
     except UserError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)

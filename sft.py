@@ -70,13 +70,16 @@ import logging
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
+from array import array
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -110,11 +113,11 @@ class Args:
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
     seed: int = 1  # random seed; the batches are a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
+    resume: str | None = None  # continue a run: its folder, or `latest`, of this script in runs/
     save_every: int = 100  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
-    num_eval_rows: int = 500  # held-out documents for the before / after table, drawn at random
+    num_eval_prompts: int = 500  # held-out documents for the before / after table, drawn at random
     num_samples: int = 4  # how many of them the trained model continues at the end, as samples
 
     # Model
@@ -128,7 +131,7 @@ class Args:
 
     # Data
     dataset_name: str = "stanfordnlp/imdb"  # columns text | prompt, completion | messages | dialog
-    num_train_rows: int | None = None  # train on only the first N rows, before packing; None: all
+    num_train_rows: int | None = None  # train on only N rows, drawn at random before packing; None: all
     max_length: int = 512  # tokens per row; longer documents are cut, and lose their EOS
     packing: bool = True  # fill rows with several documents that do not see each other
     completion_only_loss: bool = True  # False: learn the prompt too (if it is a chat: the assistant's turns)
@@ -212,7 +215,7 @@ RECIPES = {
     "smollm2-imdb": Args(  # the start of ppo_sentiment.py's recipe of this name: docs/real_models.md
         model_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct",
         output_dir="runs/smollm2-imdb/sft",
-        num_eval_rows=200,
+        num_eval_prompts=200,
         max_length=64,  # beginnings of reviews, because PPO's texts have at most 32 tokens
         num_train_epochs=0.12,  # 3,000 reviews
         per_device_train_batch_size=16,
@@ -222,7 +225,7 @@ RECIPES = {
     "smollm2-dailydialog": Args(  # the start of ppo_dialog.py's recipe of this name: docs/real_models.md
         model_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct",
         output_dir="runs/smollm2-dailydialog/sft",
-        num_eval_rows=200,
+        num_eval_prompts=200,
         dataset_name="OpenRL/daily_dialog",
         utterance_end="eos",
         max_length=256,
@@ -235,7 +238,7 @@ RECIPES = {
     "smollm2-word-problems": Args(  # the start of grpo_math.py's recipe of this name
         model_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct",
         output_dir="runs/smollm2-word-problems/sft",
-        num_eval_rows=200,
+        num_eval_prompts=200,
         dataset_name="runs/smollm2-word-problems/word-problems-sft",
         max_length=256,
         lr_scheduler_type="cosine",
@@ -277,7 +280,7 @@ RECIPES = {
 def train(args):
     """The whole run, from the flags to the final table. -> transformers model, run folder"""
     check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
-    check_positive(args, "max_length", "num_train_rows", "num_eval_rows", "max_grad_norm")
+    check_positive(args, "max_length", "num_train_rows", "num_eval_prompts", "max_grad_norm")
     if not args.utterance_end.strip():
         raise UserError("--utterance-end must not be empty: nobody could tell where an utterance ends")
     if args.from_config is not None and args.lora_r:
@@ -289,9 +292,12 @@ def train(args):
 
     tokenizer = load_tokenizer(args.model_name_or_path)
     if args.chat_template_path is not None:
-        tokenizer.chat_template = Path(resolve_path(args.chat_template_path)).read_text()
+        tokenizer.chat_template = Path(resolve_path(args.chat_template_path)).read_text(encoding="utf-8")
     train_examples, held_out_examples = load_splits(args.dataset_name)
-    train_examples = train_examples[: args.num_train_rows]
+    if args.num_train_rows is not None:  # the same ones for every --seed
+        train_examples = random.Random(0).sample(
+            train_examples, min(args.num_train_rows, len(train_examples))
+        )
     documents, left_out = load_documents(train_examples, tokenizer, args)
     rows = pack(documents, args.max_length, args.packing)
     updates = max(1, round(args.num_train_epochs * len(rows) / B))
@@ -301,7 +307,7 @@ def train(args):
     # Held-out documents are drawn at random: IMDB is sorted, and its first reviews are all negative.
     all_held_out, held_out_left_out = load_documents(held_out_examples, tokenizer, args)
     order = torch.randperm(len(all_held_out), generator=generator_for(args.seed, "held-out"))
-    held_out = [all_held_out[i] for i in order[: args.num_eval_rows]]
+    held_out = [all_held_out[i] for i in order[: args.num_eval_prompts]]
     held_out_rows = pack(held_out, args.max_length, args.packing)
 
     model = LanguageModel(load_language_model(args, tokenizer, documents)).to(device)
@@ -529,7 +535,7 @@ def learning_rate(args, update, updates):
 
 # ---- Documents: token ids and labels -----------------------------------------------------------------------
 #
-# An example is a row of the data set (a dict), a document is a pair of lists, ids and labels. Two documents,
+# An example is a row of the data set (a dict), a document is a pair of arrays, ids and labels. Two documents,
 # each with a prompt and a completion, packed into a row:
 #
 #     ids          Was    it     good   ?      Yes    EOS    Really ?      No     EOS    pad
@@ -553,7 +559,8 @@ def load_documents(examples, tokenizer, args):
         if all(label == -100 for label in labels):
             counts["rows without anything to learn"] += 1
         else:
-            documents.append((ids, labels))
+            # Arrays of 4-byte numbers: lists would need ten times the memory.
+            documents.append((array("i", ids), array("i", labels)))
             counts[f"cut to --max-length {args.max_length}"] += is_cut
     left_out = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
     if not documents:
@@ -793,6 +800,8 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        accelerate.PartialState().print(f"{name}: the balancing loss of its experts is not trained here")
     missing = report["missing_keys"]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
@@ -1004,7 +1013,7 @@ def load_splits(name):
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
     datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else the last 10 % of train.
+    else every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1015,24 +1024,29 @@ def load_splits(name):
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
+        if Path(path).exists() and any(rows.info.builder_name == "json" for rows in loaded.values()):
+            # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
+            raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
     train = splits.get("train", [])
     held_out_split = next(
-        (split for split in ("test", "validation") if splits.get(split)), "the end of train"
+        (split for split in ("test", "validation") if splits.get(split)), "every tenth row of train"
     )
     held_out = splits.get(held_out_split)
-    if held_out is None:
-        count = max(1, len(train) // 10)
-        train, held_out = train[:-count], train[-count:]
+    if held_out is None:  # not the last rows, because files are often sorted
+        held_out = train[::10]
+        del train[::10]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({held_out_split})")
+
+    for column in ("messages", "prompt", "completion", "chosen", "rejected"):
+        for value in (row.get(column) for row in train + held_out):
+            if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
+                raise UserError(f"{name}: column {column} is a JSON text instead of a list of messages")
     return train, held_out
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed. -> list of dict
-
-    Not by `datasets`, whose reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
-    """
+    """The rows of a jsonl file, which may be compressed, with their values as they are. -> list of dict"""
     rows = []
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
@@ -1215,7 +1229,8 @@ class Run:
         self.task = self.bar.add_task("", total=updates)
         self.last_line_time = 0.0
         # The same folder on all processes. self.name is the path as it was given, for messages.
-        name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
+        name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # a reward function may change the working directory
         is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
@@ -1236,8 +1251,11 @@ class Run:
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            header = "score before" if name == "score" and "score after" in rows[-1] else name
+            table.add_column(header, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
+            if "prompt" in row and self.console.width <= 80:
+                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
 
@@ -1257,6 +1275,8 @@ class Run:
 
         shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
         shown = f"update {update}/{self.updates}  {shown}"
+        if metrics.get("env/reward_std", 1) < 1e-6:
+            shown += "  all scores are equal, so there is nothing to learn"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
         if update == self.updates:
@@ -1266,20 +1286,6 @@ class Run:
             self.last_line_time = time.time()
             self.accelerator.print(shown, flush=True)
         return metrics
-
-    def log_samples(self, update, rows, lengths, columns):
-        """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
-
-        rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
-        """
-        self.table(f"samples of update {update}", rows)
-        for row, length, *values in zip(rows, lengths, *columns.values()):
-            tokens = {name: x[:length].tolist() for name, x in zip(columns, values)}
-            self.append("samples.jsonl", [{"update": update} | row])
-            self.append("tokens.jsonl", [{"update": update} | row | tokens])
-        if self.args.log_with == "wandb" and self.accelerator.is_main_process:
-            data = [list(row.values()) for row in rows]
-            self.accelerator.get_tracker("wandb").log_table("samples", list(rows[0]), data, step=update)
 
     def finish(self):
         """Wait until the main process has saved everything, then close the tracker."""
@@ -1291,7 +1297,8 @@ class Run:
 
     def start(self, batch_size):
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        is_main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
+        for number in (signal.SIGINT, signal.SIGTERM) if is_main_thread else ():
             signal.signal(number, self.on_signal)
             # A worker that a reward function forks ends at these signals as usual.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
@@ -1305,16 +1312,22 @@ class Run:
             self.accelerator.step = 0  # accumulate counts from here, since the number of steps may be another
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
         config = asdict(self.args)
         about = {
             "args": config,
+            "script": SCRIPT,
             "command": sys.argv,
+            "id": os.urandom(8).hex(),  # of the run in Weights & Biases
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
             "world_size": self.accelerator.num_processes,
         }
+        if self.args.resume:  # keep those of the beginning
+            first = json.loads((self.folder / "args.json").read_text())
+            about |= {name: first[name] for name in ("command", "id") if name in first}
+        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
         if self.accelerator.is_main_process:
-            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            # Raises an error if another new run has made this folder in the meantime.
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
             (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
             os.replace(self.folder / "draft.json", self.folder / "args.json")
             for path in self.logs():  # what came after the checkpoint will be written again
@@ -1323,7 +1336,8 @@ class Run:
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(x) for name, x in config.items()}
-            self.accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
+            wandb = {"name": self.folder.name, "id": about["id"], "resume": "allow"}
+            self.accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
         self.accelerator.print(f"run folder {self.name}, after update {state['update']}")
         return state
 
@@ -1432,7 +1446,10 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    description = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    eval_flag = "--num-eval-prompts"  # TRL's judge_tldr.py: --num_examples
+    argv = [x.replace("--num_examples", eval_flag).replace("--num-examples", eval_flag) for x in argv]
+    commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
+    description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
     args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:
@@ -1441,10 +1458,9 @@ def parse_args(argv):
     # The flags of that run, changed by those that are given now.
     folder = Path(args.resume)
     if args.resume == "latest":
-        runs = Path("runs", SCRIPT)
-        folder = max(runs.glob("*/args.json"), key=os.path.getmtime, default=runs / "*/args.json").parent
-    if any(folder.glob("checkpoints/*.pt")):
-        raise UserError(f"{folder}: a run of the third edition (CHANGELOG.md); finish it with that version")
+        runs = Path("runs").rglob("args.json")
+        runs = [path for path in runs if json.loads(path.read_text()).get("script") == SCRIPT]
+        folder = max(runs, key=os.path.getmtime, default=Path("runs/*/args.json")).parent
     saved = json.loads((folder / "args.json").read_text())["args"]
     args = parse(default=Args(**saved | {"output_dir": str(folder)}))
     if Path(args.output_dir).resolve() != folder.resolve():

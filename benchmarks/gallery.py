@@ -414,6 +414,10 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
         "Flags differ from those of healthy runs",
         "Shown only if something else looks wrong. Try the recipe's flags.",
     ),
+    "flat-reward": (
+        "All scores are equal",
+        "No response is better than another, so only the KL penalty is learned. Call the reward function on a few texts by hand.",
+    ),
     "masks": (
         "Tokens of the responses are masked out",
         "A token with a KL, return and advantage of exactly 0 is not learned, and a score paid on it is lost. The usual cause is a mask of `token != pad` if pad is EOS. Make masks from the lengths.",
@@ -455,7 +459,7 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
         "The scripts stop before they save a metric that is not finite. A changed script may continue.",
     ),
     "groups-without-variance": (
-        "Groups without variance",
+        "Most groups have equal rewards from the start",
         "In RLOO and GRPO, a prompt whose responses are equally good teaches nothing. Many such groups are normal at the end of a good run, not at the start: `frac_reward_zero_std`.",
     ),
     "policy-does-not-move": (
@@ -471,15 +475,15 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
         "With the wrong sign of the loss, it falls from the first update. If the policy comes apart, it rises first; look at KL and entropy.",
     ),
     "score-does-not-rise": (
-        "The reward is flat",
+        "The score does not rise",
         "Does the policy move (KL, approximate KL)? If not, the steps are too small. If it does, the reward does not reach the tokens that earned it: look at the token view.",
     ),
     "over-optimization": (
-        "Is my reward model any good?",
-        "Measure with something that the policy is not trained on: a second classifier (`--judge-model-path`), a gold function (`--judge-fn`), or your own eyes.",
+        "The score rises, and the gold score falls",
+        "Is the reward model any good? Measure with something that the policy is not trained on: a second classifier (`--judge-model-path`), a gold function (`--judge-fn`), or your own eyes.",
     ),
     "reward-hacking": (
-        "It always gives the same answer",
+        "The responses become alike",
         "Count words, not only scores: `report.py` shows the words that spread.",
     ),
     "kl-above-target": (
@@ -495,7 +499,7 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
         "A rewarded policy usually becomes more certain. If its entropy rises by more than a half, noise is rewarded, or nothing holds the policy back.",
     ),
     "responses-do-not-end": (
-        "It never stops",
+        "Responses do not end",
         "The policy must have learned a stop token before RL, and the rollout must wait for the same one.",
     ),
     "critic": (
@@ -507,7 +511,7 @@ SYMPTOMS = {  # the entries of report.py's findings: (what people ask, what to k
         "If you changed the script and not the flags, begin with the metric that left the range first.",
     ),
     "loss-does-not-fall": (
-        "The loss is 0, or does not fall",
+        "The loss does not fall",
         "A loss of 0 means that all labels are masked. A loss that stays at log(vocabulary) means that labels and logits do not fit together.",
     ),
 }
@@ -649,6 +653,11 @@ INTRODUCTION = """# Debugging a run
 Start with `python report.py RUN_FOLDER` ([what it shows](running.md#look-at-a-run)). Its findings link to the symptoms below; each
 symptom links to runs that show it. `python benchmarks/gallery.py write` makes this page.
 
+1. [What a healthy run looks like, and when](#what-a-healthy-run-looks-like-and-when)
+2. [How often the findings are right](#how-often-the-findings-are-right)
+3. [Symptoms](#symptoms), under the titles of report.py's findings
+4. [The gallery](#the-gallery): runs with one fault each
+
 ## What a healthy run looks like, and when
 
 Ten seeds of each default recipe: the range from the 5 to the 95 % quantile (`results/reference_bands.json`). One metric slightly outside
@@ -663,7 +672,7 @@ SYMPTOMS_HEAD = """
 - There is no false alarm in 20 healthy runs with seeds and flags on which the limits were not chosen.
 - An earlier version named the true cause of 54 of 80 faults (68 %) among its first three causes, by two strict judges. The faults
   were invented by authors who had not read `report.py`, and put into default runs (`results/diagnose/verdicts.jsonl`).
-- Today's 26 checks name 78 of 80, by the patterns of one reader, but they were improved on these faults. Without the ranges of healthy
+- Today's 27 checks name 78 of 80, by the patterns of one reader, but they were improved on these faults. Without the ranges of healthy
   runs, as with your own model and data, they name 47 of 80.
 
 So expect the true cause among the first three in two of three failed runs of a default recipe, and less often elsewhere.

@@ -584,8 +584,8 @@ def padding_error(device, architecture, length, dtype):
 SHORT_EVALUATION = {  # flags that make the evaluation before the first update short
     "ppo_sentiment": ["--num-eval-prompts", 16],
     "ppo_dialog": ["--num-eval-prompts", 16],
-    "rloo_tldr": ["--num-examples", 16],
-    "grpo_math": ["--num-examples", 16],
+    "rloo_tldr": ["--num-eval-prompts", 16],
+    "grpo_math": ["--num-eval-prompts", 16],
 }
 
 
@@ -637,7 +637,7 @@ def defaults(device, toy, seconds):
             else:
                 words += ["--num-train-epochs", epochs]
             if toy:
-                words += SHORT_EVALUATION.get(script, ["--num-eval-rows", 16])
+                words += SHORT_EVALUATION.get(script, ["--num-eval-prompts", 16])
             yield attempt(script, run_script, words, folder, 60)
 
 
@@ -944,7 +944,7 @@ def update_memory(shape, changes, toy, device):
     with tempfile.TemporaryDirectory() as folder, random_weights(device):
         flags = ["tiny", "--model-name-or-path", make_folder(shape, toy, folder), *changes.split()]
         flags += ["--total-episodes", batch, "--per-device-train-batch-size", batch // 2]
-        flags += ["--local-rollout-forward-batch-size", batch, "--num-examples", 4]
+        flags += ["--local-rollout-forward-batch-size", batch, "--num-eval-prompts", 4]
         flags += ["--num-sample-generations", 0, "--save-every", 0, "--dtype", "bfloat16"]
         reset_peak_memory()
         rows, gap = run_updates(rloo_tldr, flags, 1)

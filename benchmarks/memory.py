@@ -38,7 +38,14 @@ def peak_memory_mb(policy, folder, flags):
     command = [
         *(sys.executable, "rloo_tldr.py", "tiny", "--model-name-or-path", str(policy), *flags.split()),
         *("--total-episodes", "64", "--per-device-train-batch-size", "32"),
-        *("--local-rollout-forward-batch-size", "64", "--num-examples", "4", "--num-sample-generations", "0"),
+        *(
+            "--local-rollout-forward-batch-size",
+            "64",
+            "--num-eval-prompts",
+            "4",
+            "--num-sample-generations",
+            "0",
+        ),
         *("--save-every", "0", "--output-dir", str(folder)),
     ]
     # Freed memory goes back to the system, so that the peak is what was needed at once.

@@ -621,7 +621,7 @@ def reward_meter(job, script, args):
 
 
 PPO_PATCHES = [RANDOM_VALUE_HEAD, UNBIASED_VARIANCE]
-SHORT = dict(num_examples=4, num_sample_generations=0)  # our evaluations are not needed
+SHORT = dict(num_eval_prompts=4, num_sample_generations=0)  # our evaluations are not needed
 
 JOBS = {
     "grpo": Job(
@@ -723,7 +723,7 @@ JOBS = {
             packing=False,
             num_train_epochs=5.0,
             per_device_train_batch_size=48,  # the data have 50 batches
-            num_eval_rows=4,
+            num_eval_prompts=4,
             num_samples=0,
         ),
         sides={

@@ -63,7 +63,7 @@ DistilBertForSequenceClassification(config).save_pretrained("judge-start")
 tokenizer.save_pretrained("judge-start")
 EOT
     stage judge reward_model.py smollm2-imdb --model-name-or-path judge-start --dataset-name imdb-judge \
-        --num-eval-rows 5000 --num-train-epochs 3 --learning-rate 1e-3 --keep-checkpoints 1
+        --num-eval-prompts 5000 --num-train-epochs 3 --learning-rate 1e-3 --keep-checkpoints 1
     stage "ppo-seed$SEED" ppo_sentiment.py smollm2-imdb --seed "$SEED" --model-name-or-path sft/model \
         --reward-model-path reward/model --judge-model-path judge/model --dataset-name imdb \
         --dtype bfloat16 --save-every 4 "$@"

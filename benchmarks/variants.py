@@ -54,7 +54,7 @@ RLOO_FLAGS = (
     "--reward-fn data/math_rewards.py:correct --rloo-k 8 --per-device-train-batch-size 64 "
     "--gradient-accumulation-steps 4 --num-ppo-epochs 1 --local-rollout-forward-batch-size 256 --kl-coef 0 "
     "--temperature 1 --response-length 48 --max-prompt-length 64 --total-episodes 25600 --learning-rate 5e-5 "
-    "--lr-scheduler-type constant --dtype float32 --num-examples 256"
+    "--lr-scheduler-type constant --dtype float32 --num-eval-prompts 256"
 )
 VARIANTS["rloo_tldr.py"] = (None, RLOO_FLAGS)
 

@@ -97,7 +97,7 @@ def after_hashes(text):
 def plain(text):
     r"""The text without $ and % (in LaTeX \$ and \%), a final period and the spaces around it. -> str"""
     text = re.sub(r"\\?[$%]", "", text)
-    return text.strip().removesuffix(".").strip()
+    return re.sub(r"(?<!\.)\.\Z", "", text.strip()).strip()
 
 
 def without_commas(text):
@@ -144,6 +144,11 @@ OTHER_NUMBER = frozenset(
     """.split()
 )
 
+# Words that may stand before a number, in addition to SHORT_UNITS. Others may be functions: csc 2, square 3.
+WORDS_BEFORE = frozenset(
+    "about approximately approx around roughly exactly only dollars euros rupees".split()
+)
+
 PLAIN_CHARACTERS = str.maketrans(
     dict.fromkeys("\u2010\u2012\u2013\u2014\u2015\u2212", "-")  # hyphen, dashes, minus
     | dict.fromkeys("\u00d7\u00b7\u22c5", "*")  # times, middle dot, dot operator
@@ -160,14 +165,14 @@ STYLED = re.compile(
 NUMBER_IN_BRACES = r"(?:\{\s*([+-]?[0-9.,]+)\s*\}|([0-9]))"
 PLAIN_LATEX = [  # (pattern, replacement), in this order
     (r"\A(\*\*|`)(.*)\1\Z", r"\2"),  # Markdown
-    (r"\\!|\\(left|right|displaystyle)(?![A-Za-z])", ""),
+    (r"\\! ?|\\(left|right|displaystyle)(?![A-Za-z])", ""),
     (r"\^\\circ(?![A-Za-z])|\^\{\\circ\}|\\degree(?![A-Za-z])", ""),
     (r"\\[,;: ]|\\[()\[\]]|~", " "),
     (r"\\(times|cdot)(?![A-Za-z])", "*"),
     (r"\\approx(?![A-Za-z])", "="),
     (r"\{,\}", ","),
     (r"([_^])\{([+-]?[0-9]+|[A-Za-z])\}", r"\1\2 "),
-    (r"\\[dt]frac(?![A-Za-z])", r"\\frac"),
+    (r"\\[cdt]frac(?![A-Za-z])", r"\\frac"),
     (rf"\\frac\s*{NUMBER_IN_BRACES}\s*{NUMBER_IN_BRACES}", r" \1\2/\3\4 "),
     (r"[ \t]+", " "),
     (r" (?![A-Za-z0-9.,])|(?<![A-Za-z0-9.,]) ", ""),  # beside signs and brackets
@@ -177,7 +182,7 @@ DECIMAL = r"(?:(?:[0-9]{1,3}(?:[ ][0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 QUANTITY = re.compile(
     rf"""
     (?: (?P<name>[A-Za-z\\() ]*(?:_[A-Za-z0-9])?) (?:=|:|:=|\b(?:is|are)\b) [ ]? )?  # x =, The answer is
-    (?: (?P<before>[A-Za-z]{{2,}}) \.?[ ]? )?  # USD, Rs., about
+    (?: (?P<before>[A-Za-z]{{2,}}) \.?[ ]? )?  # USD, Rs., or about
     (?P<sign> [+-]? )
     (?: (?P<whole>[0-9]+) [ ] (?=[0-9]+/) )?  # the first 1 of 1 1/2
     (?P<top> {DECIMAL} )
@@ -243,7 +248,9 @@ def as_quantity(text):
     if match is None:
         return None
     name, before, unit = [match[group] or "" for group in ("name", "before", "unit")]
-    if not (is_name(name) and is_unit(f" {before}") and is_unit(unit)):
+    if before and before.lower() not in WORDS_BEFORE and before not in SHORT_UNITS:
+        return None
+    if not (is_name(name) and is_unit(unit)):
         return None
     value = value_of_quantity(match)
     if value is None:

@@ -21,14 +21,14 @@ import transformers  # noqa: E402
 torch.set_num_threads(1)  # as in the processes that tests start: equal bits need an equal number of threads
 transformers.utils.logging.disable_progress_bar()
 
-SCRIPTS = ("sft", "reward_model", "ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math")
+SCRIPTS = ("sft", "reward_model", "ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math", "dpo_tldr")
 PPO = ("ppo_sentiment", "ppo_dialog")
 GROUPS = ("rloo_tldr", "grpo_math")  # those with several responses to each prompt
 RL = (*PPO, *GROUPS)
 MATH = {  # function -> the scripts that must have it
-    "response_lengths": ("ppo_sentiment", "rloo_tldr", "grpo_math"),
-    "length_mask": RL,
-    "token_logprobs": RL,
+    "response_lengths": ("ppo_sentiment", "rloo_tldr", "grpo_math", "dpo_tldr"),
+    "length_mask": (*RL, "dpo_tldr"),
+    "token_logprobs": (*RL, "dpo_tldr"),
     "kl_per_token": GROUPS,
     "token_rewards": PPO,
     "weighted_sum": RL,
@@ -40,9 +40,11 @@ MATH = {  # function -> the scripts that must have it
     "clipped_policy_loss": RL,
     "clipped_value_loss": PPO,
     "adaptive_kl_coef": PPO,
-    "sample_tokens": RL,
+    "sample_tokens": (*RL, "dpo_tldr"),
     "learning_rate": SCRIPTS,
     "pair_loss": ("reward_model",),
+    "dpo_loss": ("dpo_tldr",),
+    "pair_metrics": ("dpo_tldr",),
 }
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 ACTS = ("inform", "question", "directive", "commissive")  # DailyDialog's, 1 to 4
@@ -326,6 +328,7 @@ def world(
     tiny_intents,
     tiny_reviews,
     tiny_posts,
+    tiny_pairs,
     tiny_dialogs,
     tiny_tasks,
     tiny_verifier,
@@ -338,6 +341,7 @@ def world(
         intents=tiny_intents,
         reviews=tiny_reviews,
         posts=tiny_posts,
+        pairs=tiny_pairs,
         dialogs=tiny_dialogs,
         tasks=tiny_tasks,
         verifier=tiny_verifier,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-ALL = ("ppo_sentiment", "ppo_dialog", "sft", "reward_model", "rloo_tldr", "grpo_math")
+ALL = ("ppo_sentiment", "ppo_dialog", "sft", "reward_model", "rloo_tldr", "grpo_math", "dpo_tldr")
 SMALL = {  # flags of a run of about a second
     "ppo_sentiment": dict(
         dtype="float32",
@@ -60,7 +60,7 @@ SMALL = {  # flags of a run of about a second
         learning_rate=1e-2,
         max_prompt_length=200,
         response_length=6,
-        num_examples=4,
+        num_eval_prompts=4,
         num_sample_generations=1,
         local_rollout_forward_batch_size=8,
         missing_eos_penalty=1.0,
@@ -79,7 +79,7 @@ SMALL = {  # flags of a run of about a second
         learning_rate=1e-2,
         max_prompt_length=64,
         response_length=6,
-        num_examples=4,
+        num_eval_prompts=4,
         num_eval_samples=2,
         num_sample_generations=1,
         local_rollout_forward_batch_size=8,
@@ -88,7 +88,7 @@ SMALL = {  # flags of a run of about a second
         dtype="float32",
         max_length=128,
         num_train_rows=16,
-        num_eval_rows=4,
+        num_eval_prompts=4,
         num_samples=1,
         per_device_train_batch_size=4,
         learning_rate=1e-2,
@@ -96,10 +96,20 @@ SMALL = {  # flags of a run of about a second
     "reward_model": dict(
         dtype="float32",
         max_length=64,
+        num_eval_prompts=8,
+        num_train_epochs=1.0,
+        per_device_train_batch_size=8,
+        learning_rate=1e-2,
+    ),
+    "dpo_tldr": dict(
+        dtype="float32",
+        max_length=250,
         num_eval_rows=8,
         num_train_epochs=1.0,
         per_device_train_batch_size=8,
         learning_rate=1e-2,
+        num_examples=4,
+        response_length=6,
     ),
 }
 SIX_UPDATES = {  # with these flags on top, a run has 6 updates, and everything that a checkpoint must hold
@@ -140,6 +150,7 @@ SIX_UPDATES = {  # with these flags on top, a run has 6 updates, and everything 
         warmup_ratio=0.3,
     ),
     "reward_model": dict(save_every=2, min_prefix_length=4, lr_scheduler_type="linear"),
+    "dpo_tldr": dict(save_every=2, lr_scheduler_type="cosine", warmup_ratio=0.3),
 }
 BY_HEART = [  # dialogs that a model learns by heart: some answers are questions
     (["Hello, who are you?", "I am Leo, and you?", "I am Nina."], [2, 2, 1]),
@@ -165,6 +176,8 @@ def maker(scripts, world, root):
             places = dict(dataset_name=world.posts, reward_model_path=world.preference_model())
         elif script == "grpo_math":
             places = dict(dataset_name=world.tasks, reward_fn=[world.verifier])
+        elif script == "dpo_tldr":
+            places = dict(dataset_name=world.pairs, eval_dataset_name=world.posts, judge_fn=world.verifier)
         else:
             places = dict(dataset_name=world.reviews)
         places["model_name_or_path"] = world.classifier() if script == "reward_model" else world.lm()

@@ -14,6 +14,7 @@ compared).
 """
 
 import argparse
+import gzip
 import importlib
 import json
 import os
@@ -35,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 COMMON = "--dtype float32 --save-every 1 --lr-scheduler-type linear --learning-rate 1e-3"
 SUPERVISED = (
-    f"{COMMON} --max-length 64 --per-device-train-batch-size 8 --num-train-epochs 1.34 --num-eval-rows 8"
+    f"{COMMON} --max-length 64 --per-device-train-batch-size 8 --num-train-epochs 1.34 --num-eval-prompts 8"
 )
 RL = (
     f"{COMMON} --num-mini-batches 2 --num-ppo-epochs 1 --per-device-train-batch-size 4 --total-episodes 64 "
@@ -63,13 +64,18 @@ RUNS = {  # script -> data set, flags
     "rloo_tldr": (
         "tldr",
         f"{RL} --model-name-or-path checkpoints/tldr-sft --reward-model-path checkpoints/tldr-reward "
-        "--num-examples 4 --response-length 8 --rloo-k 2",
+        "--num-eval-prompts 4 --response-length 8 --rloo-k 2",
     ),
     "grpo_math": (
         "arithmetic",
         f"{RL} --model-name-or-path checkpoints/arithmetic-sft --prompt-template None --system-prompt None "
         "--max-prompt-length 64 --gradient-accumulation-steps 1 --num-generations 4 --response-length 16 "
-        "--num-examples 4 --num-eval-samples 2",
+        "--num-eval-prompts 4 --num-eval-samples 2",
+    ),
+    "dpo_tldr": (
+        "tldr-preference",
+        f"{COMMON} --model-name-or-path checkpoints/tldr-sft --max-length 250 --per-device-train-batch-size 8 "
+        "--num-train-epochs 1.34 --num-eval-rows 8 --num-examples 4 --response-length 8",
     ),
 }
 COMPARED = (
@@ -210,7 +216,9 @@ def write_data(folder):
     for name in {name for name, _ in RUNS.values()}:
         (folder / name).mkdir()
         for split, count in (("train", 48), ("test", 8)):
-            lines = (ROOT / f"data/{name}/{split}.jsonl").read_text().splitlines(True)
+            path = ROOT / f"data/{name}/{split}.jsonl"
+            text = path.read_text() if path.exists() else gzip.open(f"{path}.gz", "rt").read()
+            lines = text.splitlines(True)
             (folder / name / f"{split}.jsonl").write_text("".join(lines[:count]))
 
 

@@ -34,7 +34,7 @@ def seconds_per_update(script, setting, updates):
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, f"{script}.py", "--total-episodes", str(updates * EPISODES)]
         words += ["--output-dir", f"{folder}/run", "--num-sample-generations", "0", "--save-every", "0"]
-        words += ["--num-examples", "4"] if script == "rloo_tldr" else ["--num-eval-prompts", "4"]
+        words += ["--num-eval-prompts", "4"] if script == "rloo_tldr" else ["--num-eval-prompts", "4"]
         run = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
         if run.returncode != 0:
             raise RuntimeError(run.stderr[-2000:])

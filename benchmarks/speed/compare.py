@@ -196,7 +196,7 @@ def our_command(job, changes, models, rows, batches, out, root=ROOT):
     if "batch" in job:
         flags |= dict(total_episodes=batches * job["batch"], num_sample_generations=0)
     if script == "grpo_math.py":  # its default
-        return [sys.executable, root / script, *flags_of(flags | dict(num_examples=1) | changes)]
+        return [sys.executable, root / script, *flags_of(flags | dict(num_eval_prompts=1) | changes)]
     model = models / job["model"]
     flags |= dict(
         model_name_or_path=model,
@@ -220,14 +220,14 @@ def our_command(job, changes, models, rows, batches, out, root=ROOT):
             gradient_accumulation_steps=job["accumulation"],
             max_length=job["max_length"],
             num_train_epochs=1.0,
-            num_eval_rows=1,
+            num_eval_prompts=1,
         )
     if script == "sft.py":
         flags |= dict(num_samples=0)
     if "reward" in job.get("flops", {}):
         flags |= dict(reward_model_path=f"{model}_rm", missing_eos_penalty=1.0)
     if script == "rloo_tldr.py":
-        flags |= dict(rloo_k=job["rloo_k"], num_examples=1)
+        flags |= dict(rloo_k=job["rloo_k"], num_eval_prompts=1)
     if script == "ppo_sentiment.py":
         flags |= dict(
             query_min_length=job["prompt"][0],

@@ -102,7 +102,7 @@ def chat_lm(tmp_path_factory):
 def documents_of(script, tokenizer, *rows, **flags):
     """What sft.py learns from these rows. -> list of (ids, labels)"""
     documents, _ = script.load_documents(rows, tokenizer, script.Args(max_length=256, **flags))
-    return documents
+    return [(list(ids), list(labels)) for ids, labels in documents]
 
 
 def learned(tokenizer, labels):
@@ -382,7 +382,7 @@ def test_an_evaluation_on_chats_by_hand(scripts, sft, chat_lm, family, tmp_path,
         dataset_name=data,
         num_train_rows=None,
         max_length=200,
-        num_eval_rows=9,
+        num_eval_prompts=9,
         num_samples=9,
     )
     evaluation = json.loads((folder / "evaluation.json").read_text())

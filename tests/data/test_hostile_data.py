@@ -265,7 +265,7 @@ COLUMNS = {  # name -> files made of a script's good rows; what each script of K
     "csv": (lambda rows: {"train.csv": table(rows, "csv")}, [2, 2, 2, REFUSED, 2, 2]),
     "first column alone in a row": (
         lambda rows: {"train.jsonl": jsonl([*rows, dict([*rows[0].items()][:1])])},
-        [3, "label None", 3, REFUSED, 3, 3],
+        [3, "label None", 3, 3, 3, 3],
     ),
     "one label": (lambda rows: {"train.jsonl": jsonl(rows[::2][:2])}, [1, "two labels or more", 1, 2, 1, 1]),
     "all null": (lambda rows: {"train.jsonl": jsonl([dict.fromkeys(row) for row in rows])}, [REFUSED] * 6),
@@ -353,17 +353,18 @@ ACTS = {  # value for three utterances -> the answers that reward_model uses, an
     "null": (None, 5, 5),
     "with null": ([1, None, 1], 6, 6),
     "missing": (..., 5, 5),
-    "zero": ([1, 0, 1], 6, "act 0, but"),
+    "zero": ([1, 0, 1], "act 0;", "act 0, but"),
     "large": ([1, 9, 1], "label 8 is none", "act 9, but"),
     "floats": ([1.0, 2.0, 1.0], 7, 7),
-    "words": (["inform"] * 3, 5, "act inform, but"),
+    "decimals": ([1, 1.5, 1], "act 1.5;", "act 1.5, but"),
+    "words": (["inform"] * 3, "act inform;", "act inform, but"),
     "number": (1, 5, 5),
 }
 
 
 @pytest.mark.parametrize("name", ACTS)
 def test_acts(keep, name):
-    """reward_model skips what is no act; PPO refuses it. sft does not read acts."""
+    """Answers without an act are skipped, what is no act is refused. sft does not read acts."""
     value, of_reward_model, of_ppo_dialog = ACTS[name]
     rows = damaged("dialog", "act", value)
     check(keep("reward_model", rows, label_names=ACT_NAMES), of_reward_model)

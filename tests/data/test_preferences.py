@@ -118,7 +118,7 @@ def test_all_stages_tokenize_alike(scripts, tiny_lm, small):
     [scored] = scripts["reward_model"].preference_ids(tokenizer, prompt, [completion], 100)
     [post] = scripts["rloo_tldr"].load_posts(rows, tokenizer, small("rloo_tldr"))
     completion_ids = tokenizer(completion).input_ids + [tokenizer.eos_token_id]
-    assert trained == scored == post["ids"] + completion_ids
+    assert list(trained) == scored == post["ids"] + completion_ids
 
 
 def test_a_prompt_is_cut_once_per_row(script, tiny_lm):

@@ -15,6 +15,10 @@ from conftest import MATH, ROOT, SCRIPTS
 
 SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
 MAY_DIFFER = {"Args", "RECIPES", "train", "main"}
+SHORTENED = {  # what ppo_minimal.py has in a shorter form than ppo_sentiment.py
+    *("Args", "train", "load_reviews", "draw_batch", "rollout", "generate", "load_label_scorer"),
+    *("PolicyAndValue", "response_logprobs", "sample_tokens", "masked_whiten"),
+}
 every_script = pytest.mark.parametrize("name", SCRIPTS)
 
 
@@ -60,7 +64,18 @@ def test_same_name_means_same_source():
             if name not in MAY_DIFFER:
                 sources_of[name][script] = text
     different = {name: sorted(texts) for name, texts in sources_of.items() if len(set(texts.values())) > 1}
-    assert not different, f"these differ between scripts: {different}"
+    copy = (
+        "python tests/documents/copy_shared.py SCRIPT.py copies the functions of one script into the others"
+    )
+    assert not different, f"these differ between scripts: {different}. {copy}"
+
+
+def test_ppo_minimal_has_the_functions_of_ppo_sentiment():
+    """Each of its functions is one of ppo_sentiment.py, with the same source unless it is shortened."""
+    minimal = definitions((ROOT / "ppo_minimal.py").read_text())
+    big = definitions(SOURCES["ppo_sentiment"])
+    assert set(minimal) <= set(big)
+    assert {name for name, text in minimal.items() if text != big[name]} == SHORTENED
 
 
 @every_script
@@ -103,6 +118,7 @@ SIGNATURES = {
     "adaptive_kl_coef": "kl_coef, kl, target, horizon, episodes",
     "sample_tokens": "probs, uniforms",
     "pair_loss": "better, worse, margin=0.0",
+    "dpo_loss": "chosen, rejected, ref_chosen, ref_rejected, beta, label_smoothing=0.0",
 }
 
 
@@ -172,6 +188,7 @@ def test_a_flag_has_the_same_type_in_all_scripts():
         for field, (kind, _) in fields_of(source).items():
             types[field].add(kind)
     may_differ = {
+        "model_name_or_path",  # rloo_tldr.py can do with --sft-model-path
         "reward_model_path",  # ppo_dialog.py can do without the intent classifier
         "reward_fn",  # grpo_math.py cannot do without a function
     }

@@ -117,6 +117,7 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     known |= {"peers", "other", "only", "rounds", "batches", "results", "show", "save", "signals", "trl"}
     known |= {"trl112", "jobs", "seeds", "side", "responses", "algorithm", "gpus", "gpu_memory"}
     known |= {"reward_model", "sharding", "rows"}
+    known |= {"num_examples"}  # TRL's name of --num-eval-prompts
     for script in scripts.values():
         for field in script.Args.__dataclass_fields__.values():
             known |= {field.name, f"no_{field.name}"}
@@ -139,10 +140,8 @@ def changes():
                 yield other, title, block.replace(', "kl_coef": kl_coef', "")
 
 
-@pytest.mark.parametrize("name, title, block", list(changes()), ids=lambda x: x if len(x) < 70 else "")
-def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, name, title, block):
-    """The old lines of each hunk are in the script exactly once. The changed script runs in bf16 on a
-    pretended GPU: four updates, samples and the evaluation."""
+def changed_script(monkeypatch, tmp_path, name, block):
+    """Apply a diff block: the old lines of each hunk must be in the script exactly once. -> a module"""
     source = (ROOT / f"{name}.py").read_text()
     hunks = re.split(r"^@@.*\n", block, flags=re.M)[1:]
     assert hunks
@@ -158,6 +157,13 @@ def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, na
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, path.stem, module)  # dataclasses look it up
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name, title, block", list(changes()), ids=lambda x: x if len(x) < 70 else "")
+def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, name, title, block):
+    """The changed script runs in bf16 on a pretended GPU: four updates, samples and the evaluation."""
+    module = changed_script(monkeypatch, tmp_path, name, block)
     flags = {}
     if name in ("ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math"):
         flags = dict(total_episodes=32, num_sample_generations=2, learning_rate=1e-4)
@@ -166,6 +172,22 @@ def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, na
     with pretended_gpu() as check:
         module.train(module.Args(**vars(args)))
     assert check.mistakes == []
+
+
+@pytest.mark.parametrize("name", ["ppo_sentiment", "ppo_dialog", "grpo_math"])
+def test_an_entropy_bonus_raises_the_entropy(scripts, small, monkeypatch, tmp_path, name):
+    """The documented change, with a larger factor, against the same run without it."""
+    [block] = [x for script, title, x in changes() if script == name and title.startswith("Entropy bonus")]
+    block = re.sub(r"0\.0*1 \* entropies", "1.0 * entropies", block)
+    assert "1.0 * entropies" in block
+    entropies = []
+    for script in (scripts[name], changed_script(monkeypatch, tmp_path, name, block)):
+        flags = dict(total_episodes=64, learning_rate=1e-3, output_dir=str(tmp_path / script.__name__))
+        args = script.Args(**vars(small(name)) | flags)
+        _, folder = script.train(args)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        entropies.append(rows[-1]["policy/entropy_avg"])
+    assert entropies[1] > entropies[0] + 0.02
 
 
 @pytest.mark.parametrize("page", ["README", "ppo_sentiment", "grpo_math"])
@@ -391,16 +413,18 @@ def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
         assert scores == [f"{line['score']:.1f}", f"{line['score after']:.1f}"]
 
     faults = [json.loads(line) for line in open(ROOT / "tests/faults/mutations.jsonl")]
-    assert f"all {len(faults)} known faults" in README and all(fault["killed_by"] for fault in faults)
+    for page in (README, DOCS["evidence"]):
+        assert f"all {len(faults)} known faults" in page and all(fault["killed_by"] for fault in faults)
     kills = [json.loads(line) for line in open(ROOT / "results/reliability/kills.jsonl")]
     sigkills = sum(kill["signal"] == "SIGKILL" for kill in kills)
-    assert f"{sigkills} SIGKILLs at random moments" in README and all(kill["same"] for kill in kills)
-    assert f"and {len(kills) - sigkills} SIGTERMs and SIGINTs" in README
+    assert f"{sigkills} SIGKILLs at random moments" in DOCS["evidence"] and all(kill["same"] for kill in kills)
+    assert f"and {len(kills) - sigkills} SIGTERMs and SIGINTs" in DOCS["evidence"]
     noticed = []
     for path in sorted((ROOT / "results/blind-faults").glob("*.outcomes.jsonl")):
         outcomes = [json.loads(line) for line in path.read_text().splitlines()]
         noticed.append(sum(outcome["killed_by"] is not None for outcome in outcomes))
-    assert f"{', '.join(map(str, noticed[:-1]))} and {noticed[-1]} on the first try" in README
+    assert f"{', '.join(map(str, noticed[:-1]))} and {noticed[-1]} on the first try" in DOCS["evidence"]
+    assert f"{min(noticed)} to {max(noticed)} of the 30 new faults" in README
 
 
 def test_the_weak_start_of_the_dialogs_is_that_of_the_files():

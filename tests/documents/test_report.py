@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -138,6 +140,12 @@ CASES = {  # a change of a healthy run -> title of what is found, or None
         {"kl_target": 4.0},
         "The KL is above its target",
     ),
+    "far above target after a few updates": (
+        {"objective__kl": lambda x: 13.0, "update": lambda x: 1 + round(6 * x)},
+        {"kl_target": 4.0},
+        "The KL is above its target",
+    ),
+    "equal scores": ({"env__reward_std": lambda x: 0.0}, {}, "All scores are equal"),
     "near target": ({"objective__kl": lambda x: 4.4 * min(1, 3 * x)}, {"kl_target": 4.0}, None),
     "coefficient up": (
         {"objective__kl": lambda x: 3 * x, "objective__kl_coef": lambda x: 0.1 + x},
@@ -200,13 +208,36 @@ def test_metrics_may_be_missing(tmp_path, missing):
     report.page([report.read_run(folder)])  # no error
 
 
+def test_lines_that_are_no_json(tmp_path, capsys):
+    """Of a file that was edited, or cut and continued: a line on the screen, and all others on the page."""
+    folder = write_run(tmp_path / "run")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([lines[0], "", lines[1][:20], *lines[1:]]) + "\n")
+    assert [row["update"] for row in report.read_run(folder).metrics] == [*range(1, 101)]
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(", is left out")[0] for line in said] == [
+        f"{folder / 'metrics.jsonl'}, line {number}" for number in (2, 3)
+    ]
+
+
+def test_a_locale_that_is_not_utf_8(tmp_path):
+    tea = "\N{CJK UNIFIED IDEOGRAPH-8336}"
+    folder = write_run(tmp_path / "run", {"recipe": tea, "dataset_name": tea})
+    about = json.loads((folder / "args.json").read_text())
+    (folder / "args.json").write_text(json.dumps(about, ensure_ascii=False), encoding="utf-8")
+    env = os.environ | dict(LC_ALL="C", LANG="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    subprocess.run([sys.executable, ROOT / "report.py", folder], env=env, check=True)
+    assert tea in (folder / "report.html").read_text(encoding="utf-8")
+
+
 def test_a_run_of_one_update_without_anything_else(tmp_path, capsys):
     folder = write_run(tmp_path / "run")
     (folder / "metrics.jsonl").write_text('{"update": 1, "objective/scores": 0.5}\n')
     (folder / "args.json").unlink()
     report.main([str(folder), "--diagnose"])
-    assert "nothing looks wrong (updates: 1)" in capsys.readouterr().out
-    assert "No evaluation yet" in report.page([report.read_run(folder)])
+    assert "too short to judge (updates: 1)" in capsys.readouterr().out
+    page = report.page([report.read_run(folder)])
+    assert "No evaluation yet" in page and "Too short to judge" in page and "Nothing looks wrong" not in page
 
 
 def test_no_run(tmp_path):
@@ -703,7 +734,17 @@ def small_page(tmp_path_factory):
 def test_the_page_needs_no_network(small_page):
     text = small_page.read_text()
     assert not re.search(r"<(script|link|img)\b[^>]*(src|href)=.?(https?:)?//", text)
-    assert "</script><i>" not in text and "superb<td>0.0%<td>100.0%" in text
+    assert "</script><i>" not in text
+    assert "Words that spread" not in text  # in 12 responses, one is a large share
+
+
+def test_words_that_spread(tmp_path):
+    pair = {"prompt": "p", "before": "dull", "score": 0, "after": "superb", "score after": 1}
+    for count in (63, 64):
+        run = write_run(tmp_path / str(count))
+        write_lines(run / "evaluation_samples.jsonl", count * [pair])
+        tables = report.evaluation_tables(report.read_run(run))
+        assert [rows for _, _, rows in tables] == [[["superb", "0.0%", "100.0%"]]] * (count == 64)
 
 
 @pytest.mark.parametrize("folder", ["ppo-sentiment-tiny/seed1", "grpo-math-tiny/seed1", "gallery/kl-sign"])

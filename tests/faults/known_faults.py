@@ -596,8 +596,8 @@ sft.load_documents: a document is learned from the one before (IndexError)
   + labels[: args.max_length]
 sft.train: held-out documents are not drawn at random
   faults/test_mutants.py::test_held_out_documents_of_sft_are_drawn_at_random
-  - [all_held_out[i] for i in order[: args.num_eval_rows]]
-  + all_held_out[: args.num_eval_rows]
+  - [all_held_out[i] for i in order[: args.num_eval_prompts]]
+  + all_held_out[: args.num_eval_prompts]
 sft.write_samples: the prompt of a sample of a chat ends at its first learned turn
   runs/test_sft.py::test_prompts_of_samples
   - max(i for i, label
@@ -822,10 +822,10 @@ grpo_math.load_tasks: the limit of a prompt does not count the last token
 
 # What a reader of the run folder looks at
 
-ppo_sentiment.train: the score of samples.jsonl is that before clipping
-  runs/test_tokens.py::test_the_reward_of_ppo[0.05-ppo_sentiment]
-  - scores[:4].tolist()
-  + b["raw_scores"][:4].tolist()
+ppo_sentiment.train: the score of samples.jsonl is that after clipping
+  faults/test_public_reports.py::test_a_score_is_the_same_in_all_files[ppo_sentiment]
+  - b["raw_scores"][:4].tolist()
+  + scores[:4].tolist()
 grpo_math.train: samples.jsonl shows responses of several tasks
   runs/test_evaluation_grpo.py::test_samples_during_the_run
   - responses[:k]
@@ -834,6 +834,67 @@ ppo_sentiment.train: the texts of the first process count as those of all
   runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]
   - accelerate.utils.gather_object(responses)
   + responses
+
+# Data that are something else than they seem
+
+ppo_sentiment.load_splits: the last rows of a file are held out
+  runs/test_evaluation_ppo.py::test_which_split_is_held_out[ppo_sentiment]
+  - held_out = train[::10]
+  + held_out = train[-10:]
+ppo_sentiment.load_splits: other JSON files are read by datasets
+  faults/test_public_reports.py::test_json_in_other_files
+  - Path(path).exists() and
+  + False and
+ppo_sentiment.load_splits: a chat that is stored as a text is one
+  faults/test_public_reports.py::test_chats_as_texts
+  - isinstance(value, str) and
+  + False and
+sft.train: the first rows of a file are trained on
+  faults/test_public_reports.py::test_a_part_of_a_sorted_file
+  - random.Random(0).sample(
+  -             train_examples, min(args.num_train_rows, len(train_examples))
+  -         )
+  + train_examples[: args.num_train_rows]
+reward_model.load_preference_rows: answers without their prompt
+  faults/test_public_reports.py::test_preferences_without_a_prompt
+  - if not has_prompt and
+  + if False and
+reward_model.find_classes: each decimal is a class
+  faults/test_public_reports.py::test_decimals_are_no_classes
+  - isinstance(label, float)
+  + False
+ppo_sentiment.call_reward_functions: a column is replaced
+  faults/test_public_reports.py::test_a_column_with_the_name_of_an_argument[ppo_sentiment]
+  - inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
+  + inputs |= dict(prompts=prompts, completions=completions, completion_ids=completion_ids)
+ppo_sentiment.run_to_the_end: a function ends the run with exit code 0
+  faults/test_public_reports.py::test_a_function_that_exits
+  - if error.code:
+  + if True:
+grpo_math.score_responses: functions get an answer without its beginning
+  faults/test_public_reports.py::test_a_begun_answer_is_whole_for_rewards[grpo_math]
+  - beginning["content"] + response
+  + response
+rloo_tldr.ask_chat_model: the thoughts of a judge count
+  faults/test_public_reports.py::test_a_judge_that_thinks_first
+  - .rpartition("</think>")
+  + .rpartition("</thought>")
+ppo_sentiment.distinct_bigrams: a text without spaces is one word
+  faults/test_public_reports.py::test_words_of_scripts_without_spaces[ppo_sentiment]
+  - r" \g<0> "
+  + r"\g<0>"
+grpo_math.train: the KL is that of the sampler
+  faults/test_public_reports.py::test_the_kl_before_the_first_step
+  - kl_per_token(old_logprobs, ref_logprobs, "k1")
+  + kl_per_token(b["sampling_logprobs"][rows, :t], ref_logprobs, "k1")
+ppo_sentiment.Run.start: two new runs share a folder
+  faults/test_public_reports.py::test_two_runs_in_one_folder
+  - exist_ok=self.args.resume is not None
+  + exist_ok=True
+ppo_sentiment.Run.start: a resumed run is a new one for its tracker
+  faults/test_public_reports.py::test_a_resumed_run_keeps_its_beginning
+  - ("command", "id")
+  + ("command",)
 
 # Models, chats, servers
 
@@ -917,6 +978,157 @@ sft.check_language_model: any head is taken for a matrix product in sft (trap 43
   math/test_fine_tuning.py::test_models_are_checked
   - if differ(F.linear(states, head.weight, head.bias), own_logits, 1e-2):
   + if False:
+
+# dpo_tldr.py: the loss, its pairs, its reference, and the evaluation
+
+dpo_tldr.dpo_loss: the loss without a reference
+  math/test_dpo.py::test_the_loss_and_its_gradient_in_plain_python
+  - beta * (rejected - ref_rejected)
+  + beta * rejected
+dpo_tldr.dpo_loss: chosen and rejected change places
+  math/test_dpo.py::test_the_loss_and_its_gradient_in_plain_python
+  - chosen_scores - rejected_scores
+  + rejected_scores - chosen_scores
+dpo_tldr.dpo_loss: beta counts for one of the two scores
+  math/test_dpo.py::test_the_gradient_has_the_published_form
+  - rejected_scores = beta * (rejected
+  + rejected_scores = (rejected
+dpo_tldr.dpo_loss: smoothed labels the other way around
+  math/test_dpo.py::test_the_loss_and_its_gradient_in_plain_python
+  - (1 - label_smoothing) * loss_if_right + label_smoothing * loss_if_wrong
+  + label_smoothing * loss_if_right + (1 - label_smoothing) * loss_if_wrong
+dpo_tldr.dpo_loss: a sigmoid whose logarithm may be infinite
+  math/test_dpo.py::test_a_large_difference_is_no_infinity
+  - -F.logsigmoid(difference), -F
+  + -torch.sigmoid(difference).log(), -F
+dpo_tldr.pair_metrics: rewards without beta
+  math/test_dpo.py::test_pair_metrics
+  - (beta * (logprobs - ref_logprobs))
+  + (logprobs - ref_logprobs)
+dpo_tldr.pair_metrics: a tie is right
+  math/test_dpo.py::test_pair_metrics
+  - chosen_reward > rejected_reward
+  + chosen_reward >= rejected_reward
+dpo_tldr.collate_pairs: prompts are padded on the right
+  math/test_dpo.py::test_a_batch_of_pairs
+  - pad(prompts, padding_side="left")
+  + pad(prompts)
+dpo_tldr.collate_pairs: token 0 is padding
+  math/test_dpo.py::test_samples_have_the_probabilities_of_the_model[own]
+  - ids >= 0
+  + ids > 7
+dpo_tldr.pair_logprobs: log-probabilities in the order of the lengths
+  math/test_dpo.py::test_log_probabilities_of_pairs
+  - logprobs[rows] = model
+  + logprobs[:len(rows)] = model
+dpo_tldr.pair_logprobs: a mean over tokens instead of a sum
+  math/test_dpo.py::test_log_probabilities_of_pairs
+  - [0].sum(1)
+  + [0].mean(1)
+dpo_tldr.pair_logprobs: chosen and rejected of different pairs
+  math/test_dpo.py::test_log_probabilities_of_pairs
+  - .view(-1, 2)
+  + .view(2, -1).T
+dpo_tldr.train: the reference of other pairs
+  runs/test_dpo_tldr.py::test_the_reference_is_the_start
+  - ref_logprobs[row_numbers[numbers]]
+  + ref_logprobs[numbers]
+dpo_tldr.train: the two responses of the update change places
+  runs/test_dpo_tldr.py::test_a_policy_learns_pairs_by_heart
+  - chosen, rejected = logprobs.unbind(1)
+  + rejected, chosen = logprobs.unbind(1)
+dpo_tldr.train: label smoothing is not passed on
+  runs/test_dpo_tldr.py::test_the_reference_is_the_start
+  - args.beta, args.label_smoothing
+  + args.beta, 0.0
+dpo_tldr.train: the loss is divided by the micro-batch
+  runs/test_dpo_tldr.py::test_the_gradient_does_not_depend_on_micro_batches
+  - losses.sum() / B
+  + losses.mean()
+dpo_tldr.train: the metrics are means of the last micro-batch
+  runs/test_dpo_tldr.py::test_the_gradient_does_not_depend_on_micro_batches
+  - metric_sums[name] += x
+  + metric_sums[name] = x
+dpo_tldr.train: the metrics are divided by the micro-batch
+  runs/test_dpo_tldr.py::test_the_gradient_does_not_depend_on_micro_batches
+  - x / B for name
+  + x / n for name
+dpo_tldr.train: accumulated micro-batches count less
+  runs/test_dpo_tldr.py::test_the_gradient_does_not_depend_on_micro_batches
+  - accelerator.backward(loss * world * args.gradient_accumulation_steps)
+  + accelerator.backward(loss * world)
+dpo_tldr.train: resume at the beginning of the pairs (trap 34)
+  runs/test_resume.py::test_sigterm_then_resume[dpo_tldr]
+  - (update - 1) * B, B
+  + (update - 1 - state["update"]) * B, B
+dpo_tldr.train: the KL is that to the trained policy
+  runs/test_dpo_tldr.py::test_the_policies_that_are_compared
+  - after = evaluate(reference)
+  + after = evaluate(policy)
+dpo_tldr.train: the evaluation after training is that before it (ValueError)
+  runs/test_dpo_tldr.py::test_the_policies_that_are_compared
+  - after = evaluate(reference)
+  + after = before
+dpo_tldr.evaluate_samples: other random numbers than rloo_tldr.py
+  runs/test_dpo_tldr.py::test_the_responses_before_are_those_of_rloo
+  - "tokens", "held-out")
+  + "words", "held-out")
+dpo_tldr.evaluate_samples: the KL counts what comes after the end
+  runs/test_dpo_tldr.py::test_the_evaluation_by_hand
+  - logprobs.where(valid, 0.0) - ref_logprobs
+  + logprobs - ref_logprobs
+dpo_tldr.evaluate_samples: a tie is a loss
+  runs/test_dpo_tldr.py::test_the_evaluation_by_hand
+  - 0.5 * (scores == reference_scores)
+  + 0.0 * (scores == reference_scores)
+dpo_tldr.evaluate_samples: the judge compares references with responses
+  runs/test_dpo_tldr.py::test_the_evaluation_by_hand
+  - (scores > reference_scores)
+  + (scores < reference_scores)
+dpo_tldr.evaluate_samples: a stop token after the end counts
+  runs/test_dpo_tldr.py::test_the_evaluation_by_hand
+  - torch.isin(tokens, stop_ids) & valid
+  + torch.isin(tokens, tokens[:, -1:]) & valid
+dpo_tldr.mean_with_error: an interval of one deviation instead of 1.96
+  runs/test_dpo_tldr.py::test_the_evaluation_by_hand
+  - 1.96 * standard_error
+  + standard_error
+dpo_tldr.sample_texts: the temperature is forgotten
+  math/test_dpo.py::test_samples_have_the_probabilities_of_the_model[own]
+  - head.weight, temperature, head.bias
+  + head.weight, 1.0, head.bias
+dpo_tldr.sample_texts: padding of prompts is read
+  math/test_dpo.py::test_samples_have_the_probabilities_of_the_model[own]
+  - F.pad(mask, (0, 1), value=True)
+  + torch.ones_like(F.pad(mask, (0, 1)))
+dpo_tldr.load_pairs: a ranking is its first two responses
+  runs/test_dpo_tldr.py::test_a_ranking
+  - [ranked[0], ranked[-1]]
+  + [ranked[0], ranked[1]]
+dpo_tldr.load_pairs: equal responses are learned
+  runs/test_dpo_tldr.py::test_rows_that_are_left_out_are_counted
+  - or pair["responses"][0] == pair["responses"][1]
+  + or not pair["responses"]
+dpo_tldr.load_pairs: the length of the chosen response alone counts
+  runs/test_dpo_tldr.py::test_rows_that_are_left_out_are_counted
+  - is_short = text_length(pair) <=
+  + is_short = len(pair["ids"] + pair["responses"][0]) <=
+dpo_tldr.tokenize_pair: responses without EOS (trap 9)
+  runs/test_dpo_tldr.py::test_texts
+  - with_eos(ids, tokenizer)
+  + ids
+dpo_tldr.tokenize_pair: what two answers begin with is part of the prompt
+  runs/test_dpo_tldr.py::test_chats
+  - [tokenize_prompt(tokenizer, prompt)] if prompt else []
+  + []
+dpo_tldr.tokenize_pair: a prompt beside chats is dropped by DPO
+  runs/test_dpo_tldr.py::test_chats[text]
+  - prompt = [{"role": "user", "content": prompt}]
+  + prompt = [{"role": "user", "content": ""}]
+dpo_tldr.check_lm: a model is not compared with itself
+  runs/test_dpo_tldr.py::test_a_model_with_other_probabilities_is_refused
+  - compare_logprobs(lm
+  + print(type(lm)
 """
 
 # What is indented belongs to the headline above it.

@@ -42,6 +42,7 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
     write_rows(root / "pairs", train=[dict(prompt=REVIEW, chosen=" good", rejected=" bad")] * 8)
     write_rows(root / "no-completions", train=[dict(prompt=REVIEW, completion="")] * 8)
     write_rows(root / "empty-pairs", train=[dict(prompt=REVIEW, chosen="", rejected=" bad")] * 8)
+    write_rows(root / "numeric-pairs", train=[dict(prompt=REVIEW, chosen=2, rejected=1)] * 8)
     (root / "broken").mkdir()
     (root / "broken/train.jsonl").write_text('{"text": "a film"}\n{"text": \n')
     dialogs = {
@@ -169,6 +170,15 @@ REFUSED = {
             "no row has a prompt and a completion",
         ),
     },
+    "dpo_tldr": {
+        "context, by one token": (dict(response_length=200), "fewer tokens than the"),
+        "long texts": (dict(max_length=3), "of at most 3 tokens"),
+        "no pairs": (dict(dataset_name="DATA/empty-pairs"), "two different responses"),
+        "beta": (dict(beta=0.0), "--beta"),
+        "half of the labels are wrong": (dict(label_smoothing=0.5), "--label-smoothing"),
+        "8 bit without LoRA": (dict(load_in_8bit=True), "--lora-r"),
+        "evaluation data": (dict(eval_dataset_name=MISSING), f"{MISSING}: no such file or folder"),
+    },
 }
 TABLE = []
 for name in ALL:
@@ -199,6 +209,9 @@ LIBRARIES_REFUSE = {  # script, case -> the flags that are wrong, a word of the 
     ("sft", "numbers"): (dict(dataset_name="DATA/numbers"), "type `str`"),
     ("sft", "type of a config"): (dict(from_config="nonsense n_layer=2"), "nonsense"),
     ("reward_model", "numbers"): (dict(dataset_name="DATA/numbers"), "int"),
+    ("dpo_tldr", "numbers"): (dict(dataset_name="DATA/numeric-pairs"), ""),
+    ("dpo_tldr", "no EOS"): (dict(model_name_or_path="DATA/no-eos"), "NoneType"),
+    ("dpo_tldr", "judge"): (dict(judge_fn="DATA/reward.py:nonsense"), "nonsense"),
     ("reward_model", "shard"): (dict(train_shard="2/2"), "num_shards"),
 }
 
@@ -217,14 +230,15 @@ def test_what_libraries_refuse(scripts, small, broken, tmp_path, name, case):
 RL_SIZES = "per_device_train_batch_size gradient_accumulation_steps num_mini_batches num_ppo_epochs "
 RL_SIZES += "total_episodes temperature response_length"
 PPO_SIZES = f"{RL_SIZES} num_eval_prompts kl_target kl_horizon local_rollout_forward_batch_size"
-STEPS = "per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_length num_eval_rows"
+STEPS = "per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_length num_eval_prompts"
 SIZES = {
     "ppo_sentiment": f"{PPO_SIZES} query_min_length response_min_length",
     "ppo_dialog": f"{PPO_SIZES} num_context_utterances max_prompt_length",
-    "rloo_tldr": f"{RL_SIZES} num_examples max_prompt_length local_rollout_forward_batch_size",
-    "grpo_math": f"{RL_SIZES} num_examples num_eval_samples num_train_rows max_prompt_length",
+    "rloo_tldr": f"{RL_SIZES} num_eval_prompts max_prompt_length local_rollout_forward_batch_size",
+    "grpo_math": f"{RL_SIZES} num_eval_prompts num_eval_samples num_train_rows max_prompt_length",
     "sft": f"{STEPS} num_train_rows",
     "reward_model": STEPS,
+    "dpo_tldr": f"{STEPS} num_examples response_length temperature beta",
 }
 
 

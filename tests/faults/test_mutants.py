@@ -291,7 +291,7 @@ def test_held_out_documents_of_sft_are_drawn_at_random(scripts, small, monkeypat
     """The first rows of a file are often alike, such as all negative in IMDB."""
     module = scripts["sft"]
     packed = spy(monkeypatch, module, "pack")
-    args = small("sft", num_eval_rows=4)
+    args = small("sft", num_eval_prompts=4)
     module.train(args)
     _, rows = module.load_splits(args.dataset_name)
     documents, _ = module.load_documents(rows, module.load_tokenizer(args.model_name_or_path), args)

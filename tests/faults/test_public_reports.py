@@ -5,9 +5,13 @@ those that the user gave.
 """
 
 import json
+import os
 import shutil
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import accelerate
 import numpy
@@ -16,7 +20,7 @@ import pytest
 import torch
 import transformers
 from conftest import GROUPS, RL
-from run_tools import flags_of, reward_file, rows_of, weights
+from run_tools import assert_same_run, flags_of, reward_file, rows_of, spy, weights, write_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -400,3 +404,256 @@ def test_a_label_that_is_called_by_a_number(script, tiny_classifier, tmp_path):
     logits, _ = script.load_label_scorer(args, str(tmp_path), CPU)(["a"], [" good film"])
     classify, _ = script.load_classifier(args, str(tmp_path), CPU)
     assert logits.item() == classify(["a good film"])[0, 0].item()
+
+
+# ---- What is read is what is written -----------------------------------------------------------------------
+
+TASK = {"prompt": "1 + 1", "answer": "2", "day": "2024-01-15", "points": 0.7}
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+
+
+@pytest.mark.parametrize("name", ["data/train.jsonl", "train.json", "train_1.json", "anything.jsonl"])
+@pytest.mark.parametrize(
+    "text", [json.dumps(TASK) + "\n", json.dumps(TASK, indent=1), json.dumps([TASK] * 3)]
+)
+def test_json_in_other_files(script, tmp_path, name, text):
+    """datasets#8652: its reader makes a timestamp of the day. train.jsonl keeps every value."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(Exception, match="JSON files must be train.jsonl and test.jsonl|error"):
+        script.load_splits(str(tmp_path))
+    (tmp_path / "train.jsonl").write_text(json.dumps(TASK) + "\n" + json.dumps(TASK | {"points": 1}) + "\n")
+    rows, held_out = script.load_splits(str(tmp_path))
+    assert [repr(row) for row in held_out + rows] == [repr(TASK), repr(TASK | {"points": 1})]
+
+
+@pytest.mark.parametrize("column", ["messages", "prompt", "completion", "chosen", "rejected"])
+def test_chats_as_texts(script, tmp_path, column):
+    """A list of messages that was saved as a text would be trained on as it is. Other JSON is a text."""
+    turned = [dict(reversed(message.items())) for message in CHAT]
+    texts = [json.dumps(CHAT), str(CHAT), json.dumps(turned), json.dumps(CHAT, indent=2)]
+    for i, text in enumerate(texts):
+        data = write_rows(tmp_path / str(i), train=[{column: "Hi"}] * 9 + [{column: text}])
+        with pytest.raises(script.UserError, match=f"column {column} is a JSON text instead of a list"):
+            script.load_splits(data)
+    rows = [{column: '[{"id": 7}] Name the id.'}, {column: CHAT}, {column: "[role] no"}]
+    script.load_splits(write_rows(tmp_path / "right", train=rows))
+
+
+def test_a_part_of_a_sorted_file(scripts, small, tmp_path, monkeypatch):
+    """The reviews of IMDB are sorted by label. Neither held-out rows nor --num-train-rows take one end."""
+    rows = [dict(text=f"{'bad' if i < 50 else 'good'} film number {i}", label=i // 50) for i in range(100)]
+    script, calls = scripts["sft"], spy(monkeypatch, scripts["sft"], "load_documents")
+    script.train(small("sft", dataset_name=write_rows(tmp_path / "data", train=rows), num_train_rows=20))
+    (train, *_), (held_out, *_) = [inputs for inputs, _ in calls]
+    assert (len(train), len(held_out)) == (20, 10) and not any(row in held_out for row in train)
+    assert 4 < sum(row["label"] for row in train) < 16 and sum(row["label"] for row in held_out) == 5
+
+
+@pytest.mark.parametrize("other", [dict(question="Who?"), dict(messages=CHAT[:1]), dict(system="Be good.")])
+def test_preferences_without_a_prompt(scripts, tiny_lm, other):
+    """The model would read the answers alone. Texts of hh-rlhf hold the prompt, and chats with a user do."""
+    script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(tiny_lm())
+    tokenizer.chat_template = CHATML
+    texts = dict(chosen="Me.", rejected="You.", margin=1.0)
+    chats = dict(chosen=CHAT, rejected=[CHAT[0], {"role": "assistant", "content": "No"}])
+    answers = {name: messages[1:] for name, messages in chats.items()}
+    for row in (texts, answers):
+        with pytest.raises(script.UserError, match="has no column prompt"):
+            script.load_preference_rows([row | other], tokenizer, script.Args())
+    for row in (texts, texts | other | dict(prompt=""), chats | other, answers | other | dict(prompt="Hi")):
+        assert script.load_preference_rows([row], tokenizer, script.Args())[0]
+
+
+def test_decimals_are_no_classes(scripts):
+    """A column of scores would be as many classes as it has values."""
+    script = scripts["reward_model"]
+    with pytest.raises(script.UserError, match="a label is a decimal"):
+        script.find_classes([dict(label=x) for x in (0.25, 0.5, 0.5)], script.Args())
+    for labels, names in (([1, 0], ["0", "1"]), (["b", "a"], ["a", "b"]), ([True, False], ["False", "True"])):
+        assert script.find_classes([dict(label=x) for x in labels], script.Args())[0] == names
+
+
+@pytest.mark.parametrize("count", [1, 400])
+def test_the_memory_of_documents(scripts, tiny_lm, count):
+    """8 bytes per token: for its id and its label."""
+    script, tokenizer = scripts["sft"], AutoTokenizer.from_pretrained(tiny_lm())
+    [(ids, labels)], _ = script.load_documents([dict(text="a film " * count)], tokenizer, script.Args())
+    assert ids.itemsize == labels.itemsize == 4 and len(ids) == len(labels)
+
+
+def test_a_balancing_loss_is_not_trained(script, tiny_lm, copy_of, capsys):
+    """Mixtral's config can ask for one. The screen says that there is none."""
+    folder = copy_of(tiny_lm())
+    for asks in (False, True):
+        config = json.loads((folder / "config.json").read_text()) | {"output_router_logits": asks}
+        (folder / "config.json").write_text(json.dumps(config))
+        script.load_model(AutoModelForCausalLM, str(folder))
+        assert ("balancing loss" in capsys.readouterr().out) == asks
+
+
+def test_the_tokenizer_of_a_policy(scripts, small, tiny_lm, monkeypatch):
+    """--sft-model-path alone: its own tokenizer, not that of a default model."""
+    script, found = scripts["rloo_tldr"], spy(monkeypatch, scripts["rloo_tldr"], "load_tokenizer")
+    args = script.parse_args(["--sft-model-path", tiny_lm()])
+    assert args.model_name_or_path is None
+    script.train(small("rloo_tldr", sft_model_path=tiny_lm(), model_name_or_path=None))
+    assert found[0][0] == (tiny_lm(),)
+
+
+# ---- Reward functions: what they get, and what they may do -------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RL)
+def test_a_column_with_the_name_of_an_argument(scripts, name):
+    """It would be replaced. TRL raises a TypeError, too."""
+    call = partial(scripts[name].call_reward_functions, {"f": lambda **inputs: [1.0]}, None, CPU)
+    for column in ("prompts", "completions", "completion_ids", "trainer_state"):
+        with pytest.raises(TypeError, match=f"multiple values for keyword argument '{column}'"):
+            call([{column: "x"}], ["a"], ["b"], [[3]])
+    assert call([dict(prompt="x", completion="y")], ["a"], ["b"], [[3]])["f"] == 1
+
+
+@pytest.mark.parametrize("code, expected", [("sys.exit()", 2), ("sys.exit(0)", 2), ("sys.exit(3)", 3)])
+@pytest.mark.parametrize("when", ["in the function", "in its file"])
+def test_a_function_that_exits(script, small, tmp_path, code, expected, when):
+    """OpenEnv#1016: exit code 0 would say that the run is finished."""
+    reward_fn = reward_file(tmp_path, f"import sys\n{code}", f"exits_{len(code)}_{len(when)}")
+    if when == "in its file":
+        (tmp_path / reward_fn[0].split("/")[-1].split(":")[0]).write_text(f"import sys\n{code}\n")
+    flags = flags_of(small("ppo_sentiment", reward_fn=reward_fn))
+    with pytest.raises(SystemExit) as error:
+        script.main(flags)
+    assert error.value.code == expected
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_begun_answer_is_whole_for_rewards(scripts, name):
+    """trl#6966: functions get the beginning with the rest, as in TRL, and the prompt ends with the user."""
+    script, seen = scripts[name], {}
+    begun = [CHAT[0], {"role": "assistant", "content": "<answer>"}]
+    examples = [dict(prompt=prompt, columns={}) for prompt in (begun, CHAT[:1])]
+    function = lambda **inputs: seen.update(inputs) or [0.0, 0.0]  # noqa: E731
+    script.score_responses({"f": function}, None, CPU, examples, ["6</answer>", "6"], [[3], [4]])
+    assert [texts[0]["content"] for texts in seen["completions"]] == ["<answer>6</answer>", "6"]
+    assert seen["prompts"] == [CHAT[:1]] * 2 and begun[-1]["role"] == "assistant"
+
+
+# ---- Evaluation --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ppo_sentiment", "rloo_tldr", "grpo_math"])
+def test_words_of_scripts_without_spaces(scripts, name):
+    """Each character is a word. Other languages are split at spaces."""
+    for text in ("今天天气很好天气", "きょうはよい", "สวัสดีครับ", "今天 天气"):
+        letters = " ".join(text.replace(" ", ""))
+        assert scripts[name].distinct_bigrams([text]) == scripts[name].distinct_bigrams([letters]) > 0
+    assert scripts[name].distinct_bigrams(["Привет, мир! Привет, мир!"]) == 2 / 3
+
+
+def test_meteor_of_scripts_without_spaces(scripts):
+    meteor = scripts["ppo_dialog"].load_meteor()
+    assert meteor("今天天气很好", "今天天气很好") > 0.98 > meteor("今天天气很好", "今天很好") > 0.3
+    assert meteor("你好", "再见") == 0
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\nA is short. B is long.\n</think>\n\n", "A or B?</think>"])
+def test_a_judge_that_thinks_first(scripts, chat_with, thought):
+    """inspect_ai#3259: the thought is no verdict. Without its end, it is cut off, and there is none."""
+    script = scripts["rloo_tldr"]
+    posts = [dict(prompt="A post.", reference=" theirs")] * 8
+    for end, verdicts in (("A", {0.0, 1.0}), ("A...", set()), ("", set())):
+        flags, _ = chat_with(lambda question, end=end: thought + end)
+        judge, _ = script.load_judge(script.Args(**flags), None, {}, None, CPU)
+        found = judge(posts, [" ours"] * 8)
+        assert set(found[~found.isnan()].tolist()) == verdicts
+
+
+@pytest.mark.parametrize("name", ["ppo_sentiment", "rloo_tldr"])
+def test_a_score_is_the_same_in_all_files(scripts, small, tmp_path, name):
+    """In samples.jsonl as in evaluation_samples.jsonl: what the reward gave, before clip and penalty."""
+    flags = dict(reward_fn=reward_file(tmp_path, "return [5.0] * len(prompts)", "five"), score_clip=1.0)
+    _, folder = scripts[name].train(small(name, missing_eos_penalty=1.0, **flags))
+    assert {row["score"] for row in rows_of(folder, "samples.jsonl")} == {5.0}
+    held_out = rows_of(folder, "evaluation_samples.jsonl")
+    assert {row[name] for row in held_out for name in ("score", "score after")} == {5.0}
+    assert rows_of(folder)[0]["objective/scores"] <= 1.0
+
+
+def test_the_kl_before_the_first_step(grpo):
+    """It is 0: both log-probabilities are of a forward pass over whole responses."""
+    _, _, rows = grpo(num_mini_batches=1, num_ppo_epochs=1, gradient_accumulation_steps=2)
+    assert rows[0]["objective/kl"] == 0 != rows[-1]["objective/kl"]
+
+
+@pytest.mark.parametrize("name", ["ppo_sentiment", "ppo_dialog", "rloo_tldr"])
+def test_fewer_held_out_prompts_than_processes(scripts, small, monkeypatch, name):
+    monkeypatch.setattr(Accelerator, "num_processes", 5)
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    flags = dict(num_examples=4) if name == "rloo_tldr" else dict(num_eval_prompts=4)
+    with pytest.raises(scripts[name].UserError, match="5 processes need as many held-out .*; there are 4"):
+        scripts[name].train(small(name, **flags))
+
+
+# ---- The environment changes nothing -----------------------------------------------------------------------
+
+
+def test_a_run_in_a_side_thread(scripts, small):
+    """vllm#14008: signals reach only the main thread."""
+    folders = []
+    thread = Thread(target=lambda: folders.append(scripts["sft"].train(small("sft", folder="side"))[1]))
+    thread.start()
+    thread.join()
+    _, main = scripts["sft"].train(small("sft", folder="main"))
+    assert_same_run(folders[0], main)
+
+
+def test_two_runs_in_one_folder(script, small):
+    """trl#6947: the second one is refused, even if both found the folder empty."""
+    args = small("ppo_sentiment")
+    runs = [script.Run(args, script.start_accelerator(args), 1, {}) for _ in range(2)]
+    runs[0].start(4)
+    with pytest.raises(FileExistsError):
+        runs[1].start(4)
+    with pytest.raises(script.UserError, match="holds a run"):
+        script.Run(args, script.start_accelerator(args), 1, {})
+    unnamed = replace(args, output_dir=None)
+    names = {script.Run(unnamed, script.start_accelerator(args), 1, {}).name for _ in range(9)}
+    assert len(names) == 9
+
+
+def test_a_resumed_run_keeps_its_beginning(script, small, monkeypatch):
+    """KempnerForge#19: one run of Weights & Biases, not two. The first command is kept."""
+    started = []
+    monkeypatch.setattr(
+        Accelerator, "init_trackers", lambda self, *inputs: started.append(inputs[2]["wandb"])
+    )
+    args = small("ppo_sentiment", log_with="wandb", num_sample_generations=0)
+    abouts = []
+    for flags in ([], ["--resume", args.output_dir, "--total-episodes", "16"]):
+        monkeypatch.setattr(script.sys, "argv", ["ppo_sentiment.py", *flags])
+        script.train(script.parse_args(flags) if flags else args)
+        abouts.append(json.loads((Path(args.output_dir) / "args.json").read_text()))
+    assert abouts[0]["command"] == abouts[1]["command"] == ["ppo_sentiment.py"]
+    assert abouts[1]["args"]["total_episodes"] == 16
+    assert started[0]["id"] == started[1]["id"] == abouts[0]["id"] and started[1]["resume"] == "allow"
+    other = replace(args, output_dir=args.output_dir + "2")
+    script.train(other)
+    assert started[2]["id"] != started[0]["id"]
+
+
+def test_the_latest_run_of_a_script(scripts, tmp_path, monkeypatch):
+    """Some recipes have a folder of their own, which is not in runs/<script>."""
+    monkeypatch.chdir(tmp_path)
+    for i, (name, folder) in enumerate(
+        [("sft", "runs/sft/old"), ("sft", "runs/smollm2/sft"), ("reward_model", "runs/smollm2/reward")]
+    ):
+        Path(folder).mkdir(parents=True)
+        script = scripts[name]
+        about = {"args": script.asdict(script.Args(recipe="mine")), "script": name}
+        Path(folder, "args.json").write_text(json.dumps(about))
+        os.utime(Path(folder, "args.json"), (i, i))
+    assert scripts["sft"].parse_args(["--resume", "latest"]).output_dir == "runs/smollm2/sft"
+    assert scripts["reward_model"].parse_args(["--resume", "latest"]).output_dir == "runs/smollm2/reward"
+    with pytest.raises(FileNotFoundError):
+        scripts["rloo_tldr"].parse_args(["--resume", "latest"])

@@ -256,9 +256,9 @@ def test_losses_are_fp32_under_autocast():
 
 
 def load_documents(tokenizer, *examples, **flags):
-    """sft.load_documents of these rows, without the text."""
+    """sft.load_documents of these rows, as lists, without the text."""
     documents, _ = sft.load_documents(examples, tokenizer, sft.Args(**flags))
-    return documents
+    return [(list(ids), list(labels)) for ids, labels in documents]
 
 
 @pytest.mark.parametrize("pad", ["own", "eos"])
@@ -306,7 +306,7 @@ def test_a_cut_document_has_no_eos(tiny_lm):
     documents, left_out = sft.load_documents(examples, tokenizer, sft.Args(max_length=10))
     assert left_out == "1 cut to --max-length 10, 3 rows without anything to learn"
     assert len(documents) == 2
-    assert documents[0] == (long_ids[:10], [-100, *long_ids[1:10]])
+    assert [list(x) for x in documents[0]] == [long_ids[:10], [-100, *long_ids[1:10]]]
     assert documents[1][0][-1] == tokenizer.eos_token_id
     pairs = [(long_text, " and more"), ("A film", " I like")]
     examples = [dict(prompt=prompt, completion=completion) for prompt, completion in pairs]

@@ -1,4 +1,4 @@
-"""Whole runs whose answer is known: what reward and KL together must lead to, for PPO, RLOO and GRPO.
+"""Whole runs whose answer is known: what reward and KL together must lead to, for PPO, RLOO, GRPO and DPO.
 
 A language model that says six tokens, two prompts, and a table of rewards. All responses can be counted, so
 their probabilities are exact. With a reward r and a coefficient beta of KL(policy || reference), the best
@@ -7,6 +7,7 @@ Distances are in total variation: half the sum of the absolute differences.
 """
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -136,9 +137,9 @@ def learn(scripts, places, tmp_path):
             num_sample_generations=0,
         )
         if script == "rloo_tldr":
-            own = dict(rloo_k=4, num_examples=2, temperature=1.0)
+            own = dict(rloo_k=4, num_eval_prompts=2, temperature=1.0)
         elif script == "grpo_math":
-            own = dict(num_generations=batch // 2, gradient_accumulation_steps=1, num_examples=2)
+            own = dict(num_generations=batch // 2, gradient_accumulation_steps=1, num_eval_prompts=2)
             own |= dict(prompt_template=None, system_prompt=None, num_eval_samples=1, max_prompt_length=2)
         else:
             own = dict(num_eval_prompts=2, kl_target=None, lam=1.0)
@@ -235,3 +236,62 @@ def test_grpo_without_a_penalty(learn):
     assert ((policy * rewards).sum(-1) > best - 0.1).all()
     assert ((reference * rewards).sum(-1) < best - 0.5).all()
     assert (policy.max(-1).values > 0.95).all()
+
+
+def preference_rows(copies=120):
+    """Pairs of responses of one or two words, labeled as Bradley and Terry say: of the `copies` of a pair,
+    round(copies * sigmoid(reward - other reward)) prefer the first one."""
+    rows = []
+    for prompt in PROMPTS:
+        for first, second in itertools.combinations(WRITTEN, 2):
+            difference = some_reward(prompt, first) - some_reward(prompt, second)
+            count = round(copies / (1 + math.exp(-difference)))
+            rows += [dict(prompt=prompt, chosen=first, rejected=second)] * count
+            rows += [dict(prompt=prompt, chosen=second, rejected=first)] * (copies - count)
+    return rows
+
+
+WRITTEN = ["a", "b", "c", "d", "e", "a b"]  # " EOS" follows
+
+
+@torch.no_grad()
+def shares_of_written(model):
+    """Probabilities of WRITTEN and EOS after each prompt, divided by their sum. -> [prompts, responses]"""
+    table = []
+    for prompt in PROMPTS:
+        prompt_ids = [WORDS.index(word) for word in prompt.split()]
+        logprobs = []
+        for text in WRITTEN:
+            row = [*(WORDS.index(word) for word in text.split()), 0]
+            logp = model(torch.tensor([prompt_ids + row])).logits[0].double().log_softmax(-1)
+            logprobs.append(sum(logp[len(prompt_ids) - 1 + t, token] for t, token in enumerate(row)))
+        table.append(torch.stack(logprobs).softmax(-1))
+    return torch.stack(table)
+
+
+def test_dpo_leads_to_the_best_policy_too(scripts, places, tmp_path):
+    """From pairs alone, the policy that RLOO and PPO would find with the reward behind the labels."""
+    rows = preference_rows()
+    args = scripts["dpo_tldr"].Args(
+        model_name_or_path=places["model"],
+        dataset_name=write_rows(tmp_path / "pairs", train=rows, test=rows[:4]),
+        output_dir=str(tmp_path / "run"),
+        dtype="float32",
+        beta=BETA,
+        max_length=8,
+        response_length=2,
+        num_examples=2,
+        num_train_epochs=50.0,
+        per_device_train_batch_size=len(rows),
+        learning_rate=2e-2,
+        max_grad_norm=None,
+        save_every=0,
+    )
+    model, _ = scripts["dpo_tldr"].train(args)
+    reference = shares_of_written(GPTJForCausalLM.from_pretrained(places["model"]).eval())
+    rewards = [[some_reward(prompt, text) for text in WRITTEN] for prompt in PROMPTS]
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    goal = best_policy(reference, rewards, BETA)
+    others = [reference, best_policy(reference, rewards, BETA / 2), best_policy(reference, rewards, BETA * 2)]
+    others = [distance(other, goal) for other in others]
+    assert distance(shares_of_written(model.policy.eval()), goal) < 0.03 < min(others) / 3

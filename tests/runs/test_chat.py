@@ -117,6 +117,15 @@ def test_nothing_follows_eos(chat, script, bang_lm, monkeypatch):
     assert prompts_of(calls) == [you, you + yes + so]
 
 
+def test_an_empty_answer_is_forgotten(chat, script, bang_lm, monkeypatch):
+    """With its question: fine-tuning saw no empty utterance, and none after another of the same person."""
+    tokenizer = AutoTokenizer.from_pretrained(bang_lm())
+    speak(script, monkeypatch, *[tokenizer.eos_token_id] * 2)
+    printed, calls = chat([bang_lm(), "--utterance-end", "eos"], "You?", "So?")
+    assert answers_in(printed) == ["", ""]
+    assert prompts_of(calls) == script.utterance_ids(tokenizer, ["You?", "So?"], "eos")
+
+
 def test_what_is_remembered(chat, script, talker):
     """The last utterances of both, by the rule of training. reset forgets them; an empty line is ignored."""
     lines = [TEA[0], "", "  ", "And  you?", "reset", CAFE[0]]

@@ -459,7 +459,7 @@ def test_chats(scripts, small, tmp_path, world):
 def test_the_verbs(scripts, monkeypatch, capsys, world, tmp_path):
     """judge and chat use the GPU."""
     module = scripts["rloo_tldr"]
-    flags = f"--model-name-or-path {world.lm()} --dataset-name {world.posts} --num-examples 3"
+    flags = f"--model-name-or-path {world.lm()} --dataset-name {world.posts} --num-eval-prompts 3"
     flags += f" --max-prompt-length 200 --response-length 9 --judge-model {world.preference_model()}"
     with pretended_gpu() as check:
         result = module.judge_policy(module.parse_args(flags.split()))

@@ -40,7 +40,7 @@ FLAGS = dict(  # of the run that most tests look at; 20 episodes are rounded up 
     lr_scheduler_type="linear",
     optimizer="torch.optim.SGD",
     max_grad_norm=None,
-    num_examples=6,
+    num_eval_prompts=6,
     num_eval_samples=SAMPLES,
     num_sample_generations=2,
     seed=19,
@@ -119,7 +119,7 @@ def task_data(folder):
 
 
 def hard_data(folder):
-    """Harder tasks, fewer than --num-examples. -> its path, a str"""
+    """Harder tasks, fewer than --num-eval-prompts. -> its path, a str"""
     rows = [row_of("Hard", i) for i in range(60, 65)]
     return write_rows(folder, train=[row_of("Never", i) for i in range(4)], test=rows)
 

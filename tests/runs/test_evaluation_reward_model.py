@@ -145,7 +145,7 @@ def test_every_number_of_a_classifier(
         dataset_name=data,
         min_prefix_length=min_prefix_length,
         max_length=18,
-        num_eval_rows=7,
+        num_eval_prompts=7,
         num_train_epochs=1.4,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=3,
@@ -302,7 +302,7 @@ def test_a_long_labeled_text_keeps_its_beginning(scripts, small, world, tmp_path
     rows[1]["text"], rows[4]["text"] = None, ""
     data = write_rows(tmp_path / "data", train=rows, test=labeled_of("test", 4))
     tokenizer = AutoTokenizer.from_pretrained(world.classifier())
-    args = small("reward_model", dataset_name=data, max_length=9, num_eval_rows=3)
+    args = small("reward_model", dataset_name=data, max_length=9, num_eval_prompts=3)
     loaded = scripts["reward_model"].load_data(args, tokenizer)
     kept = [row for row in rows if row["text"]]
     assert [(row.texts, row.label) for row in loaded["train"]] == [
@@ -332,13 +332,13 @@ def test_rows_of_a_reward_model(scripts, small, world, tmp_path, make):
     tokenizer = AutoTokenizer.from_pretrained(world.lm())
     drawn = []
     for seed in (1, 2):
-        flags = dict(dataset_name=data, seed=seed, num_eval_rows=6, max_length=200)
+        flags = dict(dataset_name=data, seed=seed, num_eval_prompts=6, max_length=200)
         numbers, held_out = loaded_numbers(scripts, small, tokenizer, **flags)
         assert numbers == list(range(30))
         assert len(set(held_out)) == len(held_out) == 6 and set(held_out) != set(range(6))
         drawn.append(held_out)
     assert set(drawn[0]) != set(drawn[1])
-    flags = dict(dataset_name=data, num_eval_rows=99, max_length=200)
+    flags = dict(dataset_name=data, num_eval_prompts=99, max_length=200)
     _, held_out = loaded_numbers(scripts, small, tokenizer, **flags)
     assert sorted(held_out) == list(range(20))
 
@@ -355,7 +355,7 @@ def test_shards_are_parts_of_the_shuffled_rows(scripts, small, world, tmp_path):
         shards = []
         for part in range(parts):
             flags = dict(dataset_name=data, train_shard=f"{part}/{parts}", seed=part + 1)
-            numbers, held_out = loaded_numbers(scripts, small, tokenizer, **flags, num_eval_rows=8)
+            numbers, held_out = loaded_numbers(scripts, small, tokenizer, **flags, num_eval_prompts=8)
             assert sorted(held_out) == list(range(8))  # shards are of training rows only
             assert len(numbers) == 30 // parts
             assert 2 <= sum(number >= 15 for number in numbers) <= len(numbers) - 2
@@ -379,7 +379,7 @@ def test_answers_of_dialogs_are_drawn_from_the_test_dialogs(scripts, small, worl
 
     data = write_rows(tmp_path / "data", train=dialogs("train", 7), test=dialogs("test", 5))
     tokenizer = AutoTokenizer.from_pretrained(world.intents())
-    args = small("reward_model", dataset_name=data, num_eval_rows=4, label_names=",".join(ACTS))
+    args = small("reward_model", dataset_name=data, num_eval_prompts=4, label_names=",".join(ACTS))
     loaded = scripts["reward_model"].load_data(args, tokenizer)
     assert len(loaded["train"]) == 14 and len(loaded["held_out"]) == 4
     for name, split in (("train", "train"), ("held_out", "test")):
@@ -486,7 +486,7 @@ def test_every_number_of_a_preference_model(
         model_name_or_path=tiny_preference_model(),
         dataset_name=data,
         max_length=max_length,
-        num_eval_rows=7,
+        num_eval_prompts=7,
         num_train_epochs=1.4,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=3,

@@ -54,7 +54,7 @@ FLAGS = dict(  # of the run that most tests look at; 20 episodes are rounded up 
     lr_scheduler_type="linear",
     optimizer="torch.optim.SGD",
     max_grad_norm=None,
-    num_examples=6,
+    num_eval_prompts=6,
     num_sample_generations=2,
     seed=1,
 )
@@ -303,7 +303,7 @@ def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
     responses = [row.response for row in rows]
     samples = []
     for i in range(K):  # the responses to the first prompt
-        texts = dict(update=number, prompt=rows[0].prompt, response=responses[i], score=scores[i])
+        texts = dict(update=number, prompt=rows[0].prompt, response=responses[i], score=raw_scores[i])
         numbers = {"ids": rows[i].tokens, "logprob": old[i], "entropy": old_entropies[i]}
         numbers |= {"kl": old[i] - ref[i], "advantage": torch.full([lengths[i]], advantages[i])}
         samples.append(texts | numbers)
@@ -544,9 +544,9 @@ def test_what_is_on_the_screen(trained):
         assert abs(run.table["before"][name] - run.table["after"][name]) > 1e-3, name
     assert f"judge: {run.args.judge_fn}; sampling, temperature 0.8, at most 9 tokens" in run.screen
     row = run.metrics[-1]
-    numbers = row["objective/scores"], row["objective/kl"], row["val/num_eos_tokens"]
-    score, kl, ended = (f"{x:.3g}" for x in numbers)
-    assert f"\nupdate 2/2  score {score}  KL {kl}  ended {ended}\n" in run.screen
+    numbers = row["objective/scores"], row["objective/kl"], row["completions/clipped_ratio"]
+    score, kl, not_ended = (f"{x:.3g}" for x in numbers)
+    assert f"\nupdate 2/2  score {score}  KL {kl}  not ended {not_ended}\n" in run.screen
     batch = "3 responses per pass x 4 accumulated x 1 minibatches x 1 processes = 12 episodes = 4 prompts x 3"
     assert f"\nbatch: {batch}; 2 updates x 3 epochs x 1 minibatches = 6 optimizer steps\n" in run.screen
 
@@ -651,19 +651,19 @@ def test_posts_that_can_be_used(script, tiny_lm):
 
 
 def test_the_chosen_posts(script):
-    """num_examples different posts with a reference, for every seed others; all of them if there are few."""
+    """That many different posts with a reference, for every seed others; all of them if there are few."""
     posts = [dict(ids=[i], reference=f" {i}" if i % 3 else "") for i in range(30)]
     chosen = {}
     for seed in (1, 2):
-        result = script.choose_held_out(posts, script.Args(num_examples=7, seed=seed))
+        result = script.choose_held_out(posts, script.Args(num_eval_prompts=7, seed=seed))
         chosen[seed] = [x["ids"][0] for x in result]
         assert all(x["reference"] == f" {x['ids'][0]}" for x in result)
         assert len(set(chosen[seed])) == 7
         assert chosen[seed] != sorted(chosen[seed])
     assert set(chosen[1]) != set(chosen[2])
-    assert len(script.choose_held_out(posts, script.Args(num_examples=99))) == 20
+    assert len(script.choose_held_out(posts, script.Args(num_eval_prompts=99))) == 20
     no_references = [dict(ids=[i], reference="") for i in range(5)]
-    assert len(script.choose_held_out(no_references, script.Args(num_examples=4))) == 4
+    assert len(script.choose_held_out(no_references, script.Args(num_eval_prompts=4))) == 4
 
 
 def test_drawn_posts(script):
@@ -817,7 +817,7 @@ def test_a_paid_judge_is_asked_once(script, small, chat_with, monkeypatch):
             script.train(args)
     assert asked == []
     _, folder = script.train(script.parse_args(["--resume", args.output_dir]))
-    assert len(asked) == 2 * args.num_examples == 8
+    assert len(asked) == 2 * args.num_eval_prompts == 8
     assert json.loads((folder / "evaluation.json").read_text())["judge"] == f"m at {flags['judge_url']}/"
 
 

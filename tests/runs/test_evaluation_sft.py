@@ -37,9 +37,9 @@ def posts_of(split, count, longest=60):
     return rows
 
 
-def three_splits(folder, make):
-    """A data set with 13 training, 9 test and 5 validation rows. -> its path, rows of train, rows of test"""
-    train, test = make("train", 13), make("test", 9)
+def three_splits(folder, make, num_train=13):
+    """A data set with 9 test and 5 validation rows. -> its path, rows of train, rows of test"""
+    train, test = make("train", num_train), make("test", 9)
     return write_rows(folder, train=train, test=test, validation=make("validation", 5)), train, test
 
 
@@ -136,7 +136,7 @@ def collated(calls, split, tokenizer):
 @pytest.mark.parametrize("packing", [True, False])
 def test_every_number_of_sft(sft, scripts, tiny_lm, tmp_path, monkeypatch, capsys, packing):
     """Metrics of each update, the table before and after, the samples, and the weights in model/."""
-    data, train, test = three_splits(tmp_path / "data", posts_of)
+    data, train, test = three_splits(tmp_path / "data", posts_of, 11)
     model, tokenizer = language_model(tiny_lm())
     all_train = [document_of(tokenizer, row, 96) for row in train[:11]]
     all_test = [document_of(tokenizer, row, 96) for row in test]
@@ -149,7 +149,7 @@ def test_every_number_of_sft(sft, scripts, tiny_lm, tmp_path, monkeypatch, capsy
         packing=packing,
         max_length=96,
         num_train_rows=11,
-        num_eval_rows=7,
+        num_eval_prompts=7,
         num_samples=2,
         num_train_epochs=12.4 / num_rows,
         per_device_train_batch_size=2,
@@ -216,7 +216,7 @@ def test_every_number_of_sft(sft, scripts, tiny_lm, tmp_path, monkeypatch, capsy
 
 def test_held_out_documents_are_drawn_at_random(sft, scripts, tiny_lm, tmp_path, monkeypatch):
     """Another seed draws others, and another order of the training rows. Validation rows are not used."""
-    data, _, _ = three_splits(tmp_path / "data", texts_of)
+    data, _, _ = three_splits(tmp_path / "data", texts_of, 8)
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     held_out, orders = [], []
     for seed in (1, 2, 3):
@@ -242,13 +242,13 @@ def test_held_out_documents_are_drawn_at_random(sft, scripts, tiny_lm, tmp_path,
 
 
 def test_which_split_is_held_out(scripts, tmp_path):
-    """Test, else validation, else the last tenth of train, which is not trained on then."""
+    """Test, else validation, else every tenth row of train, which is not trained on then."""
     load_splits = scripts["sft"].load_splits
     train, test, validation = texts_of("train", 25), texts_of("test", 3), texts_of("validation", 2)
     cases = [
         (dict(test=test, validation=validation), train, test),
         (dict(validation=validation), train, validation),
-        ({}, train[:23], train[23:]),
+        ({}, [row for i, row in enumerate(train) if i % 10], train[::10]),
     ]
     for i, (held_out, expected_train, expected_held_out) in enumerate(cases):
         data = write_rows(tmp_path / f"data{i}", train=train, **held_out)
@@ -266,7 +266,7 @@ def test_samples_are_of_the_trained_model_and_of_held_out_prompts(sft, tmp_path)
         row["completion"] = " all is well."
     data = write_rows(tmp_path / "data", train=train, test=test)
     flags = dict(dataset_name=data, packing=False, num_train_rows=None, num_train_epochs=30.0)
-    _, folder, _ = sft(**flags, num_eval_rows=6, num_samples=5, learning_rate=1e-2)
+    _, folder, _ = sft(**flags, num_eval_prompts=6, num_samples=5, learning_rate=1e-2)
     samples = rows_of(folder, "samples.jsonl")
     prompts = [row["prompt"] for row in samples]
     assert len(set(prompts)) == len(prompts) == 5
@@ -312,7 +312,7 @@ def test_dropout_is_on_in_training_only(sft, tmp_path):
     """Random weights keep the dropout of their config. Both evaluations, and model/, have none."""
     data, train, test = three_splits(tmp_path / "data", posts_of)
     shape = f"{TINY_GPT2} resid_pdrop=0.5 embd_pdrop=0.5"
-    flags = dict(dataset_name=data, num_eval_rows=9, learning_rate=0.0, num_samples=0)
+    flags = dict(dataset_name=data, num_eval_prompts=9, learning_rate=0.0, num_samples=0)
     _, folder, [metrics] = sft(
         from_config=shape, **flags, num_train_rows=4, packing=False, num_train_epochs=1.0
     )
@@ -346,7 +346,7 @@ def documents_of(scripts, tokenizer, *examples, **flags):
     """sft.load_documents of these rows of a data set, without the text."""
     script = scripts["sft"]
     documents, _ = script.load_documents(examples, tokenizer, script.Args(**flags))
-    return documents
+    return [(list(ids), list(labels)) for ids, labels in documents]
 
 
 def pairs_of(prompts, completions):
@@ -487,10 +487,16 @@ def test_what_a_run_prints(sft, tmp_path, capsys):
     """The model and the data, how many rows there are, the batch, what is learned, and where the model is."""
     train, test = posts_of("train", 9), posts_of("test", 4)
     train[2]["completion"] = None
-    data = write_rows(tmp_path / "data", train=train, test=test)
+    data = write_rows(tmp_path / "data", train=train[:8], test=test)
     flags = dict(per_device_train_batch_size=2, gradient_accumulation_steps=3, learning_rate=0.0)
     _, folder, metrics = sft(
-        dataset_name=data, max_length=64, num_train_rows=8, num_eval_rows=3, num_samples=0, lora_r=2, **flags
+        dataset_name=data,
+        max_length=64,
+        num_train_rows=8,
+        num_eval_prompts=3,
+        num_samples=0,
+        lora_r=2,
+        **flags,
     )
     out = capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -501,6 +507,7 @@ def test_what_a_run_prints(sft, tmp_path, capsys):
     assert f"{rows} rows of up to 64 tokens, {sum(lengths) / rows / 64:.0%} full" in out
     batch = f"2 rows per pass x 3 accumulated x 1 processes = 6 rows; {len(metrics)} updates"
     assert f"batch: {batch} of one optimizer step each" in out
-    assert f"{train[0]['prompt']}[{train[0]['completion']}{EOS}]" in " ".join(out.splitlines())
+    shown = [f"{row['prompt']}[{row['completion']}{EOS}]" for row in train]
+    assert any(text in " ".join(out.splitlines()) for text in shown)
     assert f"saved {folder / 'model'}" in out
     assert not (folder / "samples.jsonl").read_text()  # --num-samples 0

@@ -174,7 +174,7 @@ def test_bos_in_an_evaluation_of_sft(sft, bos_lm, bos_tokenizer, tmp_path, kind)
             row["prompt"], row["completion"] = row.pop("text"), " fine" * (1 + row["label"])
     data = write_rows(tmp_path / "data", **rows)
     _, folder, _ = sft(
-        model_name_or_path=bos_lm, dataset_name=data, num_train_rows=None, num_eval_rows=8, num_samples=8
+        model_name_or_path=bos_lm, dataset_name=data, num_train_rows=None, num_eval_prompts=8, num_samples=8
     )
     tokenizer = assert_saved_as(bos_lm, folder / "model")
     evaluation = json.loads((folder / "evaluation.json").read_text())
@@ -205,7 +205,7 @@ def test_bos_in_a_classifier(scripts, reward, bos_lm, tmp_path, monkeypatch):
     rows = {split: texts_of_lengths(split, 12) for split in ("train", "test")}
     data = write_rows(tmp_path / "data", **rows)
     calls = spy(monkeypatch, scripts["reward_model"], "evaluate_labels")
-    flags = dict(label_names="bad,good", max_length=14, num_eval_rows=12, num_train_epochs=3.0)
+    flags = dict(label_names="bad,good", max_length=14, num_eval_prompts=12, num_train_epochs=3.0)
     _, folder, _ = reward(model_name_or_path=bos_lm, dataset_name=data, **flags)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
@@ -234,7 +234,7 @@ def test_bos_in_preferences(reward, bos_lm, tmp_path):
             pair = dict(chosen=" sun" * (1 + i % 4), rejected=" rain" * (1 + 3 * i % 5))
             rows[split].append(dict(prompt=f"{split} {i}:", **pair))
     data = write_rows(tmp_path / "data", **rows)
-    _, folder, _ = reward(model_name_or_path=bos_lm, dataset_name=data, max_length=20, num_eval_rows=7)
+    _, folder, _ = reward(model_name_or_path=bos_lm, dataset_name=data, max_length=20, num_eval_prompts=7)
     tokenizer = assert_saved_as(bos_lm, folder / "model")
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
     cuts = set()
@@ -303,11 +303,8 @@ def test_tensorboard_has_the_evaluation(ppo):
     assert {f"eval/{name}" for name in after} <= tags
 
 
-def test_wandb_names_the_run_and_keeps_one_table(ppo, monkeypatch, tmp_path):
-    """WANDB_MODE=offline leaves a folder. A run has the name of its run folder, and its samples have one key.
-
-    The final numbers are logged, too.
-    """
+def test_wandb_names_the_run(ppo, monkeypatch, tmp_path):
+    """WANDB_MODE=offline leaves a folder. A run has the name of its folder. The final numbers are logged."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -325,10 +322,9 @@ def test_wandb_names_the_run_and_keeps_one_table(ppo, monkeypatch, tmp_path):
 
     monkeypatch.setattr(wandb.Run, "log", recorded_log)
     monkeypatch.setattr(wandb, "init", recorded_init)
-    ppo("a-name", log_with="wandb", total_episodes=16, num_sample_generations=2)
+    ppo("a-name", log_with="wandb", total_episodes=16)
     assert list(tmp_path.rglob("offline-run-*/*.wandb"))
     assert names == ["a-name"]
-    assert [name for name, value in logged.items() if isinstance(value, wandb.Table)] == ["samples"]
     assert "eval/score mean" in logged
 
 

@@ -64,7 +64,7 @@ JOBS = {  # name -> script, flags, flags of one process, flags of two; at least 
     ),
     "rloo_tldr": (
         "rloo_tldr",
-        dict(total_episodes=24, whiten_rewards=True, kl_coef=0.2, num_examples=5, learning_rate=0.02),
+        dict(total_episodes=24, whiten_rewards=True, kl_coef=0.2, num_eval_prompts=5, learning_rate=0.02),
         ONE,
         TWO,
     ),
@@ -74,7 +74,7 @@ JOBS = {  # name -> script, flags, flags of one process, flags of two; at least 
             model_name_or_path="ENDING",
             total_episodes=24,
             kl_coef=0.2,
-            num_examples=5,
+            num_eval_prompts=5,
             num_eval_samples=3,
             hard_dataset_name="TASKS",
             reward_fn="FUNCTIONS OF TASKS",
@@ -84,10 +84,10 @@ JOBS = {  # name -> script, flags, flags of one process, flags of two; at least 
         ONE,
         TWO,
     ),
-    "sft": ("sft", dict(num_train_rows=8, num_eval_rows=7), ONE, TWO),
+    "sft": ("sft", dict(num_train_rows=8, num_eval_prompts=7), ONE, TWO),
     "reward_model": (
         "reward_model",
-        dict(num_train_epochs=0.4, min_prefix_length=4, num_eval_rows=9),
+        dict(num_train_epochs=0.4, min_prefix_length=4, num_eval_prompts=9),
         ONE | dict(gradient_accumulation_steps=2),
         ONE,
     ),
@@ -98,8 +98,20 @@ JOBS = {  # name -> script, flags, flags of one process, flags of two; at least 
             dataset_name="PAIRS",
             max_length=200,
             num_train_epochs=0.4,
-            num_eval_rows=9,
+            num_eval_prompts=9,
         ),
+        ONE | dict(gradient_accumulation_steps=2),
+        ONE,
+    ),
+    "dpo_tldr": (
+        "dpo_tldr",
+        dict(num_train_epochs=0.4, num_eval_rows=9, num_examples=5, learning_rate=0.02),
+        ONE | dict(gradient_accumulation_steps=2),
+        ONE,
+    ),
+    "dpo adapter": (
+        "dpo_tldr",
+        dict(num_train_epochs=0.4, num_eval_rows=9, num_examples=5, lora_r=4, load_in_8bit=True),
         ONE | dict(gradient_accumulation_steps=2),
         ONE,
     ),
@@ -123,7 +135,7 @@ JOBS = {  # name -> script, flags, flags of one process, flags of two; at least 
             model_name_or_path="LLAMA",
             dtype="bfloat16",
             num_train_rows=8,
-            num_eval_rows=7,
+            num_eval_prompts=7,
             gradient_accumulation_steps=2,
         ),
         ONE,
@@ -131,7 +143,7 @@ JOBS = {  # name -> script, flags, flags of one process, flags of two; at least 
     ),
     "reward functions": (
         "rloo_tldr",
-        dict(reward_fn="FUNCTIONS", reward_weights="WEIGHTS", judge_fn="VERIFIER", num_examples=5),
+        dict(reward_fn="FUNCTIONS", reward_weights="WEIGHTS", judge_fn="VERIFIER", num_eval_prompts=5),
         ONE,
         TWO,
     ),
@@ -212,6 +224,8 @@ for kind_name in ZERO_STAGE:
         if job_name == "reward functions" and kind_name != "ddp":
             continue
         if job_name == "bf16":  # rounded differently in batches of other shapes
+            continue
+        if (kind_name, job_name) in (("fsdp2", "dpo adapter"), ("zero2", "dpo adapter")):
             continue
         if (kind_name, job_name) not in (("fsdp2", "lora 8bit"), ("ddp", "critic")):
             CASES.append((kind_name, job_name))
@@ -342,6 +356,10 @@ def assert_same_numbers(one, two):
         assert json.loads((folder / "args.json").read_text())["world_size"] == processes
     rows, other_rows = timeless(rows_of(one)), timeless(rows_of(two))
     assert len(rows) == len(other_rows) >= 2
+    for row in (rows[0], other_rows[0]):
+        row.pop(
+            "rewards/accuracies", None
+        )  # all margins are 0 up to rounding, since nothing has been learned
     for row, other_row in zip(rows, other_rows):
         assert row == pytest.approx(other_row, abs=1e-5, rel=5e-5)
     for path in (one / "model").rglob("*.safetensors"):

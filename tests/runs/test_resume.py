@@ -4,7 +4,7 @@ import json
 import random
 import signal
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from run_tools import (
     SIX_UPDATES,
     assert_same_run,
     distance,
-    one_line,
     reward_file,
     rows_of,
     script_words,
@@ -287,16 +286,6 @@ def test_samples_and_evaluation_of_a_finished_run_are_written_once(scripts, smal
     resume(module, folder)
     assert [(folder / name).read_text() for name in files][0] == before[0]
     assert json.loads((folder / files[1]).read_text())["after"] == json.loads(before[1])["after"]
-
-
-def test_a_run_of_the_third_edition(script, small, capsys):
-    """One line that names it."""
-    args = small("ppo_sentiment")
-    folder = Path(args.output_dir)
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "checkpoints/000010.pt").touch()
-    (folder / "args.json").write_text(json.dumps(dict(args=asdict(args) | dict(date="2026-11-01"))))
-    assert "third edition" in one_line(script, ["--resume", str(folder)], capsys)
 
 
 def test_a_refused_flag_is_forgotten(scripts, small):

@@ -394,7 +394,7 @@ def test_the_weighted_sum_is_the_judge(recorded, tmp_path):
         )
     data = write_rows(tmp_path / "data", train=rows[:4], test=rows[4:])
     functions = function_file(tmp_path, TWO, "length", "letters")
-    flags = dict(dataset_name=data, num_examples=8, reward_fn=functions)
+    flags = dict(dataset_name=data, num_eval_prompts=8, reward_fn=functions)
     found = []
     for weights in ([1.0, -2.0], [-1.0, 2.0]):
         folder, _ = recorded("rloo_tldr", f"run{weights}", reward_weights=weights, **flags)
@@ -418,7 +418,7 @@ def test_weights_are_not_for_other_judges(recorded, tiny_preference_model, tmp_p
     tables = []
     for weights in ([1.0, 1.0], [-1.0, 1.0]):
         flags = dict(reward_weights=weights, reward_fn=functions, judge_model=tiny_preference_model("llama"))
-        folder, _ = recorded("rloo_tldr", f"run{weights}", num_examples=7, **flags)
+        folder, _ = recorded("rloo_tldr", f"run{weights}", num_eval_prompts=7, **flags)
         tables.append(json.loads((folder / "evaluation.json").read_text())["before"])
     assert tables[0]["win rate"] == tables[1]["win rate"] != 0.5
     assert tables[0]["score mean"] != tables[1]["score mean"]

@@ -28,7 +28,7 @@ DIALOGS = [  # some can be used, some in part, some not at all
     dict(dialog=["Was it?", "It was."], act=None),
     dict(dialog=None, act=[1, 2]),
     dict(dialog=["Yes.", None], act=[1, 2]),
-    dict(dialog=["One.", "Two.", "Three."], act=[1, 0, 4]),
+    dict(dialog=["One.", "Two.", "Three."], act=[1, None, 4]),
     dict(dialog=["Four.", "Five."], act=[1, None]),
 ]
 
@@ -69,7 +69,7 @@ def test_a_classifier_overfits(reward, scripts, tiny_reviews, tmp_path):
         dataset_name=write_rows(tmp_path / "data", train=rows, test=rows[:17]),
         num_train_epochs=20.0,
         learning_rate=3e-3,
-        num_eval_rows=24,
+        num_eval_prompts=24,
         label_names="bad,good",
     )
     assert metrics[-1]["loss"] < 0.5 * metrics[0]["loss"]
@@ -113,7 +113,7 @@ def test_words_as_labels(reward, tiny_reviews, tmp_path):
     held_out = [row for i, row in enumerate(rows[36:]) if i not in (0, 3, 1)]  # 2 sad, 3 mixed, 4 glad
     model, folder, metrics = reward(
         dataset_name=write_rows(tmp_path / "data", train=rows[:36], test=held_out),
-        num_eval_rows=12,
+        num_eval_prompts=12,
     )
     assert model.config.num_labels == 3
     assert metrics[0]["loss"] == pytest.approx(math.log(3), abs=0.3)
@@ -183,7 +183,7 @@ def test_answers_and_acts(scripts, tiny_lm):
 
 def test_a_classifier_of_acts_for_ppo_dialog(reward, dialog, scripts, small, tiny_dialogs, tiny_lm):
     """Its four classes have names, and ppo_dialog.py reads the intent with it."""
-    flags = dict(dataset_name=tiny_dialogs, label_names=",".join(ACTS), num_eval_rows=100)
+    flags = dict(dataset_name=tiny_dialogs, label_names=",".join(ACTS), num_eval_prompts=100)
     _, folder, rows = reward(model_name_or_path=tiny_lm(), **flags)
     evaluation = evaluation_of(folder)
     assert evaluation["labels"] == list(ACTS)

@@ -416,7 +416,7 @@ def test_commands_of_trls_page(
         reward_model_path=lm if name == "rloo" else tiny_preference_model("gpt_neox"),
         dataset_name=tiny_posts,
         total_episodes=batch,
-        num_examples=4,
+        num_eval_prompts=4,
         response_length=8,
         max_prompt_length=200,
     )
@@ -486,7 +486,7 @@ def test_only_posts_with_references_are_judged(rloo, tmp_path):
         completion = f" Summary {i}." if i % 3 == 1 else None
         test.append(dict(prompt=f"Post {i}.\n\nTL;DR:", completion=completion))
     data = write_rows(tmp_path / "data", train=train, test=test)
-    _, folder, _ = rloo(dataset_name=data, num_examples=10)
+    _, folder, _ = rloo(dataset_name=data, num_eval_prompts=10)
     assert table_of(folder)["n"] == 4
     rows = rows_of(folder, "evaluation_samples.jsonl")
     expected = {(f"Post {i}.\n\nTL;DR:", f" Summary {i}.") for i in (1, 4, 7, 10)}
@@ -558,7 +558,7 @@ def test_verdicts_of_a_chat_judge_stay_with_their_posts(script, chat_with):
     verdicts = ask(script, flags, posts, ours)
     assert verdicts == [{0: 1.0, 1: 0.0, 2: None}[i % 3] for i in numbers]
     assert len(asked) == 40
-    assert all(options == dict(model="m", max_tokens=8, temperature=0.0) for _, options in asked)
+    assert all(options == dict(model="m") for _, options in asked)  # what any server accepts
     assert 8 < sum("Summary A: ours" in question for question, _ in asked) < 32
     questions = sorted(question for question, _ in asked)
     for seed in (1, 2):
@@ -653,7 +653,7 @@ def test_a_real_server_as_judge(script, small, server, capsys, monkeypatch):
     """The verb judge asks a real server, and prints win rate, interval, n, judge and decoding."""
     url, name = server
     monkeypatch.setenv("OPENAI_API_KEY", "any")
-    args = small("rloo_tldr", judge_url=url, judge_model=name, num_examples=6)
+    args = small("rloo_tldr", judge_url=url, judge_model=name, num_eval_prompts=6)
     script.judge_policy(args)
     line = capsys.readouterr().out
     # This judge prefers the first of two. So our summary wins if it comes first.
@@ -734,7 +734,7 @@ def test_the_verb_judge_takes_the_flags_of_training(
     tokenizer = AutoTokenizer.from_pretrained(lm)
     calls = spy(monkeypatch, script, "sample_responses")
     flags = dict(
-        model_name_or_path=lm, num_examples=11, temperature=1.1, response_length=25, learning_rate=0.0
+        model_name_or_path=lm, num_eval_prompts=11, temperature=1.1, response_length=25, learning_rate=0.0
     )
     if kind == "reward model":
         flags |= dict(reward_model_path=tiny_preference_model(), bf16=True)
@@ -789,7 +789,7 @@ def test_the_verb_judge_needs_references(script, small, capsys, tmp_path):
     some = write_rows(tmp_path / "some", train=train, test=test)
     none = write_rows(tmp_path / "none", train=train, test=[row | dict(completion="") for row in test])
     body = "assert not any(p.startswith('Old') for p in prompts)\nreturn [float(len(c)) for c in completions]"
-    flags = dict(judge_fn=reward_file(tmp_path, body)[0], num_examples=8, output_dir=None)
+    flags = dict(judge_fn=reward_file(tmp_path, body)[0], num_eval_prompts=8, output_dir=None)
     result = script.judge_policy(small("rloo_tldr", dataset_name=some, **flags))
     assert set(result) == {"win rate", "+- (95 % interval)", "ties", "no verdict"}
     assert "n = 4, judge " in capsys.readouterr().out
@@ -815,7 +815,7 @@ def test_a_prompt_that_fills_the_context(script, small, capsys, tmp_path, split,
     data = write_rows(tmp_path / "data", **rows)
     judge = reward_file(tmp_path, "return [0.0] * len(prompts)")[0]
     args = small("rloo_tldr", dataset_name=data, max_prompt_length=999, response_length=9, judge_fn=judge)
-    args = replace(args, num_examples=13)
+    args = replace(args, num_eval_prompts=13)
     if verb == "judge" and split == "train":
         script.main(["judge", *flags_of(args)])
         assert "win rate: 50.00%" in capsys.readouterr().out

@@ -120,7 +120,7 @@ def test_documents_of_dialogs(scripts, small, tiny_lm, end):
     ]
     expected = ["".join(f" {text}{mark}" for text in texts) + last for texts in used]
     assert [tokenizer.decode(ids) for ids, _ in documents] == expected
-    assert all(labels == [-100, *ids[1:]] for ids, labels in documents)
+    assert all(list(labels) == [-100, *ids[1:]] for ids, labels in documents)
     cut, _ = script.load_documents(DIALOGS, tokenizer, small("sft", utterance_end=end, max_length=9))
     assert [ids for ids, _ in cut] == [ids[:9] for ids, _ in documents]
     assert cut[0][0][-1] != tokenizer.eos_token_id
@@ -282,7 +282,7 @@ def test_dropout_is_seeded_in_every_update(sft):
     shape = "gpt2 n_embd=32 n_layer=1 n_head=2 n_positions=256 resid_pdrop=0.5"
     start = dict(from_config=shape)
     _, one, _ = sft("one", save_every=1, **start)
-    _, other, _ = sft("other", save_every=0, num_eval_rows=2, num_samples=0, **start)
+    _, other, _ = sft("other", save_every=0, num_eval_prompts=2, num_samples=0, **start)
     assert same(weights(one / "model"), weights(other / "model"))
     flags = dict(num_train_rows=1, num_train_epochs=12.0, learning_rate=0.0)
     _, _, rows = sft("equal batches", **flags, **start)

@@ -1,5 +1,6 @@
 """tokens.jsonl: the numbers of each token, which report.py shows."""
 
+import math
 from collections import defaultdict
 
 import pytest
@@ -46,7 +47,7 @@ def test_log_probabilities_and_entropies(scripts, small, monkeypatch, name):
 @pytest.mark.parametrize("name", PPO)
 @pytest.mark.parametrize("score_clip", [None, 0.05])
 def test_the_reward_of_ppo(scripts, small, name, score_clip):
-    """The KL penalty for each token, and the score (after clipping) for the last one.
+    """The KL penalty for each token, and the clipped score for the last one.
 
     With lam = 1, a return is the sum of the rewards to come. Advantages are returns - values, whitened.
     """
@@ -57,8 +58,8 @@ def test_the_reward_of_ppo(scripts, small, name, score_clip):
     by_update = defaultdict(list)
     for row in rows:
         rewards = [-0.3 * kl for kl in row["kl"]]
-        rewards[-1] += row["score"]
-        assert score_clip is None or abs(row["score"]) <= score_clip + 1e-6
+        limit = math.inf if score_clip is None else score_clip
+        rewards[-1] += max(-limit, min(row["score"], limit))
         assert row["reward"] == pytest.approx(rewards, abs=1e-5)
         returns = [sum(rewards[t:]) for t in range(len(rewards))]
         assert row["return"] == pytest.approx(returns, abs=1e-4)

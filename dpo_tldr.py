@@ -1,0 +1,1451 @@
+"""DPO (direct preference optimization) that teaches a language model to summarize, from pairs of summaries.
+
+If you know reward_model.py and rloo_tldr.py, this is what changes:
+
+1. The data and the loss are those of a reward model: pairs of responses to a prompt, and
+   -log sigmoid(score of the better one - score of the worse one) (Bradley-Terry). But there is no head for
+   the score. A language model scores a response by itself: beta * (log-probability of the response under the
+   policy - that under the reference) (`dpo_loss`).
+2. For this score as the reward, and kl_coef = beta, the policy is the best one that PPO or RLOO could find
+   (Rafailov et al. 2023, eq. 4 and 5). So learning the score is learning the policy: there is no reward model
+   and no rollout.
+3. The reference is the policy before training. All its log-probabilities are computed once, before the first
+   update (`pair_logprobs`). So there is no second model in memory.
+4. A forward pass reads a prompt once for both responses (`group_logprobs`, as in rloo_tldr.py).
+5. Only the difference between the two scores is trained. The log-probabilities of both responses may fall,
+   and usually do: logps/chosen shows it.
+6. What the policy writes is sampled only before and after training, for the same held-out posts and with the
+   same random numbers. They are those of rloo_tldr.py, so the two final tables can be compared.
+
+       prompt, chosen, rejected      texts, or chats (lists of messages); each response ends with EOS
+       chosen, rejected              both contain the prompt: it is what they have in common
+       prompt, responses             ranked, best first: the best one against the worst one
+
+    python dpo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
+    python dpo_tldr.py --beta 0.5                  # tiny with one change; every field of Args is a flag
+    python dpo_tldr.py tldr-pythia-1b              # the pairs and the start of the N+ paper, from the Hub
+    accelerate launch dpo_tldr.py tldr-pythia-1b   # on N GPUs, with N times the batch
+    python dpo_tldr.py --resume latest             # continue a stopped run; on a CPU, bit for bit
+    python rloo_tldr.py judge --model-name-or-path RUN/model --judge-model JUDGE    # ask another judge
+
+Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, data,
+processes, run folder, flags. Papers: Direct Preference Optimization (Rafailov et al. 2023), Learning to
+Summarize from Human Feedback (Stiennon et al. 2020).
+Results, metrics, which lines to change for IPO, SimPO and others: docs/dpo_tldr.md.
+"""
+
+# `uv run dpo_tldr.py` installs these packages and needs no other set-up.
+#
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0",
+#     "transformers==5.23.0",
+#     "datasets==5.2.0",
+#     "accelerate==1.15.0",
+#     "tyro==1.0.17",
+#     "rich==15.0.0",
+#     "peft==0.21.2",
+# ]
+# ///
+
+import copy
+import datetime
+import gzip
+import importlib
+import json
+import logging
+import math
+import os
+import random
+import re
+import resource
+import runpy
+import shutil
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+import accelerate
+import datasets
+import torch
+import torch.nn.functional as F
+import transformers
+import tyro
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+# ============================================================================================================
+# Part I: the algorithm
+# ============================================================================================================
+
+
+@dataclass
+class Args:
+    """The defaults are those of TRL 1.16's DPOConfig.
+
+    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
+    """
+
+    # Run
+    recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
+    seed: int = 1  # random seed; all sampling is a function of (seed, update)
+    output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
+    resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
+    save_every: int = 100  # updates between checkpoints (0: only at the end, or after a signal)
+    keep_checkpoints: int = 2  # number of checkpoints to keep
+    log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
+
+    # Model
+    model_name_or_path: str = "Qwen/Qwen2-0.5B-Instruct"  # the policy to start from, which is the reference
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
+    load_in_8bit: bool = False  # 8-bit weights for LoRA's base model
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
+    lora_r: int = 0  # LoRA rank (0: train all weights)
+    lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
+    lora_target_modules: str = "all-linear"  # layers with an adapter: comma-separated names, or all-linear
+
+    # Data
+    dataset_name: str = "trl-lib/ultrafeedback_binarized"  # columns [prompt,] chosen, rejected | responses
+    max_length: int = 1024  # in tokens; pairs with a longer text, prompt included, are left out
+    num_eval_rows: int = 1_000  # held-out pairs, at most
+
+    # DPO
+    beta: float = 0.1  # how much it costs to leave the reference: kl_coef of the other scripts
+    label_smoothing: float = 0.0  # assumed share of pairs whose label is wrong (conservative DPO)
+
+    # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes
+    num_train_epochs: float = 3.0  # epochs over the training pairs
+    per_device_train_batch_size: int = 8  # pairs per forward and backward pass
+    gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
+
+    # Samples before and after training
+    eval_dataset_name: str | None = None  # columns prompt, completion; None: the prompts of held-out pairs
+    num_examples: int = 256  # number of held-out posts that are summarized
+    judge_fn: str | None = None  # FILE.py:function in TRL's form; the summary with the higher score wins
+    response_length: int = 53  # longest response, in tokens
+    temperature: float = 1.0  # sampling temperature
+
+    # Optimizer
+    learning_rate: float = 1e-6  # the highest learning rate of the schedule
+    optimizer: str = "torch.optim.AdamW"  # dotted name: torch.optim.SGD, bitsandbytes.optim.Adam8bit, ...
+    adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"  # shape after the warm-up
+    warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
+    max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
+
+
+RECIPES = {
+    "tiny": Args(  # small models and data that come with this repository
+        model_name_or_path="checkpoints/tldr-sft",
+        dataset_name="data/tldr-preference",
+        eval_dataset_name="data/tldr",
+        judge_fn="data/make_tldr.py:gold_score",
+        dtype="float32",
+        beta=0.5,
+        num_train_epochs=1.0,
+        per_device_train_batch_size=32,
+        learning_rate=1e-4,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.1,
+        response_length=40,
+        num_examples=300,
+    ),
+    "tldr-pythia-1b": Args(  # pairs and start of Huang et al. 2024, flags of Rafailov et al. 2023, appendix B
+        model_name_or_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
+        dataset_name="trl-lib/tldr-preference",
+        eval_dataset_name="trl-lib/tldr",
+        max_length=638,
+        beta=0.5,
+        num_train_epochs=1.0,
+        gradient_accumulation_steps=8,
+        optimizer="torch.optim.RMSprop",
+        lr_scheduler_type="constant",
+        warmup_ratio=0.1,  # 145 updates
+    ),
+    "hh": Args(  # the same flags with their beta for dialogs; they began with SFT on the chosen responses
+        model_name_or_path="EleutherAI/pythia-1b-deduped",
+        dataset_name="Anthropic/hh-rlhf",
+        max_length=512,
+        num_train_epochs=1.0,
+        gradient_accumulation_steps=8,
+        optimizer="torch.optim.RMSprop",
+        lr_scheduler_type="constant",
+        warmup_ratio=0.06,  # 150 updates
+        response_length=128,
+    ),
+    "qwen-0.5b-ultrafeedback": Args(  # the first command of TRL's page about DPO
+        gradient_checkpointing=True,
+        num_examples=64,
+        response_length=256,
+    ),
+}
+
+
+# ---- Training ----------------------------------------------------------------------------------------------
+#
+# Shapes: B pairs per update, n in a micro-batch, N in the whole data set. C positions of the prompt, T of the
+# response, V tokens in the vocabulary, H hidden units. The two responses to a prompt are neighbors, the
+# chosen one first. A row is a left-padded prompt and a right-padded response, here with C = 4 and T = 5:
+#
+#     pad    pad    TL;    DR:   | My     cat    EOS    pad    pad       chosen
+#     pad    pad    TL;    DR:   | A      pet    is     ill    EOS       rejected
+#
+# The hidden state of each token predicts the next one: "DR:" predicts "My" and "A".
+
+
+def train(args):
+    """The whole run, from the flags to the final tables. -> (Policy, run folder)"""
+    check_positive(args, "num_train_epochs", "num_eval_rows", "max_grad_norm")
+    check_positive(args, "beta", "num_examples", "response_length", "temperature")
+    if not 0 <= args.label_smoothing < 0.5:
+        raise UserError("--label-smoothing is the share of wrong labels: from 0 to less than 0.5")
+    accelerator = start_accelerator(args)
+    device, world = accelerator.device, accelerator.num_processes
+    n = args.per_device_train_batch_size
+    B = n * args.gradient_accumulation_steps * world  # pairs per update
+
+    tokenizer = load_tokenizer(args.model_name_or_path)
+    train_rows, held_out_rows = load_splits(args.dataset_name)
+    train_pairs, train_counts = load_pairs(train_rows, tokenizer, args)
+    held_out_pairs, held_out_counts = load_pairs(held_out_rows, tokenizer, args)
+    held_out_pairs = choose_rows(held_out_pairs, args.num_eval_rows, args.seed)
+    posts = choose_rows(load_eval_posts(held_out_pairs, tokenizer, args), args.num_examples, args.seed)
+    updates = max(1, round(args.num_train_epochs * len(train_pairs) / B))
+    # What the progress bar shows: label -> metric.
+    status = {"loss": "loss", "accuracy": "rewards/accuracies", "margin": "rewards/margins"}
+    run = Run(args, accelerator, updates, status)
+
+    policy = load_lm(args).to(device)
+    check_lm(policy, train_pairs + held_out_pairs, posts, args)
+    model = Policy(policy)
+    is_bf16 = wants_bf16(args, device)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
+    accelerator.print(
+        f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
+        f"training: {train_counts}\nheld out: {held_out_counts}\n"
+        f"batch: {n} pairs per pass x {args.gradient_accumulation_steps} accumulated x {world} processes "
+        f"= {B} pairs; {updates} optimizer steps"
+    )
+
+    # The policy is still the reference here, with --resume too: run.start loads a checkpoint only below.
+    evaluate = partial(evaluate_samples, policy, posts, tokenizer, args, accelerator)
+    with autocast:
+        ref_logprobs = pair_logprobs(model, train_pairs, args, accelerator)  # [N, 2]: chosen, rejected
+        held_out_ref_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
+        before = evaluate(policy)
+    kl_to_itself = before[0]["KL, nats per response"]
+    assert abs(kl_to_itself) < 0.5, "sampling and update compute different log-probabilities, or nan"
+
+    # `model` is evaluated and saved, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3
+    # shards them: then the learner is a sharded copy, and copy_weights copies its weights back at the end.
+    learner, optimizer = make_learner(model, args, accelerator)
+    state = run.start(B)  # update 0 in a new run
+
+    for update in range(state["update"] + 1, updates + 1):
+        # 1. Batch: the next B pairs of an endless stream of shuffled epochs. For a given B, the result does
+        #    not depend on the number of processes, up to rounding.
+        start_time = time.time()
+        row_numbers = stream_rows(len(train_pairs), (update - 1) * B, B, args.seed)  # [B]
+        batch = [train_pairs[i] for i in row_numbers.tolist()]
+
+        # 2. Gradient. Each process works on its share of the batch, n pairs at a time. The loss is the sum
+        #    over this process's pairs, divided by the number of pairs on all processes. So the gradient does
+        #    not depend on how the batch is split.
+        learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, update, updates)
+        metric_sums = defaultdict(float)  # sums over the pairs of all micro-batches
+        lengths = torch.tensor([text_length(pair) for pair in batch])  # [B]
+        with accelerator.split_between_processes(torch.arange(B)) as share:
+            share = share[lengths[share].argsort(stable=True)]  # similar lengths: less padding
+        for numbers in share.split(n):
+            ids, mask, T = collate_pairs([batch[i] for i in numbers.tolist()], device)
+            mb_ref_logprobs = ref_logprobs[row_numbers[numbers]].to(device)  # [n, 2]
+
+            # Before the last micro-batch, this keeps processes from exchanging gradients.
+            with accelerator.accumulate(learner):
+                with autocast:
+                    token_logps, _ = learner(ids, mask, T, 1.0)  # [2n, T], 0 after the end of a response
+                # The log-probability of a response is the sum over its tokens.
+                logprobs = token_logps.sum(1).view(-1, 2)  # [n, 2]: chosen, rejected
+                chosen, rejected = logprobs.unbind(1)  # [n] each
+                ref_chosen, ref_rejected = mb_ref_logprobs.unbind(1)
+                losses = dpo_loss(
+                    chosen, rejected, ref_chosen, ref_rejected, args.beta, args.label_smoothing
+                )  # [n]
+                loss = losses.sum() / B
+                # We want the sum, but DDP averages over processes and accelerate over micro-batches.
+                accelerator.backward(loss * world * args.gradient_accumulation_steps)
+
+            if update == 1:  # no optimizer step yet, so the policy is the reference
+                gap = (logprobs - mb_ref_logprobs).abs().sum() / mask[:, -T:].sum()  # per token
+                assert gap < 0.02, "policy and reference differ, or nan"
+            unreduced = {"loss": losses} | pair_metrics(logprobs, mb_ref_logprobs, args.beta)
+            for name, x in unreduced.items():
+                metric_sums[name] += x.detach().sum()
+
+        # 3. Optimizer step.
+        grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        # 4. Log and save. The metrics have the names of TRL's DPOTrainer.
+        metric_sums = accelerator.reduce(dict(metric_sums))  # it cannot reduce a defaultdict
+        num_tokens = sum(len(pair["ids"]) + sum(map(len, pair["responses"])) for pair in batch)
+        metrics = {
+            "update": update,
+            "epoch": update * B / len(train_pairs),
+            "lr": optimizer.param_groups[0]["lr"],
+            **{name: x / B for name, x in metric_sums.items()},  # loss, rewards/*, logps/*
+            "grad_norm": unshard(grad_norm),  # before clipping
+            **performance_metrics(start_time, start_time, num_tokens, device),  # there is no rollout
+        }
+        run.log(metrics)  # tensors become numbers; raises if one is not finite
+        run.checkpoint({"update": update, "batch_size": B})
+    copy_weights(learner, model)
+
+    # 5. Evaluate on the same held-out pairs and posts again, and save the model. The reference is needed once
+    #    more, for the KL of the samples. With LoRA, it is the policy without its adapter.
+    reference = None if args.lora_r else load_lm(args).to(device)
+    with autocast:
+        held_out_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
+        after = evaluate(reference)
+    if accelerator.is_main_process:
+        pair_columns = pair_metrics(held_out_logprobs, held_out_ref_logprobs, args.beta)
+        report_samples(run, before, after, pair_columns)
+        save_policy(policy, tokenizer, run.folder / "model")
+    run.finish()
+    return model, run.folder
+
+
+# ---- Evaluation --------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate_samples(policy, posts, tokenizer, args, accelerator, reference):
+    """Respond to the held-out posts, with the same random numbers before and after training.
+
+    reference: None if it is the policy without its LoRA adapter. Each process takes its share of the posts.
+    -> metrics (dict of floats); columns (dict of lists, one entry per post): prompt, reference, response,
+    score (None without a judge), kl, stopped, length
+    """
+    policy.eval()
+    device, T = accelerator.device, args.response_length
+    stop_ids = end_tokens(policy, tokenizer).to(device)
+    text_of = partial(tokenizer.batch_decode, skip_special_tokens=True)
+    # One random number per token. For the same posts and seed, these are those of rloo_tldr.py.
+    uniforms = torch.rand(len(posts), T, generator=generator_for(args.seed, "tokens", "held-out")).to(device)
+    rows = []
+    with accelerator.split_between_processes(torch.arange(len(posts))) as share:
+        for numbers in share.split(args.per_device_train_batch_size):
+            chunk = [posts[i] for i in numbers.tolist()]
+            ids, mask, num_reference_tokens = collate_pairs(chunk, device)
+            ids, mask = ids[:, :-num_reference_tokens], mask[:, :-num_reference_tokens]  # the prompts
+            tokens, logprobs = sample_texts(policy, ids, mask, uniforms[numbers], args.temperature)  # [n, T]
+            lengths = response_lengths(tokens, stop_ids)  # [n]
+            valid = length_mask(lengths, T)
+            inputs = torch.cat([ids, tokens], 1), torch.cat([mask, valid], 1), T, args.temperature
+            ref_logprobs = reference_group_logprobs(reference, policy, *inputs)  # 0 after the end
+            columns = {
+                "prompt": text_of([post["ids"] for post in chunk]),
+                "reference": text_of([post["responses"][0] for post in chunk]),
+                "response": text_of(tokens.where(valid, tokenizer.pad_token_id)),
+                "score": [None] * len(chunk),
+                "kl": (logprobs.where(valid, 0.0) - ref_logprobs).sum(1).tolist(),
+                "stopped": (torch.isin(tokens, stop_ids) & valid).any(1).tolist(),
+                "length": lengths.tolist(),
+            }
+            rows += rows_of(columns)
+    rows = accelerate.utils.gather_object(rows)[: len(posts)]  # of all processes, in the order of the posts
+    column = {name: [row[name] for row in rows] for name in rows[0]}
+    metrics = {}
+    if args.judge_fn is not None:
+        path, _, name = args.judge_fn.rpartition(":")
+        ask = partial(runpy.run_path(resolve_path(path))[name], prompts=column["prompt"])
+        column["score"] = ask(completions=column["response"])
+        scores = torch.tensor([column["score"], ask(completions=column["reference"])], dtype=torch.float32)
+        scores, reference_scores = scores  # [posts] each
+        if scores.shape != (len(posts),):
+            raise UserError(f"--judge-fn: {len(scores)} numbers for {len(posts)} responses")
+        wins = (scores > reference_scores) + 0.5 * (scores == reference_scores)  # a tie is half a win
+        metrics |= mean_with_error("win rate", wins) | mean_with_error("score mean", scores)
+    metrics |= mean_with_error("KL, nats per response", torch.tensor(column["kl"]))
+    metrics["ended by itself"] = fmean(column["stopped"])
+    metrics["tokens per response"] = fmean(column["length"])
+    metrics["distinct bigrams"] = distinct_bigrams(column["response"])
+    return metrics, column
+
+
+def mean_with_error(name, values):
+    """The mean, and half of its 95 % interval. [N] -> dict of floats"""
+    standard_error = values.std(correction=0).item() / len(values) ** 0.5
+    return {name: values.mean().item(), f"{name}, +-": 1.96 * standard_error}
+
+
+def distinct_bigrams(texts):
+    """Different pairs of neighboring words / all pairs, in all texts (compare Li et al. 2016). -> float
+
+    It falls if a policy repeats itself, even if no two responses are equal. It also falls as the number of
+    texts grows, so compare only equal numbers of texts.
+    """
+    pairs = []
+    for text in texts:
+        # Chinese, Japanese, Thai and others have no spaces between words: each character counts as one.
+        words = re.sub(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff]", r" \g<0> ", text)
+        words = words.lower().split()
+        pairs.extend(zip(words, words[1:]))
+    return len(set(pairs)) / max(len(pairs), 1)
+
+
+# ---- Pairs -------------------------------------------------------------------------------------------------
+
+
+def generator_for(seed, *purpose):
+    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
+    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
+    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
+
+
+def stream_rows(num_rows, start, count, seed):
+    """Row numbers start ... start + count - 1 of an endless stream of shuffled epochs. -> [count]"""
+    first, last = start // num_rows, (start + count - 1) // num_rows
+    generators = [generator_for(seed, "pass", epoch) for epoch in range(first, last + 1)]
+    rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
+    return rows[start - first * num_rows :][:count]
+
+
+@torch.no_grad()
+def pair_logprobs(model, pairs, args, accelerator):
+    """Log-probabilities of the two responses of each pair; each process computes a share. -> fp32 [N, 2]"""
+    model.eval()
+    lengths = torch.tensor([text_length(pair) for pair in pairs])
+    with accelerator.split_between_processes(torch.arange(len(pairs))) as share:
+        logprobs = torch.zeros(len(share), 2)
+        for rows in lengths[share].argsort(stable=True).split(args.per_device_train_batch_size):
+            ids, mask, T = collate_pairs([pairs[i] for i in share[rows].tolist()], accelerator.device)
+            logprobs[rows] = model(ids, mask, T, 1.0)[0].sum(1).view(-1, 2).cpu()
+    return torch.tensor(accelerate.utils.gather_object(logprobs.tolist()))[: len(pairs)]
+
+
+def text_length(pair):
+    """The number of tokens of a prompt and the longest of its responses."""
+    return len(pair["ids"]) + max(len(ids) for ids in pair["responses"])
+
+
+def collate_pairs(pairs, device):
+    """Pairs as one batch, in which the two responses to a prompt are neighbors, the chosen one first.
+
+    -> ids, bool mask [2n, C + T]; T, the length of the longest response
+    """
+    prompts = [torch.tensor(pair["ids"]) for pair in pairs for _ in pair["responses"]]
+    responses = [torch.tensor(ids) for pair in pairs for ids in pair["responses"]]
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_value=-1)
+    prompts, responses = pad(prompts, padding_side="left"), pad(responses)  # [2n, C], [2n, T]
+    ids = torch.cat([prompts, responses], 1).to(device)
+    return ids.clamp(min=0), ids >= 0, responses.shape[1]
+
+
+# ---- Samples -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def sample_texts(policy, ids, mask, uniforms, temperature):
+    """Sample T tokens after each prompt, whether or not a stop token is among them. No top-k, no top-p.
+
+    Left-padded ids, mask [B, C]; uniforms [B, T], one random number per token
+    -> tokens [B, T] and the log-probabilities they were sampled with, fp32 [B, T]
+    """
+    body, head = body_and_head(policy)
+    cache = transformers.DynamicCache(config=body.config)
+    hidden = hidden_states(body, ids, mask, cache)  # [B, C, H]
+    tokens = torch.zeros(uniforms.shape, dtype=torch.long, device=ids.device)
+    logprobs = torch.zeros(uniforms.shape, device=ids.device)
+    for t in range(uniforms.shape[1]):
+        probs = token_logits(hidden[:, -1], head.weight, temperature, head.bias).softmax(-1)  # [B, V]
+        tokens[:, t] = sample_tokens(probs, uniforms[:, t])
+        next_token = tokens[:, t : t + 1]  # [B, 1]
+        logprobs[:, t : t + 1] = probs.gather(1, next_token).log()
+        mask = F.pad(mask, (0, 1), value=True)
+        hidden = hidden_states(body, next_token, mask, cache)  # [B, 1, H]
+    return tokens, logprobs
+
+
+# ---- Policy and reference ----------------------------------------------------------------------------------
+
+
+class Policy(nn.Module):
+    """The policy with the forward pass of the update, so that DDP, FSDP2 or DeepSpeed can wrap it."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, ids, mask, T, temperature):
+        """Log-probabilities and entropies of the last T tokens of each row.
+
+        ids [B, C + T], bool mask [B, C + T] -> both fp32 [B, T], 0 after the end of a response
+        """
+        return group_logprobs(self.policy, ids, mask, T, temperature)
+
+
+def reference_group_logprobs(ref_model, policy, *inputs):
+    """Log-probabilities under the reference or, if ref_model is None, the policy without its LoRA adapter.
+
+    inputs: those of group_logprobs -> fp32 [B, T]
+    """
+    if ref_model is not None:
+        return group_logprobs(ref_model, *inputs)[0]
+    with policy.disable_adapter():
+        return group_logprobs(policy, *inputs)[0]
+
+
+def group_logprobs(lm, ids, mask, T, temperature):
+    """Log-probabilities of the last T tokens of each row, 0 after the end of a response.
+
+    The responses of a group share their prompt, so each prompt is read only once. Its keys and values serve
+    all responses to it, and gradients flow back through them: nothing is approximated.
+    ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [B, T]
+    """
+    body, head = body_and_head(lm)
+    if body.training and body.is_activation_checkpointing:
+        # Gradient checkpointing cannot use a cache, so each row reads its own prompt.
+        hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
+    else:
+        prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
+        prompts, prompt_of_row = prompts.unique_consecutive(dim=0, return_inverse=True)  # [P, C], [B]
+        cache = transformers.DynamicCache(config=body.config)
+        prompt_hidden = hidden_states(body, prompts.clamp(min=0), prompts >= 0, cache)  # [P, C, H]
+        # Not cache.batch_select_indices: on a CPU, its gradient is added up in a varying order, and a resumed
+        # run would not be the same bit for bit.
+        for layer in cache.layers:
+            layer.keys = layer.keys.index_select(0, prompt_of_row)  # [P, ...] -> [B, ...]
+            layer.values = layer.values.index_select(0, prompt_of_row)
+        response_hidden = hidden_states(body, ids[:, -T:], mask, cache)  # [B, T, H]
+        # The state at position t - 1 predicts token t, and the prompt's last state predicts the first one.
+        first_hidden = prompt_hidden[:, -1:].index_select(0, prompt_of_row)  # [B, 1, H]
+        hidden = torch.cat([first_hidden, response_hidden[:, :-1]], 1)  # [B, T, H]
+    # The output layer is large, so only valid tokens go through it, as a flat list.
+    valid = mask[:, -T:]
+    rows, columns = valid.nonzero(as_tuple=True)  # only once, because nonzero waits for the GPU
+    flat_hidden, flat_tokens = hidden[rows, columns], ids[:, -T:][rows, columns]
+    logprobs, entropies = token_logprobs(flat_hidden, head.weight, flat_tokens, temperature, head.bias)
+    zeros = torch.zeros(valid.shape, device=ids.device)
+    return zeros.masked_scatter(valid, logprobs), zeros.masked_scatter(valid, entropies)
+
+
+def body_and_head(lm):
+    """The transformer of a causal language model, and its output layer. Works with and without LoRA."""
+    if hasattr(lm, "get_base_model"):
+        lm = lm.get_base_model()  # peft: this only unwraps, the adapter stays inside the layers
+    return lm.base_model, lm.get_output_embeddings()
+
+
+def hidden_states(body, ids, mask, cache=None):
+    """Hidden states of the last layer, for the tokens that are not in the cache yet.
+
+    ids [B, L], bool mask [B, cached + L] -> [B, L, H]. With left padding, the first real token is not in
+    column 0. So positions count only real tokens.
+    """
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    outputs = body(
+        input_ids=ids,
+        attention_mask=mask.long(),
+        position_ids=positions[:, -ids.shape[1] :],
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )
+    return outputs.last_hidden_state
+
+
+def token_logits(hidden, weight, temperature=1.0, bias=None):
+    """The output layer, in fp32 (TF32 on a GPU), under autocast too. [N, H], [V, H], [V] or None -> [N, V]
+
+    Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        hidden = hidden.float() / temperature  # [N, H]; dividing the logits [N, V] would take longer
+        return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
+
+
+def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
+    """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
+
+    hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
+    Both are differentiable: the loss may contain an entropy bonus.
+
+    The logits of all N tokens may need more memory than the model, so only a part of the rows is computed at
+    once. The first 2**25 logits (128 MiB) stay in memory for the backward pass; the others are computed a
+    second time there. A GPU is faster with few large products: up to 2**26 logits at once, and in memory.
+    """
+    is_cuda = hidden.device.type == "cuda"
+    max_logits = 2**26 if is_cuda else 2**25
+    rows_at_once = max_logits // len(weight) if is_cuda else 128
+
+    def entropies_of_chunk(log_p):
+        return -(log_p.exp() * log_p).sum(1)
+
+    def logprobs_of_chunk(hidden, tokens):
+        log_p = torch.log_softmax(token_logits(hidden, weight, temperature, bias), dim=1)  # [rows, V]
+        # Computed again in the backward pass if the loss contains entropies; else they cost no memory.
+        entropies = checkpoint(entropies_of_chunk, log_p, use_reentrant=False, preserve_rng_state=False)
+        return log_p.gather(1, tokens[:, None]).squeeze(1), entropies
+
+    outputs = []
+    for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
+        if (i + 1) * rows_at_once * len(weight) <= max_logits:
+            outputs.append(logprobs_of_chunk(*chunk))
+        else:
+            outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
+    logprobs, entropies = zip(*outputs)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+# ---- Math: pure functions of tensors -----------------------------------------------------------------------
+
+
+def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, label_smoothing=0.0):
+    """-log P(the chosen response is preferred), by the scores that the policy implies. [N] each -> [N]
+
+    The arguments are log-probabilities of whole responses, under the policy and under the reference. The
+    score of a response is beta * log(policy / reference), up to a term that depends only on the prompt, which
+    is the same for both (Rafailov et al. 2023, eq. 7). label_smoothing: each label is assumed to be wrong
+    with this probability (conservative DPO, Mitchell 2023).
+    """
+    chosen_scores = beta * (chosen - ref_chosen)
+    rejected_scores = beta * (rejected - ref_rejected)
+    difference = chosen_scores - rejected_scores
+    loss_if_right, loss_if_wrong = -F.logsigmoid(difference), -F.logsigmoid(-difference)
+    return (1 - label_smoothing) * loss_if_right + label_smoothing * loss_if_wrong
+
+
+def pair_metrics(logprobs, ref_logprobs, beta):
+    """Metrics of TRL's DPOTrainer, of each pair. [N, 2], [N, 2]: chosen, rejected -> dict of [N]
+
+    A reward is the score that the policy implies: see dpo_loss.
+    """
+    chosen, rejected = logprobs.unbind(1)
+    chosen_reward, rejected_reward = (beta * (logprobs - ref_logprobs)).unbind(1)
+    return {
+        "rewards/chosen": chosen_reward,
+        "rewards/rejected": rejected_reward,
+        "rewards/accuracies": (chosen_reward > rejected_reward).float(),
+        "rewards/margins": chosen_reward - rejected_reward,
+        "logps/chosen": chosen,
+        "logps/rejected": rejected,
+    }
+
+
+def sample_tokens(probs, uniforms):
+    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
+
+    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
+    same probabilities, the samples are the same no matter how a batch is split. The sums are in fp64: in fp32
+    they would lose small probabilities.
+    """
+    dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
+    ends = probs.cumsum(1, dtype=dtype)  # [B, V]
+    target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
+    # right=True never selects what has probability 0. NaN selects past the end, hence the clamp. (Then the
+    # loss is NaN too, and the run ends with an error message.)
+    token = torch.searchsorted(ends, target, right=True).squeeze(1)
+    return token.clamp(max=probs.shape[1] - 1)
+
+
+def response_lengths(tokens, stop_token_id):
+    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
+
+    stop_token_id: one id, or a tensor of several
+    """
+    T = tokens.shape[1]
+    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
+    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
+
+
+def length_mask(lengths, max_length):
+    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
+
+
+def learning_rate(args, update, updates):
+    """The learning rate in update 1, 2, ..., updates. -> float
+
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
+    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
+    """
+    warmup = math.ceil(args.warmup_ratio * updates)
+    if update <= warmup:
+        return args.learning_rate * update / warmup
+    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
+    factors = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }
+    return args.learning_rate * factors[args.lr_scheduler_type]
+
+
+# ============================================================================================================
+# Part II: infrastructure. How columns become pairs is in load_pairs and what it calls. The scripts share the
+# other functions, copied verbatim, so a few arguments and names of flags are used only in another script.
+# ============================================================================================================
+
+SCRIPT = Path(__file__).stem
+HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
+
+
+class UserError(Exception):
+    """An error the user can fix: printed on one line, exit code 2.
+
+    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
+    reported by the libraries, with a traceback.
+    """
+
+
+# ---- Models ------------------------------------------------------------------------------------------------
+
+
+def resolve_path(name):
+    """Look for a folder in the working directory, then next to this file; else return a Hub name."""
+    for path in (Path(name), HERE / name):
+        if path.exists():
+            return str(path)
+    # transformers would say that there is no connection to the Hub.
+    if str(name).startswith(("/", ".", "checkpoints/", "data/", "runs/")):
+        raise UserError(f"{name}: no such file or folder")
+    return name
+
+
+def load_model(auto_class, name, new_head=False, **kwargs):
+    """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
+
+    Weights that are missing from the checkpoint would be random, so they are refused. new_head: accept it if
+    those of the head are missing.
+    """
+    path = resolve_path(name)
+    if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
+        import peft
+
+        adapter = peft.PeftConfig.from_pretrained(path)
+        new_head = new_head or adapter.task_type == "SEQ_CLS"  # then peft saves the head with the adapter
+        base = load_model(auto_class, adapter.base_model_name_or_path, new_head, **kwargs)
+        model = peft.PeftModel.from_pretrained(base, path).merge_and_unload()
+        model.name_or_path = path  # a new adapter trained on top will name this as its base
+        for p in model.parameters():
+            p.requires_grad_(p.is_floating_point())  # peft froze them
+        return model
+    kwargs |= dict(dtype=torch.float32, output_loading_info=True)
+    model, report = auto_class.from_pretrained(path, **kwargs)
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        accelerate.PartialState().print(f"{name}: the balancing loss of its experts is not trained here")
+    missing = report["missing_keys"]
+    if new_head:
+        # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
+        body = f"{model.base_model_prefix}."
+        missing = [key for key in missing if key.startswith(body) and "pooler" not in key]
+    if missing:
+        raise UserError(f"{name}: weights are missing from the checkpoint, such as {min(missing)}")
+    for module in model.modules():
+        for key, value in vars(module).items():
+            is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
+            if isinstance(value, float) and is_noise:
+                setattr(module, key, 0.0)  # in RL, rollout and update must have the same probabilities
+        for key, child in module.named_children():
+            if isinstance(child, transformers.activations.NewGELUActivation):
+                setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
+            if type(child).__name__ in ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"):
+                norm = nn.RMSNorm(len(child.weight), child.variance_epsilon)  # one kernel instead of six
+                norm.weight = child.weight
+                setattr(module, key, norm)
+    return model
+
+
+def context_length(config):
+    """The number of tokens that a model can read; a million if its config does not say."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or -1
+    return context if context > 0 else 1_000_000
+
+
+def load_tokenizer(name, for_prompts=True):
+    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad.
+
+    for_prompts: refuse one that appends EOS to every text, because a prompt does not end there.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(resolve_path(name))
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    # Without tokenizer files, transformers returns a tokenizer with nothing but special and added tokens.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
+        raise UserError(f"{name} has no tokenizer")
+    last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
+    if for_prompts and last == tokenizer.eos_token_id and last != last_of_text:
+        raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
+    return tokenizer
+
+
+def load_lm(args):
+    """The language model that is trained, with an adapter if --lora-r asks for one."""
+    options = {}
+    if args.load_in_8bit:
+        # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits,
+        # and which ones depends on the batch. So would log-probabilities.
+        config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+        options = dict(quantization_config=config)
+    lm = load_model(AutoModelForCausalLM, args.model_name_or_path, **options)
+    if not args.lora_r and not all(p.is_floating_point() for p in lm.parameters()):
+        raise UserError("quantized weights cannot be trained: add --lora-r 16")
+    if args.lora_r:
+        lm = add_lora(lm, args)
+    if args.gradient_checkpointing:
+        lm.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing, renamed
+    return lm
+
+
+@torch.no_grad()
+def check_lm(lm, pairs, posts, args):
+    """Refuse a model whose own log-probabilities of responses differ from ours.
+
+    The longest pair is checked, so that a sliding window shows, and the shortest one, which is padded then.
+    """
+    pairs = sorted(pairs, key=text_length)
+    lengths = [text_length(pairs[-1]), *[len(post["ids"]) + args.response_length for post in posts]]
+    if context_length(lm.config) < max(lengths):
+        raise UserError(f"{args.model_name_or_path} reads fewer tokens than the {max(lengths)} of a text")
+    ids, mask, T = collate_pairs([pairs[0], pairs[-1]], lm.device)
+    ours = [group_logprobs(module, ids, mask, T, 1.0)[0] for module in (lm.eval(), lm.train())]
+    compare_logprobs(lm, args.model_name_or_path, ids, mask, mask[:, -T:].sum(1), *ours)
+
+
+def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
+    """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
+
+    ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
+    """
+    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only in large
+    # logits. So the output layer multiplies by 64 here, and we divide by 64.
+    hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
+    own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
+    for row, length in enumerate(lengths.tolist()):
+        text = ids[row, mask[row]]  # without padding
+        logits = lm(text[None], logits_to_keep=length + 1).logits[0, :-1].float() / 64  # [length, V]
+        own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
+    hook.remove()
+    gap = (torch.stack([sampled, updated]).sum(2) - own).abs().max()
+    if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):  # 8-bit weights are rounded
+        raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
+
+
+def trainable(module):
+    """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def transformer_layers(model):
+    """The list of a model's transformer layers, which is its longest ModuleList."""
+    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+
+
+def add_lora(model, args):
+    """Add a LoRA adapter (Hu et al. 2021): each named layer computes W + lora_alpha / lora_r * B A, where B
+    starts at 0."""
+    import peft
+
+    names = args.lora_target_modules.replace(" ", "").split(",")
+    targets = "all-linear" if names == ["all-linear"] else names
+    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=targets)
+    model = peft.get_peft_model(model, config)
+    found = {layer.split(".")[-1] for layer in model.targeted_module_names}
+    if targets != "all-linear" and found != set(names):  # peft complains only if it finds none
+        raise UserError(f"--lora-target-modules {','.join(names)}: only {found} are names of layers")
+    # Part I reads the output layer's weights without an adapter. Embeddings may share these weights.
+    base = model.get_base_model()
+    if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
+        raise UserError("--lora-target-modules: embeddings and the output layer cannot have an adapter")
+    return model
+
+
+def end_tokens(lm, tokenizer):
+    """The ids of the tokens that end a response: EOS, or the ends of a chat model's turn. -> [any number]"""
+    eos = lm.generation_config.eos_token_id  # an id, a list of ids, or None
+    ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    return torch.tensor(sorted(ids))
+
+
+def save_policy(policy, tokenizer, folder):
+    """Save what plain transformers loads. LoRA is merged in place, except into quantized weights."""
+    if hasattr(policy, "merge_and_unload") and not getattr(policy, "is_quantized", False):
+        policy.save_pretrained(folder.parent / "adapter")
+        policy = policy.merge_and_unload()
+    policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# ---- Data ------------------------------------------------------------------------------------------------
+
+
+def load_splits(name):
+    """The training and held-out rows of a data set, as lists of dict.
+
+    name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
+    else every tenth row of train.
+    """
+    splits, folder = {}, Path(resolve_path(name))
+    for split in ("train", "validation", "test"):
+        for pattern in (f"{split}.jsonl", f"{split}.jsonl.gz", f"{split}-*.jsonl"):
+            paths = sorted(folder.glob(pattern))
+            if paths and split not in splits:
+                splits[split] = [row for path in paths for row in read_rows(path)]
+    if not splits:
+        path, _, config = resolve_path(name).partition(":")
+        loaded = datasets.load_dataset(path, config or None)
+        if Path(path).exists() and any(rows.info.builder_name == "json" for rows in loaded.values()):
+            # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
+            raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
+        splits = {split: rows.to_list() for split, rows in loaded.items()}
+    train = splits.get("train", [])
+    held_out_split = next(
+        (split for split in ("test", "validation") if splits.get(split)), "every tenth row of train"
+    )
+    held_out = splits.get(held_out_split)
+    if held_out is None:  # not the last rows, because files are often sorted
+        held_out = train[::10]
+        del train[::10]
+    accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({held_out_split})")
+
+    for column in ("messages", "prompt", "completion", "chosen", "rejected"):
+        for value in (row.get(column) for row in train + held_out):
+            if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
+                raise UserError(f"{name}: column {column} is a JSON text instead of a list of messages")
+    return train, held_out
+
+
+def read_rows(path):
+    """The rows of a jsonl file, which may be compressed, with their values as they are. -> list of dict"""
+    rows = []
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    raise UserError(f"{path}, line {number}: {error}") from error
+    return rows
+
+
+def load_pairs(rows, tokenizer, args):
+    """The rows with two different responses that are short enough.
+
+    -> list of dict(ids: tokens of the prompt, responses: tokens of the chosen and of the rejected response);
+    their number as a text
+    """
+    pairs, num_too_long = [], 0
+    for row in rows:
+        ranked = row.get("responses") or [row.get("chosen"), row.get("rejected")]  # best first
+        if not isinstance(ranked, list) or not ranked[0] or not ranked[-1]:
+            continue
+        pair = tokenize_pair(tokenizer, row.get("prompt"), [ranked[0], ranked[-1]])
+        # The first token of a text cannot be learned: nothing predicts it.
+        if not pair["ids"] or pair["responses"][0] == pair["responses"][1]:
+            continue
+        is_short = text_length(pair) <= args.max_length
+        num_too_long += not is_short
+        if is_short:
+            pairs.append(pair)
+    if not pairs:
+        raise UserError(
+            f"{args.dataset_name}: no row has two different responses (chosen and rejected, or responses) of "
+            f"at most {args.max_length} tokens with their prompt; its columns are {', '.join(rows[0])}"
+        )
+    return pairs, f"{len(pairs)} of {len(rows)} rows, {num_too_long} have more than {args.max_length} tokens"
+
+
+def tokenize_pair(tokenizer, prompt, responses):
+    """Token ids of a prompt and of the responses to it, as in rollouts. -> dict(ids, responses)
+
+    A text is prompt, response, EOS; a chat ends as its chat template ends it. Without a prompt, it is what
+    the responses have in common: messages, or the first tokens.
+    """
+    if is_chat(responses[0]):
+        has_user = any(message["role"] == "user" for message in responses[0])
+        if not is_chat(prompt) and prompt and not has_user:  # a text before chats is the user's message
+            prompt = [{"role": "user", "content": prompt}]
+        elif not is_chat(prompt):
+            messages = [[json.dumps(message) for message in response] for response in responses]
+            count = len(os.path.commonprefix(messages))
+            prompt, responses = responses[0][:count], [response[count:] for response in responses]
+        chats = [render_chat(tokenizer, prompt + response) for response in responses]
+        texts = tokenizer(chats, add_special_tokens=False).input_ids
+    else:
+        response_ids = tokenizer(responses, add_special_tokens=False).input_ids
+        texts = [tokenizer(prompt or "").input_ids + with_eos(ids, tokenizer) for ids in response_ids]
+    beginnings = [tokenize_prompt(tokenizer, prompt)] if prompt else []
+    length = len(os.path.commonprefix([*beginnings, *texts]))
+    return dict(ids=texts[0][:length], responses=[ids[length:] for ids in texts])
+
+
+def with_eos(ids, tokenizer):
+    """Token ids with EOS at the end, unless the text brings one."""
+    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
+
+
+def load_eval_posts(pairs, tokenizer, args):
+    """What the policy responds to: held-out rows of --eval-dataset-name, or else the held-out pairs.
+
+    -> list of dict(ids: tokens of the prompt, responses: a list with those of the reference)
+    """
+    if args.eval_dataset_name is None:
+        return [pair | {"responses": pair["responses"][:1]} for pair in pairs]
+    _, rows = load_splits(args.eval_dataset_name)
+    posts = [tokenize_pair(tokenizer, row["prompt"], [row["completion"]]) for row in rows]
+    return [post for post in posts if text_length(post) <= args.max_length]
+
+
+def choose_rows(rows, count, seed):
+    """`count` of the rows, or all if there are fewer, in random order."""
+    return [rows[i] for i in stream_rows(len(rows), start=0, count=min(count, len(rows)), seed=seed)]
+
+
+def tokenize_prompt(tokenizer, prompt):
+    """The token ids of a prompt, which is a text or a list of messages. -> list"""
+    if not is_chat(prompt):
+        return tokenizer(prompt).input_ids
+    return tokenizer(render_chat(tokenizer, prompt, is_prompt=True), add_special_tokens=False).input_ids
+
+
+def is_chat(value):
+    """True for a list of messages (dicts with role and content), False for a text."""
+    return isinstance(value, list) and len(value) > 0
+
+
+def render_chat(tokenizer, messages, is_prompt=False):
+    """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
+    one, so tokenize it with add_special_tokens=False.
+
+    is_prompt: end where the assistant goes on, after the header of its turn or, if the last message is its
+    own, in that message. -> str
+    """
+    is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
+    return tokenizer.apply_chat_template(
+        messages,
+        tokenize=False,
+        add_generation_prompt=is_prompt and not is_begun,
+        continue_final_message=is_begun,
+    )
+
+
+def set_global_seed(seed, *purpose):
+    """Seed the global generators of python, numpy and torch for one purpose."""
+    transformers.set_seed(generator_for(seed, *purpose).initial_seed() % 2**32)
+
+
+# ---- Processes and optimizer -------------------------------------------------------------------------------
+
+
+def start_accelerator(args):
+    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
+    # With a mask, cuDNN's attention returns NaN gradients on an H100 in torch 2.13 (pytorch#196678), and it
+    # makes a new plan for each shape.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    accumulation = accelerate.utils.GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps)
+    accelerator = accelerate.Accelerator(
+        cpu=not torch.accelerator.is_available(),  # Apple's GPUs count, but are untested
+        mixed_precision="no",  # autocast is explicit in train
+        dynamo_backend="no",
+        gradient_accumulation_plugin=accumulation,  # a number would be replaced by an environment variable
+        kwargs_handlers=[
+            # Gradients are views of what DDP sends, so they are not kept twice.
+            accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            # The others wait while the main process saves a large model, or asks a judge.
+            accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
+        ],
+    )
+    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
+        raise UserError("accelerate connects no processes here: on an Apple GPU, only one can train")
+    if accelerator.distributed_type == "DEEPSPEED":
+        # Batch, clipping and precision follow the flags, not what the config of DeepSpeed says.
+        accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
+            train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+            gradient_clipping=args.max_grad_norm or 0.0,
+            torch_autocast=dict(
+                enabled=wants_bf16(args, accelerator.device),
+                dtype="bfloat16",
+                lower_precision_safe_modules=[],  # weights are gathered, and gradients added up, in fp32
+            ),
+        )
+        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else from_pretrained loads shards
+    set_global_seed(args.seed)  # for weights that start at random, such as LoRA's
+    return accelerator
+
+
+def wants_bf16(args, device):
+    """True if matmuls should run in bf16: on request, or with dtype auto on a GPU that supports it."""
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return args.dtype == "bfloat16" or (args.dtype == "auto" and has_bf16)
+
+
+def make_learner(model, args, accelerator):
+    """The module that is trained, and its optimizer.
+
+    One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
+    shards. Shards cannot generate, so every process keeps the whole model for sampling and scoring.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    learner = model
+    if accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3):
+        learner = copy.deepcopy(model)
+        # accelerate reads this: FSDP2 gathers one layer of this class at a time.
+        learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]
+    options = dict(lr=args.learning_rate)
+    if "Adam" in args.optimizer:
+        options["eps"] = args.adam_eps
+    if args.optimizer in ("torch.optim.Adam", "torch.optim.AdamW"):
+        options["fused"] = True  # one kernel for all parameters
+    module, _, name = args.optimizer.rpartition(".")
+    optimizer_class = getattr(importlib.import_module(module), name)
+    return accelerator.prepare(learner, optimizer_class(trainable(learner).values(), **options))
+
+
+@torch.no_grad()
+def copy_weights(learner, model):
+    """Copy the trained weights into the whole model, if they are shards of a copy."""
+    for p, trained in zip(trainable(model).values(), trainable(learner).values(), strict=True):
+        if hasattr(trained, "full_tensor"):  # FSDP2
+            p.copy_(trained.full_tensor())
+        elif trained is not p:  # ZeRO-3
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([trained]):
+                p.copy_(trained)
+
+
+def unshard(x):
+    """The whole tensor of which FSDP2 has shards; anything else as it is."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def performance_metrics(start_time, rollout_end, num_tokens, device):
+    """Speed of an update that started at start_time and whose rollout ended at rollout_end; peak memory."""
+    now = time.time()
+    if device.type == "cuda":
+        peak_memory = torch.cuda.max_memory_allocated() / 2**20
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+        peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    return {
+        "perf/seconds": now - start_time,
+        "perf/rollout_seconds": rollout_end - start_time,
+        "perf/train_seconds": now - rollout_end,
+        "perf/tokens_per_second": num_tokens / (now - start_time),
+        "perf/peak_memory_mb": peak_memory,
+    }
+
+
+# ---- Run folder and screen ---------------------------------------------------------------------------------
+
+
+class Run:
+    """The run folder (args.json, metrics.jsonl, samples.jsonl, checkpoints/, ...), the screen, and resuming.
+
+    Only the main process writes and prints. (With DeepSpeed and FSDP2, all write checkpoints.) Checkpoints
+    and args.json get their names when they are complete. The logs grow; resuming cuts off what came after the
+    checkpoint. So a run can be killed at any time.
+    """
+
+    def __init__(self, args, accelerator, updates, status):
+        """status: label -> metric, for the metrics shown next to the progress bar"""
+        self.args, self.accelerator, self.updates, self.status = args, accelerator, updates, status
+        self.console = Console(
+            highlight=False, markup=False, emoji=False, quiet=not accelerator.is_main_process
+        )
+        self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
+        self.task = self.bar.add_task("", total=updates)
+        self.last_line_time = 0.0
+        # The same folder on all processes. self.name is the path as it was given, for messages.
+        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
+        name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
+        [self.name] = accelerate.utils.broadcast_object_list([name])
+        self.folder = Path(self.name).absolute()  # a reward function may change the working directory
+        is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
+        if is_used and not args.resume:
+            raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
+
+    def logs(self):
+        """The files of this run that grow."""
+        names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
+        return [self.folder / name for name in names if (self.folder / name).exists()]
+
+    def append(self, name, rows):
+        if self.accelerator.is_main_process:
+            with open(self.folder / name, "a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def table(self, title, rows):
+        """Print dicts as the rows of a table."""
+        table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
+        for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
+            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
+        self.console.print(table)
+
+    def log(self, metrics):
+        """Log one update: to metrics.jsonl, to the tracker (under train/, as TRL does) and to the screen.
+
+        metrics: dict of numbers, or tensors with one number -> dict of numbers
+        """
+        metrics = {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
+        update = metrics["update"]
+        not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
+        if not_finite:
+            names = ", ".join(not_finite)
+            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
+        self.append("metrics.jsonl", [metrics])
+        self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
+
+        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
+        shown = f"update {update}/{self.updates}  {shown}"
+        self.bar.start()
+        self.bar.update(self.task, completed=update, description=shown)
+        if update == self.updates:
+            self.bar.stop()  # before the final tables
+        is_due = time.time() - self.last_line_time > 10 or update == self.updates
+        if self.bar.disable and is_due:  # not a terminal: print a line now and then
+            self.last_line_time = time.time()
+            self.accelerator.print(shown, flush=True)
+        return metrics
+
+    def finish(self):
+        """Wait until the main process has saved everything, then close the tracker."""
+        self.accelerator.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
+
+    # -- Checkpoints --
+
+    def start(self, batch_size):
+        """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
+        is_main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
+        for number in (signal.SIGINT, signal.SIGTERM) if is_main_thread else ():
+            signal.signal(number, self.on_signal)
+            # A worker that a reward function forks ends at these signals as usual.
+            os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+        self.accelerator.register_save_state_pre_hook(save_trained)
+        self.accelerator.register_load_state_pre_hook(load_trained)
+        state = {"update": 0, "batch_size": batch_size, "sizes": {}}  # sizes: bytes of each log
+        checkpoints = sorted(self.folder.glob("checkpoints/*/state.json"))
+        if self.args.resume and checkpoints:
+            state = json.loads(checkpoints[-1].read_text())
+            self.accelerator.load_state(checkpoints[-1].parent)
+            self.accelerator.step = 0  # accumulate counts from here, since the number of steps may be another
+        if state["batch_size"] != batch_size:
+            raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
+        config = asdict(self.args)
+        about = {
+            "args": config,
+            "script": SCRIPT,
+            "command": sys.argv,
+            "id": os.urandom(8).hex(),  # of the run in Weights & Biases
+            "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
+            "world_size": self.accelerator.num_processes,
+        }
+        if self.args.resume:  # keep those of the beginning
+            first = json.loads((self.folder / "args.json").read_text())
+            about |= {name: first[name] for name in ("command", "id") if name in first}
+        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        if self.accelerator.is_main_process:
+            # Raises an error if another new run has made this folder in the meantime.
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
+            (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
+            os.replace(self.folder / "draft.json", self.folder / "args.json")
+            for path in self.logs():  # what came after the checkpoint will be written again
+                os.truncate(path, state["sizes"].get(path.name, 0))
+        if self.args.log_with != "none":  # only now, because the tracker writes to the run folder
+            self.accelerator.log_with = [self.args.log_with]
+            self.accelerator.project_configuration.logging_dir = str(self.folder)
+            config = {name: str(x) for name, x in config.items()}
+            wandb = {"name": self.folder.name, "id": about["id"], "resume": "allow"}
+            self.accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
+        self.accelerator.print(f"run folder {self.name}, after update {state['update']}")
+        return state
+
+    def on_signal(self, number, frame):
+        """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
+        signal.signal(number, signal.SIG_DFL)
+        self.accelerator.set_trigger()
+
+    def checkpoint(self, state):
+        """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit.
+
+        state: update, batch_size, and anything else that json can hold
+        """
+        update, save_every = state["update"], self.args.save_every
+        is_stopped = self.accelerator.check_trigger()  # by a signal that any process got
+        if is_stopped or update == self.updates or save_every and update % save_every == 0:
+            draft = self.folder / "draft"
+            if self.accelerator.is_main_process:
+                shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed here
+            self.accelerator.wait_for_everyone()
+            self.accelerator.save_state(draft)
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                state["sizes"] = {path.name: path.stat().st_size for path in self.logs()}
+                (draft / "state.json").write_text(json.dumps(state))
+                draft.rename(self.folder / "checkpoints" / f"{update:06d}")
+                for old in sorted(self.folder.glob("checkpoints/*"))[: -max(self.args.keep_checkpoints, 1)]:
+                    shutil.rmtree(old)
+        if is_stopped and update < self.updates:
+            self.bar.stop()
+            self.accelerator.print(f"stopped; to continue: the same command with --resume {self.name}")
+            self.accelerator.wait_for_everyone()
+            sys.exit(128 + signal.SIGTERM)
+
+
+def save_trained(models, weights, folder):
+    """Save only the trained weights: a hook of accelerator.save_state.
+
+    Their names have no prefix of DDP, so any number of processes can load them. With FSDP2 and DeepSpeed,
+    `weights` is empty, because these save their shards themselves.
+    """
+    if weights and accelerate.PartialState().is_main_process:
+        trained = trainable(accelerate.utils.extract_model_from_parallel(models[0]))
+        if not all(p.isfinite().all() for p in trained.values()):
+            raise UserError("not saved: weights are not finite (--learning-rate too high?)")
+        save_file({name: p.detach() for name, p in trained.items()}, f"{folder}/trained.safetensors")
+    weights.clear()  # tells accelerate that there is nothing left to save
+
+
+def load_trained(models, folder):
+    """Load what save_trained saved: a hook of accelerator.load_state."""
+    for model in models:
+        saved = load_file(f"{folder}/trained.safetensors")
+        weights = trainable(accelerate.utils.extract_model_from_parallel(model))
+        if {name: x.shape for name, x in saved.items()} != {name: p.shape for name, p in weights.items()}:
+            raise UserError("--resume: the checkpoint holds other weights; was a flag of the model changed?")
+        for name, p in weights.items():
+            p.data.copy_(saved[name])
+    models.clear()  # nothing left to load
+
+
+def rows_of(columns):
+    """A dict of lists -> a list of dicts."""
+    return [dict(zip(columns, row)) for row in zip(*columns.values())]
+
+
+def report_samples(run, before, after, pair_columns):
+    """The final tables, evaluation.json and evaluation_samples.jsonl.
+
+    before, after: from evaluate_samples; pair_columns: from pair_metrics, of the held-out pairs
+    """
+    (metrics_before, old), (metrics_after, new) = before, after
+    columns = {
+        "prompt": old["prompt"],
+        "reference": old["reference"],
+        "before": old["response"],
+        "score": old["score"],
+        "after": new["response"],
+        "score after": new["score"],
+    }
+    rows = rows_of(columns)
+    comparison = []
+    for name, value in metrics_before.items():
+        comparison.append({"metric": name, "before": value, "after": metrics_after[name]})
+    pairs = {name: x.mean().item() for name, x in pair_columns.items()}
+    about = {"before": metrics_before, "after": metrics_after, "n": len(rows), "judge": run.args.judge_fn}
+    about |= {"pairs": pairs, "number of pairs": len(pair_columns["logps/chosen"])}
+    run.table("held-out posts", rows[:3])
+    run.table(f"{len(rows)} held-out posts, judge: {run.args.judge_fn}", comparison)
+    run.table(
+        f"{about['number of pairs']} held-out pairs",
+        [{"metric": name, "after": x} for name, x in pairs.items()],
+    )
+    (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
+    run.accelerator.log({f"eval/{name}": x for name, x in (metrics_after | pairs).items()}, step=run.updates)
+
+
+# ---- Command line ------------------------------------------------------------------------------------------
+
+
+def check_positive(args, *names):
+    """Raise if a number is 0 or less."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
+
+
+def parse_args(argv):
+    """The command line: an optional recipe, then flags. -> Args
+
+    No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
+    """
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
+    names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
+    recipe = "custom" if names_model else "tiny"
+    names_recipe = len(argv) > 0 and not argv[0].startswith("-")
+    if names_recipe:
+        recipe, *argv = argv
+        if recipe not in RECIPES:
+            raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
+    description = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    parse = partial(tyro.cli, Args, args=argv, description=description)
+    args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
+    if args.resume is None:
+        return args
+
+    # The flags of that run, changed by those that are given now.
+    folder = Path(args.resume)
+    if args.resume == "latest":
+        runs = Path("runs").rglob("args.json")
+        runs = [path for path in runs if json.loads(path.read_text()).get("script") == SCRIPT]
+        folder = max(runs, key=os.path.getmtime, default=Path("runs/*/args.json")).parent
+    saved = json.loads((folder / "args.json").read_text())["args"]
+    args = parse(default=Args(**saved | {"output_dir": str(folder)}))
+    if Path(args.output_dir).resolve() != folder.resolve():
+        raise UserError("--resume continues a run in its own folder: leave out --output-dir")
+    if names_recipe and recipe != saved["recipe"]:
+        raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
+    for name in ("optimizer", "adam_eps", "kl_coef"):  # their current values are in the checkpoint
+        if saved.get(name) != asdict(args).get(name):
+            raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
+    return args
+
+
+def main(argv=None):
+    """Run the command line. A UserError prints one line, with exit code 2."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
+    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
+    warnings.filterwarnings("error", message="Found missing adapter keys")  # peft: they would be random
+    warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
+    for library in (transformers, datasets):
+        library.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
+    try:
+        train(parse_args(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        Console().show_cursor()  # the progress bar hid it
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,386 @@
+"""PPO that teaches a language model to write positive film reviews: the algorithm and nothing else.
+
+If you know PPO from CleanRL's ppo.py, this is what language changes: the state is a text and the action is
+the next token; a classifier scores the finished text; every token is penalized for moving away from the
+reference model (the policy before PPO); responses have different lengths, so every tensor needs a mask.
+
+    python ppo_minimal.py                 # no download, no GPU, minutes on a CPU
+    python ppo_minimal.py --kl-target 8   # every field of Args is a flag
+
+This is the default of ppo_sentiment.py, with its names, steps and random numbers: both sample the same
+responses (tests/runs/test_ppo_minimal.py). Read that one next. What it adds, and why one needs it:
+
+- checks: some models handle padding or the cache in another way, and would silently train on wrong numbers
+- a run folder with curves and samples for report.py, and checkpoints: a killed run goes on, bit for bit
+- several processes and GPUs, accumulated gradients, bf16, LoRA, 8-bit weights: for larger models
+- the output layer sees only valid tokens, in chunks: 50,000 logits per token fill a GPU's memory
+- your own reward functions, stop tokens, a temperature, a critic of its own, schedules and optimizers
+- a judge that PPO never sees, and distinct bigrams: a policy may learn to please nobody but the classifier
+"""
+
+import json
+import math
+import random
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import tyro
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+
+@dataclass
+class Args:
+    seed: int = 1  # random seed; all sampling is a function of (seed, update)
+    output_dir: str = "runs/ppo_minimal"  # the trained model is saved here
+    num_eval_prompts: int = 512  # number of held-out prompts, before and after training
+    model_name_or_path: str = "checkpoints/reviews-lm"  # the policy before PPO; also the reference
+    reward_model_path: str = "checkpoints/reviews-sentiment"  # a classifier with a label "positive"
+    dataset_name: str = "data/reviews"  # a folder with train.jsonl and test.jsonl, with a column text
+    query_min_length: int = 2  # shortest prompt, in tokens
+    query_max_length: int = 5  # longest prompt, in tokens; lengths are drawn uniformly, both ends included
+    response_min_length: int = 8  # lowest length limit: each response draws its limit uniformly, as in TRL
+    response_length: int = 24  # highest length limit, in tokens; EOS may end a response before its limit
+    total_episodes: int = 25_600  # number of responses in the whole run
+    per_device_train_batch_size: int = 32  # responses per minibatch
+    num_mini_batches: int = 4  # optimizer steps per epoch
+    num_ppo_epochs: int = 4  # epochs over each batch of rollouts
+    kl_coef: float = 0.2  # KL penalty coefficient at first; it adapts to the target
+    kl_target: float = 4.0  # hold the KL near this, in nats per response
+    kl_horizon: float = 5_000  # time scale of the adaptation, in episodes
+    score_clip: float = 4.0  # clip scores to [-score_clip, score_clip]
+    gamma: float = 1.0  # discount per token
+    lam: float = 0.95  # lambda of GAE
+    cliprange: float = 0.2  # epsilon of the clipped policy loss
+    cliprange_value: float = 0.2  # epsilon of the clipped value loss
+    vf_coef: float = 0.1  # weight of the value loss
+    learning_rate: float = 5e-5  # at first; it falls linearly to 0
+    max_grad_norm: float = 1.0  # clip the gradient to this norm
+
+
+# Shapes: B responses, n in a minibatch, C positions of the prompt, T positions of the response, V tokens in
+# the vocabulary, H hidden units. A row of C + T tokens is a left-padded prompt and a right-padded response.
+
+
+def train(args):
+    """The whole run. -> (PolicyAndValue, list with the metrics of each update)"""
+    T = args.response_length
+    B = args.per_device_train_batch_size * args.num_mini_batches  # episodes per update
+    updates = math.ceil(args.total_episodes / B)
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+    # eval() switches dropout off, also for the update: otherwise the ratio would not start at 1.
+    model = PolicyAndValue(AutoModelForCausalLM.from_pretrained(args.model_name_or_path)).eval()
+    ref_model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path).eval()
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
+    train_reviews = load_reviews("train", updates * B, tokenizer, args)  # [updates * B, C]
+    held_out_reviews = load_reviews("test", args.num_eval_prompts, tokenizer, args)
+    respond = partial(rollout, model, ref_model, tokenizer, load_label_scorer(args))
+
+    # The evaluations before and after training use the same prompts and random numbers.
+    held_out = draw_batch(held_out_reviews, args, "held-out")
+    before = respond(*held_out)
+    kl_coef = args.kl_coef
+    history = []
+
+    for update in range(1, updates + 1):
+        # 1. Rollout. The beginnings of the next B reviews are the prompts.
+        prompt_batch = draw_batch(train_reviews[(update - 1) * B : update * B], args, update)
+        b = respond(*prompt_batch)  # its tensors are constants: only what the model returns has a gradient
+        valid = length_mask(b["lengths"], T)  # [B, T]
+
+        # 2. Scores: clip.
+        scores = b["raw_scores"].clamp(-args.score_clip, args.score_clip)  # [B]
+
+        # 3. Rewards: the KL penalty on every token, the score on the last one.
+        #    logprob - ref_logprob may be negative for a sampled token, but its mean over samples is the KL.
+        #    So this subtracts, on average, kl_coef * KL from the objective.
+        kl = b["logprobs"] - b["ref_logprobs"]  # [B, T]; both are 0 after the end of a response
+        rewards = token_rewards(scores, kl, b["lengths"], kl_coef)  # [B, T]
+
+        # 4. Advantages, always whitened.
+        advantages, returns = gae(rewards, b["values"], valid, args.gamma, args.lam)  # [B, T] each
+        advantages = masked_whiten(advantages, valid)
+
+        # 5. Update. The loss is a mean over the tokens of a minibatch.
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (update - 1) / updates)
+        metric_sums = defaultdict(float)  # sums over the tokens of all minibatches and epochs
+        for epoch in range(args.num_ppo_epochs):
+            order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch))
+            for rows in order.split(args.per_device_train_batch_size):
+                m = valid[rows]  # [n, T]
+                old_logprobs, old_values = b["logprobs"][rows], b["values"][rows]  # [n, T]
+                mb_advantages, mb_returns = advantages[rows], returns[rows]  # [n, T]
+                new_logprobs, entropies, new_values = model(b["ids"][rows], b["mask"][rows], T)  # [n, T] each
+                policy_loss = clipped_policy_loss(new_logprobs, old_logprobs, mb_advantages, args.cliprange)
+                value_loss = clipped_value_loss(new_values, old_values, mb_returns, args.cliprange_value)
+                loss = ((policy_loss + args.vf_coef * value_loss) * m).sum() / m.sum()
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+
+                token_metrics = {
+                    "loss/policy_avg": policy_loss,
+                    "loss/value_avg": value_loss,
+                    "policy/entropy_avg": entropies,
+                    "policy/approxkl_avg": 0.5 * (new_logprobs - old_logprobs) ** 2,  # old and new policy
+                }
+                for name, x in token_metrics.items():
+                    metric_sums[name] += (x * m).sum().item()
+
+        # 6. Log. Metrics that TRL also logs keep its names.
+        tokens_trained = valid.sum().item() * args.num_ppo_epochs
+        metrics = {
+            "update": update,
+            "objective/scores": scores.mean().item(),
+            "objective/kl": kl.sum(1).mean().item(),
+            "objective/kl_coef": kl_coef,
+            **{name: x / tokens_trained for name, x in metric_sums.items()},
+        }
+        history.append(metrics)
+        print("  ".join(f"{name.split('/')[-1]} {x:.4g}" for name, x in metrics.items()), flush=True)
+
+        # 7. Adapt the KL coefficient for the next update.
+        kl_coef = adaptive_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, B)
+
+    # 8. Evaluate on the same held-out prompts again, and save the model.
+    after = respond(*held_out)
+    for old, new in zip(before["texts"][:4], after["texts"]):
+        print(f"\nbefore  {old}\nafter   {new}")
+    score_before, score_after = before["raw_scores"].mean(), after["raw_scores"].mean()
+    kl = (after["logprobs"] - after["ref_logprobs"]).sum(1).mean()
+    print(f"\nscore before {score_before:.3f}, score after {score_after:.3f}, KL {kl:.3f} nats per response")
+    model.policy.save_pretrained(f"{args.output_dir}/model")
+    tokenizer.save_pretrained(f"{args.output_dir}/model")
+    return model, history
+
+
+# ---- Rollout -----------------------------------------------------------------------------------------------
+
+
+def load_reviews(split, count, tokenizer, args):
+    """The first query_max_length tokens of `count` reviews, in shuffled epochs. -> [count, C]"""
+    rows = Path(args.dataset_name, f"{split}.jsonl").read_text().splitlines()
+    texts = [json.loads(row)["text"] for row in rows]
+    ids = torch.tensor([ids[: args.query_max_length] for ids in tokenizer(texts).input_ids])
+    epochs = range(math.ceil(count / len(ids)))
+    orders = [torch.randperm(len(ids), generator=generator_for(args.seed, "pass", epoch)) for epoch in epochs]
+    return ids[torch.cat(orders)[:count]]
+
+
+def draw_batch(reviews, args, purpose):
+    """Prompts cut to random lengths, a length limit per response, and random numbers to sample with.
+
+    All draws depend only on the seed and the purpose: the number of the update, or "held-out".
+    -> ids [B, C], bool mask [B, C], max_new_tokens [B], uniforms [B, T]
+    """
+    (B, C), T = reviews.shape, args.response_length
+    prompt_lengths = torch.randint(
+        args.query_min_length, C + 1, (B,), generator=generator_for(args.seed, "query", purpose)
+    )
+    max_new_tokens = torch.randint(
+        args.response_min_length, T + 1, (B,), generator=generator_for(args.seed, "room", purpose)
+    )
+    uniforms = torch.rand(B, T, generator=generator_for(args.seed, "tokens", purpose))
+    mask = length_mask(prompt_lengths, C).flip(1)  # [B, C], prompts end in the last column
+    ids = torch.zeros(B, C, dtype=torch.long)  # 0 only fills the row: the mask hides it
+    ids[mask] = reviews[length_mask(prompt_lengths, C)]
+    return ids, mask, max_new_tokens, uniforms
+
+
+def generator_for(seed, *purpose):
+    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
+    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
+    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
+
+
+def load_label_scorer(args):
+    """A classifier as a function: texts (list of B str) -> the logit of its label "positive" [B]"""
+    tokenizer = AutoTokenizer.from_pretrained(args.reward_model_path)
+    model = AutoModelForSequenceClassification.from_pretrained(args.reward_model_path).eval()
+
+    def score_label(texts):
+        inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+        return model(**inputs).logits[:, model.config.label2id["positive"]]
+
+    return score_label
+
+
+@torch.no_grad()
+def rollout(model, ref_model, tokenizer, score_label, prompt_ids, prompt_mask, max_new_tokens, uniforms):
+    """Sample a response to each prompt, score it, and compute the log-probabilities that PPO calls old.
+
+    score_label: from load_label_scorer; the rest: from draw_batch
+    -> dict: ids, mask [B, C + T]; lengths, raw_scores [B]; logprobs, ref_logprobs, values [B, T]; and the
+    texts of prompts and responses together, a list of B str
+    """
+    T = uniforms.shape[1]
+    tokens = generate(model.policy, prompt_ids, prompt_mask, uniforms)  # [B, T]
+    lengths = torch.minimum(response_lengths(tokens, tokenizer.eos_token_id), max_new_tokens)  # [B]
+    ids = torch.cat([prompt_ids, tokens], 1)  # [B, C + T]
+    mask = torch.cat([prompt_mask, length_mask(lengths, T)], 1)  # [B, C + T]
+
+    texts = [tokenizer.decode(row[m], skip_special_tokens=True) for row, m in zip(ids, mask)]
+
+    # The same forward pass as in the update, so the ratio is 1 until the first optimizer step.
+    logprobs, _, values = model(ids, mask, T)
+    return {
+        "ids": ids,
+        "mask": mask,
+        "lengths": lengths,
+        "raw_scores": score_label(texts),
+        "logprobs": logprobs,
+        "ref_logprobs": response_logprobs(ref_model, ids, mask, T)[0],
+        "values": values,
+        "texts": texts,
+    }
+
+
+def generate(policy, ids, mask, uniforms):
+    """Sample T tokens after each prompt, one at a time. What comes after the end of a response is cut later.
+
+    Left-padded ids, mask [B, C]; uniforms [B, T], one random number per token -> tokens [B, T]
+    """
+    tokens = []
+    cache = None
+    for t in range(uniforms.shape[1]):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        outputs = policy(ids, past_key_values=cache, attention_mask=mask, position_ids=positions)
+        cache = outputs.past_key_values
+        ids = sample_tokens(outputs.logits[:, -1].softmax(-1), uniforms[:, t])[:, None]  # [B, 1]
+        mask = nn.functional.pad(mask, (0, 1), value=True)
+        tokens.append(ids)
+    return torch.cat(tokens, 1)
+
+
+# ---- Policy, value function, reference ---------------------------------------------------------------------
+
+
+class PolicyAndValue(nn.Module):
+    """Policy and value function in one module."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy = policy
+        self.value_head = nn.Linear(policy.config.hidden_size, 1)
+        # Values start at 0, so the first advantages are the rewards to come, discounted by gamma * lam.
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, ids, mask, T):
+        """Those of response_logprobs, and the values, each predicted from the state before the token."""
+        logprobs, entropies, hidden = response_logprobs(self.policy, ids, mask, T)
+        values = self.value_head(hidden).squeeze(-1)  # [B, T]
+        return logprobs, entropies, torch.where(mask[:, -T:], values, 0.0)
+
+
+def response_logprobs(lm, ids, mask, T):
+    """Log-probabilities of the last T tokens of each row, 0 after the end of a response.
+
+    ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both [B, T]; and the hidden states that
+    predict these tokens [B, T, H]
+    """
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # positions count only real tokens
+    outputs = lm(ids, attention_mask=mask, position_ids=positions, output_hidden_states=True)
+    # The state at position t - 1 predicts token t.
+    hidden = outputs.hidden_states[-1][:, -T - 1 : -1]  # [B, T, H]
+    log_p = outputs.logits[:, -T - 1 : -1].log_softmax(-1)  # [B, T, V]
+    logprobs = log_p.gather(2, ids[:, -T:, None]).squeeze(2)  # [B, T]
+    entropies = -(log_p.exp() * log_p).sum(2)  # [B, T]
+    return torch.where(mask[:, -T:], logprobs, 0.0), entropies, hidden
+
+
+# ---- Math: pure functions of tensors -----------------------------------------------------------------------
+
+
+def sample_tokens(probs, uniforms):
+    """Sample one token per row by inverting the cumulative distribution. [B, V], [B] in [0, 1) -> [B]"""
+    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
+    target = uniforms.double()[:, None] * ends[:, -1:]  # [B, 1]
+    return torch.searchsorted(ends, target, right=True).squeeze(1)
+
+
+def response_lengths(tokens, stop_token_id):
+    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
+
+    stop_token_id: one id, or a tensor of several
+    """
+    T = tokens.shape[1]
+    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
+    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
+
+
+def length_mask(lengths, max_length):
+    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
+
+
+def token_rewards(scores, kl, lengths, kl_coef):
+    """The KL penalty on every valid token, plus the score on the last one. [B], [B, T], [B] -> [B, T]"""
+    mask = length_mask(lengths, kl.shape[1])
+    rewards = torch.where(mask, -kl_coef * kl, 0.0)
+    last = lengths[:, None] - 1  # [B, 1]
+    return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
+
+
+def masked_whiten(values, mask):
+    """(x - mean) / std over the valid positions, 0 elsewhere. [B, T] -> [B, T]"""
+    variance, mean = torch.var_mean(values[mask], correction=0)
+    return torch.where(mask, (values - mean) * torch.rsqrt(variance + 1e-8), 0.0)
+
+
+def gae(rewards, values, mask, gamma, lam):
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16). [B, T] each -> advantages, returns
+
+    The value after the last valid token is 0, even if the response was cut off: the score is that of
+    exactly this text, so the episode ends there.
+    """
+    rewards = torch.where(mask, rewards, 0.0).float()
+    values = torch.where(mask, values, 0.0).float()
+    advantages = torch.zeros_like(rewards)
+    next_advantage = torch.zeros_like(rewards[:, 0])  # [B]
+    next_value = torch.zeros_like(rewards[:, 0])  # [B]
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = delta + gamma * lam * next_advantage
+        next_advantage = advantages[:, t]
+        next_value = values[:, t]
+    returns = advantages + values
+    return advantages, returns
+
+
+def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
+    """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
+    log_ratio = logprobs - old_logprobs
+    ratio = torch.exp(log_ratio.clamp(max=40))  # an infinite ratio times an advantage of 0 is nan
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return torch.max(unclipped, clipped)
+
+
+def clipped_value_loss(values, old_values, returns, cliprange_value):
+    """Half the larger of two squared errors: the value's, and that of the value clipped to old_values +-
+    cliprange_value. Any shape -> same shape, unreduced
+    """
+    clipped_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
+    unclipped = (values - returns) ** 2
+    clipped = (clipped_values - returns) ** 2
+    return 0.5 * torch.max(unclipped, clipped)
+
+
+def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
+    """The KL coefficient after `episodes` responses with a mean KL of `kl` nats each.
+
+    A proportional controller (Ziegler et al. 2019, section 2.2). In `horizon` episodes the coefficient
+    changes by about 20 % at most. -> float
+    """
+    error = kl / target - 1
+    error = min(max(error, -0.2), 0.2)
+    return kl_coef * (1 + error * episodes / horizon)
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args))

@@ -1,0 +1,130 @@
+"""ppo_minimal.py is the default of ppo_sentiment.py: the same flags, responses and metrics."""
+
+import dataclasses
+import importlib.util
+import json
+import re
+import sys
+
+import pytest
+import torch
+from run_tools import ROOT, rows_of
+
+import grpo_math
+import ppo_minimal
+import ppo_sentiment
+import rloo_tldr
+
+pytest_plugins = ["run_fixtures"]
+
+PAGE = (ROOT / "docs/reading.md").read_text()
+TINY = dataclasses.asdict(ppo_sentiment.RECIPES["tiny"])
+
+
+def test_the_defaults_are_those_of_the_recipe_tiny():
+    minimal = dataclasses.asdict(ppo_minimal.Args())
+    del minimal["output_dir"]  # ppo_sentiment.py makes a folder for each run
+    assert minimal == {name: TINY[name] for name in minimal}
+    assert TINY["lr_scheduler_type"] == "linear" and TINY["optimizer"] == "torch.optim.Adam"
+
+
+def record_rollouts(script, monkeypatch):
+    """Every batch that the script's function rollout returns from now on. -> list of dict of tensors"""
+    batches, rollout = [], script.rollout
+
+    def recording_rollout(*args, **kwargs):
+        result = rollout(*args, **kwargs)
+        batches.append(result if isinstance(result, dict) else result[0])
+        return result
+
+    monkeypatch.setattr(script, "rollout", recording_rollout)
+    return batches
+
+
+def test_three_updates_have_the_same_responses_and_metrics(monkeypatch, tmp_path):
+    """With SGD, because Adam would magnify a difference by rounding: it divides by the size of a gradient."""
+    monkeypatch.chdir(ROOT)
+    flags = dict(seed=7, total_episodes=3 * 128, num_eval_prompts=16, learning_rate=0.1, kl_target=0.05)
+    expected = record_rollouts(ppo_sentiment, monkeypatch)
+    ours = record_rollouts(ppo_minimal, monkeypatch)
+    tiny = dict(optimizer="torch.optim.SGD", judge_model_path=None, output_dir=str(tmp_path / "big"))
+    ppo_sentiment.train(dataclasses.replace(ppo_sentiment.RECIPES["tiny"], **flags, **tiny))
+    monkeypatch.setattr(torch.optim, "Adam", torch.optim.SGD)
+    _, history = ppo_minimal.train(ppo_minimal.Args(**flags, output_dir=str(tmp_path / "minimal")))
+
+    assert len(ours) == len(expected) == 5  # the held-out prompts before and after, and three updates
+    for b, big in zip(ours, expected):
+        assert torch.equal(b["mask"], big["mask"])
+        assert torch.equal(b["ids"][b["mask"]], big["ids"][big["mask"]])
+        assert (b["raw_scores"] - big["raw_scores"]).abs().max() < 1e-4  # logits up to 8
+        for name in ("logprobs", "ref_logprobs", "values"):
+            assert (b[name] - big[name]).abs().max() < 1e-4
+    rows = rows_of(tmp_path / "big")
+    assert [row["update"] for row in history] == [1, 2, 3]
+    for row, big in zip(history, rows):
+        assert row == pytest.approx({name: big[name] for name in row}, rel=1e-5, abs=1e-5)
+    assert rows[2]["objective/kl"] > 0.02  # the policy has moved
+    assert rows[2]["objective/kl_coef"] != rows[0]["objective/kl_coef"]
+
+
+def test_the_committed_default_ends_inside_the_band():
+    """results/ppo-minimal/default.txt: what the whole default printed."""
+    band = json.loads((ROOT / "results/reference_bands.json").read_text())["ppo_sentiment tiny"]["metrics"]
+    lines = (ROOT / "results/ppo-minimal/default.txt").read_text().splitlines()
+    updates = [line for line in lines if line.startswith("update")]
+    assert len(updates) == TINY["total_episodes"] // 128
+    last = dict(re.findall(r"(\S+) (-?[\d.e-]+)", updates[-1]))
+    assert last.pop("update") == "200"
+    for name in ("scores", "kl", "kl_coef", "policy_avg", "value_avg", "entropy_avg", "approxkl_avg"):
+        [quantiles] = [x for metric, x in band.items() if metric.split("/")[-1] == name]
+        assert quantiles["5"][-1] <= float(last.pop(name)) <= quantiles["95"][-1], name
+    assert not last
+
+
+# ---- docs/reading.md: from PPO to RLOO and GRPO ------------------------------------------------------------
+
+BLOCKS = dict(re.findall(r"^\*\*(RLOO|GRPO)\*\*.*?```diff\n(.*?)```", PAGE, re.M | re.S))
+
+
+def hunks(name):
+    """The old and new lines of each hunk of a block."""
+    for hunk in re.split(r"^@@.*\n", BLOCKS[name], flags=re.M)[1:]:
+        lines = hunk.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if not line.startswith("+"))
+        yield old, "".join(line[1:] for line in lines if not line.startswith("-"))
+
+
+@pytest.mark.parametrize("name", ["RLOO", "GRPO"])
+def test_a_documented_change_runs(monkeypatch, tmp_path, name):
+    """Four neighbors have one prompt, and the loss moves the policy."""
+    source = (ROOT / "ppo_minimal.py").read_text()
+    for old, new in hunks(name):
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    (tmp_path / "changed_minimal.py").write_text(source)
+    spec = importlib.util.spec_from_file_location("changed_minimal", tmp_path / "changed_minimal.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "changed_minimal", module)  # dataclasses look it up
+    spec.loader.exec_module(module)
+    monkeypatch.chdir(ROOT)
+    batches = record_rollouts(module, monkeypatch)
+    flags = dict(total_episodes=64, per_device_train_batch_size=8, num_eval_prompts=8, learning_rate=1e-3)
+    _, history = module.train(module.Args(**flags, output_dir=str(tmp_path)))
+    prompts = batches[1]["ids"][:, :5].view(8, 4, 5)
+    assert (prompts == prompts[:, :1]).all() and not (prompts == prompts[:1]).all()
+    assert history[0]["objective/kl"] == 0 < history[1]["objective/kl"]
+    assert not torch.equal(batches[1]["ids"][0], batches[1]["ids"][1])
+
+
+@pytest.mark.parametrize("name", ["RLOO", "GRPO"])
+def test_documented_advantages_are_those_of_the_script(name):
+    torch.manual_seed(0)
+    scores, kl, kl_coef, T = torch.randn(12), torch.randn(12, 5), 0.3, 5
+    names = dict(scores=scores, kl=kl, kl_coef=kl_coef, T=T, b={"values": None})
+    _, new = list(hunks(name))[1]
+    exec("\n".join(line.strip() for line in new.splitlines()), names)
+    expected = {
+        "RLOO": lambda: rloo_tldr.rloo_advantages(scores - kl_coef * kl.sum(1), 4),
+        "GRPO": lambda: grpo_math.grpo_advantages(scores, 4),
+    }[name]()
+    torch.testing.assert_close(names["advantages"], expected[:, None].expand_as(names["advantages"]))
