@@ -1,4 +1,4 @@
-"""What a run needs per GPU, and how long an update takes, by arithmetic: nothing here is measured.
+"""What a run needs per GPU, and how long an update takes, by arithmetic. One table has measured numbers beside it.
 
     python benchmarks/scale.py                                                          # tables of docs/scale.md
     python benchmarks/scale.py llama-7b --algorithm rloo --gpus 8 --sharding fsdp2      # the parts of one case
@@ -9,11 +9,15 @@ on a CPU. Rates, utilizations and the reserve are assumptions. They are at the t
 """
 
 import argparse
+import json
 import math
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Literal, get_args
 
-FP32, BF16, INT8 = 4, 2, 1  # bytes of a number
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+
+FP64, FP32, BF16, INT8 = 8, 4, 2, 1  # bytes of a number
 GB = 1e9
 
 # ---- Assumptions -------------------------------------------------------------------------------------------
@@ -24,6 +28,9 @@ TF32_COST = 2  # the output layer runs in TF32, which has half the rate of bf16
 MEMORY_UTILIZATION = 0.6  # share of the peak bandwidth of memory
 NETWORK_UTILIZATION = 0.6  # share of the peak bandwidth between GPUs
 LAUNCH_SECONDS = 10e-6  # one operation that Python starts on a GPU takes at least this long
+KERNEL_SECONDS = 3e-6  # one that the GPU starts from a recording, without its work
+ROUND = 128  # tokens of a round: TOKENS_PER_ROUND in the scripts
+LOGITS_AT_ONCE = 2**26  # token_logprobs on a GPU
 NODE = 8  # GPUs of a node
 NETWORK_IN_NODE = 450e9  # bytes per second that a GPU receives through NVLink
 NETWORK_BETWEEN_NODES = 8 * 50e9  # one ring uses all 8 adapters of a node, 400 Gbit/s each
@@ -47,7 +54,7 @@ GPUS = {
 
 @dataclass
 class Model:
-    family: str  # gpt2, gpt_neox or llama
+    family: str  # gpt2, gpt_neox, llama or qwen2 (up to 3B, with one matrix for embeddings and output layer)
     layers: int
     width: int
     heads: int
@@ -58,7 +65,7 @@ class Model:
 
     @property
     def is_llama(self):
-        return self.family == "llama"
+        return self.family in ("llama", "qwen2")
 
     @property
     def kv_width(self):
@@ -76,8 +83,8 @@ class Model:
     def linear_weights(self):
         """Parameters of the linear layers in one transformer layer."""
         weights = sum(inputs * outputs for inputs, outputs in self.linear_layers)
-        biases = 0 if self.is_llama else sum(outputs for _, outputs in self.linear_layers)
-        return weights + biases
+        with_biases = {"llama": [], "qwen2": self.linear_layers[:3]}.get(self.family, self.linear_layers)
+        return weights + sum(outputs for _, outputs in with_biases)
 
     @property
     def norm(self):
@@ -95,7 +102,7 @@ class Model:
     @property
     def head(self):
         """Parameters of the output layer, if they are not those of the embeddings."""
-        return 0 if self.family == "gpt2" else self.vocabulary * self.width
+        return 0 if self.family in ("gpt2", "qwen2") else self.vocabulary * self.width
 
     @property
     def parameters(self):
@@ -103,17 +110,18 @@ class Model:
 
     @property
     def operations(self):
-        """Operations per layer and token step of prompts with padding, counted on a CPU."""
-        return {"gpt2": 17, "gpt_neox": 35, "llama": 55}[self.family]
+        """Operations per layer and recorded token step, counted on a CPU; a norm counts as one."""
+        return 36 if self.is_llama else {"gpt2": 17, "gpt_neox": 33}[self.family]
 
     @property
     def other_operations(self):
         """Operations per token step outside of the layers: masks, positions, output layer, sampling."""
-        return {"gpt2": 50, "gpt_neox": 55, "llama": 60}[self.family]
+        return 39 if self.family == "gpt2" else 44
 
 
 MODELS = {
     "gpt2": Model("gpt2", 12, 768, 12, 12, 3072, 50257, 1024),
+    "qwen2.5-0.5b": Model("qwen2", 24, 896, 14, 2, 4864, 151936),
     "pythia-1b": Model("gpt_neox", 16, 2048, 8, 8, 8192, 50304),
     "llama-7b": Model("llama", 32, 4096, 32, 32, 11008, 32000),  # Llama 2
     "llama-70b": Model("llama", 80, 8192, 64, 8, 28672, 128256),  # Llama 3
@@ -158,9 +166,19 @@ class Case:
         return BF16 if self.dtype == "bfloat16" else FP32
 
     @property
-    def cache_number(self):
-        """Bytes of a number in the cache. Rotary positions are in fp32: they make keys and values fp32."""
+    def is_recorded(self):
+        """Whether a GPU records token steps. All models here can be recorded, but not 8-bit layers."""
+        return not (self.lora_r and self.load_in_8bit)
+
+    @property
+    def prompt_number(self):
+        """Bytes of a number in the cache of a forward pass. Rotary positions are in fp32: so are keys and values."""
         return self.number if self.model.family == "gpt2" else FP32
+
+    @property
+    def cache_number(self):
+        """Bytes of a number in the cache of a token step. A recorded step keeps it in bf16."""
+        return self.number if self.is_recorded else self.prompt_number
 
     @property
     def is_rl(self):
@@ -285,9 +303,15 @@ def bf16_copies_for_backward(case):
     return BF16 * weights * (1 if case.gradient_checkpointing else case.model.layers)
 
 
-def kv_cache(case, rows, tokens):
-    """Keys and values of all layers."""
-    return 2 * case.model.layers * case.model.kv_width * rows * tokens * case.cache_number
+def kv_cache(case, rows, tokens, number):
+    """Keys and values of all layers. number: bytes of a number"""
+    return 2 * case.model.layers * case.model.kv_width * rows * tokens * number
+
+
+def cache_columns(case):
+    """Of the last token step. The last token is not read. A recorded step needs a multiple of 8."""
+    columns = case.length - 1
+    return columns + -columns % 8 if case.is_recorded else columns
 
 
 def layer_activations(case, rows, tokens):
@@ -329,19 +353,22 @@ def one_layer_without_gradient(case, model, tokens):
 
 
 def logits_of_update(case):
-    """What the output layer holds, all fp32: up to 2^25 numbers that are kept, one more chunk of 128 rows
-    (three if not all is kept), and the gradient of its weights: that of one chunk, and the sum so far.
+    """What the output layer holds, all fp32: the logits that are kept, three times the chunk whose gradient is
+    computed (or its gradient alone, while that of the weights is), and the gradient of its weights: that of
+    one chunk, and the sum so far.
     """
     m = case.model
     if not case.has_head:
         return 0
     tokens = case.length if case.algorithm == "sft" else case.response_length
-    rows = case.per_device_train_batch_size * tokens
-    numbers = rows * m.vocabulary
-    chunks = 128 * m.vocabulary * (1 if numbers <= 2**25 else 3)
+    numbers = case.per_device_train_batch_size * tokens * m.vocabulary
+    chunk = min(numbers, LOGITS_AT_ONCE)
     is_trained = not case.lora_r and not (case.num_shared_layers and m.head == 0)
-    gradient = m.vocabulary * m.width * (1 if rows <= 128 else 2) if is_trained else 0
-    return FP32 * (min(numbers, 2**25) + chunks + gradient)
+    gradient = m.vocabulary * m.width if is_trained else 0
+    if numbers <= chunk:
+        return FP32 * max(3 * chunk, chunk + gradient)
+    last = min(numbers - chunk, chunk)  # of the chunks that are computed again
+    return FP32 * max(3 * chunk + gradient, chunk + 3 * last + gradient, 2 * chunk + 2 * gradient)
 
 
 def gathered(case):
@@ -376,13 +403,22 @@ def memory(case):
     prompt_tokens = rows / case.responses_per_prompt * case.prompt_length
     prompts = {
         **copies,
-        "KV cache of the prompts": kv_cache(case, 1, prompt_tokens),
+        "KV cache of the prompts": kv_cache(case, 1, prompt_tokens, case.prompt_number),
         "one layer that reads the prompts": one_layer_without_gradient(case, case.model, prompt_tokens),
+    }
+    # The probabilities are in fp32. A GPU converts them to fp64, and sums these.
+    logits = 5 * FP32 * rows * case.model.vocabulary
+    prompt_cache = kv_cache(case, rows, case.prompt_length, case.prompt_number)
+    last_cache = kv_cache(case, rows, cache_columns(case), case.cache_number)
+    first_token = {
+        **copies,
+        "KV cache of the prompts, for each response": prompt_cache,
+        "logits of one step, or a layer that is converted": max(logits, prompt_cache / case.model.layers),
     }
     generation = {
         **copies,
-        "KV cache": kv_cache(case, rows, case.length - 1),  # the last token is not read
-        "logits of one step": 3 * FP32 * rows * case.model.vocabulary,
+        "KV cache": last_cache,
+        "logits of one step, or a layer that grows": max(logits, last_cache / case.model.layers),
     }
     scoring = dict(copies)
     if case.reward_model is not None:
@@ -399,7 +435,8 @@ def memory(case):
     }
     phases = {"always": always, "update": update}
     if case.is_rl:
-        phases |= {"prompts": prompts, "generation": generation, "scoring": scoring}
+        phases |= {"prompts": prompts, "first token": first_token, "generation": generation}
+        phases |= {"scoring": scoring}
     if case.is_sharded:
         phases["start"] = {"two whole policies, before one is cut": 2 * policy, **frozen}
     return phases
@@ -452,8 +489,9 @@ def token_step_bytes(case, rows, tokens):
     """What one token step moves: all weights, and the cache.
 
     Frozen weights are read in fp32, then written and read in bf16; of trained ones, the copies are there.
-    The cache is read and written to make room for a token (torch.cat), and read by attention, which rounds a
-    cache in fp32 to bf16 first: another pass.
+    Attention reads the cache, in a recorded step with free columns. A cache that grows is read and written
+    to make room for a token (torch.cat), and rounded from fp32 to bf16: another pass. Sampling writes and reads
+    logits and probabilities in fp32, and probabilities and their sums in fp64.
     """
     m = case.model
     if not case.lora_r:
@@ -463,8 +501,12 @@ def token_step_bytes(case, rows, tokens):
     else:
         linear = FP32 if case.dtype == "float32" else FP32 + 2 * BF16
     weights = linear * m.layers * m.linear_weights + FP32 * m.vocabulary * m.width
+    sampling = 2 * (2 * FP32 + 2 * FP64) * rows * m.vocabulary
+    if case.is_recorded:
+        free = min(ROUND, case.response_length) / 2  # on average
+        return weights + sampling + kv_cache(case, rows, tokens + free, case.cache_number)
     passes = 4 if case.cache_number > case.number else 3
-    return weights + passes * kv_cache(case, rows, tokens)
+    return weights + sampling + passes * kv_cache(case, rows, tokens, case.cache_number)
 
 
 def engine_step_bytes(case, rows, tokens):
@@ -474,26 +516,29 @@ def engine_step_bytes(case, rows, tokens):
     return BF16 * (weights + 2 * m.layers * m.kv_width * rows * tokens)
 
 
-def generation_seconds(case, is_engine=False):
-    """Reading the prompts, then one step per token. All responses are as long as they may be.
-
-    A step takes as long as its slowest part: memory, products, or Python that starts operations. An engine
-    (is_engine) starts them in graphs. This is its bound, not its time.
+def step_seconds(case, rows, context, is_engine=False):
+    """One token step takes as long as its slower part, memory or products. Recorded kernels begin one after the
+    other, so their starts are added; if Python starts them, that is a third part, at the same time. An engine
+    (is_engine) starts nothing here: this is its bound, not its time.
     """
-    m, gpu = case.model, GPUS[case.gpu_memory]
+    m = case.model
+    moved = (engine_step_bytes if is_engine else token_step_bytes)(case, rows, context)
+    memory_seconds = moved / (MEMORY_UTILIZATION * GPUS[case.gpu_memory].bandwidth)
+    work = max(memory_seconds, forward_seconds(case, m, rows, context, rows))
+    operations = m.layers * m.operations + m.other_operations
+    if is_engine:
+        return work
+    return work + operations * KERNEL_SECONDS if case.is_recorded else max(work, operations * LAUNCH_SECONDS)
+
+
+def generation_seconds(case, is_engine=False):
+    """Reading the prompts, then one step per token. All responses are as long as they may be."""
     rows = min(case.local_rollout_forward_batch_size, case.local_batch)
     prompt_tokens = case.local_batch / case.responses_per_prompt * case.prompt_length
-    prompts = forward_seconds(case, m, prompt_tokens, case.prompt_length, 0)
-
+    prompts = forward_seconds(case, case.model, prompt_tokens, case.prompt_length, 0)
     context = case.prompt_length + case.response_length / 2  # on average
-    moved = (engine_step_bytes if is_engine else token_step_bytes)(case, rows, context)
-    memory_seconds = moved / (MEMORY_UTILIZATION * gpu.bandwidth)
-    product_seconds = forward_seconds(case, m, rows, context, rows)
-    operations = m.layers * m.operations + m.other_operations
-    python_seconds = 0 if is_engine else operations * LAUNCH_SECONDS
-    step = max(memory_seconds, product_seconds, python_seconds)
     chunks = math.ceil(case.local_batch / rows)
-    return prompts + chunks * case.response_length * step
+    return prompts + chunks * case.response_length * step_seconds(case, rows, context, is_engine)
 
 
 def scoring_seconds(case):
@@ -650,6 +695,30 @@ def time_table():
     return markdown(header, rows)
 
 
+def measured_table():
+    """Token steps and a rollout on an H200, from results/gpu-rollout.json, beside what this program computes."""
+    found = json.loads((RESULTS / "gpu-rollout.json").read_text())
+    rows = []
+    for name, shape in (("qwen2.5-0.5b", "qwen2.5-0.5b"), ("gpt2", "gpt2-124m")):
+        for batch in (64, 256, 1024):
+            measured = found["step"][f"{shape}, {batch} rows"]["ms_recorded"]
+            computed = generation_seconds(measured_case(name, batch, 129)) / 128 * 1e3
+            label = f"{shape}, {batch} rows, one token of 129"
+            rows.append([label, f"{computed:.1f} ms", f"{measured:.1f} ms", f"{computed / measured:.2f}"])
+    measured = found["rollout"]["qwen2.5-0.5b, none ends early, rounds of 128"]["seconds"]
+    computed = generation_seconds(measured_case("qwen2.5-0.5b", 256, 512))
+    label = "qwen2.5-0.5b, 256 responses of 512 tokens"
+    rows.append([label, f"{computed:.1f} s", f"{measured:.1f} s", f"{computed / measured:.2f}"])
+    return markdown(["rollout", "computed", "measured", "ratio"], rows)
+
+
+def measured_case(name, rows, tokens):
+    """A rollout of benchmarks/gpu_rollout.py: prompts of 100 tokens, 8 responses to each."""
+    batch = dict(per_device_train_batch_size=rows, num_mini_batches=1, local_rollout_forward_batch_size=rows)
+    lengths = dict(responses_per_prompt=8, prompt_length=100, response_length=tokens)
+    return Case(MODELS[name], "grpo", gpu_memory=141, kl_coef=0, **batch, **lengths)
+
+
 def seconds_text(seconds):
     return f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
 
@@ -676,6 +745,7 @@ def print_tables():
         "Memory per GPU": memory_table(),
         "What to use": choice_table(),
         "Seconds per update": time_table(),
+        "Computed and measured": measured_table(),
         "The parts of one case": [*parts_table(example), "", host_text(example)],
     }
     for title, lines in tables.items():
