@@ -279,6 +279,10 @@ def test_the_held_out_pairs_are_those_of_the_files():
             assert cells_of(page, metric)[seed - 1] == f"{x:.3f}"
 
 
+def test_the_speed_of_dpo_is_that_of_the_file():
+    assert load_program("benchmarks/speed/dpo.py").table() in DOCS["dpo_tldr"]
+
+
 def test_the_table_of_methods_is_that_of_the_program():
     """benchmarks/methods.py prints all rows of docs/methods.md."""
     printed = load_program("benchmarks/methods.py").table().splitlines()
