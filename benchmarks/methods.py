@@ -30,6 +30,12 @@ RUNS = {  # label -> folders in results/, one per seed
     "DPO, beta 0.5": [f"dpo-tldr-tiny/seed{seed}" for seed in (1, 2, 3)],
     "RLOO, kl_coef 0.05": [f"rloo-tiny/seed{seed}" for seed in (1, 2, 3)],
 }
+SWEEP = {  # DPO with other flags, seed 1
+    "DPO, beta 0.1, learning rate 3e-5": "dpo-tldr-sweep/lr-3e-5-beta-0.1",
+    "DPO, beta 1, learning rate 3e-4": "dpo-tldr-sweep/lr-3e-4-beta-1",
+    "DPO, beta 1, learning rate 1e-3": "dpo-tldr-sweep/lr-1e-3-beta-1",
+    "DPO, beta 0.1, learning rate 3e-4": "dpo-tldr-sweep/lr-3e-4-beta-0.1",
+}
 NUM_SAMPLES = 16
 SIZES = (1, 2, 4, 8, 16)
 
@@ -112,6 +118,10 @@ def points():
             golds = gold_score([row["prompt"] for row in rows], [row["after"] for row in rows])
             kl = evaluation["after"]["KL, nats per response"]
             found.append(dict(method=label, seed=seed, kl=kl, gold=fmean(golds), error=interval(golds)))
+    for label, folder in SWEEP.items():
+        after = json.loads((ROOT / "results" / folder / "evaluation.json").read_text())["after"]
+        gold, error = after["score mean"], after["score mean, +-"]  # the gold score
+        found.append(dict(method=label, seed=1, kl=after["KL, nats per response"], gold=gold, error=error))
     return found
 
 
@@ -135,9 +145,11 @@ def draw():
     groups = {}
     for x in points():
         name = "best of n (largest possible KL)" if x["method"].startswith("best of") else x["method"]
-        groups.setdefault(name, []).append(x)
-    for marker, (name, found) in zip("o-s^Dv", groups.items()):
-        style = "-o" if name.startswith("best") else marker if marker != "-" else "x"
+        if x["method"] in SWEEP:
+            name = "DPO, other flags"
+        if x["kl"] < 10:
+            groups.setdefault(name, []).append(x)
+    for style, (name, found) in zip(("-o", "s", "^", "x"), groups.items()):
         kls, golds, errors = [[x[key] for x in found] for key in ("kl", "gold", "error")]
         axes.errorbar(kls, golds, yerr=errors, fmt=style, capsize=3, label=name)
     axes.set_xlabel("KL to the start, nats per response")

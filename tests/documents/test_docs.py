@@ -263,12 +263,19 @@ def test_every_metric_of_sft_and_reward_model_is_explained(sft, reward, tiny_lm,
     assert set(of_labels[0]) | set(of_pairs[0]) == explained_metrics("reward_model")
 
 
+def test_every_metric_of_dpo_tldr_is_explained(dpo):
+    _, _, rows = dpo()
+    assert set(rows[0]) == explained_metrics("dpo_tldr")
+
+
 # ---- Numbers -----------------------------------------------------------------------------------------------
 
 THREE_SEEDS = [
     ("ppo_dialog", "ppo-dialog-tiny"),
     ("rloo_tldr", "rloo-tiny"),
+    ("dpo_tldr", "dpo-tldr-tiny"),
 ]
+NUMBERS_OF_PAIRS = "dpo_tldr", "dpo-tldr-tiny"
 BEFORE_AND_AFTER = [  # page, the heading before the table, evaluation.json
     ("sft", "## Results", "reviews-lm"),
 ]
@@ -284,6 +291,35 @@ def test_the_results_of_three_seeds_are_those_of_the_files(name, folder):
             before = evaluation["before"][metric]
             columns = slice(2 * seed - 2, 2 * seed)
             assert cells_of(page, metric)[columns] == [f"{before:.3f}", f"{after:.3f}"]
+
+
+def test_the_held_out_pairs_are_those_of_the_files():
+    name, folder = NUMBERS_OF_PAIRS
+    page = DOCS[name].split("\n## Results")[1]
+    for seed in (1, 2, 3):
+        for metric, x in result(f"{folder}/seed{seed}/evaluation.json")["pairs"].items():
+            assert cells_of(page, metric)[seed - 1] == f"{x:.3f}"
+
+
+def test_the_speed_of_dpo_is_that_of_the_file():
+    assert load_program("benchmarks/speed/dpo.py").table() in DOCS["dpo_tldr"]
+
+
+def test_the_table_of_methods_is_that_of_the_program():
+    """benchmarks/methods.py prints all rows of docs/methods.md."""
+    printed = load_program("benchmarks/methods.py").table().splitlines()
+    rows = [line for line in DOCS["methods"].splitlines() if re.match(r"\| (best|DPO|RLOO)", line)]
+    assert rows and set(rows) == set(printed[2:])
+
+
+def test_the_best_of_n_by_hand():
+    """Of three responses, the best two of all choices: 3 pairs."""
+    program = load_program("benchmarks/methods.py")
+    scores, golds = torch.tensor([[2.0, 9.0, 5.0]]), torch.tensor([[10.0, 40.0, 70.0]])
+    assert program.best_of_n(scores, golds, 1).item() == pytest.approx(40)
+    assert program.best_of_n(scores, golds, 2).item() == pytest.approx((40 + 70 + 40) / 3)
+    assert program.best_of_n(scores, golds, 3).item() == pytest.approx(40)
+    assert program.kl_bound(4) == pytest.approx(1.3863 - 0.75, abs=1e-3)
 
 
 FIVE_SEEDS = [f"ppo-sentiment-tiny/seed{seed}" for seed in range(1, 6)]

@@ -36,6 +36,7 @@ NAMES = {
     "ppo_dialog": "ppo",
     "rloo_tldr": "rloo",
     "grpo_math": "grpo",
+    "dpo_tldr": "dpo",
 }
 
 

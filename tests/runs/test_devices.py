@@ -246,7 +246,7 @@ def test_stop_and_resume(scripts, small, monkeypatch, tiny_lm, tmp_path, name):
     if name in RL:  # some responses end early, and leave the batch
         flags = dict(total_episodes=16, model_name_or_path=eos_prone(tiny_lm, tmp_path / "eos"))
     else:
-        flags = dict(sft=dict(num_train_rows=8), reward_model=dict(num_train_epochs=0.67))[name]
+        flags = dict(num_train_rows=8) if name == "sft" else dict(num_train_epochs=0.67)
     whole = train(module, small(name, "whole", **flags))
     args = small(name, "parts", **flags)
     with monkeypatch.context() as patch, pytest.raises(SystemExit), pretended_gpu() as check:
@@ -377,6 +377,16 @@ RUNS = {  # name -> script, flags from `world` and a folder
         lambda w, folder: dict(dataset_name=short_texts(folder), model_name_or_path=w.lm("llama")),
     ),
     "sft, gpt_neo": ("sft", lambda w, folder: dict(model_name_or_path=w.lm("gpt_neo"), num_train_rows=4)),
+    "dpo_tldr, LoRA, bf16": ("dpo_tldr", lambda w, folder: dict(lora_r=4, dtype="auto")),
+    "dpo_tldr, rankings": (
+        "dpo_tldr",
+        lambda w, folder: dict(
+            dataset_name=rankings(folder),
+            eval_dataset_name=None,
+            model_name_or_path=w.lm("llama"),
+            gradient_checkpointing=True,
+        ),
+    ),
     "reward_model, LoRA, bf16, acts": (
         "reward_model",
         lambda w, folder: dict(
