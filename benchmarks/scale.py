@@ -329,8 +329,8 @@ def one_layer_without_gradient(case, model, tokens):
 
 
 def logits_of_update(case):
-    """What the output layer holds, all fp32: up to 2^25 numbers that are kept, one more chunk of 128 rows
-    (three if not all is kept), and the gradient of its weights: that of one chunk, and the sum so far.
+    """What the output layer holds, all fp32: up to 2^25 numbers that are kept, two more chunks of 128 rows
+    (four if not all is kept), and the gradient of its weights: that of one chunk, and the sum so far.
     """
     m = case.model
     if not case.has_head:
@@ -338,7 +338,7 @@ def logits_of_update(case):
     tokens = case.length if case.algorithm == "sft" else case.response_length
     rows = case.per_device_train_batch_size * tokens
     numbers = rows * m.vocabulary
-    chunks = 128 * m.vocabulary * (1 if numbers <= 2**25 else 3)
+    chunks = 128 * m.vocabulary * (2 if numbers <= 2**25 else 4)
     is_trained = not case.lora_r and not (case.num_shared_layers and m.head == 0)
     gradient = m.vocabulary * m.width * (1 if rows <= 128 else 2) if is_trained else 0
     return FP32 * (min(numbers, 2**25) + chunks + gradient)
