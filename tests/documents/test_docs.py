@@ -417,7 +417,9 @@ def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
         assert f"all {len(faults)} known faults" in page and all(fault["killed_by"] for fault in faults)
     kills = [json.loads(line) for line in open(ROOT / "results/reliability/kills.jsonl")]
     sigkills = sum(kill["signal"] == "SIGKILL" for kill in kills)
-    assert f"{sigkills} SIGKILLs at random moments" in DOCS["evidence"] and all(kill["same"] for kill in kills)
+    assert f"{sigkills} SIGKILLs at random moments" in DOCS["evidence"] and all(
+        kill["same"] for kill in kills
+    )
     assert f"and {len(kills) - sigkills} SIGTERMs and SIGINTs" in DOCS["evidence"]
     noticed = []
     for path in sorted((ROOT / "results/blind-faults").glob("*.outcomes.jsonl")):

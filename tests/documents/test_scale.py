@@ -334,7 +334,9 @@ def test_a_pass_without_gradients_needs_about_the_computed_bytes(arch):
 
 
 @EACH
-@pytest.mark.parametrize("prompt, response", [(400, 100), (40, 400)])  # the prompts are larger, the last step is
+@pytest.mark.parametrize(
+    "prompt, response", [(400, 100), (40, 400)]
+)  # the prompts are larger, the last step is
 def test_sampling_needs_about_the_computed_bytes(arch, prompt, response):
     """The cache of one layer at a time is in memory twice."""
     case = small_case(arch, prompt_length=prompt, response_length=response)

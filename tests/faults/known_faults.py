@@ -250,23 +250,23 @@ ppo_sentiment.generate: rows that go on read the cache of others
 
 # Token steps that a GPU records
 
-ppo_sentiment.generate: the column of a recorded step is a number
+ppo_sentiment.generate: the column of a recorded step is a number (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - token = tokens[rows, column - C]
   + token = tokens[rows, column.tolist()[0] - C]
-ppo_sentiment.generate: a recorded step asks whether all responses have ended
+ppo_sentiment.generate: a recorded step asks whether all responses have ended (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - column.add_(1)
   + column.add_(0 if torch.isin(tokens[rows, column - C], stop_ids).all() else 1)
-ppo_sentiment.FixedSizeLayer: a recorded step makes a new tensor for the keys
+ppo_sentiment.FixedSizeLayer: a recorded step makes a new tensor for the keys (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - self.keys.index_copy_(2,
   + self.keys = self.keys.index_copy(2,
-ppo_sentiment.FixedSizeLayer: the keys of a recorded step keep moving
+ppo_sentiment.FixedSizeLayer: the keys of a recorded step keep moving (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - self.keys.index_copy_(2, self.column, keys.to(self.keys.dtype))
   + self.keys = torch.cat([self.keys[:, :, 1:], keys.to(self.keys.dtype)], 2)
-ppo_sentiment.repeat: autocast rounds the weights while recording, and the next call uses them
+ppo_sentiment.repeat: autocast rounds the weights while recording, and the next call uses them (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[True-False-llama]
   -     graph = torch.cuda.CUDAGraph()
   -     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
@@ -277,7 +277,7 @@ ppo_sentiment.repeat: autocast rounds the weights while recording, and the next 
   +         step()
   +     step()
   +     count -= 1
-ppo_sentiment.repeat: the call that is recorded counts as a token
+ppo_sentiment.repeat: the call that is recorded counts as a token (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - range(count - 1)
   + range(count - 2)
