@@ -1200,8 +1200,11 @@ class Run:
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            header = "score before" if name == "score" and "score after" in rows[-1] else name
+            table.add_column(header, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
+            if "prompt" in row and self.console.width <= 80:
+                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
 
@@ -1221,6 +1224,8 @@ class Run:
 
         shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
         shown = f"update {update}/{self.updates}  {shown}"
+        if metrics.get("env/reward_std", 1) < 1e-6:
+            shown += "  all scores are equal, so there is nothing to learn"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
         if update == self.updates:
@@ -1405,7 +1410,8 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    description = f"{__doc__.splitlines()[0]} The first word may be a recipe: {', '.join(RECIPES)}."
+    commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
+    description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
     args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:

@@ -240,13 +240,14 @@ def rollout(model, ref_model, tokenizer, score_label, prompt_ids, prompt_mask, m
 
 
 def generate(policy, ids, mask, uniforms):
-    """Sample T tokens after each prompt, one at a time. What comes after the end of a response is cut later.
+    """Sample T tokens after each prompt, one at a time. Those after the end of a response are masked later.
 
     Left-padded ids, mask [B, C]; uniforms [B, T], one random number per token -> tokens [B, T]
     """
     tokens = []
     cache = None
     for t in range(uniforms.shape[1]):
+        # The first pass reads the prompt, the others one token each. Padding has no position.
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         outputs = policy(ids, past_key_values=cache, attention_mask=mask, position_ids=positions)
         cache = outputs.past_key_values

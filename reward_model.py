@@ -1498,8 +1498,6 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    eval_flag = "--num-eval-prompts"  # TRL's judge_tldr.py: --num_examples
-    argv = [x.replace("--num_examples", eval_flag).replace("--num-examples", eval_flag) for x in argv]
     commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
     description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
     parse = partial(tyro.cli, Args, args=argv, description=description)

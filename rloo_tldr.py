@@ -71,7 +71,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
-from typing import Literal
+from typing import Annotated, Literal
 
 import accelerate
 import datasets
@@ -154,7 +154,9 @@ class Args:
     cliprange: float = 0.2  # epsilon of the clipped policy loss
 
     # Judge: judge_model if there is one, or judge_fn, or the reward itself
-    num_eval_prompts: int = 256  # number of held-out posts whose summaries are judged, before and after
+
+    # Number of held-out posts whose summaries are judged (--num_examples in TRL's judge_tldr.py).
+    num_eval_prompts: Annotated[int, tyro.conf.arg(aliases=["--num-examples"])] = 256
     judge_fn: str | None = None  # FILE.py:function like --reward-fn; the summary with the higher score wins
     judge_model: str | None = None  # folder of a reward model; another name, or with judge_url: a chat model
     judge_url: str | None = None  # the chat model's OpenAI-compatible server (None: OpenAI); OPENAI_API_KEY
@@ -2132,8 +2134,6 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    eval_flag = "--num-eval-prompts"  # TRL's judge_tldr.py: --num_examples
-    argv = [x.replace("--num_examples", eval_flag).replace("--num-examples", eval_flag) for x in argv]
     commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
     description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
     parse = partial(tyro.cli, Args, args=argv, description=description)

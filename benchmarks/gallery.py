@@ -677,6 +677,24 @@ SYMPTOMS_HEAD = """
 
 So expect the true cause among the first three in two of three failed runs of a default recipe, and less often elsewhere.
 
+## Questions
+
+- **Why is the loss about 0 in the first step, and later?** Advantages are centered: over each group in GRPO and RLOO, over the batch in PPO.
+  With ratios of 1, the loss is minus their mean, so it is about 0, while its gradient is not. In all 51 updates of
+  `results/qwen-gsm8k/seed1` it is between -0.02 and 0.02, and `grad_norm` between 0.30 and 0.66. The loss is not a measure of progress; the
+  score is.
+- **Why is the ratio exactly 1 in the first step?** The old log-probabilities are those of the same weights, computed the same way, and
+  nothing has been updated since. Each run asserts it. Later steps on the same batch have other ratios.
+- **Why does clipping do nothing?** With one optimizer step per batch (`--num-ppo-epochs 1 --num-mini-batches 1`, the default of grpo_math.py),
+  all ratios are 1, so `policy/clipfrac_avg` and `policy/approxkl_avg` are 0. Clipping acts from the second step on.
+- **How much memory does it take?** `perf/peak_memory_mb` has the peak so far. Measured: [GPT-2 and pythia](speed.md#on-a-gpu), [a Qwen of
+  0.5B](real_models.md#one-gpu-15-minutes-gsm8k); computed for others: [scale](scale.md). [What saves memory](running.md#memory).
+- **How long does it take?** `perf/seconds`, `perf/rollout_seconds` and `perf/train_seconds` of the second update, times the number of
+  updates, which the run prints at the start; then two evaluations. [Reference runs](real_models.md) with their minutes.
+- **Which commands made the start and the reward of this run?** `args.json` has the command of the run and its `model_name_or_path` and
+  `reward_model_path`. If these are `model/` in a run folder, its own `args.json` is next to it, and so on. For models of this repository:
+  [checkpoints](../checkpoints/README.md).
+
 ## Symptoms
 
 """

@@ -12,6 +12,8 @@ smollm2-imdb writes
     OUT/imdb-judge    train: most of IMDB's test half, for the judge
 Both have the same split test: the other 5,000 reviews of the test half. Nothing is trained on them.
 
+qwen-gsm8k copies the splits train and test of RAW/gsm8k, openai/gsm8k with its configuration main, to OUT/gsm8k.
+
 smollm2-word-problems reads RAW/word_problems with the columns question, equation (56 * 9) and answer (504):
 train from MAWPS and ASDiv-A, test from SVAMP. They are data/mawps-asdiv-a_svamp of arkilpatel/SVAMP on GitHub,
 after the numbers have been put back into the texts. It writes
@@ -62,6 +64,11 @@ def write_imdb(raw, out):
     write(held_out, out / "imdb/test.jsonl")
     write(judge, out / "imdb-judge/train.jsonl")
     write(held_out, out / "imdb-judge/test.jsonl")
+
+
+def write_gsm8k(raw, out):
+    for split, rows in datasets.load_dataset(str(raw / "gsm8k")).items():
+        write(rows, out / f"gsm8k/{split}.jsonl")
 
 
 def chat(row):
@@ -119,7 +126,12 @@ def write_hh(raw, out):
     write([pair for group in groups[250:] for pair in group], out / "hh/train.jsonl")
 
 
-WRITERS = {"smollm2-imdb": write_imdb, "smollm2-word-problems": write_word_problems, "smollm2-hh": write_hh}
+WRITERS = {
+    "qwen-gsm8k": write_gsm8k,
+    "smollm2-imdb": write_imdb,
+    "smollm2-word-problems": write_word_problems,
+    "smollm2-hh": write_hh,
+}
 
 if __name__ == "__main__":
     job, raw, out = sys.argv[1:]

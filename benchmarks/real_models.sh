@@ -3,7 +3,8 @@
 #
 #   bash benchmarks/real_models.sh JOB SEED MODELS DATA OUT        (PYTHON=... chooses another Python)
 #
-#   JOB      smollm2-imdb: positive film reviews, ppo_sentiment.py
+#   JOB      qwen-gsm8k: school mathematics on one GPU with 80 GB, grpo_math.py
+#            smollm2-imdb: positive film reviews, ppo_sentiment.py
 #            smollm2-dailydialog: answers in dialogs, ppo_dialog.py
 #            smollm2-word-problems: word problems with answers that are checked, grpo_math.py
 #            smollm2-tldr: summaries of posts, rloo_tldr.py
@@ -12,6 +13,8 @@
 #   MODELS   a folder with smollm2-135m-instruct and minilm-l6:
 #              hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir MODELS/smollm2-135m-instruct
 #              hf download sentence-transformers/all-MiniLM-L6-v2 --local-dir MODELS/minilm-l6
+#            for qwen-gsm8k only qwen2.5-coder-0.5b-instruct:
+#              hf download Qwen/Qwen2.5-Coder-0.5B-Instruct --local-dir MODELS/qwen2.5-coder-0.5b-instruct
 #   DATA     a folder of raw data sets: see real_data.py
 #   OUT      output directory: 5 GB
 #
@@ -19,7 +22,7 @@
 # More flags for the RL run can follow OUT. One core: OMP_NUM_THREADS=1. ONLY=reward runs only the stage with this
 # folder, so that stages that do not need each other can run side by side. Results: docs/real_models.md.
 set -eu
-[ $# -ge 5 ] || { sed -n '2,21s/^# \?//p' "$0"; exit 2; }
+[ $# -ge 5 ] || { sed -n '2,24s/^# \?//p' "$0"; exit 2; }
 JOB=$1 SEED=$2 MODELS=$(realpath "$3") DATA=$(realpath "$4") OUT=$5
 shift 5
 HERE=$(cd "$(dirname "$0")/.." && pwd)
@@ -44,6 +47,13 @@ stage() {
 }
 
 case $JOB in
+qwen-gsm8k)
+    [ -e gsm8k/test.jsonl ] || "$PYTHON" "$HERE/benchmarks/real_data.py" "$JOB" "$DATA" .
+    # All test problems, with four samples each. The evaluation answers 1,024 prompts at once.
+    stage "grpo-seed$SEED" grpo_math.py gsm8k-qwen-0.5b --seed "$SEED" --dataset-name gsm8k \
+        --model-name-or-path models/qwen2.5-coder-0.5b-instruct --num-examples 1319 --num-eval-samples 4 \
+        --local-rollout-forward-batch-size 1024 --keep-checkpoints 1 "$@"
+    ;;
 smollm2-imdb)
     [ -e imdb-judge/test.jsonl ] || "$PYTHON" "$HERE/benchmarks/real_data.py" "$JOB" "$DATA" .
     # The start: SmolLM2 on 3,000 beginnings of reviews.

@@ -1,7 +1,8 @@
 """The results of real_models.sh: copy them from its output directory, draw them, print the tables.
 
-    python benchmarks/real_results.py smollm2-imdb          # docs/real-smollm2-imdb.png, tables to the screen
-    python benchmarks/real_results.py smollm2-imdb OUT      # first copy the finished runs of OUT to results/
+    python benchmarks/real_results.py qwen-gsm8k            # docs/real-qwen-gsm8k.png, tables to the screen
+    python benchmarks/real_results.py qwen-gsm8k OUT        # first copy the finished runs of OUT to results/
+    python benchmarks/real_results.py                       # the table of all reference runs
 
 The other jobs are those of real_models.sh. Copied are numbers and the samples of the evaluation; except for the
 film reviews, only a few of them with the texts of the data. Models and data stay in OUT.
@@ -14,15 +15,21 @@ import math
 import re
 import sys
 from pathlib import Path
+from statistics import fmean, pstdev
 
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "data")]
 import health  # noqa: E402
-from math_rewards import value_of  # noqa: E402
+from math_rewards import boxed_answer, value_of  # noqa: E402
 
 PANELS = {  # job -> metric -> title
+    "qwen-gsm8k": {
+        "objective/scores": "reward: share of right answers, training problems",
+        "policy/entropy_avg": "entropy, nats per token",
+        "completions/mean_length": "tokens per response",
+    },
     "smollm2-imdb": {
         "objective/scores": "score: the classifier's logit for positive",
         "objective/kl": "KL to the start, nats per response",
@@ -72,7 +79,9 @@ def copy_results(out, results):
         metrics = (run / "metrics.jsonl").read_bytes()
         (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(metrics, mtime=0))
         (folder / "evaluation.json").write_text((run / "evaluation.json").read_text())
-        if run.name.startswith("grpo-"):
+        if results.name == "qwen-gsm8k":
+            copy_solutions(run, out / "gsm8k/test.jsonl", folder)
+        elif run.name.startswith("grpo-"):
             copy_tasks(run, out / "word-problems/test.jsonl", folder / "evaluation_samples.jsonl.gz")
         elif (run / "evaluation_samples.jsonl").exists():
             rows = [json.loads(x) for x in (run / "evaluation_samples.jsonl").read_text().splitlines()]
@@ -96,6 +105,70 @@ def copy_tasks(run, data, path):
             del row["task"]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     path.write_bytes(gzip.compress(lines.encode(), mtime=0))
+
+
+def copy_solutions(run, data, folder):
+    """The samples of the first problems, and for all of them what GSM8K's tables need of each response."""
+    solutions = [json.loads(line) for line in data.read_text().splitlines()]
+    steps = {row["question"]: row["answer"].count("<<") for row in solutions}  # <<48/2=24>> is one step
+    samples, counts = [], []
+    for line in (run / "evaluation_samples.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        count = {"set": row["set"], "steps": steps[row["task"].split("user: ", 1)[1]]}
+        for side in ("before", "after"):
+            responses = row[side]["responses"]
+            count[side] = {name: row[side][name] for name in ("right", "ended", "length")}
+            count[side]["python"] = ["```" in x for x in responses]
+            count[side]["boxed"] = [boxed_answer(x) is not None for x in responses]
+            count[side]["equations"] = [worked_equations(x) for x in responses]
+        counts.append(count)
+        if sum(sample["set"] == row["set"] for sample in samples) < NUM_TEXTS:
+            samples.append(row)
+    for name, rows in (("evaluation_samples", samples), ("evaluation_counts", counts)):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+
+
+# What is left of a LaTeX solution when only numbers and operators count, by (pattern, replacement) in this order.
+ARITHMETIC = [
+    (r"(?s)```.*?(```|\Z)", "\n"),  # code blocks
+    (r"(?m)^\s*([-*]|\d+[.)]|#+)\s+", ""),  # bullets
+    (r"\\(text|mathrm|textbf|mathbf)\s*\{[^{}]*\}", " "),  # units in LaTeX
+    (r"\\boxed\s*\{([^{}]*)\}", r"\1"),
+    (r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"((\1)/(\2))"),
+    (r"\\times|\\cdot|×", "*"),
+    (r"\\div|÷", "/"),
+    (r"(?<=\d)(,|\{,\})(?=\d{3}(?!\d))", ""),  # 1,000
+    (r"(\d+(?:\.\d+)?)\s*\\?%", r"(\1/100)"),
+    (r"\\[()\[\],;:! ]|\\?\$|\\left|\\right|[€£]|\*\*", ""),
+    (r"(?<=\d)[A-Za-z]|\b[A-Za-z]\b", "?"),  # a variable: its equation does not count
+    (r"[/-]?\s*[A-Za-z]{2,}(\s*/\s*[A-Za-z]+)?", " "),  # words and units
+    (r"\(\s*\)", " "),
+]
+
+
+def worked_equations(response):
+    """The equations of numbers in a solution, such as 3 * 4 = 12. -> list of [number of operators, bool: true?]
+
+    An equation needs an operator on its left side. It is true if its sides differ by less than 0.5 %, which
+    allows for rounding. Those with variables, or that cannot be read, are left out.
+    """
+    for pattern, replacement in ARITHMETIC:
+        response = re.sub(pattern, replacement, response)
+    found = {}  # each left side once: some responses repeat themselves
+    for line in response.splitlines():
+        parts = line.split("=")
+        for left, right in zip(parts, parts[1:]):
+            left = re.search(r"[-+*/(). \d]*$", left)[0].strip(" .")
+            right = re.match(r"[-+*/(). \d]*", right)[0].strip(" .")
+            operators = len(re.findall(r"[\d)] *[-+*/]", left))
+            try:
+                values = [float(value_of(ast.parse(side, mode="eval").body)) for side in (left, right)]
+            except (SyntaxError, TypeError, ValueError, ZeroDivisionError):
+                continue
+            if operators:
+                found[left] = [operators, math.isclose(*values, rel_tol=5e-3)]
+    return list(found.values())
 
 
 def read_metrics(folder):
@@ -308,10 +381,149 @@ def first_tasks(folder, count=4):
     return "\n".join(lines)
 
 
+def read_solutions(folder, kind):
+    """The evaluation of a run on GSM8K. kind: "greedy" or "held-out" -> one dict per problem"""
+    rows = [json.loads(line) for line in health.read(folder, "evaluation_counts.jsonl").splitlines()]
+    return [row for row in rows if row["set"] == kind]
+
+
+def paired_gain(pairs):
+    """The mean gain of (before, after) pairs, and the half width of its 95 % interval. -> two floats"""
+    gains = [after - before for before, after in pairs]
+    return fmean(gains), 1.96 * pstdev(gains) / len(gains) ** 0.5
+
+
+def solved(folder):
+    """How many problems of GSM8K are solved, with the gain over the same problems, in markdown."""
+    evaluation = read_json(folder / "evaluation.json")
+    lines = [f"| {evaluation['n']:,} test problems | before | after | gain |", "|---" * 4 + "|"]
+    measures = {
+        "greedy: pass@1": ("greedy", fmean),
+        "sampled: pass@1": ("held-out", fmean),
+        "sampled: pass@4": ("held-out", any),
+    }
+    for label, (kind, measure) in measures.items():
+        pairs = [
+            [float(measure(row[side]["right"])) for side in ("before", "after")]
+            for row in read_solutions(folder, kind)
+        ]
+        before, after = map(fmean, zip(*pairs))
+        gain, half = paired_gain(pairs)
+        lines.append(
+            f"| {label} | {before:.1%} | {after:.1%} | {100 * gain:+.1f} ± {100 * half:.1f} points |"
+        )
+    greedy = [
+        [row[side]["right"][0] for side in ("before", "after")] for row in read_solutions(folder, "greedy")
+    ]
+    for label, pair in (("newly solved", [False, True]), ("no longer solved", [True, False])):
+        lines.append(f"| greedy: {label} | | {greedy.count(pair)} | |")
+    return "\n".join(lines)
+
+
+def solutions(folder):
+    """What is in the responses to GSM8K's problems, in markdown."""
+    columns = {
+        f"{label}, {side}": [row[side] for row in read_solutions(folder, kind)]
+        for label, kind in (("greedy", "greedy"), ("sampled", "held-out"))
+        for side in ("before", "after")
+    }
+    measures = {  # of one response: -> number
+        "code block": lambda x, i: x["python"][i],
+        "answer in a box": lambda x, i: x["boxed"][i],
+        "cut off at 512 tokens": lambda x, i: not x["ended"][i],
+        "at least one false equation": lambda x, i: not all(true for _, true in x["equations"][i]),
+    }
+    lines = [f"| share of responses with | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for label, measure in measures.items():
+        shares = [
+            fmean(measure(x, i) for x in column for i in range(len(x["right"])))
+            for column in columns.values()
+        ]
+        lines.append(f"| {label} | {' | '.join(f'{share:.1%}' for share in shares)} |")
+    equations = {  # column -> equations of each response
+        label: [found for x in column for found in x["equations"]] for label, column in columns.items()
+    }
+    cells = [f"{fmean(len(found) for found in lists):.1f}" for lists in equations.values()]
+    lines.append(f"| equations per response | {' | '.join(cells)} |")
+    cells = [f"{fmean(sum(n for n, _ in found) for found in lists):.1f}" for lists in equations.values()]
+    lines.append(f"| operations in them | {' | '.join(cells)} |")
+    cells = [f"{fmean(true for found in lists for _, true in found):.1%}" for lists in equations.values()]
+    lines.append(f"| true equations | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def by_kind(folder):
+    """Greedy pass@1 on GSM8K by the kind of problem, and by the response before training, in markdown."""
+    rows = read_solutions(folder, "greedy")
+    kinds = {
+        "the solution has 0 to 2 steps": lambda row: row["steps"] <= 2,
+        "3 steps": lambda row: row["steps"] == 3,
+        "4 steps": lambda row: row["steps"] == 4,
+        "5 or more steps": lambda row: row["steps"] >= 5,
+        "code block before": lambda row: row["before"]["python"][0],
+        "cut off before": lambda row: not row["before"]["ended"][0],
+        "neither of them": lambda row: row["before"]["ended"][0] and not row["before"]["python"][0],
+    }
+    lines = ["| greedy | problems | before | after | gain |", "|---" * 5 + "|"]
+    for label, is_kind in kinds.items():
+        pairs = [[row[side]["right"][0] for side in ("before", "after")] for row in rows if is_kind(row)]
+        before, after = map(fmean, zip(*pairs))
+        gain, half = paired_gain(pairs)
+        cells = [len(pairs), f"{before:.1%}", f"{after:.1%}", f"{100 * gain:+.1f} ± {100 * half:.1f} points"]
+        lines.append(f"| {label} | {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def beside_trl_grpo(results):
+    """Seconds of the second and third update, ours and TRL's on the same GPU in the same call, in markdown."""
+    ours = read_metrics(results / "three-updates")[1:]
+    theirs = read_json(results / "trl.json")["updates"][1:]
+    columns = {
+        "ours": ([x["perf/seconds"] for x in ours], [x["perf/rollout_seconds"] for x in ours]),
+        "TRL 1.16": ([x["seconds"] for x in theirs], [x["seconds"] - x["train"] for x in theirs]),
+    }
+    tokens = {
+        "ours": [256 * x["completions/mean_length"] for x in ours],
+        "TRL 1.16": [x["tokens"] for x in theirs],
+    }
+    lines = [f"| per update | {' | '.join(columns)} |", "|---|---|---|"]
+    rows = {"seconds": [], "of these, rollout": [], "tokens per second": []}
+    for label, (seconds, rollout) in columns.items():
+        rows["seconds"].append(f"{fmean(seconds):.1f}")
+        rows["of these, rollout"].append(f"{fmean(rollout):.1f}")
+        rows["tokens per second"].append(f"{sum(tokens[label]) / sum(seconds):,.0f}")
+    return "\n".join([*lines, *(f"| {label} | {' | '.join(cells)} |" for label, cells in rows.items())])
+
+
+# job, run, name of the metric in evaluation.json, its short name, algorithm, model, data, hardware
+REFERENCE_RUNS = [
+    ("qwen-gsm8k", "seed1", "greedy: pass@1", "greedy pass@1", "GRPO", "Qwen2.5-Coder-0.5B-Instruct", "GSM8K", "H200"),
+    ("smollm2-imdb", "seed1", "score mean", "score", "PPO, LoRA", "SmolLM2-135M-Instruct", "IMDB", "one CPU core"),
+    ("smollm2-dailydialog", "seed1", "meteor", "METEOR", "PPO, LoRA", "SmolLM2-135M-Instruct", "DailyDialog", "H200"),
+    ("smollm2-word-problems", "seed1", "held-out: pass@1", "pass@1", "GRPO", "SmolLM2-135M-Instruct", "MAWPS, ASDiv-A; SVAMP", "H200"),
+    ("smollm2-tldr", "seed1", "win rate", "win rate", "RLOO", "SmolLM2-135M-Instruct", "TL;DR", "H200"),
+    ("smollm2-hh", "seed1", "win rate", "win rate", "RLOO", "SmolLM2-135M-Instruct", "hh-rlhf", "H200"),
+]  # fmt: skip
+
+
+def reference_runs():
+    """The first seed of each job, in markdown. Minutes are those of the updates of the RL run."""
+    head = ["job", "algorithm", "model", "data", "hardware", "minutes", "before → after"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for job, run, metric, name, *about in REFERENCE_RUNS:
+        folder = ROOT / "results" / job / run
+        evaluation = read_json(folder / "evaluation.json")
+        change = " → ".join(f"{evaluation[side][metric]:.3f}" for side in ("before", "after"))
+        lines.append(f"| `{job}` | {' | '.join(about)} | {minutes(folder)} | {name} {change} |")
+    return "\n".join(lines)
+
+
 def tables(job):
     """All tables of the page about a job. -> list of str"""
     results = ROOT / "results" / job
     seeds = sorted(results.glob("seed*"))
+    if job == "qwen-gsm8k":
+        return [make(seeds[0]) for make in (solved, solutions, by_kind)] + [beside_trl_grpo(results)]
     blocks = [stages(results, seeds)]
     if job == "smollm2-word-problems":
         blocks.append(all_seeds(seeds))
@@ -328,6 +540,8 @@ def tables(job):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        sys.exit(print(reference_runs()))
     job, *out = sys.argv[1:]
     if out:
         copy_results(Path(out[0]), ROOT / "results" / job)

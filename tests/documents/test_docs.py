@@ -339,6 +339,13 @@ def test_the_table_of_the_readme_is_that_of_the_file():
         assert cells_of(README, metric) == [f"{before:.3f}", f"{after:.3f}"]
 
 
+def test_the_own_reward_of_the_readme_is_that_of_the_file():
+    evaluation = result("ppo-sentiment-own-reward/evaluation.json")
+    before, after = evaluation["before"]["score mean"], evaluation["after"]["score mean"]
+    text = " ".join(README.split())
+    assert f"the mean of {evaluation['n']} held-out prompts rises from {before:.2f} to {after:.2f}" in text
+
+
 @pytest.mark.parametrize("heading, folder", CALIBRATION)
 def test_a_calibration_table_is_that_of_the_file(heading, folder):
     page = DOCS["reward_model"].split(f"\n{heading}")[1]
@@ -442,10 +449,35 @@ def test_the_weak_start_of_the_dialogs_is_that_of_the_files():
 def test_the_tables_of_real_models_are_those_of_the_program():
     """benchmarks/real_results.py prints all rows with results from the committed files."""
     program = load_program("benchmarks/real_results.py")
-    printed = {line for job in program.PANELS for table in program.tables(job) for line in table.splitlines()}
+    tables = [program.reference_runs(), *(table for job in program.PANELS for table in program.tables(job))]
+    printed = {line for table in tables for line in table.splitlines()}
     lines = DOCS["real_models"].splitlines()
     rows = [line for line in lines if line.startswith("|") and re.search(r"\d\.\d|&lt;", line)]
     assert len(rows) > 50 and not set(rows) - printed
+
+
+def test_equations_of_a_solution_by_hand():
+    """Units, LaTeX, thousands, percentages and bullets are read; code, variables and repetitions are not."""
+    find = load_program("benchmarks/real_results.py").worked_equations
+    assert find("10 packs * 30 balloons/pack = 300 balloons") == [[1, True]]
+    assert find(r"\[ 2 \times \frac{3}{4} = 1.5 \text{ hours} \]") == [[2, True]]
+    assert find(r"\$1,000 + \$200 = \$1,300") == [[1, False]]
+    assert find("- 60% * 50 = 30 = 20 + 9") == [[2, True]]  # 60% is 60/100
+    assert find("3. 100 / 3 = 33.3, so 5 + 5 = 10") == [[1, True], [1, True]]
+    assert find("2 + 2 = 4\n2 + 2 = 4") == [[1, True]]
+    assert find("2x + 3 = 7\ny = 4 + y\n```python\n1 + 1 = 3\n```\nx = 5") == []
+
+
+def test_the_gain_on_gsm8k_is_in_the_pages():
+    """The paired gain of seed 1, and the minutes of its updates."""
+    program = load_program("benchmarks/real_results.py")
+    folder = ROOT / "results/qwen-gsm8k/seed1"
+    row = program.solved(folder).splitlines()[2]
+    before, after, gain = [cell.strip() for cell in row.strip("|").split("|")[1:]]
+    sentence = f"{before.replace('%', ' %')} to {after.replace('%', ' %')}"
+    for page in (README, DOCS["real_models"], DOCS["grpo_math"]):
+        assert sentence in " ".join(page.split()) and gain.removesuffix(" points").lstrip("+") in page
+    assert program.minutes(folder) == "5"
 
 
 @pytest.fixture(scope="module")
