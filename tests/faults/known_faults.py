@@ -243,7 +243,7 @@ ppo_sentiment.sample_tokens: a cumulative sum in fp32 (trap 12)
   math/test_sampling.py::test_sample_tokens_finds_rare_tokens_after_a_likely_one
   - else torch.float64
   + else torch.float32
-ppo_sentiment.generate: rows that go on read the cache of others
+ppo_sentiment.make_room: rows that go on read the cache of others
   math/test_generation.py::test_generate_samples_from_transformers_softmax
   - cache.batch_select_indices(keep)
   + cache.batch_select_indices(torch.arange(len(keep)))
