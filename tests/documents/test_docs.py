@@ -116,7 +116,7 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     # Flags of the programs in benchmarks/.
     known |= {"peers", "other", "only", "rounds", "batches", "results", "show", "save", "signals", "trl"}
     known |= {"trl112", "jobs", "seeds", "side", "responses", "algorithm", "gpus", "gpu_memory"}
-    known |= {"reward_model", "sharding", "rows"}
+    known |= {"reward_model", "sharding", "rows", "responses_per_prompt", "prompt_length"}
     known |= {"num_examples"}  # TRL's name of --num-eval-prompts
     for script in scripts.values():
         for field in script.Args.__dataclass_fields__.values():
@@ -586,7 +586,7 @@ def names_in(path):
 
 
 def test_every_trap_has_code_and_tests():
-    assert list(TRAPS) == [str(number) for number in range(1, 47)]
+    assert list(TRAPS) == [str(number) for number in range(1, 48)]
     for number, text in TRAPS.items():
         code, tests = re.search(r"- Code: (.*) - Reported: .* - Tests: (.*)", text).groups()
         assert ".py::" in code, number

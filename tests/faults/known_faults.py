@@ -243,30 +243,30 @@ ppo_sentiment.sample_tokens: a cumulative sum in fp32 (trap 12)
   math/test_sampling.py::test_sample_tokens_finds_rare_tokens_after_a_likely_one
   - else torch.float64
   + else torch.float32
-ppo_sentiment.generate: rows that go on read the cache of others
+ppo_sentiment.make_room: rows that go on read the cache of others
   math/test_generation.py::test_generate_samples_from_transformers_softmax
   - cache.batch_select_indices(keep)
   + cache.batch_select_indices(torch.arange(len(keep)))
 
 # Token steps that a GPU records
 
-ppo_sentiment.generate: the column of a recorded step is a number
+ppo_sentiment.generate: the column of a recorded step is a number (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - token = tokens[rows, column - C]
   + token = tokens[rows, column.tolist()[0] - C]
-ppo_sentiment.generate: a recorded step asks whether all responses have ended
+ppo_sentiment.generate: a recorded step asks whether all responses have ended (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - column.add_(1)
   + column.add_(0 if torch.isin(tokens[rows, column - C], stop_ids).all() else 1)
-ppo_sentiment.FixedSizeLayer: a recorded step makes a new tensor for the keys
+ppo_sentiment.FixedSizeLayer: a recorded step makes a new tensor for the keys (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - self.keys.index_copy_(2,
   + self.keys = self.keys.index_copy(2,
-ppo_sentiment.FixedSizeLayer: the keys of a recorded step keep moving
+ppo_sentiment.FixedSizeLayer: the keys of a recorded step keep moving (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - self.keys.index_copy_(2, self.column, keys.to(self.keys.dtype))
   + self.keys = torch.cat([self.keys[:, :, 1:], keys.to(self.keys.dtype)], 2)
-ppo_sentiment.repeat: autocast rounds the weights while recording, and the next call uses them
+ppo_sentiment.repeat: autocast rounds the weights while recording, and the next call uses them (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[True-False-llama]
   -     graph = torch.cuda.CUDAGraph()
   -     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
@@ -277,7 +277,7 @@ ppo_sentiment.repeat: autocast rounds the weights while recording, and the next 
   +         step()
   +     step()
   +     count -= 1
-ppo_sentiment.repeat: the call that is recorded counts as a token
+ppo_sentiment.repeat: the call that is recorded counts as a token (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - range(count - 1)
   + range(count - 2)
