@@ -6,16 +6,19 @@ If you know reward_model.py and rloo_tldr.py, this is what changes:
    -log sigmoid(score of the better one - score of the worse one) (Bradley-Terry). But there is no head for
    the score. A language model scores a response by itself: beta * (log-probability of the response under the
    policy - that under the reference) (`dpo_loss`).
-2. For this score as the reward, and kl_coef = beta, the policy is the best one that PPO or RLOO could find
-   (Rafailov et al. 2023, eq. 4 and 5). So learning the score is learning the policy: there is no reward model
-   and no rollout.
+2. If this score were the reward, and beta the coefficient of the KL penalty, the policy would already be the
+   optimum that PPO and RLOO search for (Rafailov et al. 2023, eq. 4 and 5). So learning the score is learning
+   the policy: there is no reward model and no rollout.
 3. The reference is the policy before training. All its log-probabilities are computed once, before the first
-   update (`pair_logprobs`). So there is no second model in memory.
+   update (`pair_logprobs`). So there is no second model in memory during training.
 4. A forward pass reads a prompt once for both responses (`group_logprobs`, as in rloo_tldr.py).
 5. Only the difference between the two scores is trained. The log-probabilities of both responses may fall,
    and usually do: logps/chosen shows it.
 6. What the policy writes is sampled only before and after training, for the same held-out posts and with the
-   same random numbers. They are those of rloo_tldr.py, so the two final tables can be compared.
+   same random numbers. With the same --seed, posts and random numbers are also those of rloo_tldr.py, so the
+   two final tables can be compared.
+
+Columns of the data set, one of:
 
        prompt, chosen, rejected      texts, or chats (lists of messages); each response ends with EOS
        chosen, rejected              both contain the prompt: it is what they have in common
@@ -23,7 +26,7 @@ If you know reward_model.py and rloo_tldr.py, this is what changes:
 
     python dpo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
     python dpo_tldr.py --beta 0.5                  # tiny with one change; every field of Args is a flag
-    python dpo_tldr.py tldr-pythia-1b              # the pairs and the start of the N+ paper, from the Hub
+    python dpo_tldr.py tldr-pythia-1b              # the pairs and the start of Huang et al. 2024
     accelerate launch dpo_tldr.py tldr-pythia-1b   # on N GPUs, with N times the batch
     python dpo_tldr.py --resume latest             # continue a stopped run; on a CPU, bit for bit
     python rloo_tldr.py judge --model-name-or-path RUN/model --judge-model JUDGE    # ask another judge
@@ -95,14 +98,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @dataclass
 class Args:
-    """The defaults are those of TRL 1.16's DPOConfig.
+    """The defaults are those of TRL 1.16's DPOConfig, but for gradient checkpointing and longer texts.
 
     A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
     """
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
-    seed: int = 1  # random seed; all sampling is a function of (seed, update)
+    seed: int = 1  # random seed; all shuffling and sampling is a function of it
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
     resume: str | None = None  # continue a run: its folder, or `latest` in runs/<script>
     save_every: int = 100  # updates between checkpoints (0: only at the end, or after a signal)
@@ -135,14 +138,14 @@ class Args:
     # Samples before and after training
     eval_dataset_name: str | None = None  # columns prompt, completion; None: the prompts of held-out pairs
     num_examples: int = 256  # number of held-out posts that are summarized
-    judge_fn: str | None = None  # FILE.py:function in TRL's form; the summary with the higher score wins
+    judge_fn: str | None = None  # FILE.py:function; f(prompts, completions) -> a score for each; the higher one wins
     response_length: int = 53  # longest response, in tokens
     temperature: float = 1.0  # sampling temperature
 
     # Optimizer
     learning_rate: float = 1e-6  # the highest learning rate of the schedule
-    optimizer: str = "torch.optim.AdamW"  # dotted name: torch.optim.SGD, bitsandbytes.optim.Adam8bit, ...
-    adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
+    optimizer: str = "torch.optim.Adam"  # dotted name: torch.optim.SGD, bitsandbytes.optim.Adam8bit, ...
+    adam_eps: float = 1e-8  # epsilon of Adam
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"  # shape after the warm-up
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
@@ -154,6 +157,7 @@ RECIPES = {
         dataset_name="data/tldr-preference",
         eval_dataset_name="data/tldr",
         judge_fn="data/make_tldr.py:gold_score",
+        optimizer="torch.optim.AdamW",  # with weight decay 0.01; in the other recipes and in TRL, it is 0
         dtype="float32",
         beta=0.5,
         num_train_epochs=1.0,
@@ -246,7 +250,7 @@ def train(args):
     with autocast:
         ref_logprobs = pair_logprobs(model, train_pairs, args, accelerator)  # [N, 2]: chosen, rejected
         held_out_ref_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
-        before = evaluate(policy)
+        before = evaluate(reference=policy)
     kl_to_itself = before[0]["KL, nats per response"]
     assert abs(kl_to_itself) < 0.5, "sampling and update compute different log-probabilities, or nan"
 
@@ -323,11 +327,11 @@ def train(args):
     reference = None if args.lora_r else load_lm(args).to(device)
     with autocast:
         held_out_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
-        after = evaluate(reference)
+        after = evaluate(reference=reference)
     if accelerator.is_main_process:
+        save_policy(policy, tokenizer, run.folder / "model")
         pair_columns = pair_metrics(held_out_logprobs, held_out_ref_logprobs, args.beta)
         report_samples(run, before, after, pair_columns)
-        save_policy(policy, tokenizer, run.folder / "model")
     run.finish()
     return model, run.folder
 
@@ -373,14 +377,14 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, reference):
     rows = accelerate.utils.gather_object(rows)[: len(posts)]  # of all processes, in the order of the posts
     column = {name: [row[name] for row in rows] for name in rows[0]}
     metrics = {}
-    if args.judge_fn is not None:
+    if args.judge_fn is not None and accelerator.is_main_process:  # so that a paid judge is asked only once
         path, _, name = args.judge_fn.rpartition(":")
         ask = partial(runpy.run_path(resolve_path(path))[name], prompts=column["prompt"])
-        column["score"] = ask(completions=column["response"])
-        scores = torch.tensor([column["score"], ask(completions=column["reference"])], dtype=torch.float32)
-        scores, reference_scores = scores  # [posts] each
-        if scores.shape != (len(posts),):
+        scores = torch.tensor(ask(completions=column["response"]), dtype=torch.float32)  # [posts]
+        reference_scores = torch.tensor(ask(completions=column["reference"]), dtype=torch.float32)
+        if not scores.shape == reference_scores.shape == (len(posts),):
             raise UserError(f"--judge-fn: {len(scores)} numbers for {len(posts)} responses")
+        column["score"] = scores.tolist()
         wins = (scores > reference_scores) + 0.5 * (scores == reference_scores)  # a tie is half a win
         metrics |= mean_with_error("win rate", wins) | mean_with_error("score mean", scores)
     metrics |= mean_with_error("KL, nats per response", torch.tensor(column["kl"]))
