@@ -124,7 +124,7 @@ class Args:
     # Data
     dataset_name: str = "trl-lib/ultrafeedback_binarized"  # columns [prompt,] chosen, rejected | responses
     max_length: int = 1024  # in tokens; pairs with a longer text, prompt included, are left out
-    num_eval_rows: int = 1_000  # held-out pairs, at most
+    num_eval_pairs: int = 1_000  # held-out pairs, at most
 
     # DPO
     beta: float = 0.1  # how much it costs to leave the reference: kl_coef of the other scripts
@@ -137,8 +137,8 @@ class Args:
 
     # Samples before and after training
     eval_dataset_name: str | None = None  # columns prompt, completion; None: the prompts of held-out pairs
-    num_examples: int = 256  # number of held-out posts that are summarized
-    judge_fn: str | None = None  # FILE.py:function; f(prompts, completions) -> a score for each; the higher one wins
+    num_eval_prompts: int = 256  # number of held-out posts that are summarized
+    judge_fn: str | None = None  # FILE.py:function; f(prompts=..., completions=...) -> scores
     response_length: int = 53  # longest response, in tokens
     temperature: float = 1.0  # sampling temperature
 
@@ -166,7 +166,7 @@ RECIPES = {
         lr_scheduler_type="cosine",
         warmup_ratio=0.1,
         response_length=40,
-        num_examples=300,
+        num_eval_prompts=300,
     ),
     "tldr-pythia-1b": Args(  # pairs and start of Huang et al. 2024, flags of Rafailov et al. 2023, appendix B
         model_name_or_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
@@ -193,7 +193,7 @@ RECIPES = {
     ),
     "qwen-0.5b-ultrafeedback": Args(  # the first command of TRL's page about DPO
         gradient_checkpointing=True,
-        num_examples=64,
+        num_eval_prompts=64,
         response_length=256,
     ),
 }
@@ -213,8 +213,8 @@ RECIPES = {
 
 def train(args):
     """The whole run, from the flags to the final tables. -> (Policy, run folder)"""
-    check_positive(args, "num_train_epochs", "num_eval_rows", "max_grad_norm")
-    check_positive(args, "beta", "num_examples", "response_length", "temperature")
+    check_positive(args, "num_train_epochs", "num_eval_pairs", "max_grad_norm")
+    check_positive(args, "beta", "num_eval_prompts", "response_length", "temperature")
     if not 0 <= args.label_smoothing < 0.5:
         raise UserError("--label-smoothing is the share of wrong labels: from 0 to less than 0.5")
     accelerator = start_accelerator(args)
@@ -226,8 +226,8 @@ def train(args):
     train_rows, held_out_rows = load_splits(args.dataset_name)
     train_pairs, train_counts = load_pairs(train_rows, tokenizer, args)
     held_out_pairs, held_out_counts = load_pairs(held_out_rows, tokenizer, args)
-    held_out_pairs = choose_rows(held_out_pairs, args.num_eval_rows, args.seed)
-    posts = choose_rows(load_eval_posts(held_out_pairs, tokenizer, args), args.num_examples, args.seed)
+    held_out_pairs = choose_rows(held_out_pairs, args.num_eval_pairs, args.seed)
+    posts = choose_rows(load_eval_posts(held_out_pairs, tokenizer, args), args.num_eval_prompts, args.seed)
     updates = max(1, round(args.num_train_epochs * len(train_pairs) / B))
     # What the progress bar shows: label -> metric.
     status = {"loss": "loss", "accuracy": "rewards/accuracies", "margin": "rewards/margins"}
@@ -250,7 +250,7 @@ def train(args):
     with autocast:
         ref_logprobs = pair_logprobs(model, train_pairs, args, accelerator)  # [N, 2]: chosen, rejected
         held_out_ref_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
-        before = evaluate(reference=policy)
+        before = evaluate(policy)  # still its own reference
     kl_to_itself = before[0]["KL, nats per response"]
     assert abs(kl_to_itself) < 0.5, "sampling and update compute different log-probabilities, or nan"
 
@@ -327,7 +327,7 @@ def train(args):
     reference = None if args.lora_r else load_lm(args).to(device)
     with autocast:
         held_out_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
-        after = evaluate(reference=reference)
+        after = evaluate(reference)
     if accelerator.is_main_process:
         save_policy(policy, tokenizer, run.folder / "model")
         pair_columns = pair_metrics(held_out_logprobs, held_out_ref_logprobs, args.beta)
@@ -585,6 +585,30 @@ def token_logits(hidden, weight, temperature=1.0, bias=None):
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
 
 
+class LogprobsAndEntropies(torch.autograd.Function):
+    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
+
+    One function, so that the backward pass frees log_p, even if the loss does not contain the entropies.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, tokens):
+        log_p = torch.log_softmax(logits, 1)  # [N, V]
+        ctx.save_for_backward(log_p, tokens)
+        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
+        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropies):
+        log_p, tokens = ctx.saved_tensors
+        grad = torch.zeros_like(log_p)  # of log_p
+        if grad_logprobs is not None:
+            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
+        if grad_entropies is not None:
+            grad -= grad_entropies[:, None] * log_p.exp() * (log_p + 1)
+        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
+
+
 def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
@@ -599,14 +623,9 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     max_logits = 2**26 if is_cuda else 2**25
     rows_at_once = max_logits // len(weight) if is_cuda else 128
 
-    def entropies_of_chunk(log_p):
-        return -(log_p.exp() * log_p).sum(1)
-
     def logprobs_of_chunk(hidden, tokens):
-        log_p = torch.log_softmax(token_logits(hidden, weight, temperature, bias), dim=1)  # [rows, V]
-        # Computed again in the backward pass if the loss contains entropies; else they cost no memory.
-        entropies = checkpoint(entropies_of_chunk, log_p, use_reentrant=False, preserve_rng_state=False)
-        return log_p.gather(1, tokens[:, None]).squeeze(1), entropies
+        logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
+        return LogprobsAndEntropies.apply(logits, tokens)
 
     outputs = []
     for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):

@@ -935,6 +935,30 @@ def token_logits(hidden, weight, temperature=1.0, bias=None):
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
 
 
+class LogprobsAndEntropies(torch.autograd.Function):
+    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
+
+    One function, so that the backward pass frees log_p, even if the loss does not contain the entropies.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, tokens):
+        log_p = torch.log_softmax(logits, 1)  # [N, V]
+        ctx.save_for_backward(log_p, tokens)
+        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
+        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropies):
+        log_p, tokens = ctx.saved_tensors
+        grad = torch.zeros_like(log_p)  # of log_p
+        if grad_logprobs is not None:
+            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
+        if grad_entropies is not None:
+            grad -= grad_entropies[:, None] * log_p.exp() * (log_p + 1)
+        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
+
+
 def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
@@ -949,14 +973,9 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     max_logits = 2**26 if is_cuda else 2**25
     rows_at_once = max_logits // len(weight) if is_cuda else 128
 
-    def entropies_of_chunk(log_p):
-        return -(log_p.exp() * log_p).sum(1)
-
     def logprobs_of_chunk(hidden, tokens):
-        log_p = torch.log_softmax(token_logits(hidden, weight, temperature, bias), dim=1)  # [rows, V]
-        # Computed again in the backward pass if the loss contains entropies; else they cost no memory.
-        entropies = checkpoint(entropies_of_chunk, log_p, use_reentrant=False, preserve_rng_state=False)
-        return log_p.gather(1, tokens[:, None]).squeeze(1), entropies
+        logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
+        return LogprobsAndEntropies.apply(logits, tokens)
 
     outputs = []
     for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):

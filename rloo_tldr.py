@@ -93,6 +93,9 @@ from transformers.cache_utils import DynamicLayer
 # ============================================================================================================
 
 
+NUM_EXAMPLES = tyro.conf.arg(aliases=["--num-examples"])  # its name in TRL's judge_tldr.py
+
+
 @dataclass
 class Args:
     """The defaults follow the RLOO page of TRL 0.11.
@@ -154,9 +157,7 @@ class Args:
     cliprange: float = 0.2  # epsilon of the clipped policy loss
 
     # Judge: judge_model if there is one, or judge_fn, or the reward itself
-
-    # Number of held-out posts whose summaries are judged (--num_examples in TRL's judge_tldr.py).
-    num_eval_prompts: Annotated[int, tyro.conf.arg(aliases=["--num-examples"])] = 256
+    num_eval_prompts: Annotated[int, NUM_EXAMPLES] = 256  # posts whose summaries are judged
     judge_fn: str | None = None  # FILE.py:function like --reward-fn; the summary with the higher score wins
     judge_model: str | None = None  # folder of a reward model; another name, or with judge_url: a chat model
     judge_url: str | None = None  # the chat model's OpenAI-compatible server (None: OpenAI); OPENAI_API_KEY
@@ -845,6 +846,30 @@ def token_logits(hidden, weight, temperature=1.0, bias=None):
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
 
 
+class LogprobsAndEntropies(torch.autograd.Function):
+    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
+
+    One function, so that the backward pass frees log_p, even if the loss does not contain the entropies.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, tokens):
+        log_p = torch.log_softmax(logits, 1)  # [N, V]
+        ctx.save_for_backward(log_p, tokens)
+        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
+        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropies):
+        log_p, tokens = ctx.saved_tensors
+        grad = torch.zeros_like(log_p)  # of log_p
+        if grad_logprobs is not None:
+            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
+        if grad_entropies is not None:
+            grad -= grad_entropies[:, None] * log_p.exp() * (log_p + 1)
+        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
+
+
 def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
@@ -859,14 +884,9 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     max_logits = 2**26 if is_cuda else 2**25
     rows_at_once = max_logits // len(weight) if is_cuda else 128
 
-    def entropies_of_chunk(log_p):
-        return -(log_p.exp() * log_p).sum(1)
-
     def logprobs_of_chunk(hidden, tokens):
-        log_p = torch.log_softmax(token_logits(hidden, weight, temperature, bias), dim=1)  # [rows, V]
-        # Computed again in the backward pass if the loss contains entropies; else they cost no memory.
-        entropies = checkpoint(entropies_of_chunk, log_p, use_reentrant=False, preserve_rng_state=False)
-        return log_p.gather(1, tokens[:, None]).squeeze(1), entropies
+        logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
+        return LogprobsAndEntropies.apply(logits, tokens)
 
     outputs = []
     for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):

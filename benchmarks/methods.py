@@ -67,7 +67,9 @@ def sample():
     start_time = time.time()
     args = dpo_tldr.parse_args([])
     tokenizer = dpo_tldr.load_tokenizer(args.model_name_or_path)
-    posts = dpo_tldr.choose_rows(dpo_tldr.load_eval_posts([], tokenizer, args), args.num_examples, args.seed)
+    posts = dpo_tldr.choose_rows(
+        dpo_tldr.load_eval_posts([], tokenizer, args), args.num_eval_prompts, args.seed
+    )
     lm = dpo_tldr.load_model(AutoModelForCausalLM, args.model_name_or_path).eval()
     stop_ids = dpo_tldr.end_tokens(lm, tokenizer)
     rloo_args = rloo_tldr.parse_args([])

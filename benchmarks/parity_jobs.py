@@ -100,7 +100,7 @@ def train_critic_ours(script, args, updates, snapshots, patches=(), reward_head=
     tokenizer = script.load_tokenizer(args.model_name_or_path)
     post_lists = [script.load_posts(rows, tokenizer, args) for rows in script.load_splits(args.dataset_name)]
     longest = max(len(post["ids"]) for posts in post_lists for post in posts)
-    names = {x.name for x in fields(args)} & {x.name for x in fields(ppo.Args)}
+    names = {x.name for x in fields(args)} & {x.name for x in fields(ppo.Args)} - {"num_eval_prompts"}
     flags = {name: getattr(args, name) for name in names}
     ppo_args = ppo.Args(
         **flags,

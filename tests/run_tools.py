@@ -104,11 +104,11 @@ SMALL = {  # flags of a run of about a second
     "dpo_tldr": dict(
         dtype="float32",
         max_length=250,
-        num_eval_rows=8,
+        num_eval_pairs=8,
         num_train_epochs=1.0,
         per_device_train_batch_size=8,
         learning_rate=1e-2,
-        num_examples=4,
+        num_eval_prompts=4,
         response_length=6,
     ),
 }

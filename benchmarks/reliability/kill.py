@@ -75,7 +75,7 @@ RUNS = {  # script -> data set, flags
     "dpo_tldr": (
         "tldr-preference",
         f"{COMMON} --model-name-or-path checkpoints/tldr-sft --max-length 250 --per-device-train-batch-size 8 "
-        "--num-train-epochs 1.34 --num-eval-rows 8 --num-examples 4 --response-length 8",
+        "--num-train-epochs 1.34 --num-eval-pairs 8 --num-eval-prompts 4 --response-length 8",
     ),
 }
 COMPARED = (

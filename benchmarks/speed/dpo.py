@@ -86,7 +86,7 @@ def run_ours(folder):
             per_device_train_batch_size=BATCH,
             optimizer="torch.optim.SGD",
             learning_rate=1e-3,
-            num_examples=1,
+            num_eval_prompts=1,
             response_length=1,
             save_every=0,
         )

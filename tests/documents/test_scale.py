@@ -351,11 +351,7 @@ def test_sampling_needs_about_the_computed_bytes(arch, prompt, response):
     assert memory.most == pytest.approx(max(sizes.values()), rel=0.1)
 
 
-LEAK = "while the entropies are alive, chunks that are computed again stay in memory: checkpoints are nested"
-
-
-CHUNKS = [(800, True), (1100, False), (2000, False)]  # one chunk; a second one that is smaller; three chunks
-CHUNKS.append(pytest.param(2000, True, marks=pytest.mark.xfail(reason=LEAK, strict=True)))
+CHUNKS = [(800, True), (1100, False), (2000, False), (2000, True)]  # 1, 2, 3 chunks
 
 
 @pytest.mark.parametrize("rows, keeps_entropies", CHUNKS)

@@ -590,9 +590,8 @@ def test_the_kl_before_the_first_step(grpo):
 def test_fewer_held_out_prompts_than_processes(scripts, small, monkeypatch, name):
     monkeypatch.setattr(Accelerator, "num_processes", 5)
     monkeypatch.setenv("WORLD_SIZE", "5")
-    flags = dict(num_examples=4) if name == "rloo_tldr" else dict(num_eval_prompts=4)
     with pytest.raises(scripts[name].UserError, match="5 processes need as many held-out .*; there are 4"):
-        scripts[name].train(small(name, **flags))
+        scripts[name].train(small(name, num_eval_prompts=4))
 
 
 # ---- The environment changes nothing -----------------------------------------------------------------------

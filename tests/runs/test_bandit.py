@@ -280,7 +280,7 @@ def test_dpo_leads_to_the_best_policy_too(scripts, places, tmp_path):
         beta=BETA,
         max_length=8,
         response_length=2,
-        num_examples=2,
+        num_eval_prompts=2,
         num_train_epochs=50.0,
         per_device_train_batch_size=len(rows),
         learning_rate=2e-2,

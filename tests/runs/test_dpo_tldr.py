@@ -116,7 +116,7 @@ def test_a_policy_learns_pairs_by_heart(dpo, tiny_pairs, tmp_path):
     """16 pairs. The chosen responses become more probable compared with the rejected ones."""
     rows = rows_of(tiny_pairs, "train.jsonl")[:16]
     data = write_rows(tmp_path / "data", train=rows, test=rows)
-    _, folder, metrics = dpo(dataset_name=data, num_train_epochs=10.0, learning_rate=3e-3, num_eval_rows=16)
+    _, folder, metrics = dpo(dataset_name=data, num_train_epochs=10.0, learning_rate=3e-3, num_eval_pairs=16)
     assert metrics[-1]["loss"] < 0.2 and metrics[-1]["rewards/accuracies"] > 0.9
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert evaluation["number of pairs"] == 16 and evaluation["pairs"]["rewards/accuracies"] > 0.9
@@ -206,7 +206,7 @@ def test_the_evaluation_by_hand(script, small, tiny_lm, tmp_path, judge):
     name = eos_prone(tiny_lm, tmp_path / "eos")
     policy, reference = [AutoModelForCausalLM.from_pretrained(x).eval() for x in (name, tiny_lm())]
     tokenizer = AutoTokenizer.from_pretrained(name)
-    args = small("dpo_tldr", judge_fn=judge, num_examples=24, response_length=9, temperature=0.8)
+    args = small("dpo_tldr", judge_fn=judge, num_eval_prompts=24, response_length=9, temperature=0.8)
     accelerator = script.start_accelerator(args)
     posts = script.load_eval_posts([], tokenizer, args)
     posts[0]["responses"] = [tokenizer(" one").input_ids]
@@ -269,7 +269,7 @@ def test_the_policies_that_are_compared(dpo, script, monkeypatch, tiny_lm):
 
 def test_the_responses_before_are_those_of_rloo(dpo, rloo):
     """The same posts, in the same order, and the same random numbers."""
-    flags = dict(seed=3, num_examples=5, response_length=7, temperature=0.7)
+    flags = dict(seed=3, num_eval_prompts=5, response_length=7, temperature=0.7)
     _, ours, _ = dpo("dpo", **flags)
     _, theirs, _ = rloo("rloo", total_episodes=8, **flags)
     ours, theirs = [rows_of(folder, "evaluation_samples.jsonl") for folder in (ours, theirs)]

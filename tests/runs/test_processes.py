@@ -105,13 +105,13 @@ JOBS = {  # name -> script, flags, flags of one process, flags of two; at least 
     ),
     "dpo_tldr": (
         "dpo_tldr",
-        dict(num_train_epochs=0.4, num_eval_rows=9, num_examples=5, learning_rate=0.02),
+        dict(num_train_epochs=0.4, num_eval_pairs=9, num_eval_prompts=5, learning_rate=0.02),
         ONE | dict(gradient_accumulation_steps=2),
         ONE,
     ),
     "dpo adapter": (
         "dpo_tldr",
-        dict(num_train_epochs=0.4, num_eval_rows=9, num_examples=5, lora_r=4, load_in_8bit=True),
+        dict(num_train_epochs=0.4, num_eval_pairs=9, num_eval_prompts=5, lora_r=4, load_in_8bit=True),
         ONE | dict(gradient_accumulation_steps=2),
         ONE,
     ),
