@@ -7,15 +7,16 @@ reference model (the policy before PPO); responses have different lengths, so ev
     python ppo_minimal.py                 # no download, no GPU, minutes on a CPU
     python ppo_minimal.py --kl-target 8   # every field of Args is a flag
 
-This is the default of ppo_sentiment.py, with its names, steps and random numbers: both sample the same
-responses (tests/runs/test_ppo_minimal.py). Read that one next. What it adds, and why one needs it:
+This is the default configuration of ppo_sentiment.py, with its names, steps and random numbers: both sample
+the same responses (tests/runs/test_ppo_minimal.py). Read that one next. What it adds, and why one needs it:
 
-- checks: some models handle padding or the cache in another way, and would silently train on wrong numbers
+- checks: some models handle padding or the cache differently, and would silently train on wrong numbers
 - a run folder with curves and samples for report.py, and checkpoints: a killed run goes on, bit for bit
 - several processes and GPUs, accumulated gradients, bf16, LoRA, 8-bit weights: for larger models
 - the output layer sees only valid tokens, in chunks: 50,000 logits per token fill a GPU's memory
 - your own reward functions, stop tokens, a temperature, a critic of its own, schedules and optimizers
-- a judge that PPO never sees, and distinct bigrams: a policy may learn to please nobody but the classifier
+- a second classifier that PPO never sees, and a measure of repetition (distinct bigrams): a policy may learn
+  to please nobody but the classifier
 """
 
 import json
@@ -34,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 @dataclass
 class Args:
-    seed: int = 1  # random seed; all sampling is a function of (seed, update)
+    seed: int = 1  # random seed
     output_dir: str = "runs/ppo_minimal"  # the trained model is saved here
     num_eval_prompts: int = 512  # number of held-out prompts, before and after training
     model_name_or_path: str = "checkpoints/reviews-lm"  # the policy before PPO; also the reference
@@ -42,11 +43,11 @@ class Args:
     dataset_name: str = "data/reviews"  # a folder with train.jsonl and test.jsonl, with a column text
     query_min_length: int = 2  # shortest prompt, in tokens
     query_max_length: int = 5  # longest prompt, in tokens; lengths are drawn uniformly, both ends included
-    response_min_length: int = 8  # lowest length limit: each response draws its limit uniformly, as in TRL
-    response_length: int = 24  # highest length limit, in tokens; EOS may end a response before its limit
+    response_min_length: int = 8  # lowest length limit: each response draws its limit uniformly, which makes
+    response_length: int = 24  # short texts too; this is the highest limit. EOS may end a response earlier
     total_episodes: int = 25_600  # number of responses in the whole run
-    per_device_train_batch_size: int = 32  # responses per minibatch
-    num_mini_batches: int = 4  # optimizer steps per epoch
+    per_device_train_batch_size: int = 32  # responses per minibatch; the name is TRL's
+    num_mini_batches: int = 4  # minibatches per rollout, which has 4 x 32 responses, and so steps per epoch
     num_ppo_epochs: int = 4  # epochs over each batch of rollouts
     kl_coef: float = 0.2  # KL penalty coefficient at first; it adapts to the target
     kl_target: float = 4.0  # hold the KL near this, in nats per response
@@ -88,7 +89,7 @@ def train(args):
     for update in range(1, updates + 1):
         # 1. Rollout. The beginnings of the next B reviews are the prompts.
         prompt_batch = draw_batch(train_reviews[(update - 1) * B : update * B], args, update)
-        b = respond(*prompt_batch)  # its tensors are constants: only what the model returns has a gradient
+        b = respond(*prompt_batch)  # constants: gradients come only from the forward pass of step 5
         valid = length_mask(b["lengths"], T)  # [B, T]
 
         # 2. Scores: clip.
@@ -100,7 +101,7 @@ def train(args):
         kl = b["logprobs"] - b["ref_logprobs"]  # [B, T]; both are 0 after the end of a response
         rewards = token_rewards(scores, kl, b["lengths"], kl_coef)  # [B, T]
 
-        # 4. Advantages, always whitened.
+        # 4. Advantages, whitened over the whole batch (in CleanRL: per minibatch).
         advantages, returns = gae(rewards, b["values"], valid, args.gamma, args.lam)  # [B, T] each
         advantages = masked_whiten(advantages, valid)
 
@@ -126,7 +127,8 @@ def train(args):
                     "loss/policy_avg": policy_loss,
                     "loss/value_avg": value_loss,
                     "policy/entropy_avg": entropies,
-                    "policy/approxkl_avg": 0.5 * (new_logprobs - old_logprobs) ** 2,  # old and new policy
+                    "policy/approxkl_avg": 0.5
+                    * (new_logprobs - old_logprobs) ** 2,  # estimates KL(old, new policy)
                 }
                 for name, x in token_metrics.items():
                     metric_sums[name] += (x * m).sum().item()
@@ -135,7 +137,7 @@ def train(args):
         tokens_trained = valid.sum().item() * args.num_ppo_epochs
         metrics = {
             "update": update,
-            "objective/scores": scores.mean().item(),
+            "objective/scores": scores.mean().item(),  # clipped; the final table has raw scores
             "objective/kl": kl.sum(1).mean().item(),
             "objective/kl_coef": kl_coef,
             **{name: x / tokens_trained for name, x in metric_sums.items()},
@@ -151,8 +153,9 @@ def train(args):
     for old, new in zip(before["texts"][:4], after["texts"]):
         print(f"\nbefore  {old}\nafter   {new}")
     score_before, score_after = before["raw_scores"].mean(), after["raw_scores"].mean()
-    kl = (after["logprobs"] - after["ref_logprobs"]).sum(1).mean()
-    print(f"\nscore before {score_before:.3f}, score after {score_after:.3f}, KL {kl:.3f} nats per response")
+    kl_after = (after["logprobs"] - after["ref_logprobs"]).sum(1).mean()
+    print(f"\nscore before {score_before:.3f}, score after {score_after:.3f}")
+    print(f"KL {kl_after:.3f} nats per response")
     model.policy.save_pretrained(f"{args.output_dir}/model")
     tokenizer.save_pretrained(f"{args.output_dir}/model")
     return model, history
@@ -162,12 +165,15 @@ def train(args):
 
 
 def load_reviews(split, count, tokenizer, args):
-    """The first query_max_length tokens of `count` reviews, in shuffled epochs. -> [count, C]"""
-    rows = Path(args.dataset_name, f"{split}.jsonl").read_text().splitlines()
-    texts = [json.loads(row)["text"] for row in rows]
+    """The first query_max_length tokens of `count` reviews, in shuffled passes over the data. -> [count, C]
+
+    All reviews must have that many tokens.
+    """
+    with open(Path(args.dataset_name, f"{split}.jsonl"), encoding="utf-8") as file:
+        texts = [json.loads(line)["text"] for line in file]
     ids = torch.tensor([ids[: args.query_max_length] for ids in tokenizer(texts).input_ids])
-    epochs = range(math.ceil(count / len(ids)))
-    orders = [torch.randperm(len(ids), generator=generator_for(args.seed, "pass", epoch)) for epoch in epochs]
+    passes = range(math.ceil(count / len(ids)))
+    orders = [torch.randperm(len(ids), generator=generator_for(args.seed, "pass", i)) for i in passes]
     return ids[torch.cat(orders)[:count]]
 
 
@@ -213,7 +219,7 @@ def load_label_scorer(args):
 def rollout(model, ref_model, tokenizer, score_label, prompt_ids, prompt_mask, max_new_tokens, uniforms):
     """Sample a response to each prompt, score it, and compute the log-probabilities that PPO calls old.
 
-    score_label: from load_label_scorer; the rest: from draw_batch
+    score_label: from load_label_scorer; prompt_ids to uniforms: from draw_batch
     -> dict: ids, mask [B, C + T]; lengths, raw_scores [B]; logprobs, ref_logprobs, values [B, T]; and the
     texts of prompts and responses together, a list of B str
     """
@@ -272,7 +278,10 @@ class PolicyAndValue(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, ids, mask, T):
-        """Those of response_logprobs, and the values, each predicted from the state before the token."""
+        """The log-probabilities and entropies of response_logprobs, and the values, fp32 [B, T].
+
+        A value is predicted from the state before the token.
+        """
         logprobs, entropies, hidden = response_logprobs(self.policy, ids, mask, T)
         values = self.value_head(hidden).squeeze(-1)  # [B, T]
         return logprobs, entropies, torch.where(mask[:, -T:], values, 0.0)
