@@ -10,7 +10,7 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
    standard deviation (`grpo_advantages`). If all rewards of a group are equal, for example because all
    responses are right, the advantages are 0: only a KL penalty, if there is one, still has a gradient.
 3. Every token is an action. All tokens of a response have its advantage, but each one has a ratio and a clip
-   of its own, as in PPO. In RLOO the whole response has one.
+   of its own, as in PPO. In RLOO, the whole response has one ratio and one clip.
 4. The loss is the sum over all tokens of the minibatch, divided by the number of tokens, as in DAPO (Yu et
    al. 2025): every token has the same weight. The original GRPO (Shao et al. 2024) averages within each
    response first, so a token of a long response has less weight.
@@ -98,7 +98,7 @@ from transformers.cache_utils import DynamicLayer
 
 @dataclass
 class Args:
-    """The defaults are the recipe gsm8k-qwen-0.5b, but for its micro-batches, episodes and learning rate.
+    """The defaults are the recipe gsm8k-qwen-0.5b, except for micro-batches, episodes and learning rate.
 
     A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
     """
@@ -128,7 +128,7 @@ class Args:
     # Tasks and rewards
     dataset_name: str = "openai/gsm8k:main"  # Hub name, NAME:CONFIG, or folder; rewards get all columns
     num_train_rows: int | None = None  # train on only N rows, drawn at random; None: on all
-    hard_dataset_name: str | None = None  # the held-out rows of other tasks, for the final table
+    hard_dataset_name: str | None = None  # harder tasks: its held-out rows are solved too
     prompt_template: str | None = "{question}"  # makes prompts, if the data have no column prompt
     system_prompt: str | None = (  # system message of each chat, or text before each prompt
         "Think step by step, and put your final answer within \\boxed{}."
@@ -394,7 +394,7 @@ def train(args):
                             "logprob": old_logprobs,
                         }
                         if has_kl:
-                            # The metric is k1, of the policy that sampled. The loss has k3, of the new one.
+                            # The metric is k1 under the old policy; the loss has k3 under the new one.
                             ref_logprobs = b["ref_logprobs"][rows, :t]
                             token_metrics["kl"] = kl_per_token(old_logprobs, ref_logprobs, "k1")
                         for name, x in token_metrics.items():
@@ -419,7 +419,8 @@ def train(args):
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
         score_std_of_groups = b["scores"].view(P, k).std(1, correction=0)  # [P]
         lengths = b["lengths"].float()
-        entropy = -update_metrics.pop("logprob") * lengths.mean()  # per response
+        # -log p of a whole response, for the sampled tokens. (policy/entropy_avg is exact, and per token.)
+        entropy = -update_metrics.pop("logprob") * lengths.mean()
         metrics = {
             "update": update,
             "episode": update * B,
@@ -453,7 +454,7 @@ def train(args):
                 _, entropies = model(b["ids"][:k], b["mask"][:k], T, args.temperature)
             token_columns = {
                 "ids": b["ids"][:k, C:],
-                "logprob": b["sampling_logprobs"][:k],  # the others are not kept
+                "logprob": b["sampling_logprobs"][:k],
                 "entropy": entropies,  # of the policy after this update
                 "advantage": advantages[:k, None].expand(k, T),
             }
@@ -736,15 +737,16 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     # replay it for the other tokens of the round (see `repeat`). On a CPU, a round is one token.
     sample(hidden)
     is_recorded = can_be_recorded(policy, cache)
-    n = TOKENS_PER_ROUND if is_recorded else 1
-    for start in range(1, T, n):
+    round_length = TOKENS_PER_ROUND if is_recorded else 1
+    for start in range(1, T, round_length):
         has_stopped = torch.isin(tokens[rows, :start], stop_ids).any(1)  # [rows]
         keep = (~has_stopped).nonzero().squeeze(1)
         if len(keep) == 0:
             break
-        count = min(n, T - start)  # tokens of this round
+        count = min(round_length, T - start)  # tokens of this round
         rows = rows[keep]
-        mask = make_room(cache, mask, keep, C + start - 1 + count, column if is_recorded else None)
+        L = C + start + count - 1  # after the round: the prompt, and all tokens but the newest, not read yet
+        mask = make_room(cache, mask, keep, L, column if is_recorded else None)
         repeat(step, count)
     valid = length_mask(response_lengths(tokens, stop_ids), T)  # a row goes on until its round is over
     tokens, logprobs = tokens.where(valid, 0), logprobs.where(valid, 0.0)  # [P * k, T] each
@@ -1037,7 +1039,8 @@ def resolve_path(name):
 
 
 def load_model(auto_class, name, new_head=False, **kwargs):
-    """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
+    """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model. A few kinds
+    of layers are replaced by faster ones that compute the same.
 
     Weights that are missing from the checkpoint would be random, so they are refused. new_head: accept it if
     those of the head are missing.
@@ -1303,7 +1306,7 @@ def repeat(step, count):
         return
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
-        step()  # computes nothing
+        step()  # only recorded, not executed
     for _ in range(count - 1):
         graph.replay()
     torch.cuda.synchronize()  # before the graph and its memory are freed
@@ -1317,7 +1320,7 @@ def score_responses(functions, trainer_state, device, examples, responses, respo
 
     examples: B dicts with prompt (str or list of messages) and columns (dict); responses: B str;
     response_tokens: B lists of token ids. If the prompt is a list of messages, functions get the response as
-    one too, as in TRL: with its beginning, if the last message of the prompt is that.
+    one too, as in TRL. If the prompt ends with the beginning of the answer, the response begins with that.
     """
     prompts, completions = [], []
     for example, response in zip(examples, responses):

@@ -726,14 +726,15 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
     sample(hidden)
     find_ends(0, 1)
     is_recorded = can_be_recorded(policy, cache)
-    n = TOKENS_PER_ROUND if is_recorded else 1
-    for start in range(1, T, n):
+    round_length = TOKENS_PER_ROUND if is_recorded else 1
+    for start in range(1, T, round_length):
         keep = (~stopped[rows]).nonzero().squeeze(1)
         if len(keep) == 0:
             break
-        count = min(n, T - start)  # tokens of this round
+        count = min(round_length, T - start)  # tokens of this round
         rows = rows[keep]
-        mask = make_room(cache, mask, keep, C + start - 1 + count, column if is_recorded else None)
+        L = C + start + count - 1  # after the round: the prompt, and all tokens but the newest, not read yet
+        mask = make_room(cache, mask, keep, L, column if is_recorded else None)
         repeat(step, count)
         find_ends(start, start + count)
     valid = length_mask(lengths, T)  # a row goes on until its round is over
@@ -1151,7 +1152,8 @@ def resolve_path(name):
 
 
 def load_model(auto_class, name, new_head=False, **kwargs):
-    """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
+    """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model. A few kinds
+    of layers are replaced by faster ones that compute the same.
 
     Weights that are missing from the checkpoint would be random, so they are refused. new_head: accept it if
     those of the head are missing.
@@ -1453,7 +1455,7 @@ def repeat(step, count):
         return
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
-        step()  # computes nothing
+        step()  # only recorded, not executed
     for _ in range(count - 1):
         graph.replay()
     torch.cuda.synchronize()  # before the graph and its memory are freed

@@ -660,15 +660,16 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_ids, temperature)
     # replay it for the other tokens of the round (see `repeat`). On a CPU, a round is one token.
     sample(hidden)
     is_recorded = can_be_recorded(policy, cache)
-    n = TOKENS_PER_ROUND if is_recorded else 1
-    for start in range(1, T, n):
+    round_length = TOKENS_PER_ROUND if is_recorded else 1
+    for start in range(1, T, round_length):
         has_stopped = torch.isin(tokens[rows, :start], stop_ids).any(1)  # [rows]
         keep = (~has_stopped & (start < max_new_tokens[rows])).nonzero().squeeze(1)
         if len(keep) == 0:
             break
-        count = min(n, T - start)  # tokens of this round
+        count = min(round_length, T - start)  # tokens of this round
         rows = rows[keep]
-        mask = make_room(cache, mask, keep, C + start - 1 + count, column if is_recorded else None)
+        L = C + start + count - 1  # after the round: the prompt, and all tokens but the newest, not read yet
+        mask = make_room(cache, mask, keep, L, column if is_recorded else None)
         repeat(step, count)
     # A row goes on until its round is over.
     valid = length_mask(torch.minimum(response_lengths(tokens, stop_ids), max_new_tokens), T)  # [B, T]
@@ -998,7 +999,8 @@ def resolve_path(name):
 
 
 def load_model(auto_class, name, new_head=False, **kwargs):
-    """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model.
+    """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model. A few kinds
+    of layers are replaced by faster ones that compute the same.
 
     Weights that are missing from the checkpoint would be random, so they are refused. new_head: accept it if
     those of the head are missing.
@@ -1297,7 +1299,7 @@ def repeat(step, count):
         return
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
-        step()  # computes nothing
+        step()  # only recorded, not executed
     for _ in range(count - 1):
         graph.replay()
     torch.cuda.synchronize()  # before the graph and its memory are freed

@@ -270,7 +270,7 @@ ppo_sentiment.repeat: autocast rounds the weights while recording, and the next 
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[True-False-llama]
   -     graph = torch.cuda.CUDAGraph()
   -     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
-  -         step()  # computes nothing
+  -         step()  # only recorded, not executed
   +     graph = torch.cuda.CUDAGraph()
   +     torch.clear_autocast_cache()
   +     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
