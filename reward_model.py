@@ -754,7 +754,7 @@ def resolve_path(name):
 
 
 def load_model(auto_class, name, new_head=False, **kwargs):
-    """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model. A few kinds
+    """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model. Some kinds
     of layers are replaced by faster ones that compute the same.
 
     Weights that are missing from the checkpoint would be random, so they are refused. new_head: accept it if
