@@ -4,7 +4,7 @@ If you know PPO from CleanRL's ppo.py, this is what language changes: the state 
 the next token; a classifier scores the finished text; every token is penalized for moving away from the
 reference model (the policy before PPO); responses have different lengths, so every tensor needs a mask.
 
-    python ppo_minimal.py                 # no download, no GPU, minutes on a CPU
+    python ppo_minimal.py                 # minutes on a CPU; models and data are in this repository
     python ppo_minimal.py --kl-target 8   # every field of Args is a flag
 
 This is the default configuration of ppo_sentiment.py, with its names, steps and random numbers: both sample
@@ -14,7 +14,7 @@ the same responses (tests/runs/test_ppo_minimal.py). Read that one next. What it
 - a run folder with curves and samples for report.py, and checkpoints: a killed run goes on, bit for bit
 - several processes and GPUs, accumulated gradients, bf16, LoRA, 8-bit weights: for larger models
 - the output layer sees only valid tokens, in chunks: 50,000 logits per token fill a GPU's memory
-- your own reward functions, stop tokens, a temperature, a critic of its own, schedules and optimizers
+- your own reward functions, stop tokens, a temperature, a separate critic, schedules and optimizers
 - a second classifier that PPO never sees, and a measure of repetition (distinct bigrams): a policy may learn
   to please nobody but the classifier
 """
@@ -43,12 +43,12 @@ class Args:
     dataset_name: str = "data/reviews"  # a folder with train.jsonl and test.jsonl, with a column text
     query_min_length: int = 2  # shortest prompt, in tokens
     query_max_length: int = 5  # longest prompt, in tokens; lengths are drawn uniformly, both ends included
-    response_min_length: int = 8  # lowest length limit: each response draws its limit uniformly, which makes
-    response_length: int = 24  # short texts too; this is the highest limit. EOS may end a response earlier
+    response_min_length: int = 8  # each response draws a length limit uniformly from here ...
+    response_length: int = 24  # ... to here, both ends included, in tokens; EOS may end it earlier
     total_episodes: int = 25_600  # number of responses in the whole run
     per_device_train_batch_size: int = 32  # responses per minibatch; the name is TRL's
-    num_mini_batches: int = 4  # minibatches per rollout, which has 4 x 32 responses, and so steps per epoch
-    num_ppo_epochs: int = 4  # epochs over each batch of rollouts
+    num_mini_batches: int = 4  # minibatches per batch: also the number of optimizer steps per epoch
+    num_ppo_epochs: int = 4  # epochs over each batch
     kl_coef: float = 0.2  # KL penalty coefficient at first; it adapts to the target
     kl_target: float = 4.0  # hold the KL near this, in nats per response
     kl_horizon: float = 5_000  # time scale of the adaptation, in episodes
@@ -78,6 +78,7 @@ def train(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
     train_reviews = load_reviews("train", updates * B, tokenizer, args)  # [updates * B, C]
     held_out_reviews = load_reviews("test", args.num_eval_prompts, tokenizer, args)
+    # respond(prompt_ids, prompt_mask, max_new_tokens, uniforms): rollout's other arguments never change.
     respond = partial(rollout, model, ref_model, tokenizer, load_label_scorer(args))
 
     # The evaluations before and after training use the same prompts and random numbers.
@@ -89,7 +90,8 @@ def train(args):
     for update in range(1, updates + 1):
         # 1. Rollout. The beginnings of the next B reviews are the prompts.
         prompt_batch = draw_batch(train_reviews[(update - 1) * B : update * B], args, update)
-        b = respond(*prompt_batch)  # constants: gradients come only from the forward pass of step 5
+        # A dict, see rollout. Its tensors are constants: gradients come only from the forward pass of step 5.
+        b = respond(*prompt_batch)
         valid = length_mask(b["lengths"], T)  # [B, T]
 
         # 2. Scores: clip.
@@ -137,7 +139,7 @@ def train(args):
         tokens_trained = valid.sum().item() * args.num_ppo_epochs
         metrics = {
             "update": update,
-            "objective/scores": scores.mean().item(),  # clipped; the final table has raw scores
+            "objective/scores": scores.mean().item(),  # clipped; those printed at the end are not
             "objective/kl": kl.sum(1).mean().item(),
             "objective/kl_coef": kl_coef,
             **{name: x / tokens_trained for name, x in metric_sums.items()},
@@ -167,7 +169,7 @@ def train(args):
 def load_reviews(split, count, tokenizer, args):
     """The first query_max_length tokens of `count` reviews, in shuffled passes over the data. -> [count, C]
 
-    All reviews must have that many tokens.
+    All reviews must have at least that many tokens.
     """
     with open(Path(args.dataset_name, f"{split}.jsonl"), encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file]
@@ -187,7 +189,7 @@ def draw_batch(reviews, args, purpose):
     prompt_lengths = torch.randint(
         args.query_min_length, C + 1, (B,), generator=generator_for(args.seed, "query", purpose)
     )
-    max_new_tokens = torch.randint(
+    max_new_tokens = torch.randint(  # the room for each response
         args.response_min_length, T + 1, (B,), generator=generator_for(args.seed, "room", purpose)
     )
     uniforms = torch.rand(B, T, generator=generator_for(args.seed, "tokens", purpose))
@@ -219,7 +221,7 @@ def load_label_scorer(args):
 def rollout(model, ref_model, tokenizer, score_label, prompt_ids, prompt_mask, max_new_tokens, uniforms):
     """Sample a response to each prompt, score it, and compute the log-probabilities that PPO calls old.
 
-    score_label: from load_label_scorer; prompt_ids to uniforms: from draw_batch
+    score_label: from load_label_scorer; the last four arguments: from draw_batch
     -> dict: ids, mask [B, C + T]; lengths, raw_scores [B]; logprobs, ref_logprobs, values [B, T]; and the
     texts of prompts and responses together, a list of B str
     """
@@ -253,9 +255,11 @@ def generate(policy, ids, mask, uniforms):
     tokens = []
     cache = None
     for t in range(uniforms.shape[1]):
-        # The first pass reads the prompt, the others one token each. Padding has no position.
+        # The first pass reads the prompt, the others one token each. Positions count only real tokens.
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        outputs = policy(ids, past_key_values=cache, attention_mask=mask, position_ids=positions)
+        outputs = policy(
+            ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        )
         cache = outputs.past_key_values
         ids = sample_tokens(outputs.logits[:, -1].softmax(-1), uniforms[:, t])[:, None]  # [B, 1]
         mask = nn.functional.pad(mask, (0, 1), value=True)
@@ -278,9 +282,9 @@ class PolicyAndValue(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, ids, mask, T):
-        """The log-probabilities and entropies of response_logprobs, and the values, fp32 [B, T].
+        """Log-probabilities, entropies and values [B, T]. A value is predicted before its token is seen.
 
-        A value is predicted from the state before the token.
+        Log-probabilities and values are 0 after the end of a response; entropies are not masked.
         """
         logprobs, entropies, hidden = response_logprobs(self.policy, ids, mask, T)
         values = self.value_head(hidden).squeeze(-1)  # [B, T]
