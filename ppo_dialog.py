@@ -956,7 +956,7 @@ class LogprobsAndEntropies(torch.autograd.Function):
         if grad_logprobs is not None:
             grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
         if grad_entropies is not None:
-            grad -= grad_entropies[:, None] * log_p.exp() * (log_p + 1)
+            grad -= grad_entropies[:, None] * log_p.exp() * log_p
         return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
 
 

@@ -312,6 +312,14 @@ ppo_sentiment.token_logprobs: the bias of the head is forgotten (trap 43)
   math/test_output_layer.py::test_token_logprobs_agree_with_naive
   - token_logits(hidden, weight, temperature, bias)
   + token_logits(hidden, weight, temperature)
+ppo_sentiment.LogprobsAndEntropies: an entropy bonus lowers the entropy
+  math/test_output_layer.py::test_the_entropies_alone_have_their_gradient
+  - grad -= grad_entropies
+  + grad += grad_entropies
+ppo_sentiment.LogprobsAndEntropies: the gradient is that of another row
+  math/test_output_layer.py::test_gradients_agree_with_autograd
+  - grad_logprobs[:, None])
+  + grad_logprobs.roll(1)[:, None])
 ppo_sentiment.token_logprobs: all chunks are kept
   math/test_output_layer.py::test_at_most_2_to_25_numbers_are_kept
   - (i + 1) * rows_at_once * len(weight) <= max_logits
