@@ -337,7 +337,7 @@ def train(args):
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, valid, shift_mean=False)
 
-        # 4. Advantages, always whitened.
+        # 4. Advantages, always whitened. This subtracts their mean: a constant baseline changes nothing.
         advantages, returns = gae(rewards, b["values"], valid, args.gamma, args.lam)  # [B, T] each
         advantages = masked_whiten(advantages, valid)
 
@@ -1517,6 +1517,8 @@ def load_functions(names):
     functions = {}
     for name in names:
         path, _, function = name.rpartition(":")
+        if not path:
+            raise UserError(f"{name}: name a reward function as FILE.py:function")
         path = Path(resolve_path(path)).absolute()
         sys.path.insert(0, str(path.parent))  # so that the file can import its neighbors
         module = importlib.import_module(path.stem)
@@ -1927,6 +1929,8 @@ class Run:
         shown = f"update {update}/{self.updates}  {shown}"
         if metrics.get("env/reward_std", 1) < 1e-6:
             shown += "  all scores are equal, so there is nothing to learn"
+        if abs(metrics.get("objective/scores", 0)) == getattr(self.args, "score_clip", None):
+            shown += "  all scores are clipped by --score-clip, so there is nothing to learn"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
         if update == self.updates:

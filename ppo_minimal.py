@@ -160,6 +160,7 @@ def train(args):
     print(f"KL {kl_after:.3f} nats per response")
     model.policy.save_pretrained(f"{args.output_dir}/model")
     tokenizer.save_pretrained(f"{args.output_dir}/model")
+    print(f"saved {args.output_dir}/model")
     return model, history
 
 

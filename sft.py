@@ -1278,6 +1278,8 @@ class Run:
         shown = f"update {update}/{self.updates}  {shown}"
         if metrics.get("env/reward_std", 1) < 1e-6:
             shown += "  all scores are equal, so there is nothing to learn"
+        if abs(metrics.get("objective/scores", 0)) == getattr(self.args, "score_clip", None):
+            shown += "  all scores are clipped by --score-clip, so there is nothing to learn"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
         if update == self.updates:

@@ -660,7 +660,7 @@ symptom links to runs that show it. `python benchmarks/gallery.py write` makes t
 
 ## What a healthy run looks like, and when
 
-Ten seeds of each default recipe: the range from the 5 to the 95 % quantile (`results/reference_bands.json`). One metric slightly outside
+Ten seeds of the default recipes, except those of sft.py and dpo_tldr.py: the range from the 5 to the 95 % quantile (`results/reference_bands.json`). One metric slightly outside
 of its range is normal; several metrics, or one far outside, are not. With other models, data or flags the numbers differ; the curves should
 have a similar shape. report.py draws the ranges of all metrics and scripts in gray.
 

@@ -29,7 +29,7 @@ SHOWN_IN_DOCS = {  # script -> folder with some of the seeds
     "rloo_tldr": "rloo-tiny",
     "grpo_math": "grpo-math-tiny",
 }
-SCRIPTS = [*SHOWN_IN_DOCS, "reward_model", "sft"]
+SCRIPTS = [*SHOWN_IN_DOCS, "reward_model"]
 LEFT_OUT = ("perf/", "eps", "episode", "epoch")  # of the machine, or the same in all runs
 
 
