@@ -448,3 +448,14 @@ def test_the_rubric_of_the_example(grpo, chat_with, monkeypatch):
         tail = len(f"{sample['response']}\n\nEnd your reply with the grade, as in: Grade: 7")
         assert sample["score"] == pytest.approx(expected[tail % 6])
         assert any(f"Answer:\n{sample['response']}\n" in question for question, _ in requests)
+
+
+@pytest.mark.parametrize("number, reason", [("0.5", "equal"), ("50.0 + len(text)", "clipped")])
+def test_a_reward_that_cannot_teach_is_said(scripts, small, tmp_path, capsys, number, reason):
+    """All scores are equal, or are after the clip."""
+    path = tmp_path / "flat.py"
+    path.write_text(f"def flat(completions, **kwargs):\n    return [{number} for text in completions]\n")
+    flags = dict(score_clip=4.0, missing_eos_penalty=None, num_sample_generations=0)
+    args = small("ppo_sentiment", reward_fn=[f"{path}:flat"], **flags)
+    scripts["ppo_sentiment"].train(args)
+    assert f"all scores are {reason}" in " ".join(capsys.readouterr().out.split())
