@@ -672,7 +672,7 @@ SYMPTOMS_HEAD = """
 - There is no false alarm in 20 healthy runs with seeds and flags on which the limits were not chosen.
 - An earlier version named the true cause of 54 of 80 faults (68 %) among its first three causes, by two strict judges. The faults
   were invented by authors who had not read `report.py`, and put into default runs (`results/diagnose/verdicts.jsonl`).
-- Today's 27 checks name 78 of 80, by the patterns of one reader, but they were improved on these faults. Without the ranges of healthy
+- Today's 27 checks name 72 of 80, by the patterns of one reader, but they were improved on these faults (RLOO's with an earlier learning rate). Without the ranges of healthy
   runs, as with your own model and data, they name 47 of 80.
 
 So expect the true cause among the first three in two of three failed runs of a default recipe, and less often elsewhere.
