@@ -448,6 +448,8 @@ def train(args):
             metrics["objective/kl"] = metrics.pop("kl") * lengths.mean()  # per response
             metrics["objective/kl_coef"] = args.kl_coef
         run.log(metrics)  # tensors become numbers; raises if one is not finite
+        if (b["scores"] == b["scores"][0]).all():
+            accelerator.print("all scores are equal: the reward teaches nothing")
         if args.num_sample_generations and update % max(1, updates // args.num_sample_generations) == 0:
             # The k responses to the first task, which the main process generated.
             with torch.no_grad(), autocast:
@@ -739,7 +741,8 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     is_recorded = can_be_recorded(policy, cache)
     round_length = TOKENS_PER_ROUND if is_recorded else 1
     for start in range(1, T, round_length):
-        has_stopped = torch.isin(tokens[rows, :start], stop_ids).any(1)  # [rows]
+        last_round = tokens[rows, max(start - round_length, 0) : start]
+        has_stopped = torch.isin(last_round, stop_ids).any(1)  # [rows]
         keep = (~has_stopped).nonzero().squeeze(1)
         if len(keep) == 0:
             break
@@ -1416,14 +1419,13 @@ def load_splits(name):
             raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
     train = splits.get("train", [])
-    held_out_split = next(
-        (split for split in ("test", "validation") if splits.get(split)), "every tenth row of train"
-    )
-    held_out = splits.get(held_out_split)
-    if held_out is None:  # not the last rows, because files are often sorted
+    source = "test" if splits.get("test") else "validation"
+    held_out = splits.get(source)
+    if not held_out:
+        source = "every tenth row of train"  # not the last rows, because files are often sorted
         held_out = train[::10]
         del train[::10]
-    accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({held_out_split})")
+    accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
 
     for column in ("messages", "prompt", "completion", "chosen", "rejected"):
         for value in (row.get(column) for row in train + held_out):
@@ -1773,10 +1775,6 @@ class Run:
 
         shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
         shown = f"update {update}/{self.updates}  {shown}"
-        if metrics.get("env/reward_std", 1) < 1e-6:
-            shown += "  all scores are equal, so there is nothing to learn"
-        if abs(metrics.get("objective/scores", 0)) == getattr(self.args, "score_clip", None):
-            shown += "  all scores are clipped by --score-clip, so there is nothing to learn"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
         if update == self.updates:

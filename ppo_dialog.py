@@ -445,6 +445,8 @@ def train(args):
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
         }
         metrics = run.log(metrics)  # tensors become numbers; raises if one is not finite
+        if (scores == scores[0]).all():
+            accelerator.print("all scores are equal (perhaps by --score-clip): the reward teaches nothing")
         if args.num_sample_generations and update % max(1, updates // args.num_sample_generations) == 0:
             token_columns = {
                 "ids": b["ids"][:, C:],
@@ -1617,14 +1619,13 @@ def load_splits(name):
             raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
     train = splits.get("train", [])
-    held_out_split = next(
-        (split for split in ("test", "validation") if splits.get(split)), "every tenth row of train"
-    )
-    held_out = splits.get(held_out_split)
-    if held_out is None:  # not the last rows, because files are often sorted
+    source = "test" if splits.get("test") else "validation"
+    held_out = splits.get(source)
+    if not held_out:
+        source = "every tenth row of train"  # not the last rows, because files are often sorted
         held_out = train[::10]
         del train[::10]
-    accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({held_out_split})")
+    accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
 
     for column in ("messages", "prompt", "completion", "chosen", "rejected"):
         for value in (row.get(column) for row in train + held_out):
@@ -1927,10 +1928,6 @@ class Run:
 
         shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
         shown = f"update {update}/{self.updates}  {shown}"
-        if metrics.get("env/reward_std", 1) < 1e-6:
-            shown += "  all scores are equal, so there is nothing to learn"
-        if abs(metrics.get("objective/scores", 0)) == getattr(self.args, "score_clip", None):
-            shown += "  all scores are clipped by --score-clip, so there is nothing to learn"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
         if update == self.updates:

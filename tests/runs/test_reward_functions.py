@@ -450,12 +450,12 @@ def test_the_rubric_of_the_example(grpo, chat_with, monkeypatch):
         assert any(f"Answer:\n{sample['response']}\n" in question for question, _ in requests)
 
 
-@pytest.mark.parametrize("number, reason", [("0.5", "equal"), ("50.0 + len(text)", "clipped")])
-def test_a_reward_that_cannot_teach_is_said(scripts, small, tmp_path, capsys, number, reason):
+@pytest.mark.parametrize("number", ["0.5", "50.0 + len(text)"])
+def test_a_reward_that_cannot_teach_is_said(scripts, small, tmp_path, capsys, number):
     """All scores are equal, or are after the clip."""
     path = tmp_path / "flat.py"
     path.write_text(f"def flat(completions, **kwargs):\n    return [{number} for text in completions]\n")
     flags = dict(score_clip=4.0, missing_eos_penalty=None, num_sample_generations=0)
     args = small("ppo_sentiment", reward_fn=[f"{path}:flat"], **flags)
     scripts["ppo_sentiment"].train(args)
-    assert f"all scores are {reason}" in " ".join(capsys.readouterr().out.split())
+    assert "all scores are equal (perhaps by --score-clip)" in " ".join(capsys.readouterr().out.split())
