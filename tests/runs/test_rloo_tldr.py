@@ -675,7 +675,7 @@ def test_the_verb_judge(script, capsys, monkeypatch, tiny_lm, tiny_posts, tmp_pa
     line = out.splitlines()[-1]
     assert line.startswith(expected) and line.endswith(f", model {flags.split()[1]}, data {tiny_posts}")
     with pytest.raises(script.UserError, match="judge has no --resume"):
-        script.judge_policy(script.Args(resume="latest"))
+        script.judge_policy(script.Args(resume="RUN"))
 
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setenv("OPENAI_API_KEY", "any")
