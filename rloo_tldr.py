@@ -155,7 +155,7 @@ class Args:
     whiten_rewards: bool = False  # rescale rewards to std 1 (the baseline removes their mean)
     cliprange: float = 0.2  # epsilon of the clipped policy loss
 
-    # Judge: judge_model if there is one, or judge_fn, or the reward itself
+    # Judge: judge_model if there is one, or else judge_fn
     num_eval_prompts: Annotated[int, NUM_EXAMPLES] = 256  # posts whose summaries are judged
     judge_fn: str | None = None  # FILE.py:function like --reward-fn; the summary with the higher score wins
     judge_model: str | None = None  # folder of a reward model; another name, or with judge_url: a chat model
@@ -274,17 +274,16 @@ def train(args):
     model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
-    reward_functions = load_summary_reward(args, device)
-    get_rewards = partial(score_responses, reward_functions, trainer_state, device)
+    get_rewards = partial(score_responses, load_summary_reward(args, device), trainer_state, device)
     # The scores of --judge-fn for each batch are only logged. In the evaluation it is the judge, unless there
     # is a --judge-model.
     get_judge_scores = None
     if args.judge_fn is not None:
         get_judge_scores = partial(score_responses, load_functions([args.judge_fn]), trainer_state, device)
-    judge, judge_name = None, "none, because there are no references"
-    # The main process only, so that a judge on a server is asked only once.
+    judge, judge_name = None, "none"
+    # The main process only, so that a judge on a server is asked only once. It compares with references.
     if accelerator.is_main_process and held_out_posts[0]["reference"]:
-        judge, judge_name = load_judge(args, tokenizer, reward_functions, trainer_state, device)
+        judge, judge_name = load_judge(args, tokenizer, trainer_state, device)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 
@@ -1497,20 +1496,18 @@ Summary B: {b}
 Answer with one letter, A or B, and nothing else."""
 
 
-def load_judge(args, tokenizer, reward_functions, trainer_state, device):
-    """The judge and its name: --judge-model, else the function of --judge-fn, else the reward itself.
+def load_judge(args, tokenizer, trainer_state, device):
+    """The judge and its name: --judge-model, or else the function of --judge-fn, or else none.
 
-    reward_functions: from load_summary_reward; None: load them if they are needed. The judge is a function of
-    posts and responses (list of str) that returns their verdicts: see win_rate.
+    The judge is a function of posts and responses (list of str) that returns their verdicts: see win_rate.
     """
     if args.judge_url is not None and args.judge_model is None:
         raise UserError("--judge-url needs --judge-model: the name of the model on that server")
-    name, weights = args.judge_model, None
-    if name is None and args.judge_fn is None:
-        name, weights = ", ".join(args.reward_fn or [args.reward_model_path]), args.reward_weights
-        functions = reward_functions or load_summary_reward(args, device)
-    elif name is None:
-        name, functions = args.judge_fn, load_functions([args.judge_fn])
+    name = args.judge_model or args.judge_fn
+    if name is None:
+        return None, "none"
+    if args.judge_model is None:
+        functions = load_functions([args.judge_fn])
     elif args.judge_url is None and any(Path(folder, name).is_dir() for folder in ("", HERE)):
         # In fp32: bf16 rounds so much that equal texts would not be a tie.
         functions = {"judge": load_reward_model(replace(args, dtype="float32"), name, device)}
@@ -1520,29 +1517,27 @@ def load_judge(args, tokenizer, reward_functions, trainer_state, device):
         client = openai.OpenAI(base_url=args.judge_url, max_retries=4)  # its key is in OPENAI_API_KEY
         return partial(ask_chat_model, client, args), f"{name} at {client.base_url}"
     get_scores = partial(score_responses, functions, trainer_state, device)
-    return partial(compare_scores, get_scores, tokenizer, weights), name
+    return partial(compare_scores, get_scores, tokenizer), name
 
 
-def compare_scores(get_scores, tokenizer, weights, posts, responses):
+def compare_scores(get_scores, tokenizer, posts, responses):
     """The verdicts of a judge that prefers the higher score. -> fp32 [posts]"""
-    references = [post["reference"] for post in posts]
-    ours = score_texts(get_scores, tokenizer, posts, responses, weights)  # [posts]
-    theirs = score_texts(get_scores, tokenizer, posts, references, weights)  # [posts]
+    ours = score_texts(get_scores, tokenizer, posts, responses)  # [posts]
+    theirs = score_texts(get_scores, tokenizer, posts, [post["reference"] for post in posts])  # [posts]
     # A text has two scores in two batches, because they round differently.
     is_tie = torch.isclose(ours, theirs, rtol=1e-3, atol=1e-3)
     verdicts = torch.where(is_tie, 0.5, (ours > theirs).float())
     return verdicts.masked_fill((ours + theirs).isnan(), math.nan).cpu()
 
 
-def score_texts(get_scores, tokenizer, posts, texts, weights=None):
-    """The weighted sum of the rewards of one text for each post; nan if no function applies. -> fp32 [posts]
+def score_texts(get_scores, tokenizer, posts, texts):
+    """The judge's score of one text for each post; nan if it does not apply. -> fp32 [posts]
 
-    Functions get the texts tokenized again, without a stop token.
+    The judge gets the texts tokenized again, without a stop token.
     """
     token_ids = tokenizer(texts, add_special_tokens=False).input_ids
-    rewards = get_scores(posts, texts, token_ids)  # name -> [posts]
-    has_no_reward = torch.stack(list(rewards.values())).isnan().all(0)  # [posts]
-    return weighted_sum(rewards, weights).masked_fill(has_no_reward, math.nan)
+    [scores] = get_scores(posts, texts, token_ids).values()  # of the only function
+    return scores
 
 
 def ask_chat_model(client, args, posts, responses):
@@ -1576,6 +1571,8 @@ def judge_policy(args):
     """`rloo_tldr.py judge`: a model's win rate against the references, as TRL's judge_tldr.py. -> dict"""
     if args.resume is not None:
         raise UserError("judge has no --resume: use --model-name-or-path RUN/model")
+    if args.model_name_or_path is not None and args.sft_model_path is not None:
+        raise UserError("judge: which model? --model-name-or-path or --sft-model-path must be None")
     check_positive(args, "temperature", "num_eval_prompts")
     args = complete_args(args)
     accelerator = start_accelerator(args)
@@ -1585,13 +1582,13 @@ def judge_policy(args):
     tokenizer = load_tokenizer(args.model_name_or_path or args.sft_model_path)
     _, rows = load_splits(args.dataset_name)
     posts = choose_held_out(load_posts(rows, tokenizer, args), args)
-    if not posts[0]["reference"]:
-        raise UserError(f"{args.dataset_name}: judge needs the column completion, with references")
+    judge, judge_name = load_judge(args, tokenizer, transformers.TrainerState(), device)
+    if judge is None or not posts[0]["reference"]:
+        raise UserError("judge needs --judge-model or --judge-fn, and a column completion with references")
     policy_name = args.sft_model_path or args.model_name_or_path
     policy = load_model(AutoModelForCausalLM, policy_name).to(device)
     check_group_model(policy, policy_name, max(len(post["ids"]) for post in posts) + args.response_length)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)
-    judge, judge_name = load_judge(args, tokenizer, None, transformers.TrainerState(), device)
     batch = draw_groups(posts, 1, args, "held-out")  # the posts and random numbers of the evaluation in train
     with torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device)):
         _, responses = sample_responses(policy, tokenizer, stop_ids, lambda *inputs: {}, batch, args)

@@ -514,7 +514,7 @@ def test_references_that_are_chats(scripts):
     device = torch.device("cpu")
     get_scores = functools.partial(script.score_responses, {"longer": longer}, None, device)
     texts = ["Eight.", "It is eight, and that is my last word."]
-    assert script.compare_scores(get_scores, tokenizer, None, posts, texts).tolist() == [0, 1]
+    assert script.compare_scores(get_scores, tokenizer, posts, texts).tolist() == [0, 1]
     judged = [chat((ASSISTANT, text)) for text in (*texts, TURNS[3][1], TURNS[3][1])]
     assert seen == [(row["prompt"], text, row["completion"]) for text in judged]
     assert script.plain_text(row["prompt"]) == "assistant: Hello.\n\nuser: What is 2 + 3?"

@@ -539,7 +539,7 @@ def test_a_judge_that_thinks_first(scripts, chat_with, thought):
     posts = [dict(prompt="A post.", reference=" theirs")] * 8
     for end, verdicts in (("A", {0.0, 1.0}), ("A...", set()), ("", set())):
         flags, _ = chat_with(lambda question, end=end: thought + end)
-        judge, _ = script.load_judge(script.Args(**flags), None, {}, None, CPU)
+        judge, _ = script.load_judge(script.Args(**flags), None, None, CPU)
         found = judge(posts, [" ours"] * 8)
         assert set(found[~found.isnan()].tolist()) == verdicts
 
