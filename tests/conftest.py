@@ -31,7 +31,7 @@ MATH = {  # function -> the scripts that must have it
     "token_logprobs": (*RL, "dpo_tldr"),
     "kl_per_token": GROUPS,
     "token_rewards": PPO,
-    "weighted_sum": RL,
+    "weighted_sum": ["ppo_sentiment", *GROUPS],
     "masked_mean": PPO,
     "masked_whiten": PPO,
     "gae": PPO,

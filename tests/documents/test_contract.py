@@ -107,7 +107,7 @@ SIGNATURES = {
     "token_logprobs": "hidden, weight, tokens, temperature=1.0, bias=None",
     "kl_per_token": "logprobs, ref_logprobs, estimator",
     "token_rewards": "scores, kl, lengths, kl_coef",
-    "weighted_sum": "rewards, weights=None",
+    "weighted_sum": "scores, weights=None",
     "masked_mean": "values, mask",
     "masked_whiten": "values, mask, shift_mean=True",
     "gae": "rewards, values, mask, gamma, lam",
