@@ -1076,6 +1076,7 @@ def gae(rewards, values, mask, gamma, lam):
 
 def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
+    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
     log_ratio = logprobs - old_logprobs
     ratio = torch.exp(log_ratio.clamp(max=40))  # an infinite ratio times an advantage of 0 is nan
     unclipped = -advantages * ratio
@@ -1087,6 +1088,7 @@ def clipped_value_loss(values, old_values, returns, cliprange_value):
     """Half the larger of two squared errors: the value's, and that of the value clipped to old_values +-
     cliprange_value. Any shape -> same shape, unreduced
     """
+    assert values.shape == old_values.shape == returns.shape
     clipped_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     unclipped = (values - returns) ** 2
     clipped = (clipped_values - returns) ** 2
