@@ -69,7 +69,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Literal
 
 import accelerate
@@ -519,6 +519,7 @@ def evaluate_dialogs(respond, policy, batch, args, accelerator):
         "distinct2": distinct_ngrams(column["answer"], 2),
         "perplexity of the references": math.exp(-fmean(logprobs_of_references)),
         "score mean": fmean(column["score"]),
+        "score mean, +-": 1.96 * pstdev(column["score"]) / len(rows) ** 0.5,  # half of the 95 % interval
         "score median": median(column["score"]),
         "KL, nats per response": fmean(column["kl"]),
         **custom_metrics(batch["turns"], column["answer"]),

@@ -65,7 +65,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Literal
 
 import accelerate
@@ -489,6 +489,7 @@ def evaluate(respond, batch, judge, args, accelerator):
     column = {name: [row[name] for row in rows] for name in columns}
     metrics = {
         "score mean": fmean(column["score"]),
+        "score mean, +-": 1.96 * pstdev(column["score"]) / len(rows) ** 0.5,  # half of the 95 % interval
         "score median": median(column["score"]),
         "KL, nats per response": fmean(column["kl"]),
         "perplexity under the reference": math.exp(-sum(column["ref_logprob"]) / sum(column["length"])),

@@ -70,7 +70,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Annotated, Literal
 
 import accelerate
@@ -522,6 +522,7 @@ def evaluate_summaries(respond, batch, args, accelerator):
     column = {name: [row[name] for row in rows] for name in columns}
     metrics = {
         "score mean": fmean(column["score"]),
+        "score mean, +-": 1.96 * pstdev(column["score"]) / len(rows) ** 0.5,  # half of the 95 % interval
         "score median": median(column["score"]),
         "KL, nats per response": fmean(column["kl"]),
         "ended by itself": fmean(column["stopped"]),

@@ -191,7 +191,7 @@ def test_an_entropy_bonus_raises_the_entropy(scripts, small, monkeypatch, tmp_pa
 
 
 def test_a_running_mean_as_the_baseline(small, monkeypatch, tmp_path):
-    """Advantages are rewards to go, with the KL penalty, minus the baseline. A checkpoint has the baseline."""
+    """Advantages are rewards to go, with the KL penalty, minus the baseline, which a checkpoint has."""
     [block] = [x for script, title, x in changes() if script == "ppo_sentiment" and "running mean" in title]
     script = changed_script(monkeypatch, tmp_path, "ppo_sentiment", block)
     flags = dict(total_episodes=64, learning_rate=1e-2, kl_coef=1.0, num_sample_generations=9)
