@@ -385,7 +385,7 @@ def cause_of_rewards(rewards, kl, tolerance):
     "the recursion of GAE is wrong: its direction, a token too early or late, gamma or lambda",
     "advantages have the wrong sign, or belong to other tokens or responses",
     "advantages are whitened over the wrong tokens: of one response, of a minibatch, or with padding",
-    "you replaced GAE on purpose",
+    "you replaced GAE on purpose: check that the KL penalty is still part of the advantages",
 )
 def check_token_advantages(run):
     """PPO: advantages must follow from rewards and values by GAE. They were whitened: an affine function."""
@@ -909,6 +909,7 @@ def check_entropy(run):
     "the policy exploits the reward: certain words raise it whatever the response says",
     "the KL penalty is too weak, or missing",
     "the learning rate is too high",
+    "an entropy bonus has the wrong sign: the entropy falls",
 )
 def check_words(run):
     """A new word takes over, or word pairs repeat. Arithmetic has few words."""
