@@ -65,7 +65,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Literal
 
 import accelerate
@@ -492,6 +492,7 @@ def evaluate(respond, batch, judge, args, accelerator):
     gathered = {name: [row[name] for row in rows] for name in columns}
     metrics = {
         "score mean": fmean(gathered["score"]),
+        "score mean, +-": 1.96 * pstdev(gathered["score"]) / len(rows) ** 0.5,  # half of the 95 % interval
         "score median": median(gathered["score"]),
         "KL, nats per response": fmean(gathered["kl"]),
         "perplexity under the reference": math.exp(-sum(gathered["ref_logprob"]) / sum(gathered["length"])),
@@ -905,6 +906,7 @@ def gae(rewards, values, mask, gamma, lam):
 
 def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
+    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
     log_ratio = logprobs - old_logprobs
     ratio = torch.exp(log_ratio.clamp(max=40))  # an infinite ratio times an advantage of 0 is nan
     unclipped = -advantages * ratio
@@ -916,6 +918,7 @@ def clipped_value_loss(values, old_values, returns, cliprange_value):
     """Half the larger of two squared errors: the value's, and that of the value clipped to old_values +-
     cliprange_value. Any shape -> same shape, unreduced
     """
+    assert values.shape == old_values.shape == returns.shape
     clipped_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     unclipped = (values - returns) ** 2
     clipped = (clipped_values - returns) ** 2

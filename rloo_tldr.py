@@ -68,7 +68,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Annotated, Literal
 
 import accelerate
@@ -521,6 +521,7 @@ def evaluate_summaries(respond, batch, args, accelerator):
     gathered = {name: [row[name] for row in rows] for name in columns}
     metrics = {
         "score mean": fmean(gathered["score"]),
+        "score mean, +-": 1.96 * pstdev(gathered["score"]) / len(rows) ** 0.5,  # half of the 95 % interval
         "score median": median(gathered["score"]),
         "KL, nats per response": fmean(gathered["kl"]),
         "ended by itself": fmean(gathered["stopped"]),
@@ -957,6 +958,7 @@ def rloo_advantages(rewards, rloo_k):
 
 def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
+    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
     log_ratio = logprobs - old_logprobs
     ratio = torch.exp(log_ratio.clamp(max=40))  # an infinite ratio times an advantage of 0 is nan
     unclipped = -advantages * ratio

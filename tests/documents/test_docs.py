@@ -190,6 +190,25 @@ def test_an_entropy_bonus_raises_the_entropy(scripts, small, monkeypatch, tmp_pa
     assert entropies[1] > entropies[0] + 0.02
 
 
+def test_a_running_mean_as_the_baseline(small, monkeypatch, tmp_path):
+    """Advantages are rewards to go, with the KL penalty, minus the baseline, which a checkpoint has."""
+    [block] = [x for script, title, x in changes() if script == "ppo_sentiment" and "running mean" in title]
+    script = changed_script(monkeypatch, tmp_path, "ppo_sentiment", block)
+    flags = dict(total_episodes=64, learning_rate=1e-2, kl_coef=1.0, num_sample_generations=9)
+    _, folder = script.train(script.Args(**vars(small("ppo_sentiment")) | flags))
+    rows = [json.loads(line) for line in (folder / "tokens.jsonl").read_text().splitlines()]
+    last = [row for row in rows if row["update"] == rows[-1]["update"]]
+    baselines = []
+    for row in last:
+        rewards_to_go = torch.tensor(row["reward"]).flip(0).cumsum(0).flip(0)
+        baselines.append(rewards_to_go - torch.tensor(row["advantage"]))
+    baselines = torch.cat(baselines)
+    assert baselines.max() - baselines.min() < 0.01 < baselines.abs().min()
+    assert max(abs(kl) for row in last for kl in row["kl"]) > 0.05
+    [*_, newest] = sorted((folder / "checkpoints").iterdir())
+    assert json.loads((newest / "state.json").read_text())["baseline"] != 0
+
+
 @pytest.mark.parametrize("page", ["README", "ppo_sentiment", "grpo_math"])
 def test_reward_functions_in_the_docs_work(scripts, monkeypatch, page):
     """They are called with what every reward function gets, and with a column of the data."""
@@ -370,8 +389,8 @@ def test_a_table_before_and_after_is_that_of_the_file(name, heading, folder):
 def test_the_table_of_the_readme_is_that_of_the_file():
     evaluation = result("ppo-sentiment-default/evaluation.json")
     assert f"| {evaluation['n']} held-out prompts | before | after |" in README
-    for metric, after in evaluation["after"].items():
-        before = evaluation["before"][metric]
+    for metric in ("score mean", "KL, nats per response", "distinct bigrams", "judge: P(positive)"):
+        before, after = evaluation["before"][metric], evaluation["after"][metric]
         assert cells_of(README, metric) == [f"{before:.3f}", f"{after:.3f}"]
 
 

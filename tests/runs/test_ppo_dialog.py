@@ -29,6 +29,7 @@ TABLE = [
     "distinct2",
     "perplexity of the references",
     "score mean",
+    "score mean, +-",
     "score median",
     "KL, nats per response",
     "custom/questions",
