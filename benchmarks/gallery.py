@@ -161,7 +161,7 @@ ENTRIES = [
         metrics=("loss/value_avg", "objective/scores", "objective/kl", "policy/clipfrac_avg"),
     ),
     Entry(
-        name="reward-hacking",
+        name="reward-exploited",
         script=PPO,
         existing="ppo-sentiment-hacked",
         metrics=("objective/scores", "objective/kl", "completions/distinct_2", "objective/kl_coef"),

@@ -494,7 +494,7 @@ def choice_table():
     """What to use: for each size and number of GPUs, on both GPUs."""
     rows = []
     for size in SIZES:
-        for gpus in (1, 8, 64):
+        for gpus in (1, 8):
             cells = []
             for gpu_memory in GPUS:
                 choice = choose(size, gpus, gpu_memory)
