@@ -132,7 +132,7 @@ def verdict(low, high, margin):
 def compare(job):
     """All comparisons of a job whose planned runs are there. -> list of dict
 
-    ours, theirs: one number per seed; difference, low, high; margin and verdict: None if the metric has none;
+    ours, theirs: one number per seed; difference, low, high; margin and verdict;
     planned: False if the comparison was added after the plan
     """
     from parity_jobs import JOBS
@@ -144,10 +144,10 @@ def compare(job):
         halves = [[row for row in rows if row["side"] == name] for name in (side, peer)]
         if min(len(half) for half in halves) < len(planned["seeds"]):
             continue  # nobody should look at a part of the planned runs
-        for metric in [*about.tested, *about.shown]:
+        for metric in about.tested:
             ours, theirs = ([row["final"][metric] for row in half] for half in halves)
             delta, low, high = difference(ours, theirs, about.paired)
-            margin = planned["margin"].get(metric)
+            margin = planned["margin"][metric]
             found.append(
                 {
                     "side": side,
@@ -159,7 +159,7 @@ def compare(job):
                     "low": low,
                     "high": high,
                     "margin": margin,
-                    "verdict": verdict(low, high, margin) if margin else None,
+                    "verdict": verdict(low, high, margin),
                     "planned": (side, peer) in about.comparisons,
                 }
             )
@@ -179,9 +179,7 @@ def table(job):
         if about.paired:
             differences = [a - b for a, b in zip(row["ours"], row["theirs"], strict=True)]
             spread = f", sd {stdev(differences):.{d}f}"
-        word = row["verdict"] or "-"
-        if row["verdict"]:
-            word = f"**{word}**" if row["planned"] else f"({word})"
+        word = f"**{row['verdict']}**" if row["planned"] else f"({row['verdict']})"
         lines.append(
             [
                 row["side"],
@@ -190,7 +188,7 @@ def table(job):
                 f"{mean(row['ours']):.{d}f} (sd {stdev(row['ours']):.{d}f})",
                 f"{mean(row['theirs']):.{d}f} (sd {stdev(row['theirs']):.{d}f})",
                 f"{row['difference']:+.{d}f} ({row['low']:+.{d}f} to {row['high']:+.{d}f}){spread}",
-                f"{row['margin']:.{d}f}" if row["margin"] else "-",
+                f"{row['margin']:.{d}f}",
                 word,
             ]
         )
@@ -216,8 +214,6 @@ def time_table():
 NAMES = {
     "score": "score",
     "kl": "KL",
-    "gold": "gold score",
-    "judge": "judge",
     "loss": "held-out loss",
     "accuracy": "held-out accuracy",
 }
@@ -295,7 +291,7 @@ def plot_summary():
     from matplotlib.figure import Figure
     from parity_jobs import JOBS
 
-    rows = [row for job in JOBS for row in compare(job) if row["planned"] and row["margin"]]
+    rows = [row for job in JOBS for row in compare(job) if row["planned"]]
     colors = {"equivalent": "C0", "different": "C3", "inconclusive": "0.45"}
     figure = Figure(figsize=(11, 0.32 * len(rows) + 1.4), layout="constrained")
     axis = figure.subplots()

@@ -501,7 +501,6 @@ class Job:
     metrics: dict[str, str] = field(default_factory=lambda: SAMPLED)  # in the figure: name -> title
     explored: list[tuple[str, str]] = field(default_factory=list)  # comparisons that were added later
     tested: tuple[str, str] = ("score", "kl")  # metrics of the plan
-    shown: tuple[str, ...] = ()  # other metrics of the table: no margin, no verdict
     digits: int = 3  # after the point, in the table
     log_scale: bool = False  # of the first metric, in the figure
     unit: str = "episodes (responses)"
@@ -521,24 +520,18 @@ def grpo_scores(script, args):
 
 
 def rloo_scores(script, args):
-    """The reward model, and the gold score that it learned from."""
-    functions = {"score": script.load_summary_reward(args, CPU)}
-    functions["gold"] = script.load_functions([args.judge_fn])
-    return {name: partial(script.score_responses, x, None, CPU) for name, x in functions.items()}
+    """The reward model."""
+    return {"score": partial(script.score_responses, script.load_summary_reward(args, CPU), None, CPU)}
 
 
 def ppo_scores(script, args):
-    """The classifier's logit, clipped as in training, and the probability of a second classifier."""
+    """The classifier's logit, clipped as in training."""
     reward = partial(script.call_reward_functions, script.load_reward(args, CPU), None, CPU)
-    judge = script.load_label_scorer(args, args.judge_model_path, CPU)
 
     def clipped(*texts):
         return {name: x.clamp(-args.score_clip, args.score_clip) for name, x in reward(*texts).items()}
 
-    def judged(rows, prompts, responses, response_tokens):
-        return {"judge": judge(prompts, responses)[1]}
-
-    return {"score": clipped, "judge": judged}
+    return {"score": clipped}
 
 
 def respond_in_groups(script, args, policy, tokenizer, rows, k, start):
@@ -652,7 +645,6 @@ JOBS = {
             ("ours, no gradient clipping", "TRL 0.11 RLOOTrainer"),
             ("ours", "ours, no gradient clipping"),
         ],
-        shown=("gold",),
         meter=sampling_meter,
         load_rows=lambda script, rows, tokenizer, args: script.load_posts(rows, tokenizer, args),
         scores=rloo_scores,
@@ -676,7 +668,6 @@ JOBS = {
         explored=[("ours", "ours, TRL's value head and variance")],
         # No length: the limit of each response is random, and nearly all responses reach it.
         metrics={name: title for name, title in SAMPLED.items() if name != "length"},
-        shown=("judge",),
         meter=sampling_meter,
         load_rows=lambda script, rows, tokenizer, args: script.load_reviews(rows, tokenizer, args)[:512],
         scores=ppo_scores,
@@ -708,7 +699,6 @@ JOBS = {
             ("ours, TRL's value head and variance", "TRL 1.12 PPOTrainer"),
         ],
         explored=[("ours", "ours, TRL's value head and variance")],
-        shown=("gold",),
         meter=sampling_meter,
         load_rows=lambda script, rows, tokenizer, args: script.load_posts(rows, tokenizer, args),
         scores=rloo_scores,

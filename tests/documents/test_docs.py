@@ -249,10 +249,11 @@ def test_every_metric_of_grpo_math_is_explained(grpo):
 
 def test_every_metric_of_sft_and_reward_model_is_explained(sft, reward, tiny_lm, tiny_pairs):
     _, _, rows = sft()
-    assert set(rows[0]) == explained_metrics("sft")
     _, _, of_labels = reward("labels")
     _, _, of_pairs = reward("pairs", model_name_or_path=tiny_lm(), dataset_name=tiny_pairs, max_length=200)
-    assert set(of_labels[0]) | set(of_pairs[0]) == explained_metrics("reward_model")
+    logged = {"sft": set(rows[0]), "reward_model": set(of_labels[0]) | set(of_pairs[0])}
+    for page, names in logged.items():
+        assert explained_metrics(page) <= names <= explained_metrics("running", page)
 
 
 def test_every_metric_of_dpo_tldr_is_explained(dpo):
@@ -279,8 +280,10 @@ def test_the_results_of_three_seeds_are_those_of_the_files(name, folder):
     page = DOCS[name].split("\n## Results")[1]
     for seed in (1, 2, 3):
         evaluation = result(f"{folder}/seed{seed}/evaluation.json")
-        for metric, after in evaluation["after"].items():
-            before = evaluation["before"][metric]
+        shown = [metric for metric in evaluation["after"] if f"\n| {metric} |" in page]
+        assert len(shown) >= 8
+        for metric in shown:
+            before, after = evaluation["before"][metric], evaluation["after"][metric]
             columns = slice(2 * seed - 2, 2 * seed)
             assert cells_of(page, metric)[columns] == [f"{before:.3f}", f"{after:.3f}"]
 
@@ -445,16 +448,6 @@ def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
         noticed.append(sum(outcome["killed_by"] is not None for outcome in outcomes))
     assert f"{', '.join(map(str, noticed[:-1]))} and {noticed[-1]} on the first try" in DOCS["evidence"]
     assert f"{min(noticed)} to {max(noticed)} of the 30 new faults" in README
-
-
-def test_the_weak_start_of_the_dialogs_is_that_of_the_files():
-    """The gain of METEOR, and the quoted answer."""
-    run = result("ppo-dialog-weak/epochs3/evaluation.json")
-    before, after = run["before"]["meteor"], run["after"]["meteor"]
-    page = " ".join(DOCS["ppo_dialog"].split())
-    assert f"METEOR rises by {100 * (after / before - 1):.0f} %, from {before:.3f} to {after:.3f}" in page
-    texts = (ROOT / "results/ppo-dialog-weak/epochs3-meteor2-lr3e-4/evaluation_samples.jsonl").read_text()
-    assert re.search('"(You can I find my tent back[?])"', page)[1] in texts
 
 
 def test_the_tables_of_real_models_are_those_of_the_program():
