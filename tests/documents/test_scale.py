@@ -1,26 +1,20 @@
-"""docs/scale.md and benchmarks/scale.py: parts of the arithmetic against small models on a CPU, the tables of
-the page against the program, and the patch for vLLM against a stub with vLLM's interface."""
+"""docs/scale.md and benchmarks/scale.py: parts of the arithmetic against small models on a CPU, and the
+tables of the page."""
 
 import contextlib
-import copy
-import functools
 import importlib.util
 import inspect
 import io
 import json
-import os
 import re
 import sys
-import types
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import cuda_graphs
 import pytest
 import torch
 import transformers
 from conftest import ROOT
-from diff_blocks import apply_block
-from run_tools import distance, eos_prone, maker, rows_of, same, timeless, weights
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -466,211 +460,3 @@ COMMANDS = re.findall(r"^    python benchmarks/scale\.py(.*?)(?:\s+#.*)?$", PAGE
 def test_the_commands_of_the_page_run(command):
     assert len(COMMANDS) == 3
     assert "GB" in printed(command.split())
-
-
-# ---- vLLM --------------------------------------------------------------------------------------------------
-
-PATCH = re.search(r"```diff\n(.*?)```", PAGE, re.S).group(1)
-
-
-def patched(source, changes=()):
-    """The source of a script with the patch of the page. changes: (old, new), of the patch"""
-    patch = PATCH
-    for old, new in changes:
-        assert patch.count(old) == 1, old
-        patch = patch.replace(old, new)
-    return apply_block(source, patch)
-
-
-def test_the_patch_fits_grpo_math():
-    """With the two changes that the page names."""
-    classes = "AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer"
-    changes = [(classes, "AutoModelForCausalLM, AutoTokenizer")]
-    changes += [("make_engine(policy_name, args)", "make_engine(args.model_name_or_path, args)")]
-    grpo = (ROOT / "grpo_math.py").read_text()
-    compile(patched(grpo, changes), "grpo_with_engine", "exec")
-
-
-def patched_script(faults=()):
-    """rloo_tldr.py with the patch of the page, as a module. faults: (old, new), changes of the patch"""
-    source = patched((ROOT / "rloo_tldr.py").read_text())
-    for line, replacement in faults:
-        assert source.count(line) == 1, line
-        source = source.replace(line, replacement)
-    module = types.ModuleType("rloo_with_engine")
-    module.__file__ = str(ROOT / "rloo_tldr.py")
-    sys.modules[module.__name__] = module
-    exec(compile(source, module.__file__, "exec"), module.__dict__)
-    for name in module.ALONE:  # accelerate would connect processes, in the tests to come too
-        del os.environ[name]
-    return module
-
-
-@dataclass
-class SamplingParams:
-    """The fields of vLLM's that the patch uses, with vLLM's defaults."""
-
-    temperature: float = 1.0
-    seed: int | None = None
-    stop_token_ids: list | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    logprobs: int | None = None
-    detokenize: bool = True
-
-
-class StubLLM:
-    """vLLM's LLM as far as the patch uses it. It samples with generate_groups, from the weights that it got.
-
-    Prompts that it has seen are in its prefix cache: until that is reset, they are answered with old weights.
-    uniforms_of_seed: the random numbers that belong to each seed.
-    """
-
-    uniforms_of_seed = {}
-
-    def __init__(self, model, *, load_format, max_model_len, logprobs_mode="raw_logprobs", **other):
-        assert load_format == "dummy" and other["distributed_executor_backend"] == "external_launcher"
-        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"  # vLLM asserts this too
-        torch.manual_seed(99)
-        config = transformers.AutoConfig.from_pretrained(model)
-        self.lm = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-        self.max_model_len, self.logprobs_mode = max_model_len, logprobs_mode
-        self.cached, self.old_lm = set(), None
-
-    def load_weights(self, named_weights):
-        parameters = dict(self.lm.named_parameters())
-        for name, weight in named_weights:
-            parameters[name].copy_(weight)
-
-    def collective_rpc(self, method):
-        if self.cached and self.old_lm is None:
-            self.old_lm = copy.deepcopy(self.lm)
-        runner = types.SimpleNamespace(model=self)
-        return [method(types.SimpleNamespace(model_runner=runner))]
-
-    def reset_prefix_cache(self):
-        self.cached, self.old_lm = set(), None
-
-    def generate(self, prompts, sampling_params, *, use_tqdm):
-        assert not torch.is_autocast_enabled("cpu")
-        results = []
-        for prompt, params in zip(prompts, sampling_params, strict=True):
-            ids = prompt["prompt_token_ids"]
-            assert len(ids) + params.max_tokens <= self.max_model_len
-            is_stale = tuple(ids) in self.cached and self.old_lm is not None
-            lm = self.old_lm if is_stale else self.lm
-            results.append(types.SimpleNamespace(outputs=[self.sample(lm, ids, params)]))
-        self.cached |= {tuple(prompt["prompt_token_ids"]) for prompt in prompts}
-        return results
-
-    def sample(self, lm, ids, params):
-        stop = list(params.stop_token_ids or [])
-        if not params.ignore_eos:
-            stop.append(lm.config.eos_token_id)
-        stop = torch.tensor(stop)
-        uniforms = self.uniforms_of_seed[params.seed][: params.max_tokens]
-        prompt = torch.tensor([ids])
-        inputs = prompt, prompt >= 0, uniforms[None, None], stop, params.temperature
-        tokens, logprobs = rloo.generate_groups(lm, *inputs)
-        length = int(rloo.response_lengths(tokens[0], stop))
-        tokens, logprobs = tokens[0, 0, :length], logprobs[0, 0, :length]
-        if self.logprobs_mode == "raw_logprobs":  # vLLM's default: without the temperature
-            full = torch.cat([prompt[0], tokens])[None]
-            logprobs = rloo.group_logprobs(lm, full, full >= 0, length, 1.0)[0][0]
-        pairs = zip(tokens.tolist(), logprobs.tolist())
-        return types.SimpleNamespace(
-            token_ids=tokens.tolist(),
-            logprobs=[{token: types.SimpleNamespace(logprob=logprob)} for token, logprob in pairs],
-            finish_reason="stop" if torch.isin(tokens[-1], stop) else "length",
-        )
-
-
-@pytest.fixture(scope="module")
-def plain_run(scripts, world, tiny_lm, tmp_path_factory):
-    """plain_run(lora_r): two updates without the patch; the policy stops now and then. -> Args, folder"""
-    root = tmp_path_factory.mktemp("plain")
-    policy = eos_prone(tiny_lm, root / "policy")
-    make = maker(scripts, world, root)
-
-    @functools.cache
-    def run(lora_r):
-        flags = dict(model_name_or_path=policy, temperature=0.7, lora_r=lora_r)
-        args = make("rloo_tldr", f"lora-{lora_r}", **flags)
-        _, folder = rloo.train(args)
-        return args, folder
-
-    return run
-
-
-@pytest.fixture
-def compare(plain_run, tmp_path, monkeypatch):
-    """compare(faults, lora_r): runs without and with the patch. -> two run folders"""
-    vllm = types.ModuleType("vllm")
-    vllm.LLM, vllm.SamplingParams = StubLLM, SamplingParams
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setitem(sys.modules, "rloo_with_engine", None)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-
-    def run(faults=(), lora_r=0):
-        args, plain = plain_run(lora_r)
-        script = patched_script(faults)
-        draw = script.draw_groups
-
-        def draw_and_record(*inputs):
-            prompt_batch = draw(*inputs)
-            for row in prompt_batch["uniforms"].flatten(0, 1):
-                StubLLM.uniforms_of_seed[int(row[0] * 2**24)] = row
-            return prompt_batch
-
-        script.draw_groups = draw_and_record
-        _, engine = script.train(script.Args(**vars(replace(args, output_dir=str(tmp_path / "engine")))))
-        return plain, engine
-
-    return run
-
-
-def check_same(plain, engine, tolerance):
-    """The same tokens, scores and policy. Only sampling/* may differ, by rounding."""
-    rows = {name: timeless(rows_of(folder)) for name, folder in (("plain", plain), ("engine", engine))}
-    assert len(rows["plain"]) == 2
-    for ours, theirs in zip(rows["plain"], rows["engine"]):
-        assert theirs["sampling/logprob_gap_max"] < 1e-4
-        for name, value in ours.items():
-            if not name.startswith("sampling/"):
-                assert theirs[name] == pytest.approx(value, abs=tolerance), name
-        assert 0 < ours["val/num_eos_tokens"] < 8
-    samples = [rows_of(folder, "evaluation_samples.jsonl") for folder in (plain, engine)]
-    assert samples[0] == samples[1] or tolerance > 0
-    assert any(row["before"] != row["after"] for row in samples[0])
-    ours, theirs = weights(plain / "model"), weights(engine / "model")
-    if tolerance == 0:
-        assert same(ours, theirs)
-    assert distance(ours, theirs) <= tolerance
-
-
-@pytest.mark.parametrize("lora_r", [0, 4])
-def test_two_updates_with_the_engine_are_those_without(compare, lora_r):
-    plain, engine = compare(lora_r=lora_r)
-    check_same(plain, engine, tolerance=1e-4 if lora_r else 0)
-
-
-FAULTS = {
-    "no weights after an update": (
-        "        copy_weights(learner, model)\n        send_weights(model.policy)\n",
-        "        copy_weights(learner, model)\n",
-    ),
-    "an old prefix cache": ("    ENGINE.reset_prefix_cache()", ""),
-    "an adapter that is not merged": (
-        '            p = p.float() + layer.get_delta_weight("default")\n',
-        "            pass\n",
-    ),
-    "probabilities without the temperature": ('        logprobs_mode="processed_logprobs",', ""),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_in_the_patch_shows(compare, name):
-    lora_r = 4 if "adapter" in name else 0
-    plain, engine = compare([FAULTS[name]], lora_r)
-    with pytest.raises(AssertionError):
-        check_same(plain, engine, tolerance=1e-4 if lora_r else 0)
