@@ -132,7 +132,7 @@ def verdict(low, high, margin):
 def compare(job):
     """All comparisons of a job whose planned runs are there. -> list of dict
 
-    ours, theirs: one number per seed; difference, low, high; margin and verdict;
+    ours, theirs: one number per seed; difference, low, high, margin, verdict;
     planned: False if the comparison was added after the plan
     """
     from parity_jobs import JOBS

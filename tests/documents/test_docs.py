@@ -112,11 +112,9 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     known = {"a_b", "help", "nproc_per_node", "num_processes", "multi_gpu", "cpu", "config_file"}  # launchers
     known |= {"no_deps", "target", "index_url", "with"}  # pip, uv
     known |= {"output", "diagnose"}  # report.py
-    known |= {"local_dir", "repo_type"}  # hf
     # Flags of the programs in benchmarks/.
-    known |= {"peers", "other", "only", "rounds", "batches", "results", "show", "save", "signals", "trl"}
-    known |= {"trl112", "jobs", "seeds", "side", "responses", "algorithm", "gpus", "gpu_memory"}
-    known |= {"reward_model", "sharding", "rows", "responses_per_prompt", "prompt_length"}
+    known |= {"peers", "other", "rounds", "batches", "show", "trl", "jobs", "seeds", "rows"}
+    known |= {"algorithm", "gpus", "gpu_memory", "sharding", "reward_model"}
     known |= {"num_examples"}  # TRL's name of --num-eval-prompts
     for script in scripts.values():
         for field in script.Args.__dataclass_fields__.values():
