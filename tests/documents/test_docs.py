@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ import torch
 import transformers.trainer_callback  # noqa: F401 (scripts import it late; here it happens before a device check)
 from conftest import ROOT, SCRIPTS
 from device_check import pretended_gpu
+from diff_blocks import apply_block
 from run_tools import reward_file
 
 pytest_plugins = ["run_fixtures"]
@@ -112,11 +112,9 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     known = {"a_b", "help", "nproc_per_node", "num_processes", "multi_gpu", "cpu", "config_file"}  # launchers
     known |= {"no_deps", "target", "index_url", "with"}  # pip, uv
     known |= {"output", "diagnose"}  # report.py
-    known |= {"local_dir", "repo_type"}  # hf
     # Flags of the programs in benchmarks/.
-    known |= {"peers", "other", "only", "rounds", "batches", "results", "show", "save", "signals", "trl"}
-    known |= {"trl112", "jobs", "seeds", "side", "responses", "algorithm", "gpus", "gpu_memory"}
-    known |= {"reward_model", "sharding", "rows", "responses_per_prompt", "prompt_length"}
+    known |= {"peers", "other", "rounds", "batches", "show", "trl", "jobs", "seeds", "rows"}
+    known |= {"algorithm", "gpus", "gpu_memory", "sharding", "reward_model"}
     known |= {"num_examples"}  # TRL's name of --num-eval-prompts
     for script in scripts.values():
         for field in script.Args.__dataclass_fields__.values():
@@ -141,16 +139,8 @@ def changes():
 
 
 def changed_script(monkeypatch, tmp_path, name, block):
-    """Apply a diff block: the old lines of each hunk must be in the script exactly once. -> a module"""
-    source = (ROOT / f"{name}.py").read_text()
-    hunks = re.split(r"^@@.*\n", block, flags=re.M)[1:]
-    assert hunks
-    for hunk in hunks:
-        lines = hunk.splitlines()
-        old = "\n" + "".join(line[1:] + "\n" for line in lines if not line.startswith("+"))
-        new = "\n" + "".join(line[1:] + "\n" for line in lines if not line.startswith("-"))
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
+    """Apply a diff block. -> a module"""
+    source = apply_block((ROOT / f"{name}.py").read_text(), block)
     path = tmp_path / f"{name}_changed.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -276,10 +266,11 @@ def test_every_metric_of_grpo_math_is_explained(grpo):
 
 def test_every_metric_of_sft_and_reward_model_is_explained(sft, reward, tiny_lm, tiny_pairs):
     _, _, rows = sft()
-    assert set(rows[0]) == explained_metrics("sft")
     _, _, of_labels = reward("labels")
     _, _, of_pairs = reward("pairs", model_name_or_path=tiny_lm(), dataset_name=tiny_pairs, max_length=200)
-    assert set(of_labels[0]) | set(of_pairs[0]) == explained_metrics("reward_model")
+    logged = {"sft": set(rows[0]), "reward_model": set(of_labels[0]) | set(of_pairs[0])}
+    for page, names in logged.items():
+        assert explained_metrics(page) <= names <= explained_metrics("running", page)
 
 
 def test_every_metric_of_dpo_tldr_is_explained(dpo):
@@ -306,8 +297,10 @@ def test_the_results_of_three_seeds_are_those_of_the_files(name, folder):
     page = DOCS[name].split("\n## Results")[1]
     for seed in (1, 2, 3):
         evaluation = result(f"{folder}/seed{seed}/evaluation.json")
-        for metric, after in evaluation["after"].items():
-            before = evaluation["before"][metric]
+        shown = [metric for metric in evaluation["after"] if f"\n| {metric} |" in page]
+        assert len(shown) >= 8
+        for metric in shown:
+            before, after = evaluation["before"][metric], evaluation["after"][metric]
             columns = slice(2 * seed - 2, 2 * seed)
             assert cells_of(page, metric)[columns] == [f"{before:.3f}", f"{after:.3f}"]
 
@@ -437,23 +430,6 @@ def test_the_speed_tables_are_those_of_the_files(capsys):
         assert rows and not set(rows) - set(printed)
 
 
-def test_the_table_of_a_busy_machine_is_that_of_the_file():
-    lines = (ROOT / "results/speed/busy.jsonl").read_text().splitlines()
-    assert (
-        load_program("benchmarks/speed/busy.py").table([json.loads(line) for line in lines]) in DOCS["speed"]
-    )
-
-
-def test_profiles_are_those_of_the_files(capsys, monkeypatch):
-    """The column of dtypes is left out: all are fp32."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks/speed")
-    load_program("benchmarks/speed/profile_update.py").show()
-    printed = capsys.readouterr().out.replace(" float32 |", "").splitlines()
-    section = DOCS["speed"].split("\n## What bounds")[1].split("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("|") and "---" not in line]
-    assert len(rows) >= 6 and not set(rows[1:]) - set(printed)
-
-
 def test_the_ratios_of_the_readme_are_those_of_the_speed_page():
     """With one significant digit."""
     table = README.split("\n## Speed")[1].split("\n## ")[0]
@@ -491,24 +467,17 @@ def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
     assert f"{min(noticed)} to {max(noticed)} of the 30 new faults" in README
 
 
-def test_the_weak_start_of_the_dialogs_is_that_of_the_files():
-    """The gain of METEOR, and the quoted answer."""
-    run = result("ppo-dialog-weak/epochs3/evaluation.json")
-    before, after = run["before"]["meteor"], run["after"]["meteor"]
-    page = " ".join(DOCS["ppo_dialog"].split())
-    assert f"METEOR rises by {100 * (after / before - 1):.0f} %, from {before:.3f} to {after:.3f}" in page
-    texts = (ROOT / "results/ppo-dialog-weak/epochs3-meteor2-lr3e-4/evaluation_samples.jsonl").read_text()
-    assert re.search('"(You can I find my tent back[?])"', page)[1] in texts
-
-
 def test_the_tables_of_real_models_are_those_of_the_program():
     """benchmarks/real_results.py prints all rows with results from the committed files."""
     program = load_program("benchmarks/real_results.py")
     tables = [program.reference_runs(), *(table for job in program.PANELS for table in program.tables(job))]
     printed = {line for table in tables for line in table.splitlines()}
     lines = DOCS["real_models"].splitlines()
-    rows = [line for line in lines if line.startswith("|") and re.search(r"\d\.\d|&lt;", line)]
-    assert len(rows) > 50 and not set(rows) - printed
+    rows = [line for line in lines if line.startswith("|") and re.search(r"\d\.\d", line)]
+    assert len(rows) > 30 and not set(rows) - printed
+    section = DOCS["speed"].split("\n### A GRPO update")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(rows) == 5 and not set(rows) - printed
 
 
 def test_equations_of_a_solution_by_hand():
@@ -533,54 +502,6 @@ def test_the_gain_on_gsm8k_is_in_the_pages():
     for page in (README, DOCS["real_models"], DOCS["grpo_math"]):
         assert sentence in " ".join(page.split()) and gain.removesuffix(" points").lstrip("+") in page
     assert program.minutes(folder) == "5"
-
-
-@pytest.fixture(scope="module")
-def ablations():
-    """benchmarks/ablations.py as a module."""
-    return load_program("benchmarks/ablations.py")
-
-
-def test_every_ablation_is_a_command(scripts, ablations):
-    """Each one changes its recipe, no two are the same, and its traps exist."""
-    assert len({(change.script, change.flags) for change in ablations.CHANGES}) == len(ablations.CHANGES)
-    assert len({ablations.slug(change, 1) for change in ablations.CHANGES}) == len(ablations.CHANGES)
-    for change in ablations.CHANGES:
-        script = scripts[change.script]
-        args = script.parse_args(shlex.split(change.flags))
-        tiny = replace(script.RECIPES["tiny"], recipe="tiny")
-        assert (args == tiny) == (change.flags == "")
-        assert {str(number) for number in change.tricks} <= set(TRAPS)
-
-
-def test_the_tables_of_ablations_are_those_of_the_results(ablations):
-    found = ablations.tables(ablations.read(ROOT / "results/ablations/results.jsonl"))
-    assert found in (ROOT / "results/ablations/README.md").read_text()
-
-
-def test_a_table_of_ablations_by_hand(ablations):
-    """Means over seeds with lowest and highest value, differences to the same seed, a run that stopped."""
-
-    def run(flags, seed, rate):
-        after = {
-            "win rate": rate,
-            "score mean": 10 * rate,
-            "KL, nats per response": 1.0,
-            "ended by itself": 1.0,
-            "tokens per response": 9.0,
-        }
-        return {("rloo_tldr", flags, seed): {"after": after, "seed": seed}}
-
-    k3 = "--kl-estimator k3"
-    results = run("", 1, 0.5) | run("", 2, 0.75) | run(k3, 1, 0.25) | run(k3, 2, 0.25)
-    results["rloo_tldr", "--rloo-k 2", 1] = {"stopped": "5 gradients in a row", "seed": 1}
-    head, _, start, two, other = ablations.table("rloo_tldr", results).splitlines()
-    assert head.split(" | ")[2:6] == ["win rate", "difference", "score mean", "difference"]
-    assert start.split(" | ")[2:6] == ["0.625 (0.500 .. 0.750)", "", "6.250 (5.000 .. 7.500)", ""]
-    assert other.split(" | ")[2:4] == ["0.250 (0.250 .. 0.250)", "-0.375 (-0.500 .. -0.250)"]
-    assert other.split(" | ")[4:6] == ["2.500 (2.500 .. 2.500)", "-3.750 (-5.000 .. -2.500)"]
-    assert "in 1 of 1 runs" in two and "1 of 3 seeds" in two
-    assert "2 of 3 seeds" in other
 
 
 # ---- docs/implementation_details.md ------------------------------------------------------------------------
@@ -691,20 +612,12 @@ def test_the_readme_has_the_two_commands_that_ci_runs():
 # ---- GRPO --------------------------------------------------------------------------------------------------
 
 
-def test_the_variants_of_grpo_are_those_of_the_files():
-    """benchmarks/variants.py prints the table of the page from the committed results."""
-    variants = load_program("benchmarks/variants.py")
-    section = DOCS["grpo_math"].split("\n### Variants")[1].split("\n### ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("|")]
-    assert len(rows) > 10 and set(rows) <= set(variants.table().splitlines())
-
-
 def test_the_five_seeds_of_grpo_are_those_of_the_files():
     """Every row of the first table, and the gain that the page promises."""
     page = DOCS["grpo_math"].split("\n### The default")[1].split("\n### ")[0]
     runs = [result(f"grpo-math-tiny/seed{seed}/evaluation.json") for seed in range(1, 6)]
     rows = re.findall(r"^\| ((?:held-out|harder|greedy): [^|]+?) \|", page, re.M)
-    assert len(rows) == 8
+    assert len(rows) == 6
     for name in rows:
         digits = 1 if "tokens" in name else 3
         values = [runs[0]["before"][name], *[run["after"][name] for run in runs]]
@@ -733,6 +646,6 @@ def test_the_ranges_before_training_are_those_of_the_files():
 
 def test_the_hacked_reward_of_grpo_is_that_of_the_file():
     page = DOCS["grpo_math"].split("\n### A reward that can be hacked")[1]
-    run = result("grpo-variants/work-alone/seed1/evaluation.json")
+    run = result("grpo-math-hacked/work-alone/seed1/evaluation.json")
     for name in ("held-out: rewards/shows_work", "held-out: pass@1", "held-out: ended by itself"):
         assert cells_of(page, name) == [f"{run['before'][name]:.3f}", f"{run['after'][name]:.3f}"]
