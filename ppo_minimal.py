@@ -96,7 +96,7 @@ def train(args):
         # 1. Rollout. The beginnings of the next B reviews are the prompts. With them come a length limit for
         #    each response, and the random numbers to sample it with.
         prompt_batch = draw_batch(train_reviews[(update - 1) * B : update * B], args, update)
-        b = respond(*prompt_batch)  # a dict of tensors, [B, ...] each, without gradients
+        b = respond(*prompt_batch)  # a dict, see rollout; its tensors have no gradient
         valid = length_mask(b["lengths"], T)  # [B, T]
 
         # 2. Scores: clip.
