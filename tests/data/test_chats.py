@@ -2,7 +2,6 @@
 
 import functools
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -161,30 +160,6 @@ def test_a_chat_in_prompt_and_completion(scripts, family):
     )
 
 
-def test_a_damaged_row_takes_all_its_columns_with_it(scripts):
-    """Prompts of 1 and of 3 messages: each is learned from where its own completion begins."""
-    tokenizer = build_tokenizer("llama3")
-    two = chat((ASSISTANT, "Eight."), (USER, "Sure?"), (ASSISTANT, "Yes."))
-    rows = [
-        {"prompt": None, "completion": chat((ASSISTANT, "Never."))},
-        {"prompt": chat(*TURNS[:3]), "completion": chat(TURNS[3])},
-        {"prompt": chat(TURNS[0]), "completion": []},
-        {"prompt": chat(TURNS[2]), "completion": two},
-        {"prompt": chat(*TURNS[:3]), "completion": None},
-        {"prompt": chat(TURNS[0]), "completion": chat(TURNS[1])},
-    ]
-    documents = documents_of(scripts["sft"], tokenizer, *rows)
-    kept = [row["prompt"] + row["completion"] for row in (rows[1], rows[3], rows[5])]
-    assert [tokenizer.decode(ids) for ids, _ in documents] == [
-        tokenizer.apply_chat_template(messages, tokenize=False) for messages in kept
-    ]
-    assert [learned(tokenizer, labels) for _, labels in documents] == [
-        ["That is 8, two times 4.<|eot_id|>"],
-        ["Eight.<|eot_id|>", "Yes.<|eot_id|>"],
-        ["It is 5.<|eot_id|>"],
-    ]
-
-
 def test_a_turn_before_any_message_is_not_learned(scripts):
     """There is no prompt for it."""
     tokenizer = build_tokenizer("llama3")
@@ -323,29 +298,6 @@ def test_answers_of_a_sentencepiece_tokenizer(scripts, template, kind):
     assert labels == expected
 
 
-def test_a_model_learns_a_chat(scripts, sft, chat_lm, family, tmp_path):
-    """A run on chats: generation of the saved model ends where its turns end."""
-    rows = [
-        {"messages": chat((USER, f"What is {i} + 1?"), (ASSISTANT, f"It is {i + 1}."))} for i in range(40)
-    ]
-    data = write_rows(tmp_path / "data", train=rows[:32], test=rows[32:])
-    _, folder, metrics = sft(
-        model_name_or_path=chat_lm(family),
-        from_config=None,
-        dataset_name=data,
-        max_length=128,
-        learning_rate=1e-2,
-        num_train_epochs=3.0,
-        packing=True,
-    )
-    assert metrics[-1]["loss"] < metrics[0]["loss"]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    end = tokenizer.convert_tokens_to_ids(FAMILIES[family][4])
-    stops = transformers.GenerationConfig.from_pretrained(folder / "model").eos_token_id
-    assert end in stops and tokenizer.eos_token_id in stops and 40 in stops
-    assert tokenizer.chat_template == build_tokenizer(family).chat_template
-
-
 def ids_and_labels(tokenizer, messages, answers):
     """A conversation, of which these answers are learned with their ends. -> ids, is it learned"""
     ids, is_learned = [], []
@@ -416,23 +368,6 @@ def test_an_evaluation_on_chats_by_hand(scripts, sft, chat_lm, family, tmp_path,
     assert (len(documents), max_length, result) == (21, 200, saved)  # they are looked up in the training rows
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert {row["prompt"] for row in samples} == prompts and len(samples) == len(prompts) == 9
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_settings_of_sampling_do_not_stop_the_saving(scripts, chat_lm, tmp_path, do_sample):
-    """Some models have a temperature in generation_config.json, but no do_sample. transformers would refuse
-    to save it."""
-    script, tokenizer = scripts["sft"], build_tokenizer("qwen2_5")
-    shutil.copytree(chat_lm("qwen2_5"), tmp_path / "lm")
-    settings = dict(eos_token_id=2, temperature=0.9, top_p=0.6, do_sample=do_sample)
-    (tmp_path / "lm/generation_config.json").write_text(json.dumps(settings))
-    args = script.Args(model_name_or_path=str(tmp_path / "lm"))
-    documents = documents_of(script, tokenizer, {"messages": chat(*TURNS)})
-    model = script.load_language_model(args, tokenizer, documents)
-    script.save_policy(model, tokenizer, tmp_path / "model")
-    saved = transformers.GenerationConfig.from_pretrained(tmp_path / "model")
-    assert saved.eos_token_id == sorted({2, tokenizer.eos_token_id})
-    assert saved.temperature == (0.9 if do_sample else None)
 
 
 def test_what_ends_a_response(scripts, chat_lm, family):
@@ -604,75 +539,6 @@ def test_preferences_between_chats(scripts, family):
     for text, turns in zip(ids[0], [TURNS, (*TURNS[:3], worse)]):
         assert tokenizer.decode(text) == tokenizer.apply_chat_template(chat(*turns), tokenize=False)
         assert text.count(tokenizer.bos_token_id) == (FAMILIES[family][0] is not None)
-
-
-def test_preferences_whose_chats_repeat_the_prompt(scripts):
-    """The columns of HuggingFaceH4/ultrafeedback_binarized: prompt is a text, and the chats contain it."""
-    script, tokenizer = scripts["reward_model"], build_tokenizer("llama3")
-    chosen, rejected = (chat(TURNS[0], (ASSISTANT, text)) for text in ("It is 5.", "No idea."))
-    rows = [{"prompt": TURNS[0][1], "chosen": chosen, "rejected": rejected}]
-    [row], _ = script.load_preference_rows(rows, tokenizer, script.Args(max_length=200))
-    for text, messages in zip(row.texts, (chosen, rejected), strict=True):
-        assert tokenizer.decode(text) == tokenizer.apply_chat_template(messages, tokenize=False)
-
-
-def test_a_damaged_chat_takes_its_prompt_and_its_margin_with_it(scripts):
-    """Pairs and rankings: every response keeps its own prompt, and every pair its own margin."""
-    script, tokenizer = scripts["reward_model"], build_tokenizer("llama3")
-    args = script.Args(max_length=200)
-
-    def answer(text):
-        return chat((ASSISTANT, text))
-
-    def texts(row):
-        return [tokenizer.decode(ids) for ids in row.texts]
-
-    def expected(prompt, *responses):
-        return [tokenizer.apply_chat_template(prompt + response, tokenize=False) for response in responses]
-
-    prompts = [chat(TURNS[0]), chat(*TURNS[:3]), chat(TURNS[2]), chat((USER, "Really?"))]
-    pairs = [
-        {"prompt": prompts[0], "chosen": answer("a"), "rejected": [], "margin": 0.5},
-        {"prompt": prompts[1], "chosen": answer("b"), "rejected": answer("c"), "margin": 1.5},
-        {"prompt": prompts[2], "chosen": None, "rejected": answer("d"), "margin": 2.5},
-        {"prompt": prompts[3], "chosen": answer("e"), "rejected": answer("f"), "margin": 3.5},
-    ]
-    rows, _ = script.load_preference_rows(pairs, tokenizer, args)
-    assert [row.margin for row in rows] == [1.5, 3.5]
-    assert [texts(row) for row in rows] == [
-        expected(prompts[1], answer("b"), answer("c")),
-        expected(prompts[3], answer("e"), answer("f")),
-    ]
-    rankings = [
-        {"prompt": prompts[0], "responses": [answer("a")]},
-        {"prompt": prompts[1], "responses": [answer("b"), answer("c"), answer("d")]},
-        {"prompt": prompts[3], "responses": [answer("g"), answer("h")]},
-    ]
-    rows, _ = script.load_preference_rows(rankings, tokenizer, args)
-    assert [texts(row) for row in rows] == [
-        expected(prompts[1], answer("b"), answer("c"), answer("d")),
-        expected(prompts[3], answer("g"), answer("h")),
-    ]
-
-
-def test_references_of_a_reward_model_that_are_chats(scripts, tmp_path):
-    """Conversations of --center-dataset-name without damaged rows. Long ones keep BOS and their end."""
-    script, tokenizer = scripts["reward_model"], build_tokenizer("gemma")
-    rows = [
-        {"prompt": None, "completion": chat((ASSISTANT, "Never."))},
-        {"prompt": chat(*TURNS[:3]), "completion": chat(TURNS[3])},
-        {"prompt": chat(TURNS[2]), "completion": []},
-        {"prompt": chat(TURNS[0]), "completion": chat(TURNS[1])},
-    ]
-    data = write_rows(tmp_path / "data", train=rows, test=rows[:1])
-    expected = [tokenizer.apply_chat_template(chat(*TURNS[:n]), tokenize=False) for n in (2, 4)]
-    for max_length in (200, 5):
-        args = script.Args(center_dataset_name=data, max_length=max_length)
-        references = [row.texts for row in script.load_reference_rows([], tokenizer, args)]
-        assert all(len(texts) == 1 for texts in references)
-        whole = [tokenizer(text, add_special_tokens=False).input_ids for text in expected]
-        cut = [ids if len(ids) <= max_length else [ids[0], *ids[1 - max_length :]] for ids in whole]
-        assert sorted(texts[0] for texts in references) == sorted(cut)
 
 
 def test_a_reward_model_scores_chats_as_it_learned_them(scripts, reward, chat_lm, tmp_path):

@@ -7,7 +7,7 @@ from functools import partial
 import peft
 import pytest
 import torch
-from conftest import EOS, PAD
+from conftest import EOS
 from run_tools import rows_of, weights, write_rows
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -80,24 +80,6 @@ def test_pairs_with_a_common_beginning(pairs, tmp_path):
     assert [row["loss"] for row in others] == pytest.approx(losses, rel=1e-3, abs=1e-4)
 
 
-def test_rankings(pairs, tmp_path):
-    """2 to 4 responses, best first: all pairs are learned."""
-    rows = [
-        dict(prompt="Say.", responses=[" aa", " bb", " cc", " dd"]),
-        dict(prompt="Go on.", responses=[" b", " a", " c"]),
-        dict(prompt="Well?", responses=[" yes", " no"]),
-    ]
-    data = write_rows(tmp_path / "data", train=rows * 4, test=rows)
-    flags = dict(num_train_epochs=20.0, learning_rate=3e-3, per_device_train_batch_size=6)
-    _, folder, metrics = pairs(dataset_name=data, **flags)
-    assert metrics[-1]["accuracy"] == pytest.approx(1) and metrics[-1]["loss"] < 0.2
-    evaluation = evaluation_of(folder)
-    assert evaluation["accuracy"] == pytest.approx(1) and evaluation["n"] == 3
-    assert sum(row["pairs"] for row in evaluation["calibration"]) == 6 + 3 + 1
-    scores = [score(folder / "model", "Say.", text) for text in rows[0]["responses"]]
-    assert scores == sorted(scores, reverse=True)
-
-
 def test_an_encoder_learns_from_pairs(pairs, tiny_classifier, capsys):
     """DistilBERT, whose head with two labels is replaced by a head with one score."""
     _, folder, rows = pairs(model_name_or_path=tiny_classifier(), num_train_epochs=0.5)
@@ -140,14 +122,6 @@ def test_a_prompt_is_cut_once_per_row(script, tiny_lm):
         assert ids[-1] == tokenizer.eos_token_id
 
 
-def test_an_encoder_keeps_its_marks(script, tiny_lm):
-    """Its tokenizer writes [CLS] and [SEP] itself."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    tokenizer.cls_token = PAD  # as an encoder's tokenizer has one
-    [ids] = script.preference_ids(tokenizer, "one two three four five six", [" seven"], 4)
-    assert len(ids) == 4 and tokenizer.decode(ids).endswith("seven")
-
-
 def test_pairs_that_are_equal_after_the_cut(pairs, script, tiny_lm, tmp_path, capsys):
     """They leave, and the run says how many there are, and how many prompts were cut."""
     rows = [
@@ -161,32 +135,6 @@ def test_pairs_that_are_equal_after_the_cut(pairs, script, tiny_lm, tmp_path, ca
     lines = capsys.readouterr().out
     assert "training: 2 of 4 rows, 1 cut to 16 tokens, 3 pairs of equal texts left out" in lines
     assert "held out: 2 of 2 rows, 1 cut to 16 tokens, 1 pairs of equal texts left out" in lines
-
-
-# ---- Errors ------------------------------------------------------------------------------------------------
-
-CHATS = dict(chosen=[dict(role="user", content="b")], rejected=[dict(role="user", content="c")])
-BAD_ROWS = {
-    "no rejected": (dict(prompt="a", chosen="b"), "UserError", "its columns are prompt, chosen"),
-    "one response": (dict(prompt="a", responses=["b"]), "UserError", "two different responses"),
-    "empty": (dict(prompt="a", chosen="", rejected="b"), "UserError", "two different responses"),
-    "equal": (dict(prompt="a", chosen="b", rejected="b"), "UserError", "two different responses"),
-    "no template": (CHATS, "ValueError", "chat_template"),
-    "a chat before texts": (
-        CHATS | dict(prompt=CHATS["chosen"], chosen="a", rejected="b"),
-        "ValueError",
-        "type",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD_ROWS)
-def test_bad_rows_are_explained(pairs, script, tmp_path, name):
-    row, error, word = BAD_ROWS[name]
-    data = write_rows(tmp_path / "data", train=[row] * 8)
-    with pytest.raises(Exception, match=word) as caught:
-        pairs(dataset_name=data)
-    assert caught.type.__name__ == error
 
 
 # ---- Head and offset ---------------------------------------------------------------------------------------
@@ -284,12 +232,3 @@ def test_lora_trains_adapter_and_head(pairs, script, tiny_lm):
     with_adapter = "gpt_neox.layers.0.attention.dense.weight"
     assert not torch.equal(before[with_adapter], after[with_adapter])
     assert torch.equal(before["gpt_neox.embed_in.weight"], after["gpt_neox.embed_in.weight"])
-
-
-def test_gradient_checkpointing_changes_nothing(pairs):
-    """Also with LoRA."""
-    losses = []
-    for number, flag in enumerate((False, True)):
-        _, _, rows = pairs(f"run{number}", lora_r=4, gradient_checkpointing=flag)
-        losses.append([row["loss"] for row in rows])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)

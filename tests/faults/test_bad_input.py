@@ -252,18 +252,6 @@ def test_sizes_that_are_not_positive(scripts, small, tmp_path, name, size):
         assert not (tmp_path / "run/model").exists()
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_no_samples(scripts, small, name):
-    """A run may print no samples, and continue no documents."""
-    field = "num_samples" if name == "sft" else "num_sample_generations"
-    args = small(name)
-    if hasattr(args, field):
-        args = replace(args, **{field: 0})
-        _, folder = scripts[name].train(args)
-        samples = folder / "samples.jsonl"
-        assert rows_of(folder) and (not samples.exists() or not samples.read_text())
-
-
 # ---- The command line --------------------------------------------------------------------------------------
 
 

@@ -241,22 +241,6 @@ return [float(is_default and os.WIFSIGNALED(status))] * len(prompts)"""
     assert [row["env/reward_mean"] for row in rows] == [1.0] * len(rows)
 
 
-def test_stop_tokens_are_no_text(ppo, tiny_lm, copy_of):
-    """A chat model has several, and the reward reads none of them. Here they are ordinary letters."""
-    folder = copy_of(tiny_lm())
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    letters = tokenizer(list("bcdefghklmpqrsuvwxyz"), add_special_tokens=False).input_ids
-    stop_ids = [ids[0] for ids in letters] + [tokenizer.eos_token_id]
-    config = json.loads((folder / "generation_config.json").read_text())
-    config["eos_token_id"] = stop_ids
-    (folder / "generation_config.json").write_text(json.dumps(config))
-    _, run_folder, _ = ppo(model_name_or_path=str(folder), num_sample_generations=9, response_length=16)
-    rows = [row for row in rows_of(run_folder, "tokens.jsonl") if row["ids"][-1] in stop_ids[:-1]]
-    assert rows
-    for row in rows:
-        assert not row["response"].endswith(tokenizer.decode(row["ids"][-1:]))
-
-
 def test_processes_that_accelerate_does_not_connect(script, monkeypatch):
     """torchrun on a machine on which accelerate knows no way to connect them: runs of their own."""
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -310,15 +294,6 @@ def test_a_function_that_changes_the_directory(ppo, tmp_path, monkeypatch):
 # ---- Resuming ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", [["--adam-eps", "0.5"], ["--optimizer", "torch.optim.AdamW"]])
-def test_a_flag_of_the_optimizer_is_refused_on_resume(script, small, flags):
-    """torch's load_state_dict restores the settings of the checkpoint, so it would have no effect."""
-    args = small("ppo_sentiment")
-    script.train(args)
-    with pytest.raises(script.UserError, match=f"cannot change {flags[0]}"):
-        script.parse_args(["--resume", args.output_dir, *flags])
-
-
 def test_weights_of_another_shape_are_not_loaded(script, small):
     """[1, H] would be copied into both rows of [2, H]."""
     sgd = dict(optimizer="torch.optim.SGD", lora_target_modules="c_attn")
@@ -329,18 +304,6 @@ def test_weights_of_another_shape_are_not_loaded(script, small):
 
 
 # ---- What the model is trained on is what the user gave ----------------------------------------------------
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_the_beginning_of_an_answer_is_continued(scripts, tiny_lm, name):
-    """transformers#33198: no closed turn, and no second header."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    tokenizer.chat_template = CHATML
-    messages = [dict(role="user", content="2 + 3?"), dict(role="assistant", content="It is")]
-    text = scripts[name].render_chat(tokenizer, messages, is_prompt=True)
-    assert text == "<|user|>2 + 3?<|end|><|assistant|>It is"
-    text = scripts[name].render_chat(tokenizer, messages[:1], is_prompt=True)
-    assert text == "<|user|>2 + 3?<|end|><|assistant|>"
 
 
 def test_a_text_that_ends_with_eos(scripts, tiny_lm):
@@ -356,16 +319,6 @@ def test_a_text_that_ends_with_eos(scripts, tiny_lm):
         document, labels = sft.make_document(row, tokenizer, sft.Args(), {})
         assert document == ids + expected and labels == [-100] * len(ids) + expected
     assert reward_model.preference_ids(tokenizer, " good", responses, 99) == [ids + expected] * 2
-
-
-def test_a_template_of_an_empty_column(scripts, tiny_lm):
-    """A row without a question is no task about "None"."""
-    script, tokenizer = scripts["grpo_math"], AutoTokenizer.from_pretrained(tiny_lm())
-    args = script.Args(prompt_template="Solve {question}!", system_prompt=None, max_prompt_length=90)
-    rows = [dict(question=x, answer=y) for x, y in (("2 + 3", None), (None, "5"), ("", "5"))]
-    tasks = script.load_tasks(rows, tokenizer, args)
-    assert [task["prompt"] for task in tasks] == ["Solve 2 + 3!"]
-    assert tasks[0]["columns"]["answer"] is None
 
 
 def test_a_prompt_beside_chats(scripts, tiny_lm):
@@ -391,19 +344,6 @@ def test_special_tokens_of_the_text(script, tiny_lm):
     response = tokenizer("<answer>5").input_ids + [tokenizer.eos_token_id]
     prompts, responses = script.decode(tokenizer, [tokenizer("2 + 3").input_ids], [response])
     assert prompts == ["2 + 3"] and responses == ["<answer>5"]
-
-
-def test_a_label_that_is_called_by_a_number(script, tiny_classifier, tmp_path):
-    """The label "1" of ratings from 1 to 2 is not label number 1."""
-    args = script.Args(reward_label="1")
-    model = AutoModelForSequenceClassification.from_pretrained(tiny_classifier())
-    model.config.id2label = {0: "1", 1: "2"}
-    model.config.label2id = {"1": 0, "2": 1}
-    model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tiny_classifier()).save_pretrained(tmp_path)
-    logits, _ = script.load_label_scorer(args, str(tmp_path), CPU)(["a"], [" good film"])
-    classify, _ = script.load_classifier(args, str(tmp_path), CPU)
-    assert logits.item() == classify(["a good film"])[0, 0].item()
 
 
 # ---- What is read is what is written -----------------------------------------------------------------------

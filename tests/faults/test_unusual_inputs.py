@@ -61,15 +61,6 @@ def test_values_stay_as_they_are(script, tmp_path, name):
     assert repr(train) == repr(VALUES) and repr(held_out) == repr(VALUES[:1])
 
 
-def test_chats_with_tools(sft, scripts, tmp_path):
-    """Their texts would be missing in what is learned."""
-    chat = [dict(role="user", content="2 + 3?"), dict(role="assistant", content="5")]
-    line = json.dumps(dict(messages=chat, tools=[{"name": "add"}])) + "\n"
-    (tmp_path / "train.jsonl").write_text(3 * line)
-    with pytest.raises(scripts["sft"].UserError, match="column tools"):
-        sft(dataset_name=str(tmp_path))
-
-
 def test_names_of_labels(scripts, tmp_path):
     """Spaces around them do not count, and no two are equal."""
     script = scripts["reward_model"]

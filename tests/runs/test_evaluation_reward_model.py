@@ -13,12 +13,11 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ACTS, EOS, byte_level_tokenizer
+from conftest import EOS, byte_level_tokenizer
 from run_tools import same, spy, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
-TINY_GPT2 = "gpt2 n_embd=32 n_layer=1 n_head=2 n_positions=128"
 close = dict(rel=1e-3, abs=2e-5)
 
 
@@ -211,20 +210,6 @@ def test_every_number_of_a_classifier(
     assert AutoTokenizer.from_pretrained(folder / "model").model_max_length == 18
 
 
-def test_confusion_by_hand(scripts):
-    """A row for each label, a column for each prediction, also of a label that nobody predicts."""
-    script = scripts["reward_model"]
-    labels = [0, 0, 0, 0, 1, 1, 2, 2, 2]
-    predicted = [0, 1, 1, 2, 1, 1, 0, 0, 1]
-    logits = F.one_hot(torch.tensor(predicted), 4).float() - 2
-    rows = [script.Row([[1]], label) for label in labels]
-    metrics, table = script.evaluate_labels(logits, rows, ["a", "b", "c", "d"])
-    assert metrics["confusion"] == [[1, 2, 1, 0], [0, 2, 0, 0], [2, 1, 0, 0], [0, 0, 0, 0]]
-    assert metrics["accuracy"] == pytest.approx(3 / 9) and metrics["n"] == 9
-    assert table[0] == {"label \\ predicted": "a", "a": 1, "b": 2, "c": 1, "d": 0}
-    assert [list(row.values())[0] for row in table] == metrics["labels"] == ["a", "b", "c", "d"]
-
-
 def test_names_give_words_their_numbers(scripts, tmp_path):
     """--label-names puts words in its own order, and names numbers. Without it, the words are sorted."""
     script = scripts["reward_model"]
@@ -285,33 +270,6 @@ def test_a_row_without_text_takes_its_label_with_it(scripts):
     assert counts == "4 of 7 rows, 0 cut to 512 tokens"
 
 
-def test_labels_that_cannot_be_learned(scripts):
-    """A label without a name, and a single label, end in one line."""
-    script, tokenizer = scripts["reward_model"], byte_level_tokenizer()
-    rows = [dict(text="a", label=0), dict(text="b", label=2)]
-    with pytest.raises(script.UserError, match="label 2 is none of"):
-        _, class_of = script.find_classes(rows, script.Args(label_names="bad,good"))
-        script.load_labeled_rows(class_of, rows, tokenizer, script.Args())
-    with pytest.raises(script.UserError, match="two labels or more"):
-        script.find_classes([dict(text="a", label=1), dict(text="b", label=1)], script.Args())
-
-
-def test_a_long_labeled_text_keeps_its_beginning(scripts, small, world, tmp_path):
-    """And a row without text takes its label with it."""
-    rows = labeled_of("train", 6)
-    rows[1]["text"], rows[4]["text"] = None, ""
-    data = write_rows(tmp_path / "data", train=rows, test=labeled_of("test", 4))
-    tokenizer = AutoTokenizer.from_pretrained(world.classifier())
-    args = small("reward_model", dataset_name=data, max_length=9, num_eval_prompts=3)
-    loaded = scripts["reward_model"].load_data(args, tokenizer)
-    kept = [row for row in rows if row["text"]]
-    assert [(row.texts, row.label) for row in loaded["train"]] == [
-        ([tokenizer(row["text"]).input_ids[:9]], row["label"]) for row in kept
-    ]
-    assert len(loaded["held_out"]) == 3 and loaded["references"] == []
-    assert loaded["label_names"] == ["0", "1"]
-
-
 # ---- Which rows --------------------------------------------------------------------------------------------
 
 
@@ -365,30 +323,6 @@ def test_shards_are_parts_of_the_shuffled_rows(scripts, small, world, tmp_path):
             )
             shards += numbers
         assert sorted(shards) == list(range(30))
-
-
-def test_answers_of_dialogs_are_drawn_from_the_test_dialogs(scripts, small, world, tmp_path):
-    """Each with its own act, and the utterance before it."""
-
-    def dialogs(split, count):
-        rows = []
-        for i in range(count):
-            texts = [f"{split} text {3 * i + k}: {'sun ' * k}." for k in range(3)]
-            rows.append(dict(dialog=texts, act=[4, 1 + i % 2, 3 + i % 2]))
-        return rows
-
-    data = write_rows(tmp_path / "data", train=dialogs("train", 7), test=dialogs("test", 5))
-    tokenizer = AutoTokenizer.from_pretrained(world.intents())
-    args = small("reward_model", dataset_name=data, num_eval_prompts=4, label_names=",".join(ACTS))
-    loaded = scripts["reward_model"].load_data(args, tokenizer)
-    assert len(loaded["train"]) == 14 and len(loaded["held_out"]) == 4
-    for name, split in (("train", "train"), ("held_out", "test")):
-        for row in loaded[name]:
-            text = tokenizer.decode(row.texts[0])
-            number = number_in(text, split)
-            assert f" {split} text {number + 1}:" in text
-            i, k = divmod(number, 3)
-            assert row.label == ((i % 2, 2 + i % 2)[k])
 
 
 def test_answers_are_not_cut_to_prefixes(scripts, small, world, tiny_pairs):
@@ -566,29 +500,6 @@ def test_every_number_of_a_preference_model(
     assert f"mean score of 13 references, saved as reward_offset: {offset}" in lines
 
 
-def test_evaluation_of_rankings_by_hand(scripts):
-    """All pairs of all rows. A tie is not in order."""
-    script = scripts["reward_model"]
-    rows = [script.Row([[1, k] for k in range(count)]) for count in (3, 2, 4)]
-    scores = torch.tensor([3.0, 1.0, 2.0, 5.0, 5.0, -1.0, 1.5, -4.0, -1.75])
-    differences = [2.0, 1.0, -1.0, 0.0, -2.5, 3.0, 0.75, 5.5, 3.25, -2.25]
-    metrics, table = script.evaluate_pairs(scores, rows)
-    # Rows count alike, however many pairs they have: 3, 1 and 6.
-    assert metrics["accuracy"] == pytest.approx((2 / 3 + 0 + 4 / 6) / 3)
-    assert metrics["margin"] == pytest.approx((2 / 3 + 0 + sum(differences[4:]) / 6) / 3)
-    assert metrics["n"] == 3 and metrics["calibration"] == table
-    assert [row["score difference"] for row in table] == [
-        "0.00 to 0.75",
-        "1.00 to 1.00",
-        "2.00 to 2.25",
-        "2.50 to 3.00",
-        "3.25 to 5.50",
-    ]
-    assert [row["accuracy"] for row in table] == [0.5, 0.5, 0.5, 0.5, 1.0]
-    expected = [sum(1 / (1 + math.exp(-x)) for x in pair) / 2 for pair in ((0, 0.75), (1, 1), (2, 2.25))]
-    assert [row["expected"] for row in table[:3]] == pytest.approx(expected)
-
-
 def test_evaluation_of_few_pairs(scripts):
     """Four pairs are a table of four. Equal texts are not a pair, here as in training."""
     script = scripts["reward_model"]
@@ -614,33 +525,6 @@ def test_scores_stay_with_their_rows(scripts, small, tiny_preference_model):
     assert scores.squeeze(1).tolist() == pytest.approx(alone, abs=1e-4)
 
 
-def test_training_has_no_dropout(reward, tiny_lm, tmp_path):
-    """Also where the config asks for it."""
-    data, train, _ = three_splits(tmp_path / "data", pairs_of)
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(tiny_lm()),
-        AutoTokenizer.from_pretrained(tiny_lm()),
-    )
-    model.config.resid_pdrop = model.config.embd_pdrop = 0.5
-    model.save_pretrained(tmp_path / "lm")
-    tokenizer.save_pretrained(tmp_path / "lm")
-    _, folder, [metrics] = reward(
-        model_name_or_path=str(tmp_path / "lm"),
-        dataset_name=data,
-        max_length=100,
-        per_device_train_batch_size=13,
-        learning_rate=0.0,
-    )
-    model, tokenizer = classifier(folder / "model")
-    margins = []
-    for row in train:
-        texts = response_ids(tokenizer, row["prompt"], [row["chosen"], row["rejected"]], 100)
-        with torch.no_grad():
-            chosen, rejected = [logits_alone(model, ids).item() for ids in texts]
-        margins.append(chosen - rejected)
-    assert metrics["margin"] == pytest.approx(sum(margins) / 13, **close)
-
-
 def test_references_are_drawn_from_the_training_split(scripts, small, world, tmp_path):
     """1,000 completions of --center-dataset-name at random, with EOS, and no test rows."""
     script = scripts["reward_model"]
@@ -662,19 +546,6 @@ def test_references_are_drawn_from_the_training_split(scripts, small, world, tmp
     short = small("reward_model", dataset_name=data, center_dataset_name=center, max_length=4)
     for row in script.load_data(short, tokenizer)["references"]:
         assert len(row.texts[0]) == 4 and row.texts[0][-1] == tokenizer.eos_token_id
-
-
-def test_references_of_a_shard_are_its_chosen_responses(scripts, small, world, tmp_path):
-    """Without --center-dataset-name: the first response of each row that is trained on, no other."""
-    script = scripts["reward_model"]
-    data = write_rows(tmp_path / "data", train=pairs_of("train", 12), test=pairs_of("test", 5))
-    tokenizer = AutoTokenizer.from_pretrained(world.lm())
-    args = small("reward_model", dataset_name=data, train_shard="1/3", max_length=200)
-    loaded = script.load_data(args, tokenizer)
-    assert len(loaded["train"]) == 4
-    chosen = sorted(row.texts[0] for row in loaded["train"])
-    assert sorted(ids for row in loaded["references"] for ids in row.texts) == chosen
-    assert all(" train answer" in tokenizer.decode(ids) for ids in chosen)
 
 
 def test_margins_stay_with_their_pairs(scripts, world):

@@ -432,19 +432,6 @@ def test_every_training_post_is_used_once_per_epoch(trained):
     assert seen != usable
 
 
-def test_clocks(trained):
-    """Seconds of rollout and training add up, and speeds are what they say."""
-    run = trained()
-    for number in (1, 2):
-        row = run.metrics[number - 1]
-        parts = row["perf/rollout_seconds"] + row["perf/train_seconds"]
-        assert row["perf/seconds"] == pytest.approx(parts)
-        tokens = sum(len(r.tokens) for r in run.parts[f"update {number}"])
-        assert row["perf/tokens_per_second"] * row["perf/seconds"] == pytest.approx(tokens)
-        assert row["eps"] * row["perf/seconds"] == pytest.approx(12, rel=0.2)
-        assert min(row["perf/rollout_seconds"], row["perf/train_seconds"], row["perf/peak_memory_mb"]) > 0
-
-
 def test_the_gap_between_sampling_and_training_is_measured(rloo, script, monkeypatch):
     """Mean and maximum of the differences of log-probabilities, over the tokens of the responses only."""
     sample_responses = script.sample_responses
@@ -650,22 +637,6 @@ def test_posts_that_can_be_used(script, tiny_lm):
     assert [x["columns"] for x in posts] == [row for row in rows if row["prompt"] in texts]
 
 
-def test_the_chosen_posts(script):
-    """That many different posts with a reference, for every seed others; all of them if there are few."""
-    posts = [dict(ids=[i], reference=f" {i}" if i % 3 else "") for i in range(30)]
-    chosen = {}
-    for seed in (1, 2):
-        result = script.choose_held_out(posts, script.Args(num_eval_prompts=7, seed=seed))
-        chosen[seed] = [x["ids"][0] for x in result]
-        assert all(x["reference"] == f" {x['ids'][0]}" for x in result)
-        assert len(set(chosen[seed])) == 7
-        assert chosen[seed] != sorted(chosen[seed])
-    assert set(chosen[1]) != set(chosen[2])
-    assert len(script.choose_held_out(posts, script.Args(num_eval_prompts=99))) == 20
-    no_references = [dict(ids=[i], reference="") for i in range(5)]
-    assert len(script.choose_held_out(no_references, script.Args(num_eval_prompts=4))) == 4
-
-
 def test_drawn_posts(script):
     """Padding is on the left. Random numbers depend on seed and purpose, and differ in every place."""
     first, second, third = dict(ids=[5]), dict(ids=[7, 8, 9]), dict(ids=[3, 4])
@@ -697,16 +668,6 @@ def test_a_response_that_completes_a_character(script):
     )
     assert prompts == ["t", "t"]  # so that prompt + response is the whole text
     assert responses == ["€hi", "hi"]
-
-
-def test_a_model_whose_tokenizer_has_no_eos(script):
-    """The end of generation_config is enough. Without any, the run ends with one line."""
-    tokenizer = SimpleNamespace(eos_token_id=None)
-    policy = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=4))
-    assert script.find_stop_tokens(script.Args(), tokenizer, policy).tolist() == [4]
-    policy.generation_config.eos_token_id = None
-    with pytest.raises(script.UserError, match="use --stop-token-id"):
-        script.find_stop_tokens(script.Args(), tokenizer, policy)
 
 
 # ---- Judges ------------------------------------------------------------------------------------------------

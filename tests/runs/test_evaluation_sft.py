@@ -9,7 +9,6 @@ import math
 from collections import Counter
 
 import pytest
-import tokenizers
 import torch
 import torch.nn.functional as F
 from conftest import EOS, byte_level_tokenizer, ids_of
@@ -241,39 +240,6 @@ def test_held_out_documents_are_drawn_at_random(sft, scripts, tiny_lm, tmp_path,
     assert len(set(orders)) == len(set(held_out)) == 3
 
 
-def test_which_split_is_held_out(scripts, tmp_path):
-    """Test, else validation, else every tenth row of train, which is not trained on then."""
-    load_splits = scripts["sft"].load_splits
-    train, test, validation = texts_of("train", 25), texts_of("test", 3), texts_of("validation", 2)
-    cases = [
-        (dict(test=test, validation=validation), train, test),
-        (dict(validation=validation), train, validation),
-        ({}, [row for i, row in enumerate(train) if i % 10], train[::10]),
-    ]
-    for i, (held_out, expected_train, expected_held_out) in enumerate(cases):
-        data = write_rows(tmp_path / f"data{i}", train=train, **held_out)
-        ours, others = load_splits(data)
-        assert (ours, others) == (expected_train, expected_held_out)
-    few = write_rows(tmp_path / "few", train=train[:3])
-    ours, others = load_splits(few)
-    assert (len(ours), len(others)) == (2, 1)
-
-
-def test_samples_are_of_the_trained_model_and_of_held_out_prompts(sft, tmp_path):
-    """It learned to end every post with the same words. They follow prompts that it never saw."""
-    train, test = posts_of("train", 12), posts_of("test", 6)
-    for row in train:
-        row["completion"] = " all is well."
-    data = write_rows(tmp_path / "data", train=train, test=test)
-    flags = dict(dataset_name=data, packing=False, num_train_rows=None, num_train_epochs=30.0)
-    _, folder, _ = sft(**flags, num_eval_prompts=6, num_samples=5, learning_rate=1e-2)
-    samples = rows_of(folder, "samples.jsonl")
-    prompts = [row["prompt"] for row in samples]
-    assert len(set(prompts)) == len(prompts) == 5
-    assert set(prompts) <= {row["prompt"] for row in test}
-    assert all(row["completion"].endswith(f" is well.{EOS}") for row in samples), samples
-
-
 def test_samples_are_drawn_from_all_tokens(scripts, tiny_lm):
     """Not only the 50 likeliest (transformers' default). 40 tokens, or a stop token."""
     model, tokenizer = language_model(tiny_lm())
@@ -354,15 +320,6 @@ def pairs_of(prompts, completions):
     return [dict(prompt=prompt, completion=completion) for prompt, completion in zip(prompts, completions)]
 
 
-def with_bos(tokenizer):
-    """The tokenizer, with a BOS in front of each text, as Llama's does it."""
-    tokenizer.add_special_tokens(dict(bos_token="<s>"))
-    mark = [("<s>", tokenizer.bos_token_id)]
-    template = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=mark)
-    tokenizer.backend_tokenizer.post_processor = template
-    return tokenizer
-
-
 def test_damaged_rows_are_skipped(scripts):
     """Each completion stays with its prompt. Rows without a text, a prompt or a completion are skipped."""
     tokenizer = byte_level_tokenizer()
@@ -384,19 +341,6 @@ def test_the_column_text_comes_first(scripts):
     assert tokenizer.decode(ids) == f"three{EOS}" and labels == [-100, *ids[1:]]
 
 
-def test_bos_comes_once_and_in_front(scripts):
-    """In texts, in prompts and in dialogs; never in the middle."""
-    tokenizer = with_bos(byte_level_tokenizer())
-    [(ids, _)] = documents_of(scripts, tokenizer, dict(text="one"))
-    assert tokenizer.decode(ids) == f"<s>one{EOS}"
-    [(ids, labels)] = documents_of(scripts, tokenizer, dict(prompt="one", completion=" a"))
-    assert tokenizer.decode(ids) == f"<s>one a{EOS}"
-    assert labels.count(-100) == len(tokenizer("one").input_ids)
-    for end, text in ((" <EOU>", f"<s> Hi. <EOU> Yes. <EOU>{EOS}"), ("eos", f"<s> Hi.{EOS} Yes.{EOS}")):
-        [(ids, _)] = documents_of(scripts, tokenizer, dict(dialog=["Hi.", "Yes."]), utterance_end=end)
-        assert tokenizer.decode(ids) == text
-
-
 def test_documents_that_cannot_be_learned_are_skipped(scripts):
     """A prompt of max_length tokens or more leaves nothing to learn; one less leaves one token."""
     tokenizer = byte_level_tokenizer()
@@ -407,45 +351,6 @@ def test_documents_that_cannot_be_learned_are_skipped(scripts):
     documents = documents_of(scripts, tokenizer, *examples, max_length=max_length)
     assert [len(ids) for ids, _ in documents] == [max_length] * 2
     assert [len(ids) - labels.count(-100) for ids, labels in documents] == [1 + lengths[1] - lengths[0], 1]
-
-
-def test_a_first_token_alone_is_nothing_to_learn(scripts):
-    """Nothing predicts it."""
-    script, tokenizer = scripts["sft"], byte_level_tokenizer()
-    pairs = pairs_of("ab", "cd")
-    documents = documents_of(scripts, tokenizer, *pairs, max_length=2)
-    assert [tokenizer.decode(ids) for ids, _ in documents] == ["ac", "bd"]
-    for examples in (pairs, [dict(text="a"), dict(text="b")]):
-        for completion_only in (True, False):
-            with pytest.raises(script.UserError, match="2 rows without anything to learn"):
-                flags = dict(max_length=1, completion_only_loss=completion_only)
-                documents_of(scripts, tokenizer, *examples, **flags)
-
-
-def test_rows_of_documents_by_hand(scripts):
-    """Positions begin at 0 in each document. Pads go on counting, and have no label."""
-    no = -100
-    rows = [
-        [([5, 0], [no, 0])],
-        [([6, 7, 0], [no, 7, 0]), ([0, 8], [no, 8]), ([9, 9, 9, 0], [no, no, 9, 0])],
-        [([4], [no]), ([3, 2, 0], [no, 2, 0])],
-    ]
-    batch = scripts["sft"].collate_rows(rows, "cpu")
-    assert batch["ids"].tolist() == [
-        [5, 0, 0, 0, 0, 0, 0, 0, 0],
-        [6, 7, 0, 0, 8, 9, 9, 9, 0],
-        [4, 3, 2, 0, 0, 0, 0, 0, 0],
-    ]
-    assert batch["labels"].tolist() == [
-        [no, 0, no, no, no, no, no, no, no],
-        [no, 7, 0, no, 8, no, no, 9, 0],
-        [no, no, 2, 0, no, no, no, no, no],
-    ]
-    assert batch["positions"].tolist() == [
-        [0, 1, 2, 3, 4, 5, 6, 7, 8],
-        [0, 1, 2, 0, 1, 0, 1, 2, 3],
-        [0, 0, 1, 2, 4, 5, 6, 7, 8],
-    ]
 
 
 # ---- Models from a config ----------------------------------------------------------------------------------

@@ -276,18 +276,6 @@ def test_resume_of_a_finished_run(scripts, small):
     assert rows_of(folder) == rows
 
 
-def test_samples_and_evaluation_of_a_finished_run_are_written_once(scripts, small):
-    """Resuming it writes the same samples and numbers again, in place of the old ones."""
-    module = scripts["sft"]
-    _, folder = module.train(small("sft", num_samples=3))
-    files = ("samples.jsonl", "evaluation.json")
-    before = [(folder / name).read_text() for name in files]
-    assert len(rows_of(folder, "samples.jsonl")) == 3
-    resume(module, folder)
-    assert [(folder / name).read_text() for name in files][0] == before[0]
-    assert json.loads((folder / files[1]).read_text())["after"] == json.loads(before[1])["after"]
-
-
 def test_a_refused_flag_is_forgotten(scripts, small):
     """After a resume with another batch was refused, the run continues with its own flags."""
     module = scripts["sft"]

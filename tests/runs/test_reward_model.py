@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from conftest import ACTS
-from run_tools import rows_of, same, weights, write_rows
+from run_tools import rows_of, weights, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -106,21 +106,6 @@ def test_a_reward_model_for_ppo(reward, scripts, small):
     assert scores == pytest.approx(torch.stack(logits).tolist(), abs=1e-5)
 
 
-def test_words_as_labels(reward, tiny_reviews, tmp_path):
-    """Three labels that are words: the classes have their names, in alphabetical order."""
-    rows = rows_of(tiny_reviews, "train.jsonl")
-    rows = [dict(text=row["text"], label=("sad", "mixed", "glad")[i % 3]) for i, row in enumerate(rows)]
-    held_out = [row for i, row in enumerate(rows[36:]) if i not in (0, 3, 1)]  # 2 sad, 3 mixed, 4 glad
-    model, folder, metrics = reward(
-        dataset_name=write_rows(tmp_path / "data", train=rows[:36], test=held_out),
-        num_eval_prompts=12,
-    )
-    assert model.config.num_labels == 3
-    assert metrics[0]["loss"] == pytest.approx(math.log(3), abs=0.3)
-    assert evaluation_of(folder)["labels"] == ["glad", "mixed", "sad"]
-    assert [sum(row) for row in evaluation_of(folder)["confusion"]] == [4, 3, 2]
-
-
 # ---- Options -----------------------------------------------------------------------------------------------
 
 
@@ -161,15 +146,6 @@ def test_lora_trains_berts_pooler_as_a_whole(reward, tiny_classifier, tmp_path, 
     assert sorted(map(tuple, shapes)) == [(32,), (32, 32)]
 
 
-def test_a_model_in_bfloat16(reward, scripts, tiny_lm, tmp_path):
-    """The scripts load it in float32: the same numbers, rounded."""
-    model = AutoModelForSequenceClassification.from_pretrained(tiny_lm(), num_labels=1)
-    model.bfloat16().save_pretrained(tmp_path)
-    loaded = scripts["reward_model"].load_model(AutoModelForSequenceClassification, str(tmp_path))
-    assert all(p.dtype == torch.float32 for p in loaded.parameters())
-    assert same(weights(tmp_path), {name: x.bfloat16() for name, x in loaded.state_dict().items()})
-
-
 def test_answers_and_acts(scripts, tiny_lm):
     """Trick 38: acts count from 1, classes from 0. The text is the utterance before and the answer."""
     script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(tiny_lm())
@@ -179,31 +155,6 @@ def test_answers_and_acts(scripts, tiny_lm):
     assert rows == expected + [{}] * 6  # for the answers without an act, or in a dialog with a gap
     loaded, counts = script.load_labeled_rows(dict.fromkeys(range(4), 0), rows, tokenizer, script.Args())
     assert len(loaded) == 3 and counts.startswith("3 of 9 rows")
-
-
-def test_a_classifier_of_acts_for_ppo_dialog(reward, dialog, scripts, small, tiny_dialogs, tiny_lm):
-    """Its four classes have names, and ppo_dialog.py reads the intent with it."""
-    flags = dict(dataset_name=tiny_dialogs, label_names=",".join(ACTS), num_eval_prompts=100)
-    _, folder, rows = reward(model_name_or_path=tiny_lm(), **flags)
-    evaluation = evaluation_of(folder)
-    assert evaluation["labels"] == list(ACTS)
-    assert sum(map(sum, evaluation["confusion"])) == 100
-    assert rows[0]["loss"] > 1 and len(rows) == 38  # 301 answers in batches of 8
-    model, tokenizer = classifier(folder / "model")
-    script = scripts["ppo_dialog"]
-    args = small("ppo_dialog", reward_model_path=str(folder / "model"))
-    reward_parts, acts = script.load_reward_parts(args, torch.device("cpu"), None)
-    assert len(acts) == 4
-    turns, expected = [], []
-    for act, text in enumerate(SHORT, start=1):
-        turns.append(script.Turn({}, 1, [f"{text} "], "", act, [], []))
-        with torch.no_grad():
-            logits = model(**tokenizer(f"{text} I will.", return_tensors="pt")).logits[0]
-        expected.append(logits.softmax(-1)[act - 1])
-    parts = reward_parts(turns, ["I will."] * 4, [[]] * 4)
-    torch.testing.assert_close(parts["intent"], torch.stack(expected), atol=1e-5, rtol=1e-5)
-    _, _, metrics = dialog("ppo", reward_model_path=str(folder / "model"))
-    assert 0 < metrics[0]["intent"] < 1
 
 
 def test_a_long_dialog_keeps_its_answer(scripts, small, world, tmp_path):

@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers
 from run_tools import (
-    distance,
     eos_prone,
     flags_of,
     free_port,
@@ -31,7 +30,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 pytest_plugins = ["run_fixtures"]
 CPU = torch.device("cpu")
-SGD = dict(optimizer="torch.optim.SGD", max_grad_norm=None)
 
 
 @pytest.fixture
@@ -59,18 +57,6 @@ def table_of(folder):
 # ---- Learning rate 0 ---------------------------------------------------------------------------------------
 
 
-def test_learning_rate_0_changes_nothing(rloo, tiny_lm):
-    """Trick 10: the ratio of whole responses is 1, the KL is 0, and the weights stay bit-identical."""
-    _, folder, metrics = rloo(learning_rate=0.0)
-    assert len(metrics) == 2
-    for row in metrics:
-        assert abs(row["val/ratio"] - 1) < 1e-5
-        assert row["policy/approxkl_avg"] < 1e-10
-        assert row["policy/clipfrac_avg"] == 0
-        assert row["objective/kl"] == 0
-    assert same(weights(folder / "model"), weights(tiny_lm()))
-
-
 def test_other_splits_of_the_batch_sample_the_same_tokens(rloo, rollouts):
     """Other micro-batches and rollout batches: the same responses in the same order, and a ratio of 1."""
     seen = []
@@ -94,20 +80,6 @@ def test_other_splits_of_the_batch_sample_the_same_tokens(rloo, rollouts):
 # ---- Groups ------------------------------------------------------------------------------------------------
 
 
-def test_a_group_answers_one_prompt(rloo, rollouts):
-    """Trick 25: rows 4 r to 4 r + 3 are the responses to prompt r, and they differ."""
-    rloo(rloo_k=4)
-    inputs, (b, responses) = rollouts[1]
-    tokenizer, prompts = inputs[2], prompts_of(inputs)
-    T = b["logprobs"].shape[1]
-    prompt_ids, mask = b["ids"][:, :-T], b["mask"][:, :-T]
-    assert torch.equal(prompt_ids[::4].repeat_interleave(4, 0), prompt_ids)
-    texts = [tokenizer.decode(ids[m]) for ids, m in zip(prompt_ids, mask)]
-    assert texts == [prompt for prompt in prompts for _ in range(4)]
-    assert len(set(prompts)) == len(prompts) == 2
-    assert len(responses) == 8 and len(set(responses)) > 2
-
-
 def test_the_model_reads_each_prompt_once(script, tiny_lm, monkeypatch):
     """Generation starts with P rows and goes on with P * k."""
     model = AutoModelForCausalLM.from_pretrained(tiny_lm()).eval()
@@ -116,142 +88,6 @@ def test_the_model_reads_each_prompt_once(script, tiny_lm, monkeypatch):
     calls = spy(monkeypatch, script, "hidden_states")
     script.generate_groups(model, ids, mask, torch.rand(2, 3, 6), torch.tensor([], dtype=torch.long), 1.0)
     assert [tuple(args[1].shape) for args, _ in calls] == [(2, 5)] + [(6, 1)] * 5
-
-
-def test_groups_without_a_signal_are_counted(rloo, tmp_path):
-    """frac_reward_zero_std is the share of prompts whose responses have equal scores."""
-    equal = reward_file(tmp_path, "return [1.0] * len(prompts)", "equal")
-    _, _, rows = rloo("equal", reward_fn=equal)
-    assert rows[0]["frac_reward_zero_std"] == 1
-    one = reward_file(tmp_path, "return [float(i < 3) for i in range(len(prompts))]", "one")
-    _, _, rows = rloo("one", reward_fn=one)
-    # Of the four groups of neighbors, only that of rows 2 and 3 differs.
-    assert rows[0]["frac_reward_zero_std"] == 0.75
-
-
-# ---- Rewards -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        dict(),
-        dict(score_clip=0.01),
-        dict(whiten_rewards=True),
-        dict(kl_estimator="k3"),
-    ],
-    ids=["plain", "clip", "whiten", "KL in the loss"],
-)
-def test_rewards_by_hand(rloo, script, rollouts, monkeypatch, tiny_lm, tmp_path, flags):
-    """Score, clip, EOS penalty, KL, whitening, in this order (tricks 17 to 19)."""
-    advantages = spy(monkeypatch, script, "rloo_advantages")
-    lm = eos_prone(tiny_lm, tmp_path / "lm")
-    _, _, rows = rloo(
-        model_name_or_path=lm, temperature=1.0, kl_coef=0.3, learning_rate=1e-3, response_length=4, **flags
-    )
-    (rewards, k), _ = advantages[1]  # of the second update, in which the KL is not 0
-    b, _ = rollouts[2][1]
-    assert k == 2
-    assert 0 < b["stopped"].sum() < 8
-    expected = []
-    for i in range(8):
-        score = b["raw_scores"][i].item()
-        if "score_clip" in flags:
-            score = min(max(score, -0.01), 0.01)
-        if not b["stopped"][i]:
-            score -= 1.0
-        n = b["lengths"][i].item()
-        kl = sum((b["logprobs"] - b["ref_logprobs"])[i, :n].tolist())
-        assert kl != 0
-        if "kl_estimator" not in flags:
-            score -= 0.3 * kl
-        expected.append(score)
-    expected = torch.tensor(expected)
-    if "whiten_rewards" in flags:
-        expected = expected / expected.std(correction=0)
-    torch.testing.assert_close(rewards, expected, atol=1e-5, rtol=1e-4)
-    row = rows[1]
-    assert row["objective/non_score_reward"] == pytest.approx(-0.3 * row["objective/kl"])
-    rlhf_reward = row["objective/scores"] + row["objective/non_score_reward"]
-    assert row["objective/rlhf_reward"] == pytest.approx(rlhf_reward)
-
-
-def test_a_kl_in_the_loss_pulls_to_the_reference(rloo, script, monkeypatch):
-    """With equal advantages for all responses, a higher kl_coef leaves the policy closer to the reference."""
-    monkeypatch.setattr(script, "rloo_advantages", lambda rewards, k: torch.ones_like(rewards))
-    kl = []
-    for kl_coef in (0.0, 50.0):
-        _, _, rows = rloo(
-            f"run{kl_coef}",
-            kl_estimator="k2",
-            kl_coef=kl_coef,
-            per_device_train_batch_size=8,
-            num_mini_batches=1,
-            num_ppo_epochs=4,
-            total_episodes=32,
-            learning_rate=1e-4,
-            optimizer="torch.optim.SGD",
-            max_grad_norm=1.0,
-        )
-        kl.append(abs(rows[-1]["objective/kl"]))
-    assert kl[1] < kl[0]
-
-
-# ---- Loss and steps ----------------------------------------------------------------------------------------
-
-
-def test_the_gradient_does_not_depend_on_micro_batches(rloo, tiny_lm):
-    """Trick 28: one step of SGD on 8 responses: as 8, as 2 x 4 and as 8 x 1."""
-    trained = []
-    for n, accumulation in ((8, 1), (4, 2), (1, 8)):
-        _, folder, _ = rloo(
-            f"run{n}",
-            per_device_train_batch_size=n,
-            gradient_accumulation_steps=accumulation,
-            num_mini_batches=1,
-            num_ppo_epochs=1,
-            total_episodes=8,
-            kl_estimator="k3",
-            learning_rate=0.1,
-            **SGD,
-        )
-        trained.append(weights(folder / "model"))
-    assert distance(trained[0], trained[1]) < 2e-6
-    assert distance(trained[0], trained[2]) < 2e-6
-    assert distance(trained[0], weights(tiny_lm())) > 1e-3
-
-
-def test_number_of_steps(rloo, monkeypatch):
-    """Trick 27: num_mini_batches * num_ppo_epochs steps per update. Accumulation adds none.
-
-    The metric lr is that of these steps: 2 updates of warm-up, then the schedule.
-    """
-    used = []
-    step = torch.optim.SGD.step
-
-    def recorded(self, *rest):
-        used.append(self.param_groups[0]["lr"])
-        return step(self, *rest)
-
-    monkeypatch.setattr(torch.optim.SGD, "step", recorded)
-    _, _, rows = rloo(
-        total_episodes=40,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        num_ppo_epochs=3,
-        num_mini_batches=2,
-        learning_rate=1e-4,
-        lr_scheduler_type="cosine",
-        warmup_ratio=0.4,
-        optimizer="torch.optim.SGD",
-        response_length=1,
-        num_sample_generations=0,
-    )
-    expected = [0.5e-4, 1e-4, 1e-4, 0.75e-4, 0.25e-4]
-    assert [row["lr"] for row in rows] == pytest.approx(expected)
-    assert used == pytest.approx([x for x in expected for _ in range(6)])
-    assert [row["update"] for row in rows] == [1, 2, 3, 4, 5]
-    assert [row["episode"] for row in rows] == [8, 16, 24, 32, 40]
 
 
 # ---- The reward model --------------------------------------------------------------------------------------
@@ -283,20 +119,6 @@ def test_a_reward_model_with_another_tokenizer(rloo, tiny_classifier, tmp_path):
     _, _, rows = rloo(reward_model_path=str(folder))
     assert math.isfinite(rows[-1]["objective/scores"])
     assert rows[0]["env/reward_std"] > 0
-
-
-def test_responses_keep_their_first_space(rloo, rollouts, metaspace_lm):
-    """Trick 7: prompt + response is the text of all tokens, even if decoding drops the first space."""
-    rloo(model_name_or_path=metaspace_lm)
-    b, responses = rollouts[1][1]
-    tokenizer = AutoTokenizer.from_pretrained(metaspace_lm)
-    T = b["logprobs"].shape[1]
-    tokens = [row[m].tolist() for row, m in zip(b["ids"], b["mask"])]
-    prompt_tokens = [row[:-T][m[:-T]].tolist() for row, m in zip(b["ids"], b["mask"])]
-    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    prompts = tokenizer.batch_decode(prompt_tokens, skip_special_tokens=True)
-    assert [prompt + response for prompt, response in zip(prompts, responses, strict=True)] == texts
-    assert any(response.startswith(" ") for response in responses)
 
 
 def test_another_stop_token(rloo, rollouts, tiny_lm, tmp_path):
@@ -337,7 +159,7 @@ def test_another_stop_token(rloo, rollouts, tiny_lm, tmp_path):
 # ---- Models ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["gpt_neo", "opt", "bloom", "qwen2"])
+@pytest.mark.parametrize("arch", ["bloom", "qwen2"])
 def test_architectures(rloo, tiny_lm, tiny_preference_model, arch):
     """As policy and as reward model: a ratio of 1, and a model that plain transformers loads."""
     _, folder, rows = rloo(
@@ -431,25 +253,6 @@ def test_commands_of_trls_page(
 
 
 # ---- Judges that compare scores ----------------------------------------------------------------------------
-
-
-def test_win_rate_by_a_function(rloo, tmp_path):
-    """1 if the summary scores higher than the reference, 0.5 for a tie, else 0; and the error of the mean."""
-    gold = tmp_path / "gold.py"  # it scores 8 responses of a rollout, or first 4 summaries, then 4 references
-    gold.write_text("""CALLS = []
-def score(prompts, completions, **columns):
-    if len(prompts) == 8:
-        return [3.0] * 8
-    CALLS.append(1)
-    return [1.0, 0.0, 0.0, 0.0] if len(CALLS) % 2 else [0.5, 0.0, 1.0, 1.0]
-""")
-    _, folder, rows = rloo(judge_fn=f"{gold}:score")
-    assert rows[0]["judge/scores"] == 3
-    table = table_of(folder)["before"]
-    assert table["win rate"] == pytest.approx((1 + 0.5 + 0 + 0) / 4)
-    assert table["ties"] == 0.25
-    variance = torch.tensor([1, 0.5, 0, 0]).var(correction=0).item()
-    assert table["+- (95 % interval)"] == pytest.approx(1.96 * math.sqrt(variance / 4))
 
 
 def test_a_named_judge_is_the_judge(rloo, script, tiny_preference_model, monkeypatch):
@@ -647,21 +450,6 @@ def wait_for_server(process, url):
             continue
         return
     raise AssertionError("the server does not answer")
-
-
-def test_a_real_server_as_judge(script, small, server, capsys, monkeypatch):
-    """The verb judge asks a real server, and prints win rate, interval, n, judge and decoding."""
-    url, name = server
-    monkeypatch.setenv("OPENAI_API_KEY", "any")
-    args = small("rloo_tldr", judge_url=url, judge_model=name, num_eval_prompts=6)
-    script.judge_policy(args)
-    line = capsys.readouterr().out
-    # This judge prefers the first of two. So our summary wins if it comes first.
-    uniforms = torch.rand(6, generator=script.generator_for(args.seed, "order of the two"))
-    expected = (uniforms < 0.5).float().mean().item()
-    assert f"Model win rate: {expected:.2%} +- " in line
-    assert "0.0% without verdict), n = 6, judge " in line
-    assert name in line and "temperature 0.7" in line
 
 
 def test_the_verb_judge(script, capsys, monkeypatch, tiny_lm, tiny_posts, tmp_path):

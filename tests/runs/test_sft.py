@@ -5,10 +5,8 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import EOS
 from run_tools import BY_HEART, distance, rows_of, same, weights, write_rows
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -47,61 +45,6 @@ def language_model(folder):
 
 
 # ---- Losses and labels -------------------------------------------------------------------------------------
-
-
-def mean_loss(model, documents):
-    """The mean loss of documents, one at a time, by transformers. documents: (ids, unlabeled tokens) each"""
-    losses = []
-    for ids, unlabeled in documents:
-        start = max(1, unlabeled)  # the first token is never predicted
-        with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0]
-        losses.append(F.cross_entropy(logits[start - 1 : -1], torch.tensor(ids[start:]), reduction="none"))
-    return torch.cat(losses).mean().item()
-
-
-def test_loss_of_texts(sft, tiny_lm, tmp_path):
-    """On every token but the first, and on EOS. A text that is cut has no EOS."""
-    texts = [SHORT[0], SHORT[1] * 9]
-    data = write_rows(tmp_path / "data", train=SHORT_ROWS, test=[dict(text=text) for text in texts])
-    _, folder, _ = sft(dataset_name=data, max_length=64)
-    model, tokenizer = language_model(tiny_lm())
-    eos = tokenizer.eos_token_id
-    documents = [((tokenizer(text).input_ids + [eos])[:64], 0) for text in texts]
-    assert evaluation_of(folder)["before"]["loss"] == pytest.approx(mean_loss(model, documents), rel=1e-4)
-
-
-def test_loss_of_completions(sft, tiny_lm, tmp_path):
-    """With prompt and completion, on the completion and its EOS only."""
-    rows = [dict(prompt=text[:20], completion=text[20:]) for text in SHORT]
-    data = write_rows(tmp_path / "data", train=rows[2:], test=rows[:2])
-    _, folder, _ = sft(dataset_name=data)
-    model, tokenizer = language_model(tiny_lm())
-    documents = []
-    for row in rows[:2]:
-        prompt, completion = tokenizer(row["prompt"]).input_ids, tokenizer(row["completion"]).input_ids
-        documents.append((prompt + completion + [tokenizer.eos_token_id], len(prompt)))
-    assert evaluation_of(folder)["before"]["loss"] == pytest.approx(mean_loss(model, documents), rel=1e-4)
-
-
-@both_ends
-def test_loss_of_dialogs(sft, tiny_lm, tmp_path, end):
-    """On every token but the first, end marks and EOS included."""
-    data = write_rows(tmp_path / "data", train=DIALOGS[4:], test=DIALOGS[:4])
-    _, folder, _ = sft(dataset_name=data, utterance_end=end)
-    model, tokenizer = language_model(tiny_lm())
-    eos = [tokenizer.eos_token_id]
-    documents = []
-    for texts in (["Who are you?", "I am Leo.", "Then come in."], ["Is it?", "It is."]):
-        ids = []
-        for text in texts:
-            ids += (
-                tokenizer(f" {text}").input_ids + eos
-                if end == "eos"
-                else tokenizer(f" {text}{end}").input_ids
-            )
-        documents.append((ids if end == "eos" else ids + eos, 0))
-    assert evaluation_of(folder)["before"]["loss"] == pytest.approx(mean_loss(model, documents), rel=1e-4)
 
 
 @both_ends
@@ -200,7 +143,7 @@ def test_the_end_of_an_utterance_is_learned(sft, talker, end):
         assert predicted[start - 1 : -1] == ids[start:]
 
 
-@pytest.mark.parametrize("arch", ["gpt_neo", "gpt_neox", "opt", "bloom", "llama", "qwen2"])
+@pytest.mark.parametrize("arch", ["gpt_neo", "bloom", "qwen2"])
 def test_architectures(sft, tiny_lm, arch):
     """Each architecture learns, with packing if it can pack, and model/ is what was trained."""
     flags = dict(packing=arch not in ("bloom", "opt"), learning_rate=5e-3)
@@ -263,18 +206,6 @@ def test_samples_fit_the_context(scripts, tiny_lm):
     model.register_forward_hook(lambda module, inputs, outputs: calls.append(inputs[0].shape[1]))
     scripts["sft"].write_samples(model, tokenizer, [(ids, [-100] * (context - 2) + ids[-2:])])
     assert calls == [context - 2, context - 1]
-
-
-def test_sft_lora(sft, tiny_lm):
-    """Only the layers with an adapter differ in model/, which plain transformers loads."""
-    _, folder, _ = sft(lora_r=4)
-    before, after = weights(tiny_lm()), weights(folder / "model")
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if "c_attn.weight" in name}
-    [checkpoint] = (folder / "checkpoints").iterdir()
-    trained = load_file(checkpoint / "trained.safetensors")
-    assert trained and all("lora_" in name for name in trained)
-    language_model(folder / "model")
 
 
 def test_dropout_is_seeded_in_every_update(sft):
