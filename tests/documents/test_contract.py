@@ -51,12 +51,6 @@ def definitions(source):
     return found
 
 
-def test_definitions_include_comments_and_decorators():
-    source = "import a\n# why\n@b\ndef c():\n    return 1  # how\nD: int = 2  # two\n# ---- E ----\nf = 1"
-    expected = {"c": "# why\n@b\ndef c():\n    return 1  # how", "D": "D: int = 2  # two", "f": "f = 1"}
-    assert definitions(source) == expected
-
-
 def test_same_name_means_same_source():
     sources_of = collections.defaultdict(dict)
     for script, source in SOURCES.items():
@@ -101,35 +95,6 @@ def test_the_math_is_in_part_1_and_reads_no_flags(function):
             )
 
 
-SIGNATURES = {
-    "response_lengths": "tokens, stop_token_id",
-    "length_mask": "lengths, max_length",
-    "token_logprobs": "hidden, weight, tokens, temperature=1.0, bias=None",
-    "kl_per_token": "logprobs, ref_logprobs, estimator",
-    "token_rewards": "scores, kl, lengths, kl_coef",
-    "weighted_sum": "rewards, weights=None",
-    "masked_mean": "values, mask",
-    "masked_whiten": "values, mask, shift_mean=True",
-    "gae": "rewards, values, mask, gamma, lam",
-    "rloo_advantages": "rewards, rloo_k",
-    "grpo_advantages": "rewards, k",
-    "clipped_policy_loss": "logprobs, old_logprobs, advantages, cliprange",
-    "clipped_value_loss": "values, old_values, returns, cliprange_value",
-    "adaptive_kl_coef": "kl_coef, kl, target, horizon, episodes",
-    "sample_tokens": "probs, uniforms",
-    "pair_loss": "better, worse, margin=0.0",
-    "dpo_loss": "chosen, rejected, ref_chosen, ref_rejected, beta, label_smoothing=0.0",
-}
-
-
-@pytest.mark.parametrize("function", SIGNATURES)
-def test_the_math_has_the_documented_signature(function):
-    for source in SOURCES.values():
-        for node in ast.parse(source).body:
-            if function in names_of(node):
-                assert ast.unparse(node.args).replace(" = ", "=") == SIGNATURES[function]
-
-
 # ---- Flags -------------------------------------------------------------------------------------------------
 
 
@@ -166,13 +131,6 @@ def test_every_flag_is_used(name):
     """Trick 36."""
     unused = set(fields_of(SOURCES[name])) - attributes_read(SOURCES[name])
     assert not unused, f"parsed and never used: {sorted(unused)}"
-
-
-def test_an_unused_flag_is_found():
-    source = "class Args:\n    a: int = 1  # x\n    b: int = 2\n    c: int = 3  # y\n"
-    source += "def f(args): return args.a + g.b"
-    assert set(fields_of(source)) - attributes_read(source) == {"b", "c"}
-    assert fields_of(source)["b"] == ("int", None)
 
 
 @every_script

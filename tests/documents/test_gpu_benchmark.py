@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from conftest import ROOT
 
 SPEC = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks/gpu.py")
@@ -57,52 +56,6 @@ def test_updates_at_toy_size():
     assert found["seconds of the update"] > 0 and found["first log-ratio, largest"] < 0.2
     found = gpu.gpt2_imdb_updates(toy=True, device="cpu")
     assert found["updates measured"] == 2 and found["first log-ratio, largest"] < 0.2
-
-
-def test_errors_are_noticed():
-    """Outputs and gradients that differ, or are not finite."""
-    x = torch.arange(1.0, 5.0)
-    assert gpu.largest_error([x], [x + 1])["largest error"] == 1
-    with pytest.raises(ValueError, match="finite"):
-        gpu.largest_error([x / 0], [x])
-    found = gpu.warn_above({"gap": float("nan")}, "gap", 1.0)
-    assert "warning" in found
-    outputs = gpu.outputs_on("cpu", lambda a, b: a * b, [x, x], [0])
-    assert torch.equal(outputs[0], (x * x).double())  # the output, then the gradient
-    assert torch.allclose(outputs[1], (torch.linspace(-1, 1, 4) * x).double())
-
-
-def test_a_failing_section_does_not_stop_the_run(run, capsys):
-    write = "open(ITEMS, 'a').write('{\"one\": {\"x\": 1}}\\n')\n"
-    report = run({
-        "versions": write,
-        "math": write + "raise RuntimeError('the GPU is gone')",
-        "ratio": "open(ITEMS, 'a').write('{\"two\": {\"error\": \"bad\"}}\\n')",
-        "defaults": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-        "episodes": write,
-    })  # fmt: skip
-    sections = report["sections"]
-    assert [part["status"] for part in sections.values()] == ["ok", "failed", "failed: two", "failed", "ok"]
-    assert sections["math"]["items"] == {"one": {"x": 1}}  # what was done before the error is kept
-    assert sections["math"]["error"].endswith("RuntimeError: the GPU is gone")
-    assert (report["sizes"], report["device"], report["note"]) == ("toy", "cpu", gpu.TOY_NOTE)
-    assert "look at" in capsys.readouterr().out
-
-
-def test_a_slow_section_is_stopped(run, monkeypatch):
-    monkeypatch.setattr(gpu, "MIN_SECONDS", 0)
-    slow = "import time; open(ITEMS, 'a').write('{\"one\": 1}\\n{\"torn'); time.sleep(60)"
-    report = run({"versions": slow, "math": ""}, "--minutes", "0.01")
-    assert report["sections"]["versions"]["status"] == "out of time"
-    assert report["sections"]["versions"]["items"] == {"one": 1}
-    assert report["sections"]["math"]["status"] == "not run: no time left"
-
-
-def test_without_a_gpu_it_stops_after_versions(run):
-    """Full sizes on a CPU would take hours."""
-    no_gpu = "open(ITEMS, 'a').write('{\"CUDA\": {\"available\": false}}\\n')"
-    report = run({"versions": no_gpu, "math": ""}, "--device", "cuda")
-    assert list(report["sections"]) == ["versions"]
 
 
 # ---- gpu_rollout.py ----------------------------------------------------------------------------------------

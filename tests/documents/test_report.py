@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
 import sys
 
 import numpy as np
@@ -182,20 +180,6 @@ def test_each_finding(tmp_path, case):
         assert len(found) == 1 and found[0].startswith(title)
 
 
-@pytest.mark.parametrize(
-    "first, cause",
-    [
-        (0.0, "the weights used for generation are older copies"),
-        (0.02, "sampling and scoring use another temperature"),
-        (2.0, "other rows or tokens are scored"),
-    ],
-)
-def test_what_the_first_gap_tells(tmp_path, first, cause):
-    gap = {"sampling__logprob_gap_mean": lambda x: 0.02 if x > 0 else first}
-    [finding] = report.find_problems(report.read_run(write_run(tmp_path / "run", **gap)))
-    assert finding.causes[0].startswith(cause)
-
-
 @pytest.mark.parametrize("missing", ["policy/clipfrac_avg", "objective/kl_coef", "objective/scores"])
 def test_metrics_may_be_missing(tmp_path, missing):
     columns = dict(objective__kl=lambda x: 20 * x, objective__kl_coef=lambda x: 0.1)
@@ -218,16 +202,6 @@ def test_lines_that_are_no_json(tmp_path, capsys):
     assert [line.split(", is left out")[0] for line in said] == [
         f"{folder / 'metrics.jsonl'}, line {number}" for number in (2, 3)
     ]
-
-
-def test_a_locale_that_is_not_utf_8(tmp_path):
-    tea = "\N{CJK UNIFIED IDEOGRAPH-8336}"
-    folder = write_run(tmp_path / "run", {"recipe": tea, "dataset_name": tea})
-    about = json.loads((folder / "args.json").read_text())
-    (folder / "args.json").write_text(json.dumps(about, ensure_ascii=False), encoding="utf-8")
-    env = os.environ | dict(LC_ALL="C", LANG="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
-    subprocess.run([sys.executable, ROOT / "report.py", folder], env=env, check=True)
-    assert tea in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_run_of_one_update_without_anything_else(tmp_path, capsys):
@@ -311,12 +285,6 @@ def test_a_new_word_takes_over(tmp_path, judge, share, is_found):
     found = report.find_problems(report.read_run(folder))
     assert [finding.title for finding in found] == ["The responses become alike"] * is_found
     assert all(f"“brilliant” is in {share:.0%} of the" in finding.evidence for finding in found)
-
-
-def test_word_pairs_that_repeat(tmp_path):
-    folder = write_run(tmp_path / "run")
-    write_evaluation(folder, [], **{"distinct bigrams": 0.3})
-    assert titles(folder) == ["The responses become alike"]
 
 
 # ---- Findings: saved tokens --------------------------------------------------------------------------------
@@ -426,19 +394,6 @@ def test_what_the_tokens_show(tmp_path, case):
     found = report.find_problems(report.read_run(folder))
     assert [finding.title for finding in found] == [title] * (title is not None)
     assert all(finding.causes[0].startswith(cause) for finding in found)
-
-
-def test_tokens_of_an_earlier_edition(tmp_path):
-    """Its tokens.jsonl has tokens, not ids, and the column KL."""
-    flags = {"gamma": GAMMA, "lam": LAM}
-    folder = write_run(tmp_path / "run", flags, objective__kl_coef=lambda x: KL_COEF)
-    rows = write_ppo_rows(folder, reward=usual_penalty, advantage=None)
-    for row in rows:
-        row["KL"], row["tokens"] = row.pop("kl"), [" a"] * len(row.pop("ids"))
-    write_lines(folder / "tokens.jsonl", rows)
-    assert titles(folder) == [REWARDS]
-    data = report.token_data(report.read_run(folder))
-    assert "kl" in data["columns"] and data["rows"][0]["tokens"][0] == " a"
 
 
 def test_a_score_may_be_clipped(tmp_path):
@@ -560,16 +515,6 @@ def test_the_first_update_says_where_to_look(tmp_path, monkeypatch, columns, met
     assert found[0].causes == report.CAUSES[metric]
 
 
-def test_a_first_update_that_differs_is_no_fault_by_itself(tmp_path, monkeypatch):
-    run = run_with_band(tmp_path, monkeypatch, env__reward_std=first(3.0, 1.0))
-    assert report.different_at_first(run) == ["env/reward_std"] and report.find_problems(run) == []
-
-
-def test_a_first_update_within_chance_does_not_differ(tmp_path, monkeypatch):
-    run = run_with_band(tmp_path, monkeypatch, env__reward_std=first(1.025, 1.0))
-    assert report.different_at_first(run) == []  # 0.75 widths above
-
-
 @pytest.mark.parametrize(
     "columns, metric, update",
     [
@@ -606,21 +551,6 @@ def test_distance_from_the_band(tmp_path, monkeypatch, value, rate, is_found):
     if is_found:
         evidence = f"objective/entropy is {value:.3g} at update 100 (90 % of healthy runs: 2 to 3)"
         assert evidence in found[1].evidence
-
-
-@pytest.mark.parametrize(
-    "metric, columns, band",
-    [
-        ("objective/scores", {"objective__scores": lambda x: 0.1 * (-1) ** round(99 * x)}, (-0.2, 0.0, 0.2)),
-        ("objective/kl", {"objective__kl": lambda x: 7.0 * x}, ([0, 3, 6], [0, 3.5, 7], [0.1, 4, 8])),
-    ],
-)
-def test_healthy_runs_excuse_what_a_limit_would_not(tmp_path, monkeypatch, metric, columns, band):
-    """A flat score or a KL above its target is no finding if healthy runs with the same flags have it too."""
-    folder = write_run(tmp_path / "run", {"kl_target": 4.0}, **columns)
-    assert len(titles(folder)) == 1
-    write_bands(tmp_path, monkeypatch, {"kl_target": 4.0}, {metric: band})
-    assert titles(folder) == []
 
 
 @pytest.mark.parametrize(
@@ -738,15 +668,6 @@ def test_the_page_needs_no_network(small_page):
     assert "Words that spread" not in text  # in 12 responses, one is a large share
 
 
-def test_words_that_spread(tmp_path):
-    pair = {"prompt": "p", "before": "dull", "score": 0, "after": "superb", "score after": 1}
-    for count in (63, 64):
-        run = write_run(tmp_path / str(count))
-        write_lines(run / "evaluation_samples.jsonl", count * [pair])
-        tables = report.evaluation_tables(report.read_run(run))
-        assert [rows for _, _, rows in tables] == [[["superb", "0.0%", "100.0%"]]] * (count == 64)
-
-
 @pytest.mark.parametrize("folder", ["ppo-sentiment-tiny/seed1", "grpo-math-tiny/seed1", "gallery/kl-sign"])
 def test_a_committed_run_fits(tmp_path, folder):
     report.main([str(ROOT / "results" / folder), "--output", str(tmp_path / "page.html")])
@@ -836,15 +757,3 @@ def test_tokens_in_a_browser(opened):
     assert "214, 39, 40" in colors()[2]  # -49 in update 1
     update.select_by_visible_text("100")
     assert "214, 39, 40" not in colors()[2]
-
-
-def test_pairs_in_a_browser(opened):
-    """Eight pairs first, then all; sorted by gain, the largest comes first."""
-    from selenium.webdriver.support.ui import Select
-
-    assert len(texts(opened, ".pair")) == 8
-    Select(opened.find_element("css selector", ".pairs select")).select_by_visible_text("largest gain")
-    assert texts(opened, ".pair")[0].startswith("prompt 0\n")
-    button = opened.find_element("css selector", ".pairs button")
-    opened.execute_script("arguments[0].click()", button)
-    assert texts(opened, ".pair")[-1].startswith("prompt 11\n")
