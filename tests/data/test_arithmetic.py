@@ -3,8 +3,6 @@ tokenizer has a token for each digit, and no completion can fool or stop a rewar
 
 import re
 import runpy
-import subprocess
-import sys
 import time
 
 import pytest
@@ -70,19 +68,6 @@ def files():
 # ---- Data --------------------------------------------------------------------------------------------------
 
 
-def test_arithmetic_is_made_again_byte_for_byte(tmp_path):
-    """All files of data/arithmetic* and of the tokenizer, and no others."""
-    folders = ["--folder", tmp_path, "--tokenizer", tmp_path / "arithmetic-tokenizer"]
-    subprocess.run([sys.executable, ROOT / "data/make_arithmetic.py", *folders], check=True)
-    made = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    kept = {}
-    for path in [*(ROOT / "data").glob("arithmetic*/*"), *TOKENIZER.iterdir()]:
-        kept[path.relative_to(path.parent.parent)] = path.read_bytes()
-    assert made == kept
-    assert len(made) == len(FILES) + len(list(TOKENIZER.iterdir()))
-    assert sum(map(len, made.values())) <= 2_200_000
-
-
 def test_no_task_occurs_twice(files):
     """In no two files, and in no file twice. a + b is the same task as b + a."""
     tasks = [task_of(row) for rows in files.values() for row in rows]
@@ -94,53 +79,6 @@ def test_every_answer_is_right(files):
     for name in ("arithmetic/train", "arithmetic/test", "arithmetic-hard/test"):
         for row in files[name]:
             assert row["answer"] == str(answer_to(*task_of(row)))
-
-
-def check_steps(text, sign, a, b):
-    """Compute each line again: its terms are the digits and the carry, its result and its carry are right."""
-    *lines, last = text.split("\n")
-    assert last == f"<answer>{answer_to(sign, a, b)}</answer>"
-    digits_of_a, digits_of_b = str(a)[::-1], str(b)[::-1]
-    assert len(lines) == max(len(digits_of_a), len(digits_of_b))
-    carry, result = 0, ""
-    for i, line in enumerate(lines):
-        equation, _, note = line.partition(" ")
-        left, right = equation.split("=")
-        terms = [int(term) for term in left.split(sign)]
-        expected = [int(digits[i]) for digits in (digits_of_a, digits_of_b) if i < len(digits)]
-        expected += [carry] * carry
-        if sign == "+":
-            value = sum(expected)
-            carry = int(value > 9)
-            word = "carry"
-        else:
-            carry = int(expected[0] < sum(expected[1:]))
-            expected[0] += 10 * carry
-            value = expected[0] - sum(expected[1:])
-            word = "borrow"
-        assert terms == expected and right == str(value)
-        is_last = i == len(lines) - 1
-        assert note == (f"{word} 1" if carry and not is_last else "")
-        result = (right if is_last else right[-1]) + result
-    assert int(result) == answer_to(sign, a, b)
-
-
-@pytest.mark.parametrize("name", ["arithmetic-sft/train", "arithmetic-sft/test"])
-def test_every_solution_is_right(files, name):
-    """Two thirds are the last line alone; in the others, each step is right. Both have tasks of all kinds."""
-    direct = []
-    for row in files[name]:
-        (message,) = row["completion"]
-        assert set(message) == {"role", "content"} and message["role"] == "assistant"
-        task, text = task_of(row), message["content"]
-        if "\n" not in text:
-            assert text == f"<answer>{answer_to(*task)}</answer>"
-            direct.append(task)
-        else:
-            check_steps(text, *task)
-    assert 0.62 < len(direct) / len(files[name]) < 0.68
-    assert 0.08 < sum(a >= 1000 for _, a, _ in direct) / len(direct) < 0.13
-    assert 0.45 < sum(sign == "+" for sign, _, _ in direct) / len(direct) < 0.55
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import tokenizers
 import torch
 import transformers
 from conftest import GROUPS, ROOT, byte_level_tokenizer
-from run_tools import reward_file, spy, write_rows
+from run_tools import evaluation_of, reward_file, spy, write_rows
 
 pytest_plugins = ["run_fixtures"]
 TEMPLATES = Path(__file__).parent / "templates"
@@ -337,7 +337,7 @@ def test_an_evaluation_on_chats_by_hand(scripts, sft, chat_lm, family, tmp_path,
         num_eval_prompts=9,
         num_samples=9,
     )
-    evaluation = json.loads((folder / "evaluation.json").read_text())
+    evaluation = evaluation_of(folder)
     assert evaluation["n"] == 9
     prompts = set()
     for part, lm in (("before", tmp_path / "lm"), ("after", folder / "model")):

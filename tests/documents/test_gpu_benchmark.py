@@ -7,29 +7,11 @@ import re
 import subprocess
 import sys
 
-import pytest
 from conftest import ROOT
 
 SPEC = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks/gpu.py")
 gpu = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(gpu)
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """run({section: Python code of its process}, *flags) -> the report. In the code, ITEMS is its file."""
-
-    def run_code(code, *flags):
-        def command(name, args, seconds, file):
-            return [sys.executable, "-c", code[name].replace("ITEMS", repr(str(file)))]
-
-        monkeypatch.setattr(gpu, "section_command", command)
-        monkeypatch.setattr(gpu, "SECTIONS", {name: (None, 20) for name in code})
-        out = tmp_path / "out.json"
-        gpu.run_all(gpu.parse_args([str(out), "--device", "cpu", "--toy", *flags]))
-        return json.loads(out.read_text())
-
-    return run_code
 
 
 def test_each_section_is_described():

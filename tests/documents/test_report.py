@@ -214,11 +214,6 @@ def test_a_run_of_one_update_without_anything_else(tmp_path, capsys):
     assert "No evaluation yet" in page and "Too short to judge" in page and "Nothing looks wrong" not in page
 
 
-def test_no_run(tmp_path):
-    with pytest.raises(SystemExit, match="no metrics.jsonl"):
-        report.main([str(tmp_path)])
-
-
 def test_diagnose_prints_findings(capsys):
     report.main([str(ROOT / "results/rloo-weak-reward"), "--diagnose"])
     out = capsys.readouterr().out
@@ -686,74 +681,34 @@ def test_a_page_of_a_reward_model(tmp_path):
     assert "<td>accuracy<td>0.875" in text and "This run has no numbers per token" in text
 
 
-@pytest.fixture(scope="module")
-def browser():
-    """A headless Chromium, driven by selenium. Skips if there is none."""
+def test_in_a_browser(small_page):
+    """No error, no horizontal scrolling; a token shows its numbers, and the switch changes its color."""
     webdriver = pytest.importorskip("selenium.webdriver")
     from selenium.webdriver.chrome.service import Service
+    from selenium.webdriver.support.ui import Select, WebDriverWait
 
     programs = [shutil.which("chromium"), shutil.which("chromedriver")]
     if None in programs:
         pytest.skip("no chromium and chromedriver on the PATH")
     options = webdriver.ChromeOptions()
     options.binary_location = programs[0]
-    for flag in ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"):
+    for flag in ("--headless", "--no-sandbox", "--disable-gpu", "--window-size=400,850"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(programs[1]))
-    yield driver
-    driver.quit()
-
-
-@pytest.fixture(params=[(1200, 900), (390, 844)], ids=["desktop", "phone"])
-def opened(browser, small_page, request):
-    """The page, opened from the file system at the width of a desktop or a phone."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    width, height = request.param
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    browser.get(f"file://{small_page}")
-    WebDriverWait(browser, 10).until(lambda driver: driver.find_elements("css selector", ".token"))
-    return browser
-
-
-def texts(driver, selector):
-    return [element.text for element in driver.find_elements("css selector", selector)]
-
-
-def test_in_a_browser(opened):
-    """No error, no horizontal scrolling, curves of both runs, and findings of the one that fails."""
-    errors = [entry for entry in opened.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
-    assert errors == []
-    assert opened.execute_script("return document.documentElement.scrollWidth <= innerWidth")
-    assert any("The score falls" in text for text in texts(opened, ".finding"))
-    assert len(opened.find_elements("css selector", ".bk-Figure")) >= 3
-
-
-def test_tokens_in_a_browser(opened):
-    """Texts are shown as they are. Pointing at a token shows its numbers; the switches change colors."""
-    from selenium.webdriver import ActionChains
-    from selenium.webdriver.support.ui import Select
-
-    tokens = opened.find_elements("css selector", ".token")
-    assert [token.get_attribute("textContent") for token in tokens] == [" yes", "</script>", "<i>"]
-    opened.execute_script("arguments[0].scrollIntoView({block: 'center'})", tokens[1])
-    ActionChains(opened).move_to_element(tokens[1]).perform()
-    tip = opened.find_element("id", "tip")
-    assert tip.is_displayed()
-    numbers = re.findall(r"^(\w+) +(\S+)$", tip.text, re.M)
-    assert numbers == [("reward", "-0.2"), ("value", "1.5"), ("advantage", "-")]
-
-    def colors():
-        tokens = opened.find_elements("css selector", ".token")
-        return [token.value_of_css_property("background-color") for token in tokens]
-
-    by_reward = colors()
-    update, column = [Select(element) for element in opened.find_elements("css selector", ".tokens select")]
-    assert column.first_selected_option.text == "reward"
-    assert "31, 119, 180" in by_reward[2] and "214, 39, 40" in by_reward[1]
-    column.select_by_visible_text("value")
-    assert "214, 39, 40" in colors()[2]  # -49 in update 1
-    update.select_by_visible_text("100")
-    assert "214, 39, 40" not in colors()[2]
+    try:
+        driver.get(f"file://{small_page}")
+        tokens = WebDriverWait(driver, 10).until(lambda page: page.find_elements("css selector", ".token"))
+        assert [token.get_attribute("textContent") for token in tokens] == [" yes", "</script>", "<i>"]
+        assert not [entry for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+        assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+        assert len(driver.find_elements("css selector", ".bk-Figure")) >= 3
+        webdriver.ActionChains(driver).scroll_to_element(tokens[1]).move_to_element(tokens[1]).perform()
+        numbers = re.findall(r"^(\w+) +(\S+)$", driver.find_element("id", "tip").text, re.M)
+        assert numbers == [("reward", "-0.2"), ("value", "1.5"), ("advantage", "-")]
+        column = driver.find_elements("css selector", ".tokens select")[1]
+        Select(column).select_by_visible_text("value")
+        last = driver.find_elements("css selector", ".token")[2]
+        assert "214, 39, 40" in last.value_of_css_property("background-color")  # red: -49 in update 1
+    finally:
+        driver.quit()

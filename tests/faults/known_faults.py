@@ -141,7 +141,7 @@ ppo_sentiment.load_splits: backups of a file are read too
   - f"{split}-*.jsonl"
   + f"{split}-*.jsonl*"
 reward_model.preference_ids: truncation cuts EOS (trap 9)
-  data/test_preferences.py::test_a_prompt_is_cut_once_per_row
+  runs/test_reward_model.py::test_a_prompt_is_cut_once_per_row
   - ids[:start] + ids[start + cut :]
   + ids[: len(ids) - cut]
 ppo_dialog.load_classifier: truncation cuts the answer (trap 9)
@@ -404,7 +404,7 @@ rloo_tldr.load_reward_model: the reward offset is not subtracted (trap 24)
   - (scores - offset).tolist()
   + scores.tolist()
 reward_model.train: the reward offset has the wrong sign (trap 24)
-  data/test_preferences.py::test_references_have_the_mean_score_0
+  runs/test_reward_model.py::test_references_have_the_mean_score_0
   - reward_offset = offset
   + reward_offset = -offset
 ppo_sentiment.call_reward_functions: a reward that is not finite is accepted
@@ -506,7 +506,7 @@ reward_model.pair_table: a long ranking counts more than a short one
   - 1 / len(pairs)
   + 1.0
 reward_model.different_pairs: pairs of equal texts are learned
-  data/test_preferences.py::test_pairs_that_are_equal_after_the_cut
+  runs/test_reward_model.py::test_pairs_that_are_equal_after_the_cut
   -  if texts[better] != texts[worse]
   +
 ppo_dialog.train: approxkl without its half
@@ -533,7 +533,7 @@ sft.train: a sum of micro-batch means in sft (trap 28)
   - mb_loss_sum / num_labels
   + mb_loss_sum / (mb["labels"] != -100).sum() / len(micro_batches)
 reward_model.train: the loss of the reward model is not divided (trap 28)
-  runs/test_evaluation_reward_model.py::test_every_number_of_a_preference_model[pairs_of]
+  runs/test_reward_model.py::test_every_number_of_a_preference_model[pairs_of]
   - (weight * losses).sum() / B
   + (weight * losses).sum()
 ppo_sentiment.train: the gradient is not scaled by the processes (trap 28)
@@ -553,11 +553,11 @@ ppo_sentiment.make_learner: adam_eps does not reach the optimizer (trap 31)
   - = args.adam_eps
   + = 1e-8
 ppo_sentiment.train: gradients are not clipped
-  runs/test_evaluation_ppo.py::test_every_metric_of_every_update[reviews_run]
+  runs/test_ppo_sentiment.py::test_max_grad_norm
   - args.max_grad_norm or math.inf
   + math.inf
 ppo_sentiment.learning_rate: the learning rate is one update ahead
-  math/test_learning_rate.py::test_learning_rates
+  math/test_update.py::test_learning_rates
   - (update - 1 - warmup)
   + (update - warmup)
 ppo_dialog.train: the loss of a dialog minibatch is divided by the mean number of tokens
@@ -603,7 +603,7 @@ sft.load_documents: a document is learned from the one before (IndexError)
   - [-100, *labels[1 : args.max_length]]
   + labels[: args.max_length]
 sft.train: held-out documents are not drawn at random
-  runs/test_evaluation_sft.py::test_held_out_documents_are_drawn_at_random
+  runs/test_sft.py::test_held_out_documents_are_drawn_at_random
   - [all_held_out[i] for i in order[: args.num_eval_prompts]]
   + all_held_out[: args.num_eval_prompts]
 sft.write_samples: the prompt of a sample of a chat ends at its first learned turn
@@ -618,7 +618,7 @@ sft.make_document: BOS is dropped
   runs/test_first_steps.py::test_bos_in_an_evaluation_of_sft[texts]
   - tokenizer(example["text"]).
   + tokenizer(example["text"], add_special_tokens=False).
-grpo_math.task_prompt: a null in the template becomes None
+grpo_math.task_prompt: a null in the template becomes None (KeyError)
   runs/test_grpo_math.py::test_a_row_with_an_empty_part_of_its_prompt_is_skipped
   - in (None, "", [])
   + in ("", [])
@@ -935,7 +935,7 @@ ppo_sentiment.load_policy_and_value: a saved value head is not loaded (trap 35)
   - model.value_head.load_state_dict(load_file(saved_head))
   + load_file(saved_head)
 reward_model.has_head: a saved score head is drawn again (trap 35)
-  data/test_preferences.py::test_standard_deviation_of_a_new_head
+  runs/test_reward_model.py::test_standard_deviation_of_a_new_head
   - return "ForSequence
   + return False and "ForSequence
 ppo_sentiment.share_layers: shared layers are copied

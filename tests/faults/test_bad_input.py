@@ -3,9 +3,8 @@
 Everything else ends in the traceback of a library. Nothing ends with exit code 0 and a wrong result.
 """
 
-import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import transformers
@@ -261,16 +260,6 @@ def test_unknown_recipe(script, capsys):
     assert "gpt5-imdb" in line and all(name in line for name in script.RECIPES)
 
 
-@pytest.mark.parametrize("flags", [["--learning-rat", "1"], ["--lr-scheduler-type", "magic"], ["--seed"]])
-def test_unknown_flags(script, capsys, flags):
-    """An unknown flag, or a value of the wrong type, is named. Exit code 2."""
-    with pytest.raises(SystemExit) as end:
-        script.main(flags)
-    output = capsys.readouterr()
-    assert end.value.code == 2
-    assert flags[0].strip("-")[:12] in output.out + output.err
-
-
 @pytest.mark.parametrize(
     "changes, code, last_line",
     [
@@ -290,23 +279,6 @@ def test_in_a_shell(small, tmp_path, changes, code, last_line):
 
 
 # ---- Run folders -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("folder", ["latest", "runs/nothing"])
-def test_resume_of_nothing(script, monkeypatch, tmp_path, folder):
-    """Nothing is begun in its place."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises((ValueError, FileNotFoundError)):
-        script.main(["--resume", folder])
-    assert not list(tmp_path.iterdir())
-
-
-def test_resume_of_another_scripts_run(script, small, tmp_path):
-    """Its flags are others, so it is refused."""
-    (tmp_path / "args.json").write_text(json.dumps(dict(args=asdict(small("sft")))))
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        script.main(["--resume", str(tmp_path)])
-    assert [path.name for path in tmp_path.iterdir()] == ["args.json"]
 
 
 def test_a_folder_that_holds_a_run(script, small, capsys, tmp_path):

@@ -14,7 +14,6 @@ from pathlib import Path
 from threading import Thread
 
 import accelerate
-import numpy
 import peft
 import pytest
 import torch
@@ -251,16 +250,6 @@ def test_processes_that_accelerate_does_not_connect(script, monkeypatch):
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_the_generator_of_numpy(script):
-    """ms-swift#9935: the draws of an update do not depend on what came before it."""
-    draws = []
-    for before in (3, 5):
-        numpy.random.rand(before)
-        script.set_global_seed(1, 7)
-        draws.append(numpy.random.rand())
-    assert draws[0] == draws[1]
-
-
 @pytest.mark.parametrize("name", RL)
 def test_each_process_has_random_numbers_of_its_own(scripts, small, monkeypatch, name):
     """For reward functions."""
@@ -412,14 +401,6 @@ def test_decimals_are_no_classes(scripts):
         script.find_classes([dict(label=x) for x in (0.25, 0.5, 0.5)], script.Args())
     for labels, names in (([1, 0], ["0", "1"]), (["b", "a"], ["a", "b"]), ([True, False], ["False", "True"])):
         assert script.find_classes([dict(label=x) for x in labels], script.Args())[0] == names
-
-
-@pytest.mark.parametrize("count", [1, 400])
-def test_the_memory_of_documents(scripts, tiny_lm, count):
-    """8 bytes per token: for its id and its label."""
-    script, tokenizer = scripts["sft"], AutoTokenizer.from_pretrained(tiny_lm())
-    [(ids, labels)], _ = script.load_documents([dict(text="a film " * count)], tokenizer, script.Args())
-    assert ids.itemsize == labels.itemsize == 4 and len(ids) == len(labels)
 
 
 def test_a_balancing_loss_is_not_trained(script, tiny_lm, copy_of, capsys):

@@ -1,11 +1,10 @@
 """Runs of dpo_tldr.py on tiny models: its pairs, its reference, what it learns, and the evaluation."""
 
-import json
 import math
 
 import pytest
 import torch
-from run_tools import distance, eos_prone, rows_of, spy, weights, write_rows
+from run_tools import distance, eos_prone, evaluation_of, rows_of, spy, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -118,7 +117,7 @@ def test_a_policy_learns_pairs_by_heart(dpo, tiny_pairs, tmp_path):
     data = write_rows(tmp_path / "data", train=rows, test=rows)
     _, folder, metrics = dpo(dataset_name=data, num_train_epochs=10.0, learning_rate=3e-3, num_eval_pairs=16)
     assert metrics[-1]["loss"] < 0.2 and metrics[-1]["rewards/accuracies"] > 0.9
-    evaluation = json.loads((folder / "evaluation.json").read_text())
+    evaluation = evaluation_of(folder)
     assert evaluation["number of pairs"] == 16 and evaluation["pairs"]["rewards/accuracies"] > 0.9
     assert evaluation["pairs"]["rewards/margins"] > 2
     assert evaluation["after"]["KL, nats per response"] > 0.1
@@ -252,7 +251,7 @@ def test_the_policies_that_are_compared(dpo, script, monkeypatch, tiny_lm):
     start = weights(tiny_lm())
     assert all(torch.equal(after[-1].state_dict()[name], x) for name, x in start.items())
     assert distance(weights(folder / "model"), start) > 1e-3
-    evaluation = json.loads((folder / "evaluation.json").read_text())
+    evaluation = evaluation_of(folder)
     assert abs(evaluation["before"]["KL, nats per response"]) < 1e-4
     rows = rows_of(folder, "evaluation_samples.jsonl")
     assert [row["before"] for row in rows] == calls[0][1][1]["response"]
@@ -274,7 +273,7 @@ def test_the_responses_before_are_those_of_rloo(dpo, rloo):
 def test_without_a_judge_and_without_other_posts(dpo):
     """The prompts of held-out pairs, and no win rate."""
     _, folder, _ = dpo(judge_fn=None, eval_dataset_name=None)
-    evaluation = json.loads((folder / "evaluation.json").read_text())
+    evaluation = evaluation_of(folder)
     assert "win rate" not in evaluation["after"] and evaluation["n"] == 4
     assert {row["score"] for row in rows_of(folder, "evaluation_samples.jsonl")} == {None}
 

@@ -12,13 +12,14 @@ import math
 import re
 import resource
 import time
+from statistics import fmean as mean
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from conftest import PPO, ROOT
-from run_tools import reward_file, rows_of, same, spy, weights, write_rows
+from run_tools import evaluation_of, reward_file, rows_of, same, spy, weights, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -112,7 +113,7 @@ def record(script, args, rollout, generate):
         folder=folder,
         screen=screen.getvalue(),
         rows=rows_of(folder),
-        evaluation=json.loads((folder / "evaluation.json").read_text()),
+        evaluation=evaluation_of(folder),
         samples=rows_of(folder, "evaluation_samples.jsonl"),
         rollouts=rollouts,  # before training, updates 1 to 4, after training
         updates=rollouts[1:5],
@@ -301,10 +302,6 @@ def texts_of(b):
     return [row[m] for row, m in zip(b["ids"], b["mask"])], b["lengths"].tolist()
 
 
-def mean(numbers):
-    return sum(numbers) / len(numbers)
-
-
 def plain_std(numbers):
     """Of the population."""
     return math.sqrt(mean([(x - mean(numbers)) ** 2 for x in numbers]))
@@ -337,7 +334,7 @@ def replay(run):
     for p in head.parameters():
         torch.nn.init.zeros_(p)
     parameters = [*policy.parameters(), *head.parameters()]
-    kl_coef, micro_batches, history, rewards_of_updates = 0.3, iter(run.micro_batches), [], []
+    kl_coef, micro_batches, history, all_rewards = 0.3, iter(run.micro_batches), [], []
     policies = [{name: p.clone() for name, p in policy.state_dict().items()}]
     for (_, (b, *_)), raw_scores, rate in zip(run.updates, run.scores, RATES):
         texts, lengths = texts_of(b)
@@ -359,7 +356,7 @@ def replay(run):
         if args.whiten_rewards:
             every = sum(rewards, [])
             rewards = [[mean(every) + (x - mean(every)) / plain_std(every) for x in row] for row in rewards]
-        rewards_of_updates.append(rewards)
+        all_rewards.append(rewards)
         advantages, returns = [], []
         for row, values in zip(rewards, (x.tolist() for x in old_values)):
             advantages.append(plain_advantages(row, values, 0.97, 0.9))
@@ -424,7 +421,7 @@ def replay(run):
         kl_coef *= 1 + min(max(kl_per_response / 4 - 1, -0.2), 0.2) * B / 60
     assert next(micro_batches, None) is None
     return SimpleNamespace(
-        metrics=history, policies=policies, head=head.state_dict(), kl_coef=kl_coef, rewards=rewards_of_updates
+        metrics=history, policies=policies, head=head.state_dict(), kl_coef=kl_coef, rewards=all_rewards
     )
 
 
@@ -587,7 +584,7 @@ def test_which_reviews_train_and_which_are_evaluated(reviews_run):
 
 
 def test_prompts_are_the_beginnings_of_reviews(reviews_run):
-    """Of 2 to 5 tokens, and evaluation and training do not draw the same lengths and limits."""
+    """Lengths and limits have both ends of their ranges. Each update draws others, like the evaluation."""
     run = reviews_run
     whole = {}
     for split, letters in ((1, TRAIN_LETTERS), (2, TEST_LETTERS)):
@@ -599,10 +596,11 @@ def test_prompts_are_the_beginnings_of_reviews(reviews_run):
             assert mask.tolist() == [False] * (5 - len(tokens)) + [True] * len(tokens)
             assert tokens == whole[prompt[:2]][: len(tokens)]
             assert run.tokenizer.decode(tokens) == prompt
-        draws.append((batch["mask"].sum(1)[:6].tolist(), batch["max_new_tokens"][:6].tolist()))
-        assert set(draws[-1][0]) <= {2, 3, 4, 5}
-    assert len({tuple(lengths) for lengths, _ in draws}) == 5
-    assert len({tuple(limits) for _, limits in draws}) == 5
+        draws.append([batch[name][:6].tolist() for name in ("max_new_tokens", "uniforms")])
+        draws[-1].append(batch["mask"].sum(1)[:6].tolist())
+    for column, expected in zip(zip(*draws), (range(3, 11), None, range(2, 6))):
+        assert len(set(map(str, column))) == 5
+        assert expected is None or set(sum(column, [])) == set(expected)
 
 
 def turns_of(split):
@@ -801,62 +799,6 @@ def script(scripts):
     return scripts["ppo_sentiment"]
 
 
-@pytest.fixture
-def dialog_script(scripts):
-    """ppo_dialog.py as a module."""
-    return scripts["ppo_dialog"]
-
-
-def test_draw_batch(script, monkeypatch):
-    """Prompt lengths and limits are uniform with both ends, independent of each other, and new each time."""
-    args = script.Args(
-        seed=5, query_min_length=2, query_max_length=4, response_min_length=3, response_length=7
-    )
-    prompts = [[10, 11, 12, 13], [20, 21, 22, 23], [30, 31]]  # the last one is shorter than most draws
-    rows = torch.tensor([2, 0, 1] * 1000)
-    reviews = [{"ids": prompts[row]} for row in rows.tolist()]
-    monkeypatch.setattr(script, "stream_rows", lambda *inputs: range(3000))  # in order
-    batch = script.draw_batch(reviews, 0, 3000, args, 6)
-    lengths, limits = batch["mask"].sum(1), batch["max_new_tokens"]
-    assert batch["ids"].shape == (3000, 4) and batch["uniforms"].shape == (3000, 7)
-    for row, ids, mask in zip(rows.tolist(), batch["ids"], batch["mask"]):
-        n = mask.sum().item()
-        assert mask.tolist() == [False] * (4 - n) + [True] * n
-        assert ids[mask].tolist() == prompts[row][:n]
-    assert (lengths[rows == 2] == 2).all()
-    for numbers, values in ((lengths[rows != 2], [2, 3, 4]), (limits, [3, 4, 5, 6, 7])):
-        found, counts = numbers.unique(return_counts=True)
-        assert found.tolist() == values
-        assert (counts / len(numbers) - 1 / len(values)).abs().max() < 0.03
-    long = rows != 2
-    pairs = torch.stack([lengths[long].float(), limits[long].float(), batch["uniforms"][long, 0]])
-    assert (torch.corrcoef(pairs) - torch.eye(3)).abs().max() < 0.1
-    again = script.draw_batch(reviews, 0, 3000, args, 6)
-    for name in ("ids", "mask", "max_new_tokens", "uniforms"):
-        assert torch.equal(batch[name], again[name])
-    for purpose in (7, "held-out"):
-        other = script.draw_batch(reviews, 0, 3000, args, purpose)
-        for name in ("mask", "max_new_tokens", "uniforms"):
-            assert not torch.equal(batch[name], other[name])
-
-
-def test_draw_prompts(dialog_script):
-    """Left-padded to the longest; random numbers depend on seed and purpose."""
-    turns = [dialog_script.Turn({}, 1, [], "", None, ids, []) for ids in ([5], [6, 7, 8], [9, 4])]
-    args = dialog_script.Args(seed=5, response_length=6)
-    batch = dialog_script.draw_prompts(turns, 0, 3, args, 2)
-    tokens = [turn.prompt_tokens for turn in batch["turns"]]
-    assert sorted(tokens) == [[5], [6, 7, 8], [9, 4]]
-    assert batch["mask"].tolist() == [[False] * (3 - len(ids)) + [True] * len(ids) for ids in tokens]
-    assert [row[m].tolist() for row, m in zip(batch["ids"], batch["mask"])] == tokens
-    assert batch["uniforms"].shape == (3, 6) and batch["uniforms"].unique().numel() == 18
-    uniforms = [batch["uniforms"]]
-    for seed, purpose in ((5, 3), (6, 2), (5, "held-out")):
-        args.seed = seed
-        uniforms.append(dialog_script.draw_prompts(turns, 0, 3, args, purpose)["uniforms"])
-    assert not any(torch.equal(uniforms[0], other) for other in uniforms[1:])
-
-
 def test_which_stop_tokens(script):
     """The id that is given, even 0; none; or EOS and those of the generation config."""
     tokenizer = SimpleNamespace(eos_token_id=9)
@@ -897,5 +839,5 @@ def test_more_prompts_are_asked_for_than_there_are(scripts, small, tmp_path, nam
     count = 5 if name == "ppo_sentiment" else 4
     _, folder = scripts[name].train(small(name, dataset_name=data, num_eval_prompts=50, total_episodes=8))
     samples = rows_of(folder, "evaluation_samples.jsonl")
-    assert json.loads((folder / "evaluation.json").read_text())["n"] == len(samples) == count
+    assert evaluation_of(folder)["n"] == len(samples) == count
     assert len({row.get("prompt") or (row["last"], row["reference"]) for row in samples}) == count

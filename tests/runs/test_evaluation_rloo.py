@@ -6,28 +6,33 @@ different lengths, some rows cannot be used, and some responses stop but not all
 
 import contextlib
 import io
-import json
 import math
 import statistics
 from dataclasses import replace
 from functools import partial
+from statistics import fmean as mean
 from types import SimpleNamespace
 
 import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import EOS
 from run_fixtures import handlers_kept
 from run_tools import (
+    bigram_share,
     distance,
     eos_prone,
+    evaluation_of,
     forget_reward_files,
+    grouped,
     maker,
+    plain_logprobs,
     reward_file,
+    rows_by_hand,
     rows_of,
     spy,
     stop_after,
+    wordy,
     write_rows,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -99,17 +104,6 @@ def asymmetric_data(folder):
     return write_rows(folder, train=train, validation=validation, test=test)
 
 
-def wordy(folder):
-    """Bias a model towards three words, so that its responses repeat some, and that few end. -> its folder"""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for word, bias in ((" this", 3), (" movie", 3), (" with", 3), (EOS, -2)):
-        [token] = tokenizer(word).input_ids
-        model.transformer.ln_f.bias.data += bias * model.lm_head.weight[token].detach()
-    model.save_pretrained(folder)
-    return folder
-
-
 def calls_of(path):
     """The recorded calls of a reward or judge function. -> list of lists of (prompt, response, score)"""
     if not path.exists():
@@ -158,7 +152,8 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
         tokenizer = AutoTokenizer.from_pretrained(run.lm)
         parts = {}
         for name, (inputs, (b, responses)) in zip(names, rollouts, strict=True):
-            parts[name] = rows_by_hand(tokenizer, b, prompts_of(inputs, responses), responses)
+            parts[name] = rows_by_hand(tokenizer, b, responses, args.temperature)
+            assert [row.prompt for row in parts[name]] == prompts_of(inputs, responses)
         return SimpleNamespace(
             args=args,
             model=model,
@@ -166,7 +161,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             screen=screen.getvalue(),
             tables=[inputs[1:] for inputs, _ in tables],  # title, rows
             metrics=rows_of(run_folder),
-            table=json.loads((run_folder / "evaluation.json").read_text()),
+            table=evaluation_of(run_folder),
             samples=rows_of(run_folder, "evaluation_samples.jsonl"),
             lines=rows_of(run_folder, "tokens.jsonl"),
             parts=parts,
@@ -181,62 +176,6 @@ def prompts_of(inputs, responses):
     """The prompt of each response of a call of rollout_groups. Those of a prompt are neighbors."""
     posts = inputs[5]["examples"]
     return [post["prompt"] for post in posts for _ in range(len(responses) // len(posts))]
-
-
-def rows_by_hand(tokenizer, b, prompts, responses):
-    """What was sampled, row by row, in plain lists. Only the token ids and the texts are the script's."""
-    rows = []
-    for i, (ids, sampled) in enumerate(zip(b["ids"], b["sampling_logprobs"], strict=True)):
-        prompt, response = prompts[i], responses[i]
-        assert tokenizer.decode(ids[:-T][b["mask"][i, :-T]]) == prompt
-        tokens = ids[-T:].tolist()
-        ended = tokenizer.eos_token_id in tokens
-        if ended:
-            tokens = tokens[: tokens.index(tokenizer.eos_token_id) + 1]
-        text = tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=True)
-        assert response == text
-        rows.append(
-            SimpleNamespace(
-                prompt=prompt,
-                response=response,
-                ids=tokenizer(prompt).input_ids,
-                tokens=tokens,
-                ended=ended,
-                sampled=sampled[: len(tokens)],
-            )
-        )
-    return rows
-
-
-def plain_logprobs(model, row, temperature):
-    """Log-probabilities of a response and entropies, by plain transformers, without padding. -> [T] each"""
-    logits = model(torch.tensor([row.ids + row.tokens])).logits[0, len(row.ids) - 1 : -1]
-    log_p = (logits / temperature).log_softmax(-1)
-    entropies = -(log_p.exp() * log_p).sum(-1)
-    return log_p[range(len(row.tokens)), row.tokens], entropies
-
-
-def mean(numbers):
-    """Of a list of numbers."""
-    return sum(numbers) / len(numbers)
-
-
-def bigram_share(texts):
-    """Different pairs of neighboring words / all pairs."""
-    pairs = []
-    for text in texts:
-        words = text.lower().split()
-        pairs += [(words[i], words[i + 1]) for i in range(len(words) - 1)]
-    return len(set(pairs)) / len(pairs)
-
-
-def grouped(rows, values):
-    """The values of each prompt. -> list of lists of K"""
-    groups = {}
-    for row, value in zip(rows, values):
-        groups.setdefault(row.prompt, []).append(value)
-    assert all(len(group) == K for group in groups.values())
-    return list(groups.values())
 
 
 def rewards_by_hand(args, rows, raw_scores, kl):
@@ -259,10 +198,10 @@ def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
     old, old_entropies, ref, gaps = [], [], [], []
     for row in rows:
         with torch.no_grad():
-            logprobs, row_entropies = plain_logprobs(policy, row, args.temperature)
+            logprobs, row_entropies = plain_logprobs(policy, row)
             old.append(logprobs)
             old_entropies.append(row_entropies)
-            ref.append(plain_logprobs(reference, row, args.temperature)[0])
+            ref.append(plain_logprobs(reference, row)[0])
         gaps += (row.sampled - old[-1]).abs().tolist()
     kl = [(x - y).sum().item() for x, y in zip(old, ref)]
     scores, rewards = rewards_by_hand(args, rows, raw_scores, kl)
@@ -280,7 +219,7 @@ def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
         for minibatch in order.split(P // args.num_mini_batches):
             optimizer.zero_grad()
             for i in [K * prompt + j for prompt in minibatch.tolist() for j in range(K)]:
-                logprobs, row_entropies = plain_logprobs(policy, rows[i], args.temperature)
+                logprobs, row_entropies = plain_logprobs(policy, rows[i])
                 log_ratio = logprobs.sum() - old[i].sum()
                 ratio = log_ratio.exp()
                 bounded = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
@@ -475,8 +414,8 @@ def test_the_final_table_by_hand(trained, part):
     kl, ref_logprobs = [], []
     for row in rows:
         with torch.no_grad():
-            ours, _ = plain_logprobs(policy, row, 0.8)
-            theirs, _ = plain_logprobs(reference, row, 0.8)
+            ours, _ = plain_logprobs(policy, row)
+            theirs, _ = plain_logprobs(reference, row)
         assert torch.allclose(ours, row.sampled, atol=1e-4)  # this policy wrote it, at this temperature
         kl.append((ours - theirs).sum().item())
         ref_logprobs += theirs.tolist()
@@ -610,9 +549,10 @@ def test_the_live_adapter_is_what_is_saved(rloo, script, monkeypatch):
     for inputs, (b, responses) in (rollouts[0], rollouts[-1]):
         for i, prompt in enumerate(prompts_of(inputs, responses)):
             n = b["lengths"][i]
-            row = SimpleNamespace(ids=tokenizer(prompt).input_ids, tokens=b["ids"][i, -6:][:n].tolist())
+            tokens = b["ids"][i, -6:][:n].tolist()
+            row = SimpleNamespace(ids=tokenizer(prompt).input_ids, tokens=tokens, temperature=0.7)
             with torch.no_grad():
-                gaps.append((plain_logprobs(merged, row, 0.7)[0] - b["logprobs"][i, :n]).abs().max().item())
+                gaps.append((plain_logprobs(merged, row)[0] - b["logprobs"][i, :n]).abs().max().item())
     assert max(gaps[4:]) < 1e-3 < 1e-2 < max(gaps[:4])
 
 
@@ -779,7 +719,7 @@ def test_a_paid_judge_is_asked_once(script, small, chat_with, monkeypatch):
     assert asked == []
     _, folder = script.train(script.parse_args(["--resume", args.output_dir]))
     assert len(asked) == 2 * args.num_eval_prompts == 8
-    assert json.loads((folder / "evaluation.json").read_text())["judge"] == f"m at {flags['judge_url']}/"
+    assert evaluation_of(folder)["judge"] == f"m at {flags['judge_url']}/"
 
 
 def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, monkeypatch, capsys):

@@ -1,7 +1,6 @@
 """What somebody meets who runs a script for the first time: a bare machine, a lone copy, models and data of
 their own."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 import tokenizers
 import torch
 from accelerate import Accelerator
-from run_tools import ALL, ROOT, reward_file, rows_of, spy, without_check_of_models, write_rows
+from run_tools import ALL, ROOT, evaluation_of, reward_file, rows_of, spy, without_check_of_models, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -140,7 +139,7 @@ def test_bos_in_an_evaluation_of_sft(sft, bos_lm, bos_tokenizer, tmp_path, kind)
         model_name_or_path=bos_lm, dataset_name=data, num_train_rows=None, num_eval_prompts=8, num_samples=8
     )
     tokenizer = assert_saved_as(bos_lm, folder / "model")
-    evaluation = json.loads((folder / "evaluation.json").read_text())
+    evaluation = evaluation_of(folder)
     prompts = []
     for part, lm in (("before", bos_lm), ("after", folder / "model")):
         model = AutoModelForCausalLM.from_pretrained(lm).eval()
@@ -173,7 +172,7 @@ def test_tensorboard(ppo):
     _, folder, rows = ppo(log_with="tensorboard", total_episodes=16, num_sample_generations=2)
     files = [EventAccumulator(str(path)).Reload() for path in folder.rglob("events.out.tfevents.*")]
     tags = {tag for file in files for tag in file.Tags()["scalars"]}
-    after = json.loads((folder / "evaluation.json").read_text())["after"]
+    after = evaluation_of(folder)["after"]
     assert {f"eval/{name}" for name in after} <= tags
     [points] = [
         file.Scalars("train/objective/kl") for file in files if "train/objective/kl" in file.Tags()["scalars"]

@@ -4,14 +4,13 @@ What it has in common with ppo_sentiment.py is tested there.
 """
 
 import functools
-import json
 import math
 import types
 from statistics import fmean
 
 import pytest
 import torch
-from run_tools import rows_of, spy, write_rows
+from run_tools import evaluation_of, rows_of, spy, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -50,11 +49,6 @@ def talk(dialog, talker):
         utterance_end=" <EOU>",
         response_length=LIMIT,
     )
-
-
-def table_of(folder):
-    """evaluation.json of a run."""
-    return json.loads((folder / "evaluation.json").read_text())
 
 
 def load_turns(script, rows, tokenizer, **flags):
@@ -245,8 +239,8 @@ def test_without_an_intent(dialog, tmp_path, tiny_dialogs):
     _, folder, metrics = dialog(reward_model_path=None, dataset_name=data)
     assert "intent" not in metrics[0]
     assert metrics[0]["meteor"] == metrics[0]["objective/scores"]
-    assert set(table_of(folder)) == {"before", "after", "references", "n", "meteor"}
-    assert not [name for name in table_of(folder)["before"] if "intent" in name]
+    assert set(evaluation_of(folder)) == {"before", "after", "references", "n", "meteor"}
+    assert not [name for name in evaluation_of(folder)["before"] if "intent" in name]
     assert "intent" not in rows_of(folder, "samples.jsonl")[0]
 
 
@@ -374,7 +368,7 @@ def test_custom_metrics(talk, script, monkeypatch):
     shares = [share for _, share in calls]
     assert 0.5 < shares[1] < shares[4] == 1
     assert [row["custom/exact"] for row in rows] == shares[1:3]
-    table = table_of(folder)
+    table = evaluation_of(folder)
     for column, share in (("before", shares[0]), ("after", shares[3]), ("references", shares[4])):
         assert table[column]["custom/exact"] == share
     assert "custom/questions" not in rows[0]

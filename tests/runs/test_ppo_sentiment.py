@@ -488,6 +488,23 @@ def test_the_gradient_does_not_depend_on_micro_batches(ppo, tiny_lm):
     assert max((trained[0][name] - start[name]).abs().max() for name in start) > 1e-3
 
 
+def test_max_grad_norm(ppo, tiny_lm):
+    """If the gradient is longer than max_grad_norm, the step of SGD has the length lr * max_grad_norm."""
+    _, folder, _ = ppo(
+        learning_rate=1.0,
+        max_grad_norm=1e-2,
+        per_device_train_batch_size=8,
+        num_mini_batches=1,
+        num_ppo_epochs=1,
+        **SGD,
+    )
+    after, start = weights(folder / "model"), weights(tiny_lm())
+    steps = [after[name] - start[name] for name in start]
+    steps += load_file(folder / "model/value_head.safetensors").values()  # it started at 0
+    length = sum(step.square().sum() for step in steps).sqrt()
+    assert length.item() == pytest.approx(1e-2, rel=1e-2)
+
+
 def test_a_metric_that_is_not_finite_ends_the_run(ppo, script, monkeypatch, tmp_path):
     """It is named, and nothing is saved for that update."""
     value_loss = script.clipped_value_loss

@@ -11,6 +11,7 @@ from run_tools import (
     ROOT,
     distance,
     eos_prone,
+    evaluation_of,
     flags_of,
     free_port,
     maker,
@@ -365,7 +366,7 @@ def assert_same_numbers(one, two):
     for path in (one / "model").rglob("*.safetensors"):
         before, after = load_file(path), load_file(two / path.relative_to(one))
         assert distance(before, after) < 1e-5, path
-    assert_near(*[json.loads((folder / "evaluation.json").read_text()) for folder in (one, two)])
+    assert_near(*[evaluation_of(folder) for folder in (one, two)])
     for name in ("evaluation_samples.jsonl", "samples.jsonl", "tokens.jsonl"):
         assert (one / name).exists() == (two / name).exists()
         if (one / name).exists():

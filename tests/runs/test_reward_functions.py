@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from statistics import fmean as mean
 
 import pytest
 import torch
@@ -93,11 +94,6 @@ def function_file(folder, text, *names):
     path = folder / "functions.py"
     path.write_text(text)
     return [f"{path}:{name}" for name in names]
-
-
-def mean(numbers):
-    """Of a list of numbers."""
-    return sum(numbers) / len(numbers)
 
 
 # ---- What a function gets ----------------------------------------------------------------------------------
@@ -205,6 +201,7 @@ def test_a_file_named_like_a_module_is_refused(scripts, tmp_path, stem):
 
 IN_THE_STYLE_OF_TRL = r'''
 import re
+from statistics import fmean as mean
 
 
 def boxed_answer(completions, ground_truth, **kwargs):

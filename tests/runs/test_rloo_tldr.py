@@ -1,13 +1,9 @@
 """Whole runs of rloo_tldr.py on tiny models: groups, rewards, ratios of responses, judges, TRL's commands."""
 
-import json
 import math
 import shlex
-import subprocess
 import time
-import urllib.request
 from dataclasses import replace
-from types import SimpleNamespace
 
 import openai
 import pytest
@@ -15,6 +11,7 @@ import torch
 import transformers
 from run_tools import (
     eos_prone,
+    evaluation_of,
     flags_of,
     free_port,
     one_line,
@@ -22,7 +19,6 @@ from run_tools import (
     rows_of,
     same,
     spy,
-    start_process,
     weights,
     write_rows,
 )
@@ -47,11 +43,6 @@ def rollouts(script, monkeypatch):
 def prompts_of(inputs):
     """The prompts of a call of rollout_groups."""
     return [post["prompt"] for post in inputs[5]["examples"]]
-
-
-def table_of(folder):
-    """evaluation.json of a run."""
-    return json.loads((folder / "evaluation.json").read_text())
 
 
 # ---- Learning rate 0 ---------------------------------------------------------------------------------------
@@ -159,20 +150,6 @@ def test_another_stop_token(rloo, rollouts, tiny_lm, tmp_path):
 # ---- Models ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["bloom", "qwen2"])
-def test_architectures(rloo, tiny_lm, tiny_preference_model, arch):
-    """As policy and as reward model: a ratio of 1, and a model that plain transformers loads."""
-    _, folder, rows = rloo(
-        model_name_or_path=tiny_lm(arch),
-        reward_model_path=tiny_preference_model(arch),
-        learning_rate=0.0,
-        total_episodes=8,
-    )
-    assert rows[0]["val/ratio"] == pytest.approx(1, abs=1e-5)
-    assert rows[0]["objective/kl"] == 0
-    AutoModelForCausalLM.from_pretrained(folder / "model")
-
-
 def test_sft_model_path_is_the_policy(rloo, script, tiny_lm, tmp_path):
     """As in TRL: the policy comes from sft_model_path, the tokenizer from model_name_or_path."""
     torch.manual_seed(5)
@@ -275,10 +252,10 @@ def test_a_named_judge_is_the_judge(rloo, script, tiny_preference_model, monkeyp
     assert judge(posts, [" x"] * 32).tolist() == [0.5] * 32  # equal texts, in batches that round differently
 
     _, folder, _ = rloo(judge_model=args.judge_model)
-    assert table_of(folder)["judge"] == args.judge_model
+    assert evaluation_of(folder)["judge"] == args.judge_model
     rows = rows_of(folder, "evaluation_samples.jsonl")
     ours, theirs = (scores_by_hand(args.judge_model, rows, name) for name in ("after", "reference"))
-    assert table_of(folder)["after"]["win rate"] == pytest.approx(win_rate_by_hand(ours, theirs))
+    assert evaluation_of(folder)["after"]["win rate"] == pytest.approx(win_rate_by_hand(ours, theirs))
 
 
 def test_only_posts_with_references_are_judged(rloo, tmp_path):
@@ -290,7 +267,7 @@ def test_only_posts_with_references_are_judged(rloo, tmp_path):
         test.append(dict(prompt=f"Post {i}.\n\nTL;DR:", completion=completion))
     data = write_rows(tmp_path / "data", train=train, test=test)
     _, folder, _ = rloo(dataset_name=data, num_eval_prompts=10)
-    assert table_of(folder)["n"] == 4
+    assert evaluation_of(folder)["n"] == 4
     rows = rows_of(folder, "evaluation_samples.jsonl")
     expected = {(f"Post {i}.\n\nTL;DR:", f" Summary {i}.") for i in (1, 4, 7, 10)}
     assert {(row["prompt"], row["reference"]) for row in rows} == expected
@@ -303,7 +280,7 @@ def test_without_references(rloo, tmp_path):
     _, folder, _ = rloo(dataset_name=write_rows(tmp_path / "data", train=train, test=test))
     rows = rows_of(folder, "evaluation_samples.jsonl")
     assert all(row["prompt"].startswith("Post ") and row["reference"] == "" for row in rows)
-    table = table_of(folder)
+    table = evaluation_of(folder)
     assert "win rate" not in table["after"]
     assert "score mean" in table["after"] and table["n"] == 4
 
@@ -329,7 +306,7 @@ return [float(len(r)) for r in completions]"""
     assert (tmp_path / "run/model/model.safetensors").exists()
     [other] = reward_file(tmp_path, "return [0.0] * len(prompts)", "other")
     _, folder = script.train(script.parse_args(["--resume", args.output_dir, "--judge-fn", other]))
-    assert table_of(folder)["judge"] == other
+    assert evaluation_of(folder)["judge"] == other
 
 
 # ---- Chat models as judges ---------------------------------------------------------------------------------
@@ -408,48 +385,6 @@ def test_a_chat_judge_tries_again(script, chat_with, monkeypatch):
 
 
 # ---- The verb judge ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def server(tiny_lm, tmp_path):
-    """transformers serve, with a model that always answers " A". -> its address, the name of the model"""
-    folder = tmp_path / "judge"
-    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(folder)
-    config = transformers.AutoConfig.from_pretrained(tiny_lm(), n_positions=1024)
-    model = AutoModelForCausalLM.from_config(config)
-    answer = tokenizer(" A").input_ids[-1]
-    model.generation_config.eos_token_id = answer  # the answer ends with it
-    model.transformer.ln_f.weight.data.zero_()
-    model.transformer.ln_f.bias.data = 10 * model.lm_head.weight[answer].detach()
-    model.save_pretrained(folder)
-
-    port = free_port()
-    words = ["transformers", "serve", folder, "--port", port, "--device", "cpu"]
-    process = start_process(words, folder, HF_HOME=str(folder))
-    try:
-        wait_for_server(process, f"http://localhost:{port}/health")
-        yield f"http://localhost:{port}/v1", str(folder)
-    finally:
-        process.terminate()
-        try:
-            process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def wait_for_server(process, url):
-    """Return when the server answers."""
-    for _ in range(240):
-        time.sleep(0.5)
-        assert process.poll() is None, process.communicate()
-        try:
-            urllib.request.urlopen(url, timeout=5)
-        except OSError:
-            continue
-        return
-    raise AssertionError("the server does not answer")
 
 
 def test_the_verb_judge(script, capsys, monkeypatch, tiny_lm, tiny_posts, tmp_path):
@@ -584,13 +519,6 @@ def test_the_verb_judge_needs_references(script, small, capsys, tmp_path):
     words = ["judge", *flags_of(small("rloo_tldr", dataset_name=none, **flags))]
     line = one_line(script, words, capsys)
     assert f"{none}: judge needs the column completion" in line
-
-
-def test_only_the_main_process_asks_the_judge(script, monkeypatch, capsys):
-    """The others are done before they load anything."""
-    monkeypatch.setattr(script, "start_accelerator", lambda args: SimpleNamespace(is_main_process=False))
-    assert script.judge_policy(script.Args(model_name_or_path="/no/such/model")) is None
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("verb", ["train", "judge"])
