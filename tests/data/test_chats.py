@@ -1,6 +1,5 @@
 """Chats: lists of messages, written by the chat templates of real models, in all scripts that take them."""
 
-import functools
 import json
 from pathlib import Path
 
@@ -432,49 +431,6 @@ def test_the_prompt_of_a_rollout_is_that_of_training(scripts, family, name):
         assert post["reference"] == "That is 8, two times 4."
     else:
         assert post["columns"] == row
-
-
-def test_references_that_are_chats(scripts):
-    """The last message is the reference. The judge reads it as a chat, and tables show the prompt as text."""
-    script, tokenizer = scripts["rloo_tldr"], build_tokenizer("qwen2_5")
-    row = {"prompt": chat((ASSISTANT, "Hello."), TURNS[0]), "completion": chat(*TURNS[1:])}
-    posts = load_prompts(script, [row, row], tokenizer)
-    assert [post["reference"] for post in posts] == [TURNS[3][1]] * 2
-    seen = []
-
-    def longer(prompts, completions, completion, **kwargs):
-        seen.extend(zip(prompts, completions, completion))
-        return [len(text["content"]) for [text] in completions]
-
-    device = torch.device("cpu")
-    get_scores = functools.partial(script.score_responses, {"longer": longer}, None, device)
-    texts = ["Eight.", "It is eight, and that is my last word."]
-    assert script.compare_scores(get_scores, tokenizer, None, posts, texts).tolist() == [0, 1]
-    judged = [chat((ASSISTANT, text)) for text in (*texts, TURNS[3][1], TURNS[3][1])]
-    assert seen == [(row["prompt"], text, row["completion"]) for text in judged]
-    assert script.plain_text(row["prompt"]) == "assistant: Hello.\n\nuser: What is 2 + 3?"
-
-
-def test_bos_comes_once(scripts):
-    """The template writes it, in all stages alike."""
-    tokenizer = build_tokenizer("llama3")
-    bos = tokenizer.bos_token_id
-    tokenizer.chat_template = "{{ bos_token }}"
-    tokenizer.chat_template += "{% for m in messages %}{{ m.role }}: {{ m.content }}<|eot_id|>{% endfor %}"
-    tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
-    row = {"prompt": chat(*TURNS[:3]), "completion": chat(TURNS[3])}
-    pair = {"prompt": row["prompt"], "chosen": row["completion"], "rejected": chat((ASSISTANT, "No."))}
-    whole = "user: What is 2 + 3?<|eot_id|>assistant: It is 5.<|eot_id|>user: And 4 + 4?<|eot_id|>assistant: "
-    reward_model = scripts["reward_model"]
-    [(ids, labels)] = documents_of(scripts["sft"], tokenizer, row)
-    [messages] = documents_of(scripts["sft"], tokenizer, {"messages": row["prompt"] + row["completion"]})
-    [loaded], _ = reward_model.load_preference_rows([pair], tokenizer, reward_model.Args(max_length=200))
-    data = [row]
-    prompts = [load_prompts(scripts[name], data, tokenizer)[0]["ids"] for name in GROUPS]
-    for text in (ids, messages[0], *loaded.texts, *prompts):
-        assert text[0] == bos and text.count(bos) == 1
-        assert tokenizer.decode(text[1:]).startswith(whole)
-    assert loaded.texts[0] == ids and labels[0] == -100
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -32,16 +32,12 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
     # Data
     write_rows(root / "other-columns", train=[dict(review=REVIEW, stars=i) for i in range(8)])
     write_rows(root / "empty", train=[dict(text="", prompt="", label=i % 2) for i in range(8)])
-    write_rows(root / "numbers", train=[dict(text=i, label=i % 2) for i in range(8)])
     questions = [dict(question=f"{i} + 2?", answer=str(i + 2)) for i in range(8)]
     write_rows(root / "questions", train=questions)
     write_rows(root / "long", train=[dict(prompt="1 + 2?")] * 2, test=[dict(prompt="1" + " + 1" * 99)])
-    chats = [dict(prompt=[dict(role="user", content=row["question"])], answer="2") for row in questions]
-    write_rows(root / "chats", train=chats)
     write_rows(root / "pairs", train=[dict(prompt=REVIEW, chosen=" good", rejected=" bad")] * 8)
     write_rows(root / "no-completions", train=[dict(prompt=REVIEW, completion="")] * 8)
     write_rows(root / "empty-pairs", train=[dict(prompt=REVIEW, chosen="", rejected=" bad")] * 8)
-    write_rows(root / "numeric-pairs", train=[dict(prompt=REVIEW, chosen=2, rejected=1)] * 8)
     (root / "broken").mkdir()
     (root / "broken/train.jsonl").write_text('{"text": "a film"}\n{"text": \n')
     dialogs = {
@@ -71,7 +67,7 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
     (root / "classifier").symlink_to(tiny_classifier())
 
     function = "def reward(prompts, completions, **columns):\n    return [0.0] * len(prompts)\n"
-    (root / "reward.py").write_text(f"SEVEN = 7\n{function}")
+    (root / "reward.py").write_text(function)
     (root / "other.py").write_text(function)
     return root
 
@@ -190,39 +186,6 @@ def test_what_we_refuse(scripts, small, broken, capsys, tmp_path, name, changes,
     """The line names the cause, and there is no run folder."""
     args = small(name, **with_paths(changes, broken))
     assert word in one_line(scripts[name], flags_of(args), capsys)
-    assert not (tmp_path / "run").exists()
-
-
-LIBRARIES_REFUSE = {  # script, case -> the flags that are wrong, a word of the error
-    ("ppo_sentiment", "numbers"): (dict(dataset_name="DATA/numbers"), "int"),
-    ("ppo_sentiment", "optimizer"): (dict(optimizer="torch.optim.Nonsense"), "torch.optim.*Nonsense"),
-    ("ppo_sentiment", "LoRA layers"): (dict(lora_r=4, lora_target_modules="q_nonsense"), "q_nonsense"),
-    ("ppo_sentiment", "reward function"): (dict(reward_fn=["DATA/reward.py:nonsense"]), "nonsense"),
-    ("ppo_sentiment", "reward function, a number"): (dict(reward_fn=["DATA/reward.py:SEVEN"]), "callable"),
-    ("ppo_sentiment", "no reward function"): (dict(reward_fn=[]), ""),
-    ("ppo_sentiment", "weights"): (dict(reward_fn=[REWARD], reward_weights=[1.0, 2.0]), "zip"),
-    ("rloo_tldr", "2 labels"): (dict(reward_model_path="DATA/classifier"), "mismatched"),
-    ("grpo_math", "open brace"): (dict(dataset_name="DATA/questions", prompt_template="{question"), "}"),
-    ("grpo_math", "chats without a template"): (dict(dataset_name="DATA/chats"), "chat_template is not set"),
-    ("sft", "no EOS"): (dict(model_name_or_path="DATA/no-eos"), ""),
-    ("sft", "numbers"): (dict(dataset_name="DATA/numbers"), "type `str`"),
-    ("sft", "type of a config"): (dict(from_config="nonsense n_layer=2"), "nonsense"),
-    ("reward_model", "numbers"): (dict(dataset_name="DATA/numbers"), "int"),
-    ("dpo_tldr", "numbers"): (dict(dataset_name="DATA/numeric-pairs"), ""),
-    ("dpo_tldr", "no EOS"): (dict(model_name_or_path="DATA/no-eos"), "NoneType"),
-    ("dpo_tldr", "judge"): (dict(judge_fn="DATA/reward.py:nonsense"), "nonsense"),
-    ("reward_model", "shard"): (dict(train_shard="2/2"), "num_shards"),
-}
-
-
-@pytest.mark.parametrize("name, case", LIBRARIES_REFUSE)
-def test_what_libraries_refuse(scripts, small, broken, tmp_path, name, case):
-    """Their tracebacks, before there is a run folder."""
-    changes, word = LIBRARIES_REFUSE[name, case]
-    args = small(name, **with_paths(changes, broken))
-    with pytest.raises(Exception) as error:
-        scripts[name].main(flags_of(args))
-    assert re.search(word, str(error.value))
     assert not (tmp_path / "run").exists()
 
 

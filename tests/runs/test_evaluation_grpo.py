@@ -479,15 +479,6 @@ def test_the_final_table_by_hand(trained, part):
     assert 0 < expected["held-out: ended by itself"] < 1
 
 
-def test_the_rest_of_the_final_table(trained):
-    run = trained()
-    assert set(run.table) == {"before", "after", "n", "judge", "decoding"}
-    assert run.table["n"] == 6
-    assert run.table["judge"] == run.args.reward_fn[0]
-    assert run.table["decoding"] == "sampling, temperature 0.8, at most 9 tokens"
-    assert run.table["before"]["held-out: rewards/judge"] != run.table["after"]["held-out: rewards/judge"]
-
-
 def test_greedy_responses_are_the_likeliest_tokens(trained):
     """One response to each held-out task; its tokens are the most probable ones."""
     run = trained()

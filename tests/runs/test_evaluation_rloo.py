@@ -559,41 +559,6 @@ def test_the_live_adapter_is_what_is_saved(rloo, script, monkeypatch):
 # ---- The data ----------------------------------------------------------------------------------------------
 
 
-def test_posts_that_can_be_used(script, tiny_lm):
-    """Text of at most max_prompt_length tokens, in the order of the data, each with its own reference."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    rows = [post("Train", i) for i in range(6)]
-    lengths = [len(tokenizer(row["prompt"]).input_ids) for row in rows]
-    limit = lengths[2]  # rows 3 is longer; rows 0, 1, 4 and 5 are shorter
-    assert lengths[3] > limit > max(lengths[1], lengths[4], lengths[5])
-    rows[1]["completion"] = None
-    rows.insert(3, dict(prompt=None, completion=" none"))
-    rows.insert(1, dict(prompt="", completion=" empty"))
-    posts = script.load_posts(rows, tokenizer, script.Args(max_prompt_length=limit))
-    texts = [tokenizer.decode(x["ids"]) for x in posts]
-    assert texts == [x["prompt"] for x in posts] == [post("Train", i)["prompt"] for i in (0, 1, 2, 4, 5)]
-    references = [post("Train", i)["completion"] for i in (0, 1, 2, 4, 5)]
-    assert [x["reference"] for x in posts] == [references[0], "", *references[2:]]
-    assert [x["columns"] for x in posts] == [row for row in rows if row["prompt"] in texts]
-
-
-def test_drawn_posts(script):
-    """Padding is on the left. Random numbers depend on seed and purpose, and differ in every place."""
-    first, second, third = dict(ids=[5]), dict(ids=[7, 8, 9]), dict(ids=[3, 4])
-    posts = [third, second, first, third]
-    args = script.Args(response_length=4, seed=1)
-    drawn = script.draw_groups(posts, 3, args, 5)
-    assert drawn["ids"].tolist() == [[0, 3, 4], [7, 8, 9], [0, 0, 5], [0, 3, 4]]
-    mask = [[False, True, True], [True, True, True], [False, False, True], [False, True, True]]
-    assert drawn["mask"].tolist() == mask
-    assert drawn["uniforms"].shape == (4, 3, 4)
-    assert len(set(drawn["uniforms"].flatten().tolist())) == 4 * 3 * 4
-    assert torch.equal(drawn["uniforms"], script.draw_groups([first] * 4, 3, args, 5)["uniforms"])
-    for other, purpose in ((args, 6), (args, "held-out"), (replace(args, seed=2), 5)):
-        again = script.draw_groups(posts, 3, other, purpose)
-        assert not set(again["uniforms"].flatten().tolist()) & set(drawn["uniforms"].flatten().tolist())
-
-
 def test_a_response_that_completes_a_character(script):
     """A prompt may end inside a character (Llama, Mistral). The response then begins with that character."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"t": 256, "h": 257, "i": 258, "<e>": 259}
@@ -611,21 +576,6 @@ def test_a_response_that_completes_a_character(script):
 
 
 # ---- Judges ------------------------------------------------------------------------------------------------
-
-
-def test_the_win_rate_by_hand(script):
-    """Missing verdicts are no losses: rate, interval and ties are of the posts with a verdict."""
-    none = math.nan
-    verdicts = torch.tensor([none, 1.0, 0.5, 1.0, none, 0.0, 1.0, none, 1.0, 0.5])
-    given = [1.0, 0.5, 1.0, 0.0, 1.0, 1.0, 0.5]
-    assert script.win_rate(verdicts) == {
-        "win rate": pytest.approx(5 / 7),
-        "+- (95 % interval)": pytest.approx(1.96 * statistics.pstdev(given) / math.sqrt(7)),
-        "ties": pytest.approx(2 / 7),
-        "no verdict": pytest.approx(0.3),
-    }
-    with pytest.raises(script.UserError, match="no verdict at all"):
-        script.win_rate(torch.tensor([none] * 4))
 
 
 def test_both_evaluations_judge_the_same_posts(trained, tmp_path):

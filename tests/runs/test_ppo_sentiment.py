@@ -83,31 +83,6 @@ def test_learning_rate_0_changes_nothing(ppo, tiny_lm):
     assert not model.value_head.weight.any()
 
 
-def test_other_splits_of_the_batch_sample_the_same_tokens(ppo, script, monkeypatch):
-    """Other micro-batches and rollout batches: the same tokens, and a ratio within 1e-5 of 1."""
-    tokens, scores = [], []
-    splits = [(8, 4, 1, 2), (3, 2, 2, 2), (1, 1, 8, 1)]
-    for i, (rollout_size, n, accumulation, minibatches) in enumerate(splits):
-        seen = first_rollout(
-            ppo,
-            script,
-            monkeypatch,
-            f"run{i}",
-            learning_rate=0.0,
-            local_rollout_forward_batch_size=rollout_size,
-            per_device_train_batch_size=n,
-            gradient_accumulation_steps=accumulation,
-            num_mini_batches=minibatches,
-        )
-        assert abs(seen["metrics"]["val/ratio"] - 1) < 1e-5
-        assert abs(seen["metrics"]["objective/kl"]) < 1e-5
-        tokens.append(seen["tokens"])
-        scores.append(seen["metrics"]["objective/scores"])
-    assert len(tokens[0]) == 8
-    assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
-    assert scores[1:] == pytest.approx([scores[0]] * 2, abs=1e-5)
-
-
 @pytest.mark.parametrize("script", RL)
 def test_a_model_that_changes_between_calls_ends_the_run(scripts, small, monkeypatch, script):
     """Before the first step the ratio must be 1. If rollout and update differ, the run ends."""

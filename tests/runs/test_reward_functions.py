@@ -197,61 +197,6 @@ def test_a_file_named_like_a_module_is_refused(scripts, tmp_path, stem):
             script.load_functions([f"{file}:one"])
 
 
-# ---- Functions of others -----------------------------------------------------------------------------------
-
-IN_THE_STYLE_OF_TRL = r'''
-import re
-from statistics import fmean as mean
-
-
-def boxed_answer(completions, ground_truth, **kwargs):
-    """Does the text in \\boxed{} equal the column ground_truth?"""
-    rewards = []
-    for completion, truth in zip(completions, ground_truth):
-        found = re.search(r"\\boxed\{(.*?)\}", completion)
-        rewards.append(1.0 if found and found.group(1) == truth else 0.0)
-    return rewards
-
-
-def many_tokens(completion_ids, **kwargs):
-    """More points for longer completions."""
-    return [float(len(ids)) for ids in completion_ids]
-
-
-def math_only(prompts, completions, task, **kwargs):
-    """Only for rows whose column task is "math"."""
-    return [float(len(c)) if t == "math" else None for c, t in zip(completions, task)]
-
-
-def harder_later(completions, trainer_state, **kwargs):
-    """A limit that grows during training."""
-    limit = 1 + trainer_state.global_step
-    return [1.0 if len(completion) >= limit else 0.0 for completion in completions]
-'''
-TRL_NAMES = ("boxed_answer", "many_tokens", "math_only", "harder_later")
-
-
-def test_functions_in_the_style_of_trl(recorded, tmp_path):
-    """What TRL's page on GRPO shows for strings: **kwargs, a column, completion_ids, None, trainer_state."""
-    kinds = ("math", "code")
-    rows = []
-    for i in range(12):
-        rows.append(dict(prompt=f"Solve {i}:", ground_truth=str(i), task=kinds[i % 2]))
-    data = write_rows(tmp_path / "data", train=rows[:8], test=rows[8:])
-    functions = function_file(tmp_path, IN_THE_STYLE_OF_TRL, *TRL_NAMES)
-    folder, rollouts = recorded("rloo_tldr", dataset_name=data, reward_fn=functions)
-    for i, row in enumerate(rows_of(folder)):
-        (*_, batch), (b, responses) = rollouts[i + 1]
-        tasks = [post["columns"]["task"] for post in batch["examples"] for _ in range(2)]
-        lengths = [len(text) for text, task in zip(responses, tasks) if task == "math"]
-        assert len(lengths) in (2, 4, 6)
-        assert row["rewards/boxed_answer/mean"] == 0
-        assert row["rewards/many_tokens/mean"] == mean((b["lengths"] - b["stopped"].long()).tolist())
-        assert row["rewards/math_only/mean"] == pytest.approx(mean(lengths))
-        reached = mean([len(text) >= i + 1 for text in responses])
-        assert row["rewards/harder_later/mean"] == pytest.approx(reached)
-
-
 # ---- Scores ------------------------------------------------------------------------------------------------
 
 TWO = """

@@ -40,34 +40,6 @@ def rollouts(script, monkeypatch):
     return spy(monkeypatch, script, "rollout_groups")
 
 
-def prompts_of(inputs):
-    """The prompts of a call of rollout_groups."""
-    return [post["prompt"] for post in inputs[5]["examples"]]
-
-
-# ---- Learning rate 0 ---------------------------------------------------------------------------------------
-
-
-def test_other_splits_of_the_batch_sample_the_same_tokens(rloo, rollouts):
-    """Other micro-batches and rollout batches: the same responses in the same order, and a ratio of 1."""
-    seen = []
-    splits = [(8, 4, 1, 2), (3, 2, 2, 2), (1, 1, 8, 1)]
-    for i, (rollout_size, n, accumulation, minibatches) in enumerate(splits):
-        rollouts.clear()
-        _, _, metrics = rloo(
-            f"run{i}",
-            learning_rate=0.0,
-            local_rollout_forward_batch_size=rollout_size,
-            per_device_train_batch_size=n,
-            gradient_accumulation_steps=accumulation,
-            num_mini_batches=minibatches,
-        )
-        assert abs(metrics[0]["val/ratio"] - 1) < 1e-4
-        assert abs(metrics[0]["objective/kl"]) < 1e-4
-        seen.append([(prompts_of(inputs), responses) for inputs, (_, responses) in rollouts])
-    assert seen[0] == seen[1] == seen[2]
-
-
 # ---- Groups ------------------------------------------------------------------------------------------------
 
 
@@ -256,21 +228,6 @@ def test_a_named_judge_is_the_judge(rloo, script, tiny_preference_model, monkeyp
     rows = rows_of(folder, "evaluation_samples.jsonl")
     ours, theirs = (scores_by_hand(args.judge_model, rows, name) for name in ("after", "reference"))
     assert evaluation_of(folder)["after"]["win rate"] == pytest.approx(win_rate_by_hand(ours, theirs))
-
-
-def test_only_posts_with_references_are_judged(rloo, tmp_path):
-    """If some rows have no reference, the evaluation is of the others, and n says how many."""
-    train = [dict(prompt=f"Old post {i}.\n\nTL;DR:", completion=f" Old {i}.") for i in range(14)]
-    test = []
-    for i in range(12):
-        completion = f" Summary {i}." if i % 3 == 1 else None
-        test.append(dict(prompt=f"Post {i}.\n\nTL;DR:", completion=completion))
-    data = write_rows(tmp_path / "data", train=train, test=test)
-    _, folder, _ = rloo(dataset_name=data, num_eval_prompts=10)
-    assert evaluation_of(folder)["n"] == 4
-    rows = rows_of(folder, "evaluation_samples.jsonl")
-    expected = {(f"Post {i}.\n\nTL;DR:", f" Summary {i}.") for i in (1, 4, 7, 10)}
-    assert {(row["prompt"], row["reference"]) for row in rows} == expected
 
 
 def test_without_references(rloo, tmp_path):
@@ -519,24 +476,3 @@ def test_the_verb_judge_needs_references(script, small, capsys, tmp_path):
     words = ["judge", *flags_of(small("rloo_tldr", dataset_name=none, **flags))]
     line = one_line(script, words, capsys)
     assert f"{none}: judge needs the column completion" in line
-
-
-@pytest.mark.parametrize("verb", ["train", "judge"])
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_a_prompt_that_fills_the_context(script, small, capsys, tmp_path, split, verb):
-    """The longest prompt of both splits counts; for the verb judge only the held-out ones."""
-    posts = [dict(prompt=f"Post {i}.\n\nTL;DR:", completion=" Yes.") for i in range(12)]
-    rows = dict(train=posts, test=posts)
-    rows[split] = [*posts, dict(prompt="a b c d " * 62, completion=" No.")]
-    data = write_rows(tmp_path / "data", **rows)
-    judge = reward_file(tmp_path, "return [0.0] * len(prompts)")[0]
-    args = small("rloo_tldr", dataset_name=data, max_prompt_length=999, response_length=9, judge_fn=judge)
-    args = replace(args, num_eval_prompts=13)
-    if verb == "judge" and split == "train":
-        script.main(["judge", *flags_of(args)])
-        assert "win rate: 50.00%" in capsys.readouterr().out
-    else:
-        words = [] if verb == "train" else ["judge"]
-        line = one_line(script, [*words, *flags_of(args)], capsys)
-        assert "reads fewer tokens than the 258 of prompt and response together" in line
-        assert not (tmp_path / "run").exists()
