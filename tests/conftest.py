@@ -138,6 +138,12 @@ def tiny_lm(tmp_path_factory):
     return lambda arch="gpt2", pad="own": make(arch, pad)
 
 
+@pytest.fixture(scope="session")
+def language_model(tiny_lm):
+    """language_model(arch, pad="own") -> the folder's model, loaded by transformers, in evaluation mode."""
+    return lambda *kind: transformers.AutoModelForCausalLM.from_pretrained(tiny_lm(*kind)).eval()
+
+
 def save(model, tokenizer, folder):
     """-> the folder, as str"""
     model.save_pretrained(folder)
@@ -273,28 +279,15 @@ def small_folder(tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="session")
-def tiny_reviews(small_folder):
-    """Columns text and label, from data/reviews."""
-    return small_folder("reviews")
+def data_fixture(name):
+    """The folder small_folder(name), as a fixture."""
+    return pytest.fixture(scope="session")(lambda small_folder: small_folder(name))
 
 
-@pytest.fixture(scope="session")
-def tiny_posts(small_folder):
-    """Columns prompt and completion, from data/tldr."""
-    return small_folder("tldr")
-
-
-@pytest.fixture(scope="session")
-def tiny_pairs(small_folder):
-    """Columns prompt, chosen and rejected, from data/tldr-preference."""
-    return small_folder("tldr-preference")
-
-
-@pytest.fixture(scope="session")
-def tiny_dialogs(small_folder):
-    """Columns dialog and act, from data/dialogs."""
-    return small_folder("dialogs")
+tiny_reviews = data_fixture("reviews")  # columns text and label
+tiny_posts = data_fixture("tldr")  # prompt and completion
+tiny_pairs = data_fixture("tldr-preference")  # prompt, chosen and rejected
+tiny_dialogs = data_fixture("dialogs")  # dialog and act
 
 
 @pytest.fixture(scope="session")

@@ -228,21 +228,15 @@ def run_python(*arguments, **kwargs):
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, **kwargs)
 
 
-@pytest.fixture(scope="module")
-def libraries_alone():
-    """The modules that the libraries load by themselves, and what they print to stderr."""
-    done = run_python("-c", LIBRARIES + LIST_MODULES)
-    return set(done.stdout.split()), done.stderr
-
-
-@every_script
-def test_an_import_has_no_side_effects(name, libraries_alone, tmp_path):
+def test_imports_have_no_side_effects(tmp_path):
     """Nothing is printed or written, and no optional package is loaded."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {name}; print('imported')\n{LIST_MODULES}"
-    done = run_python("-B", "-c", code, cwd=tmp_path)
-    first, modules = done.stdout.splitlines()
-    assert first == "imported" and done.stderr == libraries_alone[1] and not list(tmp_path.iterdir())
+    alone = run_python("-c", LIBRARIES + LIST_MODULES)
+    others = [name for name in SCRIPTS if name != "ppo_dialog"]  # it needs three packages in every run
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {', '.join(others)}\n{LIST_MODULES}"
+    done = run_python("-B", "-c", f"{code}\nimport ppo_dialog\n{LIST_MODULES}", cwd=tmp_path)
+    assert done.stderr == alone.stderr and not list(tmp_path.iterdir())
+    modules, with_dialog = [
+        set(line.split()) - set(alone.stdout.split()) for line in done.stdout.splitlines()
+    ]
     optional = {"wandb", "peft", "matplotlib", "bitsandbytes", "tensorboard", "deepspeed", "trl", "evaluate"}
-    if name != "ppo_dialog":  # it needs them in every run
-        optional |= {"nltk", "sacrebleu", "rouge_score"}
-    assert not optional & (set(modules.split()) - libraries_alone[0])
+    assert not optional & with_dialog and not {"nltk", "sacrebleu", "rouge_score"} & modules

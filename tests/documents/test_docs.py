@@ -162,11 +162,11 @@ def changed_script(monkeypatch, tmp_path, name, block):
 
 @pytest.mark.parametrize("name, title, block", list(changes()), ids=lambda x: x if len(x) < 70 else "")
 def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, name, title, block):
-    """The changed script runs in bf16 on a pretended GPU: four updates, samples and the evaluation."""
+    """The changed script runs in bf16 on a pretended GPU: two updates, samples and the evaluation."""
     module = changed_script(monkeypatch, tmp_path, name, block)
     flags = {}
     if name in ("ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math"):
-        flags = dict(total_episodes=32, num_sample_generations=2, learning_rate=1e-4)
+        flags = dict(total_episodes=16, num_sample_generations=2, learning_rate=1e-4)
     args = small(name, dtype="bfloat16", **flags)
     (tmp_path / "teacher").symlink_to(args.model_name_or_path)  # of on-policy distillation
     with pretended_gpu() as check:

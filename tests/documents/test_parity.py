@@ -57,9 +57,7 @@ SMALL = dict(
     critic=dict(total_episodes=48, per_device_train_batch_size=4, num_ppo_epochs=1),
 )
 SIDES = [
-    ("grpo", "ours"),
     ("rloo", "ours, no gradient clipping"),
-    ("ppo", "ours"),
     ("critic", "ours, TRL's value head and variance"),
 ]
 

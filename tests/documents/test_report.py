@@ -663,9 +663,8 @@ def test_the_page_needs_no_network(small_page):
     assert "Words that spread" not in text  # in 12 responses, one is a large share
 
 
-@pytest.mark.parametrize("folder", ["ppo-sentiment-tiny/seed1", "grpo-math-tiny/seed1", "gallery/kl-sign"])
-def test_a_committed_run_fits(tmp_path, folder):
-    report.main([str(ROOT / "results" / folder), "--output", str(tmp_path / "page.html")])
+def test_a_committed_run_fits(tmp_path):
+    report.main([str(ROOT / "results/ppo-sentiment-tiny/seed1"), "--output", str(tmp_path / "page.html")])
     assert (tmp_path / "page.html").stat().st_size < 3_000_000
 
 

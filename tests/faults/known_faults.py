@@ -78,7 +78,7 @@ ppo_sentiment.response_logprobs: hidden states one to the right (trap 6)
   - -T - 1 : -1
   + -T:
 ppo_sentiment.PolicyAndValue.forward: values of the critic one to the right (trap 6)
-  faults/test_mutants.py::test_a_value_is_predicted_before_its_token[own]
+  math/test_log_probabilities.py::test_values_are_in_fp32_under_autocast[llama]
   - [:, -T - 1 : -1]
   + [:, -T:]
 sft.LanguageModel.forward: the label of sft at its own position (trap 6)
@@ -137,7 +137,7 @@ reward_model.collate_texts: the prompt is the whole shorter text (IndexError)
   - [ids[:-1] for ids in row.texts]
   + row.texts
 ppo_sentiment.load_splits: backups of a file are read too
-  faults/test_unusual_inputs.py::test_values_stay_as_they_are
+  faults/test_public_reports.py::test_values_stay_as_they_are
   - f"{split}-*.jsonl"
   + f"{split}-*.jsonl*"
 reward_model.preference_ids: truncation cuts EOS (trap 9)
@@ -228,7 +228,7 @@ ppo_sentiment.load_model: dropout stays on (trap 13)
   - setattr(module, key, 0.0)
   + pass
 sft.add_lora: dropout in LoRA (trap 13)
-  faults/test_mutants.py::test_lora_has_no_dropout
+  math/test_log_probabilities.py::test_lora_has_no_dropout
   - lora_alpha=args.lora_alpha,
   + lora_alpha=args.lora_alpha, lora_dropout=0.1,
 ppo_sentiment.reference_logprobs: the reference keeps the adapter on (trap 14)
@@ -376,7 +376,7 @@ ppo_dialog.train: advantages are not whitened (trap 20)
   - advantages = masked_whiten(advantages, valid)
   + pass
 ppo_sentiment.train: the coefficient follows the KL of one process (trap 21)
-  faults/test_mutants.py::test_two_processes_have_one_kl_coefficient
+  runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-ppo_sentiment]
   - adaptive_kl_coef(kl_coef, metrics["objective/kl"]
   + adaptive_kl_coef(kl_coef, kl.chunk(world)[accelerator.process_index].sum(1).mean().item()
 ppo_sentiment.adaptive_kl_coef: the adaptive coefficient is not clipped (trap 21)
@@ -416,7 +416,7 @@ ppo_dialog.weighted_score: METEOR's weight is not used (trap 39)
   - args.meteor_weight
   + 1.0
 ppo_dialog.load_reward_parts: METEOR of the answer as reference (trap 39)
-  faults/test_mutants.py::test_the_meteor_of_a_run_is_of_the_reference
+  runs/test_evaluation_ppo.py::test_every_metric_of_every_update[dialogs_run]
   - meteor(turn.reference, answer)
   + meteor(answer, turn.reference)
 ppo_dialog.load_reward_parts: acts that begin at 0 in ppo_dialog (trap 38)
@@ -428,7 +428,7 @@ reward_model.load_answers: acts that begin at 0 in the classifier (trap 38)
   - int(act) - 1
   + int(act)
 ppo_dialog.text_metrics: BLEU of the references against the answers
-  faults/test_mutants.py::test_bleu_is_of_the_answers
+  runs/test_evaluation_ppo.py::test_the_table_of_dialogs
   - corpus_bleu(answers, [references]
   + corpus_bleu(references, [answers]
 rloo_tldr.compare_scores: a tie is a win (trap 40)

@@ -13,15 +13,10 @@ from run_tools import ALL, flags_of, one_line, reward_file, rows_of, script_word
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "ppo_sentiment"
 MISSING = "/no/such/folder"
 REVIEW = "A warm and clever film about a lighthouse keeper who learns to dance, told without a dull minute. "
 DIALOG = ["Hello, who are you?", "I am Leo."]
-
-
-@pytest.fixture
-def script(scripts):
-    """ppo_sentiment.py as a module."""
-    return scripts["ppo_sentiment"]
 
 
 @pytest.fixture(scope="module")
@@ -223,21 +218,14 @@ def test_unknown_recipe(script, capsys):
     assert "gpt5-imdb" in line and all(name in line for name in script.RECIPES)
 
 
-@pytest.mark.parametrize(
-    "changes, code, last_line",
-    [
-        (dict(reward_label="splendid"), 2, "ppo_sentiment.py: --reward-label splendid"),
-        (dict(optimizer="torch.optim.Nonsense"), 1, "AttributeError: module 'torch.optim' has no attribute"),
-    ],
-)
-def test_in_a_shell(small, tmp_path, changes, code, last_line):
-    """The same as a process: exit code 2 and nothing but one line, or 1 and a traceback."""
-    args = small("ppo_sentiment", **changes)
+def test_in_a_shell(small, tmp_path):
+    """The same as a process: exit code 2 and nothing but one line."""
+    args = small("ppo_sentiment", reward_label="splendid")
     process = start_process(script_words("ppo_sentiment", args), tmp_path)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == code
-    assert errors.splitlines()[-1].startswith(last_line)
-    assert code == 1 or len(errors.splitlines()) == 1
+    assert process.returncode == 2
+    [line] = errors.splitlines()
+    assert line.startswith("ppo_sentiment.py: --reward-label splendid")
     assert not (tmp_path / "run").exists()
 
 

@@ -24,16 +24,6 @@ DOCUMENTS = [  # (ids, labels)
 ]
 
 
-@pytest.fixture(scope="module")
-def language_model(tiny_lm):
-    """language_model(arch, pad="own") -> the folder's model, loaded by transformers, in evaluation mode."""
-
-    def get(arch, pad="own"):
-        return transformers.AutoModelForCausalLM.from_pretrained(tiny_lm(arch, pad)).eval()
-
-    return get
-
-
 def model_from(kind, **settings):
     """A small model of this architecture, with random weights of transformers' usual size."""
     sizes = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)

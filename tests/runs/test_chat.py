@@ -5,15 +5,10 @@ from run_tools import one_line, spy, write_rows
 from transformers import AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "ppo_dialog"
 STEADY = ["--temperature", "0.3", "--response-length", "32", "--num-context-utterances", "2"]
 TEA = ("Do you like tea?", "Yes, I like tea very much.")  # question and answer, which the talker knows
 CAFE = ("Where is the café?", "Déjà vu: the café is 3 € away.")
-
-
-@pytest.fixture
-def script(scripts):
-    """ppo_dialog.py as a module."""
-    return scripts["ppo_dialog"]
 
 
 @pytest.fixture

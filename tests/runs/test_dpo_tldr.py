@@ -8,13 +8,9 @@ from run_tools import distance, eos_prone, evaluation_of, rows_of, spy, weights,
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "dpo_tldr"
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
 CHAT_TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
-
-
-@pytest.fixture
-def script(scripts):
-    return scripts["dpo_tldr"]
 
 
 @pytest.fixture

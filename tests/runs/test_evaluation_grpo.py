@@ -31,6 +31,7 @@ from run_tools import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "grpo_math"
 T, K, P = 9, 3, 4  # tokens per response, responses per task, tasks per update
 EPOCHS, MINIBATCHES = 2, 4  # of 3 responses, which are 3 micro-batches
 SAMPLES = 5  # responses to each held-out task
@@ -135,12 +136,6 @@ def hard_data(folder):
     """Harder tasks, fewer than --num-eval-prompts. -> its path, a str"""
     rows = [row_of("Hard", i) for i in range(60, 65)]
     return write_rows(folder, train=[row_of("Never", i) for i in range(4)], test=rows)
-
-
-@pytest.fixture
-def script(scripts):
-    """grpo_math.py as a module."""
-    return scripts["grpo_math"]
 
 
 CALLS = [  # the calls of sample_responses

@@ -40,6 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rloo_tldr import generator_for
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "rloo_tldr"
 T, K, P, EPOCHS = 9, 3, 4, 3  # tokens per response, responses per prompt, prompts per update, epochs
 FLAGS = dict(  # of the run that most tests look at; 20 episodes are rounded up to 2 updates of 12
     total_episodes=20,
@@ -109,12 +110,6 @@ def calls_of(path):
     if not path.exists():
         return []
     return [list(zip(*call)) for call in rows_of(path.parent, path.name)]
-
-
-@pytest.fixture
-def script(scripts):
-    """rloo_tldr.py as a module."""
-    return scripts["rloo_tldr"]
 
 
 @pytest.fixture(scope="module")

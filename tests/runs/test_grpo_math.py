@@ -11,14 +11,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "grpo_math"
 ONE_STEP = dict(num_mini_batches=1, num_ppo_epochs=1, per_device_train_batch_size=8)
 NO_SAMPLES = dict(num_sample_generations=0)
-
-
-@pytest.fixture
-def script(scripts):
-    """grpo_math.py as a module."""
-    return scripts["grpo_math"]
 
 
 @pytest.fixture

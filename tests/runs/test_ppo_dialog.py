@@ -14,14 +14,9 @@ from run_tools import evaluation_of, rows_of, spy, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "ppo_dialog"
 CPU = torch.device("cpu")
 LIMIT = 32  # tokens: the talker's longest answer has 30
-
-
-@pytest.fixture
-def script(scripts):
-    """ppo_dialog.py as a module."""
-    return scripts["ppo_dialog"]
 
 
 @pytest.fixture

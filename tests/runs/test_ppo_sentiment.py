@@ -25,13 +25,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "ppo_sentiment"
 SGD = dict(optimizer="torch.optim.SGD")
-
-
-@pytest.fixture
-def script(scripts):
-    """ppo_sentiment.py as a module."""
-    return scripts["ppo_sentiment"]
 
 
 def build(script, args):
@@ -142,6 +137,30 @@ def test_responses_keep_their_first_space(ppo, script, metaspace_lm, monkeypatch
     texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     assert [prompt + response for prompt, response in zip(prompts, responses)] == texts
     assert any(response.startswith(" ") for response in responses)
+
+
+@pytest.mark.parametrize("script", RL)
+def test_nothing_after_the_end_is_read(scripts, small, monkeypatch, tiny_lm, tmp_path, script):
+    """Traps 4 and 5: put large numbers at all pads in the hidden states. Not a bit changes."""
+    module = scripts[script]
+    lm = eos_prone(tiny_lm, tmp_path / "lm")
+    flags = dict(model_name_or_path=lm, total_episodes=16)
+    if script != "grpo_math":
+        flags["whiten_rewards"] = True
+    _, clean = module.train(small(script, "clean", **flags))
+    hidden_states = module.hidden_states
+
+    def with_large_numbers(body, ids, mask, cache=None):
+        hidden = hidden_states(body, ids, mask, cache)
+        return hidden.masked_fill(~mask[:, -ids.shape[1] :, None], 1e4)
+
+    without_check_of_models(monkeypatch, module)
+    monkeypatch.setattr(module, "hidden_states", with_large_numbers)
+    _, torn = module.train(small(script, "torn", **flags))
+    rows = rows_of(clean)
+    assert timeless(rows) == timeless(rows_of(torn))
+    assert same(weights(clean / "model"), weights(torn / "model"))
+    assert rows[0]["completions/min_length"] < rows[0]["completions/max_length"]
 
 
 # ---- Architectures -----------------------------------------------------------------------------------------

@@ -33,13 +33,14 @@ JOBS = {  # name -> script, flags, flags of one process, flags of two; at least 
     "ppo_sentiment": (
         "ppo_sentiment",
         dict(
-            total_episodes=16,
+            total_episodes=24,
             response_min_length=12,
             response_length=24,
             temperature=0.4,  # so that pairs of words repeat
             whiten_rewards=True,
             missing_eos_penalty=1.0,
-            kl_target=0.5,
+            kl_coef=0.3,
+            kl_target=0.9,  # near the KL of update 2, so that the error is not clipped
             kl_horizon=50,
             vf_coef=1.0,
         ),

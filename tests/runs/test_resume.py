@@ -23,12 +23,7 @@ from run_tools import (
 )
 
 pytest_plugins = ["run_fixtures"]
-
-
-@pytest.fixture
-def script(scripts):
-    """ppo_sentiment.py as a module."""
-    return scripts["ppo_sentiment"]
+SCRIPT = "ppo_sentiment"
 
 
 def resume(module, folder, *flags):

@@ -32,6 +32,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "reward_model"
 close = dict(rel=1e-3, abs=2e-5)
 
 
@@ -718,11 +719,6 @@ def test_a_long_dialog_keeps_its_answer(scripts, small, world, tmp_path):
 
 CHOSEN = [" yes, it is", " a fine day", " all is well"]
 REJECTED = [" no no no no", " who knows what", " bad"]
-
-
-@pytest.fixture
-def script(scripts):
-    return scripts["reward_model"]
 
 
 @pytest.fixture

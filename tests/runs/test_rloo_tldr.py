@@ -25,13 +25,8 @@ from run_tools import (
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "rloo_tldr"
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def script(scripts):
-    """rloo_tldr.py as a module."""
-    return scripts["rloo_tldr"]
 
 
 @pytest.fixture
