@@ -22,7 +22,7 @@ If you know PPO (ppo_sentiment.py), this is what changes:
     python rloo_tldr.py --learning-rate 2e-4        # tiny with one change; every field of Args is a flag
     python rloo_tldr.py tldr-pythia-1b              # the published experiment, from the Hub
     accelerate launch rloo_tldr.py tldr-pythia-1b   # on N GPUs, with N times the batch
-    python rloo_tldr.py --resume latest             # continue a stopped run; on a CPU, bit for bit
+    python rloo_tldr.py --resume RUN_FOLDER         # continue a stopped run; on a CPU, bit for bit
     python rloo_tldr.py judge --model-name-or-path MODEL --judge-model JUDGE --judge-url URL    # only judge
 
 Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, rewards,
@@ -61,7 +61,6 @@ import resource
 import shutil
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections import defaultdict
@@ -107,7 +106,7 @@ class Args:
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue a run: its folder, or `latest`, of this script in runs/
+    resume: str | None = None  # continue the run in this folder
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
@@ -156,7 +155,7 @@ class Args:
     whiten_rewards: bool = False  # rescale rewards to std 1 (the baseline removes their mean)
     cliprange: float = 0.2  # epsilon of the clipped policy loss
 
-    # Judge: judge_model if there is one, or judge_fn, or the reward itself
+    # Judge: judge_model if there is one, or else judge_fn
     num_eval_prompts: Annotated[int, NUM_EXAMPLES] = 256  # posts whose summaries are judged
     judge_fn: str | None = None  # FILE.py:function like --reward-fn; the summary with the higher score wins
     judge_model: str | None = None  # folder of a reward model; another name, or with judge_url: a chat model
@@ -275,17 +274,16 @@ def train(args):
     model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
-    reward_functions = load_summary_reward(args, device)
-    get_rewards = partial(score_responses, reward_functions, trainer_state, device)
+    get_rewards = partial(score_responses, load_summary_reward(args, device), trainer_state, device)
     # The scores of --judge-fn for each batch are only logged. In the evaluation it is the judge, unless there
     # is a --judge-model.
     get_judge_scores = None
     if args.judge_fn is not None:
         get_judge_scores = partial(score_responses, load_functions([args.judge_fn]), trainer_state, device)
-    judge, judge_name = None, "none, because there are no references"
-    # The main process only, so that a judge on a server is asked only once.
+    judge, judge_name = None, "none"
+    # The main process only, so that a judge on a server is asked only once. It compares with references.
     if accelerator.is_main_process and held_out_posts[0]["reference"]:
-        judge, judge_name = load_judge(args, tokenizer, reward_functions, trainer_state, device)
+        judge, judge_name = load_judge(args, tokenizer, trainer_state, device)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 
@@ -1058,8 +1056,6 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        accelerate.PartialState().print(f"{name}: the balancing loss of its experts is not trained here")
     missing = report["missing_keys"]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
@@ -1207,9 +1203,6 @@ def load_policy_and_reference(args, name, device, needs_reference=True):
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {})).to(device)
     if not all(p.is_floating_point() for p in policy.parameters()) and not args.lora_r:
         raise UserError(f"{name}: quantized weights cannot be trained: add --lora-r 16")
-    if getattr(policy, "is_loaded_in_4bit", False) and device.type == "cpu":
-        # On some CPUs, bitsandbytes 0.50 does not pass on the gradient.
-        raise UserError(f"{name}: 4-bit weights work only on a GPU")
     ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
@@ -1503,20 +1496,18 @@ Summary B: {b}
 Answer with one letter, A or B, and nothing else."""
 
 
-def load_judge(args, tokenizer, reward_functions, trainer_state, device):
-    """The judge and its name: --judge-model, else the function of --judge-fn, else the reward itself.
+def load_judge(args, tokenizer, trainer_state, device):
+    """The judge and its name: --judge-model, or else the function of --judge-fn, or else none.
 
-    reward_functions: from load_summary_reward; None: load them if they are needed. The judge is a function of
-    posts and responses (list of str) that returns their verdicts: see win_rate.
+    The judge is a function of posts and responses (list of str) that returns their verdicts: see win_rate.
     """
     if args.judge_url is not None and args.judge_model is None:
         raise UserError("--judge-url needs --judge-model: the name of the model on that server")
-    name, weights = args.judge_model, None
-    if name is None and args.judge_fn is None:
-        name, weights = ", ".join(args.reward_fn or [args.reward_model_path]), args.reward_weights
-        functions = reward_functions or load_summary_reward(args, device)
-    elif name is None:
-        name, functions = args.judge_fn, load_functions([args.judge_fn])
+    name = args.judge_model or args.judge_fn
+    if name is None:
+        return None, "none"
+    if args.judge_model is None:
+        functions = load_functions([args.judge_fn])
     elif args.judge_url is None and any(Path(folder, name).is_dir() for folder in ("", HERE)):
         # In fp32: bf16 rounds so much that equal texts would not be a tie.
         functions = {"judge": load_reward_model(replace(args, dtype="float32"), name, device)}
@@ -1526,29 +1517,27 @@ def load_judge(args, tokenizer, reward_functions, trainer_state, device):
         client = openai.OpenAI(base_url=args.judge_url, max_retries=4)  # its key is in OPENAI_API_KEY
         return partial(ask_chat_model, client, args), f"{name} at {client.base_url}"
     get_scores = partial(score_responses, functions, trainer_state, device)
-    return partial(compare_scores, get_scores, tokenizer, weights), name
+    return partial(compare_scores, get_scores, tokenizer), name
 
 
-def compare_scores(get_scores, tokenizer, weights, posts, responses):
+def compare_scores(get_scores, tokenizer, posts, responses):
     """The verdicts of a judge that prefers the higher score. -> fp32 [posts]"""
-    references = [post["reference"] for post in posts]
-    ours = score_texts(get_scores, tokenizer, posts, responses, weights)  # [posts]
-    theirs = score_texts(get_scores, tokenizer, posts, references, weights)  # [posts]
+    ours = score_texts(get_scores, tokenizer, posts, responses)  # [posts]
+    theirs = score_texts(get_scores, tokenizer, posts, [post["reference"] for post in posts])  # [posts]
     # A text has two scores in two batches, because they round differently.
     is_tie = torch.isclose(ours, theirs, rtol=1e-3, atol=1e-3)
     verdicts = torch.where(is_tie, 0.5, (ours > theirs).float())
     return verdicts.masked_fill((ours + theirs).isnan(), math.nan).cpu()
 
 
-def score_texts(get_scores, tokenizer, posts, texts, weights=None):
-    """The weighted sum of the rewards of one text for each post; nan if no function applies. -> fp32 [posts]
+def score_texts(get_scores, tokenizer, posts, texts):
+    """The judge's score of one text for each post; nan if it does not apply. -> fp32 [posts]
 
-    Functions get the texts tokenized again, without a stop token.
+    The judge gets the texts tokenized again, without a stop token.
     """
     token_ids = tokenizer(texts, add_special_tokens=False).input_ids
-    rewards = get_scores(posts, texts, token_ids)  # name -> [posts]
-    has_no_reward = torch.stack(list(rewards.values())).isnan().all(0)  # [posts]
-    return weighted_sum(rewards, weights).masked_fill(has_no_reward, math.nan)
+    [scores] = get_scores(posts, texts, token_ids).values()  # of the only function
+    return scores
 
 
 def ask_chat_model(client, args, posts, responses):
@@ -1582,6 +1571,8 @@ def judge_policy(args):
     """`rloo_tldr.py judge`: a model's win rate against the references, as TRL's judge_tldr.py. -> dict"""
     if args.resume is not None:
         raise UserError("judge has no --resume: use --model-name-or-path RUN/model")
+    if args.model_name_or_path is not None and args.sft_model_path is not None:
+        raise UserError("judge: which model? --model-name-or-path or --sft-model-path must be None")
     check_positive(args, "temperature", "num_eval_prompts")
     args = complete_args(args)
     accelerator = start_accelerator(args)
@@ -1591,13 +1582,13 @@ def judge_policy(args):
     tokenizer = load_tokenizer(args.model_name_or_path or args.sft_model_path)
     _, rows = load_splits(args.dataset_name)
     posts = choose_held_out(load_posts(rows, tokenizer, args), args)
-    if not posts[0]["reference"]:
-        raise UserError(f"{args.dataset_name}: judge needs the column completion, with references")
+    judge, judge_name = load_judge(args, tokenizer, transformers.TrainerState(), device)
+    if judge is None or not posts[0]["reference"]:
+        raise UserError("judge needs --judge-model or --judge-fn, and a column completion with references")
     policy_name = args.sft_model_path or args.model_name_or_path
     policy = load_model(AutoModelForCausalLM, policy_name).to(device)
     check_group_model(policy, policy_name, max(len(post["ids"]) for post in posts) + args.response_length)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)
-    judge, judge_name = load_judge(args, tokenizer, None, transformers.TrainerState(), device)
     batch = draw_groups(posts, 1, args, "held-out")  # the posts and random numbers of the evaluation in train
     with torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device)):
         _, responses = sample_responses(policy, tokenizer, stop_ids, lambda *inputs: {}, batch, args)
@@ -1925,8 +1916,7 @@ class Run:
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            header = "score before" if name == "score" and "score after" in rows[-1] else name
-            table.add_column(header, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             if "prompt" in row and self.console.width <= 80:
                 row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
@@ -1969,8 +1959,7 @@ class Run:
 
     def start(self, batch_size):
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
-        is_main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
-        for number in (signal.SIGINT, signal.SIGTERM) if is_main_thread else ():
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
             # A worker that a reward function forks ends at these signals as usual.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
@@ -2150,7 +2139,7 @@ def parse_args(argv):
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
+    model_flags = ("--model-name-or-path", "--sft-model-path")
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
     recipe = "custom" if names_model else "tiny"
     names_recipe = len(argv) > 0 and not argv[0].startswith("-")
@@ -2158,8 +2147,7 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
-    description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
+    description = f"{__doc__}\nRecipes: {', '.join(RECIPES)}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
     args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:
@@ -2167,30 +2155,14 @@ def parse_args(argv):
 
     # The flags of that run, changed by those that are given now.
     folder = Path(args.resume)
-    if args.resume == "latest":
-        runs = Path("runs").rglob("args.json")
-        runs = [path for path in runs if json.loads(path.read_text()).get("script") == SCRIPT]
-        folder = max(runs, key=os.path.getmtime, default=Path("runs/*/args.json")).parent
     saved = json.loads((folder / "args.json").read_text())["args"]
-    args = parse(default=Args(**saved | {"output_dir": str(folder)}))
-    if Path(args.output_dir).resolve() != folder.resolve():
-        raise UserError("--resume continues a run in its own folder: leave out --output-dir")
+    args = replace(parse(default=Args(**saved)), output_dir=str(folder))
     if names_recipe and recipe != saved["recipe"]:
         raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
     for name in ("optimizer", "adam_eps", "kl_coef"):  # their current values are in the checkpoint
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args
-
-
-def run_to_the_end(args):
-    """train, but a reward function cannot end the run with exit code 0, as if it were finished."""
-    try:
-        train(args)
-    except SystemExit as error:
-        if error.code:  # after a signal, for example
-            raise
-        raise UserError("a reward function called sys.exit(); the run is not finished") from error
 
 
 def main(argv=None):
@@ -2207,7 +2179,7 @@ def main(argv=None):
         if argv[:1] == ["judge"]:
             judge_policy(parse_args(argv[1:]))
         else:
-            run_to_the_end(parse_args(argv))
+            train(parse_args(argv))
     except UserError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)

@@ -35,7 +35,7 @@ If you know nanoGPT's train.py, this is what differs:
     python sft.py --model-name-or-path gpt2 --dataset-name my_folder --lora-r 16
     python sft.py --from-config "llama hidden_size=256 num_hidden_layers=4" --dataset-name my_folder
     torchrun --nproc_per_node 2 sft.py                 # two processes, twice the batch
-    python sft.py --resume latest                      # continue a stopped run; on a CPU, bit for bit
+    python sft.py --resume RUN_FOLDER                  # continue a stopped run; on a CPU, bit for bit
 
 Part I is the algorithm, from the training loop down to documents and rows. Part II is infrastructure: models,
 data, processes, run folder, flags. Papers: the first step of InstructGPT (Ouyang et al. 2022), packing
@@ -76,7 +76,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from array import array
@@ -113,7 +112,7 @@ class Args:
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
     seed: int = 1  # random seed; the batches are a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue a run: its folder, or `latest`, of this script in runs/
+    resume: str | None = None  # continue the run in this folder
     save_every: int = 100  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
@@ -801,8 +800,6 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        accelerate.PartialState().print(f"{name}: the balancing loss of its experts is not trained here")
     missing = report["missing_keys"]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
@@ -1251,8 +1248,7 @@ class Run:
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            header = "score before" if name == "score" and "score after" in rows[-1] else name
-            table.add_column(header, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             if "prompt" in row and self.console.width <= 80:
                 row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
@@ -1295,8 +1291,7 @@ class Run:
 
     def start(self, batch_size):
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
-        is_main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
-        for number in (signal.SIGINT, signal.SIGTERM) if is_main_thread else ():
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
             # A worker that a reward function forks ends at these signals as usual.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
@@ -1436,7 +1431,7 @@ def parse_args(argv):
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
+    model_flags = ("--model-name-or-path", "--sft-model-path")
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
     recipe = "custom" if names_model else "tiny"
     names_recipe = len(argv) > 0 and not argv[0].startswith("-")
@@ -1444,8 +1439,7 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
-    description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
+    description = f"{__doc__}\nRecipes: {', '.join(RECIPES)}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
     args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:
@@ -1453,14 +1447,8 @@ def parse_args(argv):
 
     # The flags of that run, changed by those that are given now.
     folder = Path(args.resume)
-    if args.resume == "latest":
-        runs = Path("runs").rglob("args.json")
-        runs = [path for path in runs if json.loads(path.read_text()).get("script") == SCRIPT]
-        folder = max(runs, key=os.path.getmtime, default=Path("runs/*/args.json")).parent
     saved = json.loads((folder / "args.json").read_text())["args"]
-    args = parse(default=Args(**saved | {"output_dir": str(folder)}))
-    if Path(args.output_dir).resolve() != folder.resolve():
-        raise UserError("--resume continues a run in its own folder: leave out --output-dir")
+    args = replace(parse(default=Args(**saved)), output_dir=str(folder))
     if names_recipe and recipe != saved["recipe"]:
         raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
     for name in ("optimizer", "adam_eps", "kl_coef"):  # their current values are in the checkpoint

@@ -875,10 +875,6 @@ ppo_sentiment.call_reward_functions: a column is replaced
   faults/test_public_reports.py::test_a_column_with_the_name_of_an_argument[ppo_sentiment]
   - inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
   + inputs |= dict(prompts=prompts, completions=completions, completion_ids=completion_ids)
-ppo_sentiment.run_to_the_end: a function ends the run with exit code 0
-  faults/test_public_reports.py::test_a_function_that_exits
-  - if error.code:
-  + if True:
 grpo_math.score_responses: functions get an answer without its beginning
   faults/test_public_reports.py::test_a_begun_answer_is_whole_for_rewards[grpo_math]
   - beginning["content"] + response

@@ -6,13 +6,11 @@ those that the user gave.
 
 import gzip
 import json
-import os
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import accelerate
 import peft
@@ -21,7 +19,7 @@ import tokenizers
 import torch
 import transformers
 from conftest import GROUPS, RL
-from run_tools import assert_same_run, flags_of, reward_file, rows_of, spy, weights, write_rows
+from run_tools import flags_of, reward_file, rows_of, spy, weights, write_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -400,16 +398,6 @@ def test_decimals_are_no_classes(scripts):
         assert script.find_classes([dict(label=x) for x in labels], script.Args())[0] == names
 
 
-def test_a_balancing_loss_is_not_trained(script, tiny_lm, copy_of, capsys):
-    """Mixtral's config can ask for one. The screen says that there is none."""
-    folder = copy_of(tiny_lm())
-    for asks in (False, True):
-        config = json.loads((folder / "config.json").read_text()) | {"output_router_logits": asks}
-        (folder / "config.json").write_text(json.dumps(config))
-        script.load_model(AutoModelForCausalLM, str(folder))
-        assert ("balancing loss" in capsys.readouterr().out) == asks
-
-
 def test_the_tokenizer_of_a_policy(scripts, small, tiny_lm, monkeypatch):
     """--sft-model-path alone: its own tokenizer, not that of a default model."""
     script, found = scripts["rloo_tldr"], spy(monkeypatch, scripts["rloo_tldr"], "load_tokenizer")
@@ -430,19 +418,6 @@ def test_a_column_with_the_name_of_an_argument(scripts, name):
         with pytest.raises(TypeError, match=f"multiple values for keyword argument '{column}'"):
             call([{column: "x"}], ["a"], ["b"], [[3]])
     assert call([dict(prompt="x", completion="y")], ["a"], ["b"], [[3]])["f"] == 1
-
-
-@pytest.mark.parametrize("code, expected", [("sys.exit()", 2), ("sys.exit(0)", 2), ("sys.exit(3)", 3)])
-@pytest.mark.parametrize("when", ["in the function", "in its file"])
-def test_a_function_that_exits(script, small, tmp_path, code, expected, when):
-    """OpenEnv#1016: exit code 0 would say that the run is finished."""
-    reward_fn = reward_file(tmp_path, f"import sys\n{code}", f"exits_{len(code)}_{len(when)}")
-    if when == "in its file":
-        (tmp_path / reward_fn[0].split("/")[-1].split(":")[0]).write_text(f"import sys\n{code}\n")
-    flags = flags_of(small("ppo_sentiment", reward_fn=reward_fn))
-    with pytest.raises(SystemExit) as error:
-        script.main(flags)
-    assert error.value.code == expected
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -482,7 +457,7 @@ def test_a_judge_that_thinks_first(scripts, chat_with, thought):
     posts = [dict(prompt="A post.", reference=" theirs")] * 8
     for end, verdicts in (("A", {0.0, 1.0}), ("A...", set()), ("", set())):
         flags, _ = chat_with(lambda question, end=end: thought + end)
-        judge, _ = script.load_judge(script.Args(**flags), None, {}, None, CPU)
+        judge, _ = script.load_judge(script.Args(**flags), None, None, CPU)
         found = judge(posts, [" ours"] * 8)
         assert set(found[~found.isnan()].tolist()) == verdicts
 
@@ -513,16 +488,6 @@ def test_fewer_held_out_prompts_than_processes(scripts, small, monkeypatch, name
 
 
 # ---- The environment changes nothing -----------------------------------------------------------------------
-
-
-def test_a_run_in_a_side_thread(scripts, small):
-    """vllm#14008: signals reach only the main thread."""
-    folders = []
-    thread = Thread(target=lambda: folders.append(scripts["sft"].train(small("sft", folder="side"))[1]))
-    thread.start()
-    thread.join()
-    _, main = scripts["sft"].train(small("sft", folder="main"))
-    assert_same_run(folders[0], main)
 
 
 def test_two_runs_in_one_folder(script, small):
@@ -557,23 +522,6 @@ def test_a_resumed_run_keeps_its_beginning(script, small, monkeypatch):
     other = replace(args, output_dir=args.output_dir + "2")
     script.train(other)
     assert started[2]["id"] != started[0]["id"]
-
-
-def test_the_latest_run_of_a_script(scripts, tmp_path, monkeypatch):
-    """Some recipes have a folder of their own, which is not in runs/<script>."""
-    monkeypatch.chdir(tmp_path)
-    for i, (name, folder) in enumerate(
-        [("sft", "runs/sft/old"), ("sft", "runs/smollm2/sft"), ("reward_model", "runs/smollm2/reward")]
-    ):
-        Path(folder).mkdir(parents=True)
-        script = scripts[name]
-        about = {"args": script.asdict(script.Args(recipe="mine")), "script": name}
-        Path(folder, "args.json").write_text(json.dumps(about))
-        os.utime(Path(folder, "args.json"), (i, i))
-    assert scripts["sft"].parse_args(["--resume", "latest"]).output_dir == "runs/smollm2/sft"
-    assert scripts["reward_model"].parse_args(["--resume", "latest"]).output_dir == "runs/smollm2/reward"
-    with pytest.raises(FileNotFoundError):
-        scripts["rloo_tldr"].parse_args(["--resume", "latest"])
 
 
 SIZES = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)

@@ -516,18 +516,11 @@ def test_the_same_random_numbers_before_and_after(trained):
     assert any(both.get(row["prompt"], row["before"]) != row["before"] for row in other.samples)
 
 
-def test_the_reward_is_the_judge_if_nobody_else_is(trained):
-    """Without --judge-fn and --judge-model, the win rate compares raw rewards; evaluation.json says so."""
+def test_a_run_without_a_judge(trained):
+    """Without --judge-fn and --judge-model, there is no win rate; evaluation.json says so."""
     run = trained(judge_fn=None)
-    assert [run.table["judge"]] == run.args.reward_fn
+    assert run.table["judge"] == "none" and "win rate" not in run.table["after"]
     assert "judge/scores" not in run.metrics[0]
-    score_of = {(prompt, text): x for call in run.reward_calls for prompt, text, x in call}
-    verdicts = []
-    for row in run.samples:
-        ours, theirs = score_of[row["prompt"], row["after"]], score_of[row["prompt"], row["reference"]]
-        verdicts.append(1.0 if ours > theirs else 0.5 if ours == theirs else 0.0)
-    assert run.table["after"]["win rate"] == pytest.approx(mean(verdicts))
-    assert run.table["after"]["ties"] == pytest.approx(mean([x == 0.5 for x in verdicts]))
 
 
 def test_the_live_adapter_is_what_is_saved(rloo, script, monkeypatch):
@@ -611,26 +604,20 @@ def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script, tiny_lm):
         pairs = list(zip(prompts, completions))
         return [None if "?" in prompt else prompt.count(text.strip()) for prompt, text in pairs]
 
-    def rounded(prompts, completions, **columns):
-        return [1e-5 * number for number in range(len(prompts))]
-
     posts = [
         dict(prompt=x, reference=" y", columns={}) for x in ("x x y", "y y x", "x y", "z y y", "x", "x ?")
     ]
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    verdicts = []
-    for functions in ({"score": score}, {"score": score, "rounded": rounded}):
-        get_scores = partial(script.score_responses, functions, None, torch.device("cpu"))
-        verdicts.append(script.compare_scores(get_scores, tokenizer, None, posts, [" x"] * 6))
-    assert verdicts[0].tolist()[:5] == [1.0, 0.0, 0.5, 0.0, 1.0] and verdicts[0][5].isnan()
-    assert torch.equal(verdicts[1][:5], verdicts[0][:5]) and verdicts[1][5] == 0.5
+    get_scores = partial(script.score_responses, {"score": score}, None, torch.device("cpu"))
+    verdicts = script.compare_scores(get_scores, tokenizer, posts, [" x"] * 6)
+    assert verdicts.tolist()[:5] == [1.0, 0.0, 0.5, 0.0, 1.0] and verdicts[5].isnan()
 
 
 def test_a_chat_judge_reads_the_text_of_a_chat(script, chat_with):
     """Not the list of messages as Python writes it."""
     flags, asked = chat_with(lambda question: "A")
     messages = [dict(role="system", content="Be brief."), dict(role="user", content="What is\n2 + 3?")]
-    judge, _ = script.load_judge(script.Args(**flags), None, None, None, None)
+    judge, _ = script.load_judge(script.Args(**flags), None, None, None)
     judge([dict(prompt=messages, reference="5")], ["It is 5."])
     [(question, _)] = asked
     assert "system: Be brief.\n\nuser: What is\n2 + 3?" in question and "{" not in question
@@ -672,14 +659,14 @@ def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, m
     run = trained()
     for part, policy in (("before", trained.lm), ("after", str(run.folder / "model"))):
         (tmp_path / part).mkdir()
-        forget_reward_files(tmp_path)
-        [judge] = reward_file(tmp_path / part, CALLS.format(score=JUDGE.strip()))
-        flags = dict(judge_fn=judge, sft_model_path=policy, output_dir=None, reward_fn=["no.py:f"])
-        args = replace(run.args, **flags)
-        result = script.judge_policy(args)
+        [judge] = reward_file(tmp_path / part, CALLS.format(score=JUDGE.strip()), f"judge_{part}")
+        flags = dict(judge_fn=judge, output_dir=None, reward_fn=["no.py:f"], sft_model_path=policy)
+        with pytest.raises(script.UserError, match="which model"):
+            script.judge_policy(replace(run.args, **flags, model_name_or_path=trained.lm))
+        result = script.judge_policy(replace(run.args, **flags, model_name_or_path=None))
         assert set(result) == {"win rate", "+- (95 % interval)", "ties", "no verdict"}
         assert result == {name: pytest.approx(run.table[part][name]) for name in result}
-        ours, theirs = calls_of(tmp_path / part / "reward.py.calls")
+        ours, theirs = calls_of(tmp_path / part / f"judge_{part}.py.calls")
         assert [text for _, text, _ in ours] == [row[part] for row in run.samples]
         assert [text for _, text, _ in theirs] == [row["reference"] for row in run.samples]
         line = f"Model win rate: {result['win rate']:.2%} +- {result['+- (95 % interval)']:.2%} ("
