@@ -404,10 +404,3 @@ def start_process(words, folder, terminal=None, **env):
 def script_words(script, args):
     """The command that runs a script in one process."""
     return [sys.executable, ROOT / f"{script}.py", *flags_of(args)]
-
-
-def torchrun_words(script, args, processes):
-    """The command that runs a script in several processes."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    torchrun += ["--nproc_per_node", processes, "--master_port", free_port()]
-    return [*torchrun, ROOT / f"{script}.py", *flags_of(args)]

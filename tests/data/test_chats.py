@@ -134,15 +134,28 @@ def test_what_is_learned_of_a_chat(scripts, family):
     assert all(label in (-100, token) for token, label in zip(ids, labels))
 
 
-def test_thoughts_are_learned_in_the_last_turn(scripts):
-    """Qwen3 drops the thoughts of a turn once a user's message follows, so that turn is not learned."""
-    tokenizer = build_tokenizer("qwen3")
-    thought = "<think>\nEasy.\n</think>\n\n"
-    first, last = (ASSISTANT, thought + "It is 5."), (ASSISTANT, thought + "That is 8.")
-    [(_, labels)] = documents_of(
-        scripts["sft"], tokenizer, {"messages": chat(TURNS[0], first, TURNS[2], last)}
-    )
-    assert learned(tokenizer, labels) == [thought + "That is 8.<|im_end|>"]
+THOUGHT = "<think>\nEasy.\n</think>\n\n"
+CONVERSATIONS = {  # -> family, turns, what is learned
+    "a system message": ("llama3", [("system", "Be brief."), *TURNS[:2]], ["It is 5.<|eot_id|>"]),
+    "a turn before any message, for which there is no prompt": (
+        "llama3",
+        [(ASSISTANT, "Hello."), *TURNS],
+        ["It is 5.<|eot_id|>", "That is 8, two times 4.<|eot_id|>"],
+    ),
+    "thoughts: Qwen3 drops those of a turn once a user's message follows, so that turn is not learned": (
+        "qwen3",
+        [TURNS[0], (ASSISTANT, THOUGHT + "It is 5."), TURNS[2], (ASSISTANT, THOUGHT + "That is 8.")],
+        [THOUGHT + "That is 8.<|im_end|>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS, ids=lambda name: name.split(":")[0].split(",")[0])
+def test_which_turns_are_learned(scripts, name):
+    family, turns, answers = CONVERSATIONS[name]
+    tokenizer = build_tokenizer(family)
+    [(_, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": chat(*turns)})
+    assert learned(tokenizer, labels) == answers
 
 
 def test_a_chat_in_prompt_and_completion(scripts, family):
@@ -157,22 +170,6 @@ def test_a_chat_in_prompt_and_completion(scripts, family):
     assert documents_of(scripts["sft"], tokenizer, row, completion_only_loss=False) == documents_of(
         scripts["sft"], tokenizer, everything
     )
-
-
-def test_a_turn_before_any_message_is_not_learned(scripts):
-    """There is no prompt for it."""
-    tokenizer = build_tokenizer("llama3")
-    started = chat((ASSISTANT, "Hello."), *TURNS)
-    [(_, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": started})
-    assert learned(tokenizer, labels) == ["It is 5.<|eot_id|>", "That is 8, two times 4.<|eot_id|>"]
-
-
-def test_a_system_message_is_not_learned(scripts):
-    tokenizer = build_tokenizer("llama3")
-    messages = chat(("system", "Be brief."), *TURNS[:2])
-    [(ids, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": messages})
-    assert "Be brief." in tokenizer.decode(ids)
-    assert learned(tokenizer, labels) == ["It is 5.<|eot_id|>"]
 
 
 def test_a_template_without_an_end_of_turn(scripts):

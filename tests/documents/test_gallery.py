@@ -1,7 +1,5 @@
 """docs/debugging.md: it is what benchmarks/gallery.py writes from the committed runs."""
 
-import json
-import re
 import sys
 
 import pytest
@@ -16,6 +14,7 @@ MADE = [entry for entry in gallery.ENTRIES if not entry.existing]
 
 def test_the_page_is_that_of_the_program():
     assert gallery.page() == PAGE
+    assert f"has {len(gallery.ENTRIES)} runs" in (ROOT / "README.md").read_text()
 
 
 def test_every_finding_of_the_report_has_an_entry():
@@ -25,14 +24,6 @@ def test_every_finding_of_the_report_has_an_entry():
     entries = {entry for _, _, entry in report.CHECKS.values()} | {"flags"}
     assert entries == set(gallery.SYMPTOMS)
     assert all(f'<a id="{entry}"></a>' in PAGE for entry in entries)
-
-
-def test_names_are_unique():
-    names = [entry.name for entry in gallery.ENTRIES] + list(gallery.SYMPTOMS)
-    anchors = re.findall(r'<a id="([^"]+)"></a>', PAGE)
-    assert sorted(anchors) == sorted(names)
-    assert len(gallery.ENTRIES) >= 20
-    assert f"has {len(gallery.ENTRIES)} runs" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("entry", MADE, ids=lambda entry: entry.name)
@@ -71,24 +62,3 @@ def test_no_alarm_in_healthy_runs(script):
         assert run.metrics
         alarms += report.find_problems(run)[:1]
     assert len(alarms) <= 1
-
-
-def test_bands_are_quantiles_of_ten_seeds():
-    """At the last update of GRPO's score, against a sort by hand."""
-    import gzip
-
-    import reference_bands
-
-    bands = json.loads((ROOT / "results/reference_bands.json").read_text())
-    assert set(bands) == {f"{script} tiny" for script in reference_bands.SCRIPTS}
-    assert all(band["seeds"] == 10 for band in bands.values())
-    last = []
-    for seed in range(1, 11):
-        with gzip.open(reference_bands.run_path("grpo_math", seed), "rt") as file:
-            last.append(json.loads(file.readlines()[-1])["objective/scores"])
-    last.sort()
-    band = bands["grpo_math tiny"]["metrics"]["objective/scores"]
-    assert band["update"][0] == 1 and band["update"][-1] == 100
-    assert band["50"][-1] == pytest.approx((last[4] + last[5]) / 2, abs=1e-3)
-    assert band["5"][-1] == pytest.approx(last[0] + 0.45 * (last[1] - last[0]), abs=1e-3)
-    assert band["95"][-1] == pytest.approx(last[8] + 0.55 * (last[9] - last[8]), abs=1e-3)

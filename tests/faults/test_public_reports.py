@@ -178,13 +178,6 @@ def test_a_critic_that_cannot_read_left_padding(script):
         script.check_critic(rwkv, "critic")
 
 
-def test_the_context_of_a_nested_config(script):
-    """trl#5032: Gemma 3 keeps the size of its text model in a config of its own."""
-    config = transformers.Gemma3Config(text_config=dict(max_position_embeddings=123))
-    assert script.context_length(config) == 123
-    assert script.context_length(transformers.BloomConfig()) == 1_000_000
-
-
 # ---- Functions and modules of users ------------------------------------------------------------------------
 
 
@@ -211,28 +204,6 @@ def test_a_file_behind_a_link(script, tmp_path):
     reward_file(tmp_path, "return [1.0] * len(prompts)", "3f2a9c")
     (tmp_path / "linked_reward.py").symlink_to(tmp_path / "3f2a9c.py")
     assert script.load_functions([f"{tmp_path}/linked_reward.py:reward"])
-
-
-def test_a_worker_stops_at_a_signal(ppo, tmp_path):
-    """The handler that finishes an update is that of the run, not of the processes that a function forks.
-
-    The end of a multiprocessing.Pool sends SIGTERM, and waits. A handler in Python would not be called in a
-    worker that has just begun to wait for a lock.
-    """
-    body = """import signal, time
-ready, started = os.pipe()
-worker = os.fork()
-if worker == 0:
-    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    os.write(started, b"1" if is_default else b"0")
-    time.sleep(5)
-    os._exit(0)
-is_default = os.read(ready, 1) == b"1"
-os.kill(worker, signal.SIGTERM)
-_, status = os.waitpid(worker, 0)
-return [float(is_default and os.WIFSIGNALED(status))] * len(prompts)"""
-    _, _, rows = ppo(reward_fn=reward_file(tmp_path, body, "forking"))
-    assert [row["env/reward_mean"] for row in rows] == [1.0] * len(rows)
 
 
 def test_processes_that_accelerate_does_not_connect(script, monkeypatch):

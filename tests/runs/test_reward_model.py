@@ -741,22 +741,6 @@ def score(folder, prompt, response):
 # ---- Learning ----------------------------------------------------------------------------------------------
 
 
-def test_pairs_are_learned(pairs, tiny_pairs, tmp_path):
-    """Overfitting orders 16 pairs. The result is a plain transformers classifier with one label."""
-    pairs_of_data = rows_of(tiny_pairs, "train.jsonl")[:16]
-    data = write_rows(tmp_path / "data", train=pairs_of_data, test=pairs_of_data)
-    flags = dict(num_train_epochs=30.0, learning_rate=3e-3, lr_scheduler_type="cosine")
-    _, folder, rows = pairs(dataset_name=data, **flags)
-    first, last = rows[0], rows[-1]
-    assert first["loss"] == pytest.approx(math.log(2), abs=0.4)
-    assert last["accuracy"] == 1 and last["loss"] < 0.1 and last["margin"] > 2
-    assert last["min_reward"] < last["mean_reward"] < last["max_reward"]
-    row = pairs_of_data[0]
-    chosen = score(folder / "model", row["prompt"], row["chosen"])
-    assert chosen > score(folder / "model", row["prompt"], row["rejected"]) + 1
-    assert AutoModelForSequenceClassification.from_pretrained(folder / "model").config.num_labels == 1
-
-
 def test_pairs_with_a_common_beginning(pairs, tmp_path):
     """As in HH, the two texts begin with the prompt. They are learned as if the prompt had its own column."""
     joined, separate = [], []

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from conftest import EOS, byte_level_tokenizer, ids_of
 from run_tools import (
-    BY_HEART,
     adamw_step,
     assert_weights_of,
     distance,
@@ -459,57 +458,7 @@ def test_eos_is_learned(sft, tiny_lm, tmp_path, pad):
     assert len(by_heart) >= 3
 
 
-@both_ends
-def test_the_end_of_an_utterance_is_learned(sft, talker, end):
-    """Learned by heart: EOS after each utterance; or a mark after each, and EOS after the last."""
-    folder = talker.model
-    if end == "eos":
-        flags = dict(num_train_epochs=80.0, packing=False, per_device_train_batch_size=5, num_samples=0)
-        _, run_folder, _ = sft(dataset_name=talker.data, utterance_end="eos", **flags)
-        folder = run_folder / "model"
-    model, tokenizer = language_model(folder)
-    eos = [tokenizer.eos_token_id]
-    for texts, _ in BY_HEART:
-        if end == "eos":
-            utterances = [tokenizer(f" {text}").input_ids + eos for text in texts]
-        else:
-            utterances = [tokenizer(f" {text}{end}").input_ids for text in texts]
-            utterances[-1] += eos
-        ids = sum(utterances, [])
-        with torch.no_grad():
-            predicted = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
-        start = len(utterances[0]) - 1  # the end of the first utterance
-        assert predicted[start - 1 : -1] == ids[start:]
-
-
-@pytest.mark.parametrize("arch", ["gpt_neo", "bloom", "qwen2"])
-def test_architectures(sft, tiny_lm, arch):
-    """Each architecture learns, with packing if it can pack, and model/ is what was trained."""
-    flags = dict(packing=arch not in ("bloom", "opt"), learning_rate=5e-3)
-    model, folder, _ = sft(model_name_or_path=tiny_lm(arch), **flags)
-    evaluation = evaluation_of(folder)
-    assert evaluation["after"]["loss"] < evaluation["before"]["loss"]
-    saved, _ = language_model(folder / "model")
-    ids = torch.arange(18).view(2, 9)
-    with torch.no_grad():
-        torch.testing.assert_close(saved(ids).logits, model.eval()(ids).logits)
-
-
 # ---- Options -----------------------------------------------------------------------------------------------
-
-
-def test_from_config(sft, tiny_lm):
-    """Random weights for the tokenizer of model_name_or_path. The loss falls, on held-out texts too."""
-    model, folder, rows = sft(from_config=TINY_GPT2, num_train_rows=None, num_train_epochs=4.0)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(tiny_lm()).get_vocab()
-    assert len(tokenizer) == model.config.vocab_size
-    assert (model.config.n_embd, model.config.n_layer) == (32, 2)
-    assert rows[0]["loss"] == pytest.approx(math.log(len(tokenizer)), abs=0.3)
-    assert rows[0]["perplexity"] == pytest.approx(math.exp(rows[0]["loss"]))
-    assert rows[-1]["loss"] < rows[0]["loss"] - 1
-    evaluation = evaluation_of(folder)
-    assert evaluation["after"]["loss"] < evaluation["before"]["loss"] - 1
 
 
 def test_from_config_of_a_model_that_lists_its_layers(sft):
