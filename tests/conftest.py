@@ -25,27 +25,6 @@ SCRIPTS = ("sft", "reward_model", "ppo_sentiment", "ppo_dialog", "rloo_tldr", "g
 PPO = ("ppo_sentiment", "ppo_dialog")
 GROUPS = ("rloo_tldr", "grpo_math")  # those with several responses to each prompt
 RL = (*PPO, *GROUPS)
-MATH = {  # function -> the scripts that must have it
-    "response_lengths": ("ppo_sentiment", "rloo_tldr", "grpo_math", "dpo_tldr"),
-    "length_mask": (*RL, "dpo_tldr"),
-    "token_logprobs": (*RL, "dpo_tldr"),
-    "kl_per_token": GROUPS,
-    "token_rewards": PPO,
-    "weighted_sum": RL,
-    "masked_mean": PPO,
-    "masked_whiten": PPO,
-    "gae": PPO,
-    "rloo_advantages": ("rloo_tldr",),
-    "grpo_advantages": ("grpo_math",),
-    "clipped_policy_loss": RL,
-    "clipped_value_loss": PPO,
-    "adaptive_kl_coef": PPO,
-    "sample_tokens": (*RL, "dpo_tldr"),
-    "learning_rate": SCRIPTS,
-    "pair_loss": ("reward_model",),
-    "dpo_loss": ("dpo_tldr",),
-    "pair_metrics": ("dpo_tldr",),
-}
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 ACTS = ("inform", "question", "directive", "commissive")  # DailyDialog's, 1 to 4
 

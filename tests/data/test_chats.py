@@ -494,31 +494,6 @@ def test_preferences_between_chats(scripts, family):
         assert text.count(tokenizer.bos_token_id) == (FAMILIES[family][0] is not None)
 
 
-def test_a_reward_model_scores_chats_as_it_learned_them(scripts, reward, chat_lm, tmp_path):
-    """rloo_tldr.py reads prompt and response as reward_model.py does: the same score for the same chat."""
-    rows = []
-    for i in range(24):
-        prompt = chat((USER, f"What is {i} + 1?"))
-        good, bad = chat((ASSISTANT, f"It is {i + 1}.")), chat((ASSISTANT, "No."))
-        rows.append({"prompt": prompt, "chosen": good, "rejected": bad})
-    data = write_rows(tmp_path / "data", train=rows[:16], test=rows[16:])
-    model, folder, _ = reward(
-        "pairs", model_name_or_path=chat_lm("llama3"), dataset_name=data, max_length=100, learning_rate=1e-2
-    )
-    script = scripts["rloo_tldr"]
-    score = script.load_reward_model(script.Args(), str(folder / "model"), torch.device("cpu"))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    completion = chat((ASSISTANT, "It is 8."))
-    [result] = score([chat(TURNS[2])], [completion])
-    text = tokenizer.apply_chat_template(chat(TURNS[2]) + completion, tokenize=False)
-    ids = torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])
-    plain = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
-    plain.config.pad_token_id = None
-    with torch.no_grad():
-        expected = plain(ids).logits.item() - plain.config.reward_offset
-    assert result == pytest.approx(expected, abs=1e-5)
-
-
 def test_the_templates_are_named_with_their_licence():
     """Files of others are in tests/data/templates only, and the page there says whose they are."""
     assert {path.stem for path in TEMPLATES.glob("*.jinja")} == set(FAMILIES)

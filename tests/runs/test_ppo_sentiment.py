@@ -3,14 +3,13 @@
 Some tests also run ppo_dialog.py and rloo_tldr.py, where all three must behave alike.
 """
 
-import json
 import math
 
 import peft
 import pytest
 import torch
 import transformers
-from conftest import EOS, RL
+from conftest import RL
 from run_tools import (
     distance,
     eos_prone,
@@ -487,31 +486,6 @@ def test_a_metric_that_is_not_finite_ends_the_run(ppo, script, monkeypatch, tmp_
 
 
 # ---- The run folder ----------------------------------------------------------------------------------------
-
-
-def test_run_folder(ppo, script):
-    """The files in a run folder, and what they hold."""
-    _, folder, _ = ppo(total_episodes=16)
-    assert {path.name for path in folder.iterdir()} == {
-        "args.json",
-        "metrics.jsonl",
-        "samples.jsonl",
-        "tokens.jsonl",
-        "evaluation.json",
-        "evaluation_samples.jsonl",
-        "model",
-        "checkpoints",
-    }
-    about = json.loads((folder / "args.json").read_text())
-    assert script.Args(**about["args"]).total_episodes == 16
-    assert about["world_size"] == 1 and "torch" in about["versions"]
-    tokens = rows_of(folder, "tokens.jsonl")
-    for row in tokens:
-        numbers = [row[name] for name in "logprob entropy kl reward value return advantage ids".split()]
-        assert len({len(x) for x in numbers}) == 1
-        assert AutoTokenizer.from_pretrained(folder / "model").decode(row["ids"]) in row["response"] + EOS
-    texts = [{name: row[name] for name in ("update", "prompt", "response", "score")} for row in tokens]
-    assert rows_of(folder, "samples.jsonl") == texts
 
 
 def test_old_checkpoints_are_deleted(ppo):

@@ -216,6 +216,7 @@ for name, script, words in json.load(open("jobs.json")):
         code = traceback.format_exc()
     with open(name + "." + rank, "w") as file:
         json.dump(code, file)
+os._exit(0)  # threads that are still alive may abort a process that ends by itself
 """
 ZERO_STAGE = {"ddp": 0, "fsdp2": 0, "zero2": 2, "zero3": 3}
 CASES = []

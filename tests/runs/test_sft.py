@@ -329,36 +329,6 @@ def test_random_weights_follow_the_seed(sft):
     assert same(one, again) and not torch.equal(one[name], other[name])
 
 
-def test_what_a_run_prints(sft, tmp_path, capsys):
-    """The model and the data, how many rows there are, the batch, what is learned, and where the model is."""
-    train, test = posts_of("train", 9), posts_of("test", 4)
-    train[2]["completion"] = None
-    data = write_rows(tmp_path / "data", train=train[:8], test=test)
-    flags = dict(per_device_train_batch_size=2, gradient_accumulation_steps=3, learning_rate=0.0)
-    _, folder, metrics = sft(
-        dataset_name=data,
-        max_length=64,
-        num_train_rows=8,
-        num_eval_prompts=3,
-        num_samples=0,
-        lora_r=2,
-        **flags,
-    )
-    out = capsys.readouterr().out
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    lengths = [len(document_of(tokenizer, row, 64)[0]) for row in train[:8] if row["completion"]]
-    rows = round(6 * len(metrics) / metrics[-1]["epoch"])
-    left_out = "1 cut to --max-length 64, 1 rows without anything to learn"
-    assert f"training: 7 of 8 rows ({left_out}), held out: 4 of 4 rows (nothing left out or cut)" in out
-    assert f"{rows} rows of up to 64 tokens, {sum(lengths) / rows / 64:.0%} full" in out
-    batch = f"2 rows per pass x 3 accumulated x 1 processes = 6 rows; {len(metrics)} updates"
-    assert f"batch: {batch} of one optimizer step each" in out
-    shown = [f"{row['prompt']}[{row['completion']}{EOS}]" for row in train]
-    assert any(text in " ".join(out.splitlines()) for text in shown)
-    assert f"saved {folder / 'model'}" in out
-    assert not (folder / "samples.jsonl").read_text()  # --num-samples 0
-
-
 SHORT = [
     "The film was warm and clever from the first scene to the last, and I would see it again.",
     "A dull story, badly told: I left after an hour and nobody in the room was sad to go.",
