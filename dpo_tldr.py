@@ -374,23 +374,23 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, reference):
             }
             rows += rows_of(columns)
     rows = accelerate.utils.gather_object(rows)[: len(posts)]  # of all processes, in the order of the posts
-    column = {name: [row[name] for row in rows] for name in rows[0]}
+    gathered = {name: [row[name] for row in rows] for name in rows[0]}
     metrics = {}
     if args.judge_fn is not None and accelerator.is_main_process:  # so that a paid judge is asked only once
         path, _, name = args.judge_fn.rpartition(":")
-        ask = partial(runpy.run_path(resolve_path(path))[name], prompts=column["prompt"])
-        scores = torch.tensor(ask(completions=column["response"]), dtype=torch.float32)  # [posts]
-        reference_scores = torch.tensor(ask(completions=column["reference"]), dtype=torch.float32)
+        ask = partial(runpy.run_path(resolve_path(path))[name], prompts=gathered["prompt"])
+        scores = torch.tensor(ask(completions=gathered["response"]), dtype=torch.float32)  # [posts]
+        reference_scores = torch.tensor(ask(completions=gathered["reference"]), dtype=torch.float32)
         if not scores.shape == reference_scores.shape == (len(posts),):
             raise UserError(f"--judge-fn: {len(scores)} numbers for {len(posts)} responses")
-        column["score"] = scores.tolist()
+        gathered["score"] = scores.tolist()
         wins = (scores > reference_scores) + 0.5 * (scores == reference_scores)  # a tie is half a win
         metrics |= mean_with_error("win rate", wins) | mean_with_error("score mean", scores)
-    metrics |= mean_with_error("KL, nats per response", torch.tensor(column["kl"]))
-    metrics["ended by itself"] = fmean(column["stopped"])
-    metrics["tokens per response"] = fmean(column["length"])
-    metrics["distinct bigrams"] = distinct_bigrams(column["response"])
-    return metrics, column
+    metrics |= mean_with_error("KL, nats per response", torch.tensor(gathered["kl"]))
+    metrics["ended by itself"] = fmean(gathered["stopped"])
+    metrics["tokens per response"] = fmean(gathered["length"])
+    metrics["distinct bigrams"] = distinct_bigrams(gathered["response"])
+    return metrics, gathered
 
 
 def mean_with_error(name, values):
@@ -584,39 +584,16 @@ def token_logits(hidden, weight, temperature=1.0, bias=None):
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
 
 
-class LogprobsAndEntropies(torch.autograd.Function):
-    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
-
-    One function, so that the backward pass frees log_p, even if the loss does not contain the entropies.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, tokens):
-        log_p = torch.log_softmax(logits, 1)  # [N, V]
-        ctx.save_for_backward(log_p, tokens)
-        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
-        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropies):
-        log_p, tokens = ctx.saved_tensors
-        grad = torch.zeros_like(log_p)  # of log_p
-        if grad_logprobs is not None:
-            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
-        if grad_entropies is not None:
-            grad -= grad_entropies[:, None] * log_p.exp() * log_p
-        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
-
-
 def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
     hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
     Both are differentiable: the loss may contain an entropy bonus.
 
-    The logits of all N tokens may need more memory than the model, so only a part of the rows is computed at
-    once. The first 2**25 logits (128 MiB) stay in memory for the backward pass; the others are computed a
-    second time there. A GPU is faster with few large products: up to 2**26 logits at once, and in memory.
+    The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
+    The first 2**25 logits (128 MiB) stay in memory for the backward pass; the other chunks are computed
+    again there. A GPU is faster with few large products: its chunks have 2**26 logits, and the first one
+    stays.
     """
     is_cuda = hidden.device.type == "cuda"
     max_logits = 2**26 if is_cuda else 2**25
@@ -624,7 +601,7 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
     def logprobs_of_chunk(hidden, tokens):
         logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
-        return LogprobsAndEntropies.apply(logits, tokens)
+        return LogprobsAndEntropies.apply(logits, tokens)  # log softmax at the tokens, entropies
 
     outputs = []
     for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
@@ -783,7 +760,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
             if isinstance(value, float) and is_noise:
-                setattr(module, key, 0.0)  # in RL, rollout and update must have the same probabilities
+                setattr(module, key, 0.0)  # otherwise two forward passes would differ
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
@@ -821,7 +798,7 @@ def load_lm(args):
     options = {}
     if args.load_in_8bit:
         # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits,
-        # and which ones depends on the batch. So would log-probabilities.
+        # and which ones depends on the batch: log-probabilities would too.
         config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
         options = dict(quantization_config=config)
     lm = load_model(AutoModelForCausalLM, args.model_name_or_path, **options)
@@ -830,7 +807,7 @@ def load_lm(args):
     if args.lora_r:
         lm = add_lora(lm, args)
     if args.gradient_checkpointing:
-        lm.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing, renamed
+        lm.activation_checkpointing_enable(dict(use_reentrant=False))  # its new name
     return lm
 
 
@@ -913,6 +890,34 @@ def save_policy(policy, tokenizer, folder):
     tokenizer.save_pretrained(folder)
 
 
+# ---- Gradient of log-probabilities and entropies -----------------------------------------------------------
+
+
+class LogprobsAndEntropies(torch.autograd.Function):
+    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
+
+    With separate operations, a loss without entropies would not free their log_p [N, V] in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, tokens):
+        log_p = torch.log_softmax(logits, 1)  # [N, V]
+        ctx.save_for_backward(log_p, tokens)
+        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
+        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropies):
+        log_p, tokens = ctx.saved_tensors
+        grad = torch.zeros_like(log_p)  # of log_p
+        if grad_logprobs is not None:
+            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
+        if grad_entropies is not None:
+            # -p * (log_p + 1), but the gradient of log_softmax cancels the 1.
+            grad -= grad_entropies[:, None] * log_p.exp() * log_p
+        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
+
+
 # ---- Data ------------------------------------------------------------------------------------------------
 
 
@@ -945,6 +950,7 @@ def load_splits(name):
         del train[::10]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
 
+    # The columns that may be chats in one of the scripts:
     for column in ("messages", "prompt", "completion", "chosen", "rejected"):
         for value in (row.get(column) for row in train + held_out):
             if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
@@ -1091,7 +1097,7 @@ def start_accelerator(args):
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            # The others wait while the main process saves a large model, or asks a judge.
+            # The others wait while the main process saves a large model, for example.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
@@ -1196,12 +1202,12 @@ class Run:
         )
         self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=updates)
-        self.last_line_time = 0.0
+        self.last_line_time, self.got_signal = 0.0, False
         # The same folder on all processes. self.name is the path as it was given, for messages.
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
-        self.folder = Path(self.name).absolute()  # a reward function may change the working directory
+        self.folder = Path(self.name).absolute()  # your code may change the working directory
         is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
         if is_used and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
@@ -1265,7 +1271,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # A worker that a reward function forks ends at these signals as usual.
+            # A worker process that your code forks ends at these signals as usual.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1274,7 +1280,7 @@ class Run:
         if self.args.resume and checkpoints:
             state = json.loads(checkpoints[-1].read_text())
             self.accelerator.load_state(checkpoints[-1].parent)
-            self.accelerator.step = 0  # accumulate counts from here, since the number of steps may be another
+            self.accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         config = asdict(self.args)
@@ -1309,7 +1315,7 @@ class Run:
     def on_signal(self, number, frame):
         """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
         signal.signal(number, signal.SIG_DFL)
-        self.accelerator.set_trigger()
+        self.got_signal = True  # no tensors here: a GPU may be recording
 
     def checkpoint(self, state):
         """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit.
@@ -1317,6 +1323,8 @@ class Run:
         state: update, batch_size, and anything else that json can hold
         """
         update, save_every = state["update"], self.args.save_every
+        if self.got_signal:
+            self.accelerator.set_trigger()
         is_stopped = self.accelerator.check_trigger()  # by a signal that any process got
         if is_stopped or update == self.updates or save_every and update % save_every == 0:
             draft = self.folder / "draft"
@@ -1418,7 +1426,7 @@ def parse_args(argv):
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path")
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
     recipe = "custom" if names_model else "tiny"
     names_recipe = len(argv) > 0 and not argv[0].startswith("-")
@@ -1438,7 +1446,7 @@ def parse_args(argv):
     args = replace(parse(default=Args(**saved)), output_dir=str(folder))
     if names_recipe and recipe != saved["recipe"]:
         raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
-    for name in ("optimizer", "adam_eps", "kl_coef"):  # their current values are in the checkpoint
+    for name in ("optimizer", "adam_eps", "kl_coef"):  # in the checkpoint
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args

@@ -14,9 +14,8 @@ If you know PPO (ppo_sentiment.py), this is what changes:
    lower by --missing-eos-penalty (1 in all recipes). That teaches the policy to stop.
 5. A policy can learn to please the reward model without getting better. So a judge compares summaries of
    held-out posts, from before and after training, with reference summaries: the win rate (`win_rate`).
-6. A forward pass reads a prompt only once, however many of its responses it holds, in generation as in
-   training (`generate_groups`, `group_logprobs`). With gradient checkpointing, the update reads it with each
-   response.
+6. The k responses to a prompt share one forward pass over that prompt, in generation and in training
+   (`generate_groups`, `group_logprobs`). With gradient checkpointing, training reads it with each response.
 
     python rloo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
     python rloo_tldr.py --learning-rate 2e-4        # tiny with one change; every field of Args is a flag
@@ -69,7 +68,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Annotated, Literal
 
 import accelerate
@@ -113,10 +112,10 @@ class Args:
     num_sample_generations: int = 10  # about how many times samples are printed during the run
 
     # Models
-    model_name_or_path: str | None = None  # tokenizer (None: sft_model_path); policy, without sft_model_path
+    model_name_or_path: str | None = None  # tokenizer; also the policy, if sft_model_path is None
     sft_model_path: str | None = None  # initial policy; the reference is a frozen copy of it
     reward_model_path: str = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"  # classifier with 1 output
-    reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the reward model, in TRL's form
+    reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the reward model; called as in TRL
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
     bf16: bool = False  # the same as --dtype bfloat16 (TRL's spelling)
@@ -203,7 +202,7 @@ RECIPES = {
         sft_model_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
         num_ppo_epochs=2,
         num_mini_batches=2,
-        per_device_train_batch_size=32,  # x 2 accumulated: TRL's 8 x 8, in fewer passes for a GPU with 80 GB
+        per_device_train_batch_size=32,  # 32 x 2 = TRL's 8 x 8, in fewer passes for a GPU with 80 GB
         gradient_accumulation_steps=2,
         local_rollout_forward_batch_size=128,
         missing_eos_penalty=1.0,
@@ -239,7 +238,7 @@ def train(args):
     """The whole run, from the flags to the final table. -> (Policy, run folder)"""
     check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
     check_positive(args, "num_ppo_epochs", "total_episodes", "temperature", "max_grad_norm")
-    check_positive(args, "num_eval_prompts")
+    check_positive(args, "num_eval_prompts", "score_clip")
     n, k, T = args.per_device_train_batch_size, args.rloo_k, args.response_length
     if k < 2 or n * args.gradient_accumulation_steps % k:
         raise UserError(
@@ -274,7 +273,7 @@ def train(args):
     model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
-    get_rewards = partial(score_responses, load_summary_reward(args, device), trainer_state, device)
+    get_scores = partial(score_responses, load_summary_reward(args, device), trainer_state, device)
     # The scores of --judge-fn for each batch are only logged. In the evaluation it is the judge, unless there
     # is a --judge-model.
     get_judge_scores = None
@@ -301,7 +300,7 @@ def train(args):
     # evaluations before and after training use the same ones, and so does a resumed run: `before` is always
     # measured with the policy before RLOO, since run.start loads a checkpoint only below.
     held_out = draw_groups(held_out_posts, 1, args, "held-out")
-    respond = partial(rollout_groups, model, ref_model, tokenizer, stop_ids, get_rewards, args=args)
+    respond = partial(rollout_groups, model, ref_model, tokenizer, stop_ids, get_scores, args=args)
     with autocast:
         before = evaluate_summaries(respond, held_out, args, accelerator)
 
@@ -319,7 +318,8 @@ def train(args):
         #    not depend on the number of processes, up to rounding.
         start_time = time.time()
         trainer_state.global_step = update - 1
-        # For random numbers in your own reward function. They do depend on the process.
+        # Nothing here uses the global generators, but your own reward function might. Each process has its
+        # own seed.
         set_global_seed(args.seed, update, accelerator.process_index)
         # The next P posts of an endless stream of shuffled epochs.
         post_numbers = stream_rows(len(train_posts), (update - 1) * P, P, args.seed)
@@ -368,7 +368,7 @@ def train(args):
                     rows_of_share = sorted_groups(share, b["lengths"], k)
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
-                    m = valid[rows, :t]
+                    mb_valid = valid[rows, :t]  # [n, t]
                     # Before the last micro-batch, this keeps processes from exchanging gradients.
                     with accelerator.accumulate(learner):
                         with autocast:
@@ -406,7 +406,8 @@ def train(args):
                             metric_sums[name] += x.float().sum()
                         if is_first_step:  # no optimizer step since the rollout, so the ratios must be 1
                             token_log_ratio = new_token_logprobs - b["logprobs"][rows, :t]
-                            assert token_log_ratio[m].abs().mean() < 0.02, "rollout and update differ, or nan"
+                            gap = token_log_ratio[mb_valid].abs().mean()
+                            assert gap < 0.02, "rollout and update differ, or nan"
 
                 is_first_step = False
                 grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
@@ -434,7 +435,7 @@ def train(args):
             "eps": B / (time.time() - start_time),  # episodes per second
             "objective/kl": kl.mean(),
             "objective/kl_coef": args.kl_coef,
-            "objective/entropy": -b["logprobs"].sum(1).mean(),  # per response
+            "objective/entropy": -b["logprobs"].sum(1).mean(),  # per response, estimated from its own tokens
             "objective/non_score_reward": -args.kl_coef * kl.mean(),
             # What RLHF maximizes: the score minus the KL, whether the KL is in the reward or in the loss.
             "objective/rlhf_reward": scores.mean() - args.kl_coef * kl.mean(),
@@ -503,7 +504,7 @@ def evaluate_summaries(respond, batch, args, accelerator):
     posts.
     -> metrics (dict of floats), one dict(prompt, response, score) per post; scores without clip and penalty
     """
-    # For random numbers in your own reward function.
+    # Nothing here uses the global generators, but your own reward function might.
     set_global_seed(args.seed, "held-out", accelerator.process_index)
     with accelerator.split_between_processes(dict(batch)) as share:  # a copy, because accelerate changes it
         b, responses = respond(share)
@@ -517,17 +518,18 @@ def evaluate_summaries(respond, batch, args, accelerator):
         "length": b["lengths"].tolist(),
     }
     rows = accelerate.utils.gather_object(rows_of(columns))  # of all processes, in the order of the posts
-    column = {name: [row[name] for row in rows] for name in columns}
+    gathered = {name: [row[name] for row in rows] for name in columns}
     metrics = {
-        "score mean": fmean(column["score"]),
-        "score median": median(column["score"]),
-        "KL, nats per response": fmean(column["kl"]),
-        "ended by itself": fmean(column["stopped"]),
-        "tokens per response": fmean(column["length"]),
+        "score mean": fmean(gathered["score"]),
+        "score mean, +-": 1.96 * pstdev(gathered["score"]) / len(rows) ** 0.5,  # half of the 95 % interval
+        "score median": median(gathered["score"]),
+        "KL, nats per response": fmean(gathered["kl"]),
+        "ended by itself": fmean(gathered["stopped"]),
+        "tokens per response": fmean(gathered["length"]),
         # Like all log-probabilities here, those of the distribution at the sampling temperature.
-        "perplexity under the reference": math.exp(-sum(column["ref_logprob"]) / sum(column["length"])),
-        "distinct responses": len(set(column["response"])) / len(rows),
-        "distinct bigrams": distinct_bigrams(column["response"]),
+        "perplexity under the reference": math.exp(-sum(gathered["ref_logprob"]) / sum(gathered["length"])),
+        "distinct responses": len(set(gathered["response"])) / len(rows),
+        "distinct bigrams": distinct_bigrams(gathered["response"]),
     }
     samples = [{name: row[name] for name in ("prompt", "response", "score")} for row in rows]
     return metrics, samples
@@ -599,17 +601,17 @@ def stream_rows(num_rows, start, count, seed):
 
 
 @torch.no_grad()
-def rollout_groups(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args):
+def rollout_groups(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each post, score them, and compute old and reference log-probabilities.
 
-    get_rewards: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
+    get_scores: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
     - the dict of sample_responses, and raw_scores (the weighted sum of the rewards) [P * k]; logprobs,
       ref_logprobs, entropies [P * k, T]
     - the responses, P * k str
     """
     model.eval()
-    b, responses = sample_responses(model.policy, tokenizer, stop_ids, get_rewards, batch, args)
-    rewards = {name: x for name, x in b.items() if name.startswith("rewards/")}
+    b, responses = sample_responses(model.policy, tokenizer, stop_ids, get_scores, batch, args)
+    scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
 
     # The same forward pass, and as many rows at a time, as in the update. Dropout is 0, so the ratio is 1
     # until the first optimizer step, up to rounding. The log-probabilities from generation differ more, and
@@ -625,7 +627,7 @@ def rollout_groups(model, ref_model, tokenizer, stop_ids, get_rewards, batch, ar
         ref_logprobs[rows, :t] = reference_group_logprobs(ref_model, model.policy, *inputs)
 
     b |= {
-        "raw_scores": weighted_sum(rewards, args.reward_weights),
+        "raw_scores": weighted_sum(scores_by_name, args.reward_weights),
         "logprobs": logprobs,
         "ref_logprobs": ref_logprobs,
         "entropies": entropies,
@@ -644,10 +646,10 @@ def sorted_groups(groups, lengths, k):
 
 
 @torch.no_grad()
-def sample_responses(policy, tokenizer, stop_ids, get_rewards, batch, args):
+def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each prompt, and reward them.
 
-    get_rewards: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
+    get_scores: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
     - a dict of tensors, in which the responses to a prompt are neighbors: ids, mask [P * k, C + T]; lengths,
       stopped, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
     - the responses, P * k str
@@ -674,11 +676,12 @@ def sample_responses(policy, tokenizer, stop_ids, get_rewards, batch, args):
     # 2. Decode and reward.
     response_tokens = list_tokens(tokens, valid)
     text_tokens = response_tokens
-    if args.stop_token_id is None:  # EOS and the like are not text; a stop token you chose, such as ".", is
+    # EOS is cut from the text. A stop token that you chose, such as ".", stays.
+    if args.stop_token_id is None:
         text_tokens = list_tokens(tokens, valid & ~is_stop)
     _, responses = decode(tokenizer, list_tokens(prompt_ids, prompt_mask), text_tokens)  # P * k str
     examples = [example for example in batch["examples"] for _ in range(k)]
-    rewards = get_rewards(examples, responses, response_tokens)  # name -> [P * k]
+    scores_by_name = get_scores(examples, responses, response_tokens)  # name -> [P * k]
 
     b = {
         "ids": torch.cat([prompt_ids, tokens], 1),  # [P * k, C + T]
@@ -686,7 +689,7 @@ def sample_responses(policy, tokenizer, stop_ids, get_rewards, batch, args):
         "lengths": lengths,
         "stopped": is_stop.any(1),
         "sampling_logprobs": sampling_logprobs,
-        **{f"rewards/{name}": x for name, x in rewards.items()},
+        **{f"rewards/{name}": x for name, x in scores_by_name.items()},
     }
     return b, responses
 
@@ -711,7 +714,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     tokens = torch.zeros(P * k, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(P * k, T, device=ids.device)
     rows = torch.arange(P * k, device=ids.device)  # the rows that are still being written
-    column = torch.full([1], C, device=ids.device)  # of the newest token of all rows
+    column = torch.full([1], C, device=ids.device)  # of the newest token; step() changes it in place
 
     def sample(hidden):
         """Sample the next token of each row. hidden [rows, H]"""
@@ -730,8 +733,8 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
         sample(hidden)
 
     # Generation goes in rounds. Before a round, finished rows leave, and mask and cache get room for its
-    # tokens. Within a round no shape changes, and no line asks for a value. So a GPU can record one step and
-    # replay it for the other tokens of the round (see `repeat`). On a CPU, a round is one token.
+    # tokens. Within a round no shape changes, and nothing is copied to the CPU. So a GPU can record one step
+    # and replay it for the other tokens of the round (see `repeat`). On a CPU, a round is one token.
     sample(hidden)
     is_recorded = can_be_recorded(policy, cache)
     round_length = TOKENS_PER_ROUND if is_recorded else 1
@@ -743,7 +746,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
             break
         count = min(round_length, T - start)  # tokens of this round
         rows = rows[keep]
-        L = C + start + count - 1  # after the round: the prompt, and all tokens but the newest, not read yet
+        L = C + start + count - 1  # columns after the round: all tokens but the newest, which is only sampled
         mask = make_room(cache, mask, keep, L, column if is_recorded else None)
         repeat(step, count)
     valid = length_mask(response_lengths(tokens, stop_ids), T)  # a row goes on until its round is over
@@ -848,39 +851,16 @@ def token_logits(hidden, weight, temperature=1.0, bias=None):
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
 
 
-class LogprobsAndEntropies(torch.autograd.Function):
-    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
-
-    One function, so that the backward pass frees log_p, even if the loss does not contain the entropies.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, tokens):
-        log_p = torch.log_softmax(logits, 1)  # [N, V]
-        ctx.save_for_backward(log_p, tokens)
-        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
-        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropies):
-        log_p, tokens = ctx.saved_tensors
-        grad = torch.zeros_like(log_p)  # of log_p
-        if grad_logprobs is not None:
-            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
-        if grad_entropies is not None:
-            grad -= grad_entropies[:, None] * log_p.exp() * log_p
-        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
-
-
 def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
     hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
     Both are differentiable: the loss may contain an entropy bonus.
 
-    The logits of all N tokens may need more memory than the model, so only a part of the rows is computed at
-    once. The first 2**25 logits (128 MiB) stay in memory for the backward pass; the others are computed a
-    second time there. A GPU is faster with few large products: up to 2**26 logits at once, and in memory.
+    The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
+    The first 2**25 logits (128 MiB) stay in memory for the backward pass; the other chunks are computed
+    again there. A GPU is faster with few large products: its chunks have 2**26 logits, and the first one
+    stays.
     """
     is_cuda = hidden.device.type == "cuda"
     max_logits = 2**26 if is_cuda else 2**25
@@ -888,7 +868,7 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
     def logprobs_of_chunk(hidden, tokens):
         logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
-        return LogprobsAndEntropies.apply(logits, tokens)
+        return LogprobsAndEntropies.apply(logits, tokens)  # log softmax at the tokens, entropies
 
     outputs = []
     for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
@@ -934,14 +914,14 @@ def length_mask(lengths, max_length):
     return torch.arange(max_length, device=lengths.device) < lengths[:, None]
 
 
-def weighted_sum(rewards, weights=None):
-    """The sum of weight * reward.
+def weighted_sum(scores, weights=None):
+    """The sum of weight * score.
 
-    rewards: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
-    A nan means that a reward does not apply to a row (the function returned None), and counts as 0.
+    scores: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
+    A nan means that a score does not apply to a row (the function returned None), and counts as 0.
     """
-    weights = weights or [1.0] * len(rewards)
-    return sum(weight * values.nan_to_num() for weight, values in zip(weights, rewards.values(), strict=True))
+    weights = weights or [1.0] * len(scores)
+    return sum(weight * values.nan_to_num() for weight, values in zip(weights, scores.values(), strict=True))
 
 
 def kl_per_token(logprobs, ref_logprobs, estimator):
@@ -978,6 +958,7 @@ def rloo_advantages(rewards, rloo_k):
 
 def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
+    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
     log_ratio = logprobs - old_logprobs
     ratio = torch.exp(log_ratio.clamp(max=40))  # an infinite ratio times an advantage of 0 is nan
     unclipped = -advantages * ratio
@@ -1067,7 +1048,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
             if isinstance(value, float) and is_noise:
-                setattr(module, key, 0.0)  # in RL, rollout and update must have the same probabilities
+                setattr(module, key, 0.0)  # otherwise two forward passes would differ
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
@@ -1185,19 +1166,15 @@ def share_layers(policy, count):
     return copy.deepcopy(policy, memo={id(p): p for p in shared})  # what is in the memo is not copied
 
 
-def load_policy_and_reference(args, name, device, needs_reference=True):
-    """The policy to train, and the frozen reference model.
-
-    The reference is None with LoRA, where it is the policy without its adapter; and if none is needed.
-    """
+def load_policy_and_reference(args, name, device):
+    """The policy to train, and the frozen reference model: None with LoRA, where it is the policy without its
+    adapter."""
     if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
         raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
-    if args.load_in_8bit and not args.lora_r and not needs_reference:
-        raise UserError("--load-in-8bit: without LoRA and a reference, no weights are frozen")
     eight_bit = {}
     if args.load_in_8bit:
         # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits,
-        # and which ones depends on the batch. So would log-probabilities.
+        # and which ones depends on the batch: log-probabilities would too.
         config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
         eight_bit = dict(quantization_config=config)
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {})).to(device)
@@ -1208,14 +1185,12 @@ def load_policy_and_reference(args, name, device, needs_reference=True):
         policy = add_lora(policy, args)
     elif args.num_shared_layers:
         ref_model = share_layers(policy, args.num_shared_layers)
-    elif needs_reference:
+    else:
         ref_model = load_model(AutoModelForCausalLM, name, **eight_bit)
-    if not needs_reference:  # share_layers makes one in any case
-        ref_model = None
     if ref_model is not None:
         ref_model.requires_grad_(False).eval().to(device)
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing, renamed
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # its new name
     return policy, ref_model
 
 
@@ -1226,6 +1201,34 @@ def save_policy(policy, tokenizer, folder):
         policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+# ---- Gradient of log-probabilities and entropies -----------------------------------------------------------
+
+
+class LogprobsAndEntropies(torch.autograd.Function):
+    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
+
+    With separate operations, a loss without entropies would not free their log_p [N, V] in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, tokens):
+        log_p = torch.log_softmax(logits, 1)  # [N, V]
+        ctx.save_for_backward(log_p, tokens)
+        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
+        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropies):
+        log_p, tokens = ctx.saved_tensors
+        grad = torch.zeros_like(log_p)  # of log_p
+        if grad_logprobs is not None:
+            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
+        if grad_entropies is not None:
+            # -p * (log_p + 1), but the gradient of log_softmax cancels the 1.
+            grad -= grad_entropies[:, None] * log_p.exp() * log_p
+        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
 
 
 # ---- Token steps that a GPU records ------------------------------------------------------------------------
@@ -1262,7 +1265,7 @@ class FixedSizeLayer(DynamicLayer):
 
 
 def can_be_recorded(policy, cache):
-    """Can a GPU record a token step of this model? No shape may change, and no step may ask for a value.
+    """Can a GPU record a token step of this model? No shape may change, and nothing may go to the CPU.
 
     transformers says of each kind of model whether it can read a cache with free columns (GPT-Neo cannot).
     """
@@ -1289,9 +1292,9 @@ def make_room(cache, mask, keep, L, column):
 def repeat(step, count):
     """Call step() count times. From the second time on, a GPU replays what it recorded of one call.
 
-    To start a kernel from Python takes longer than to compute it. A recording (a CUDA graph) is the list of
+    Launching a kernel from Python takes longer than running it. A recording (a CUDA graph) is the list of
     the kernels of one call, with the addresses that they read and write; the GPU starts them by itself. So a
-    step must keep its state in tensors that it changes in place, and must not ask for their values.
+    step must keep its state in tensors that it changes in place, and must not copy them to the CPU.
     """
     step()  # also loads the kernels, which must not happen during a recording
     if count == 1:
@@ -1352,6 +1355,7 @@ def score_responses(functions, trainer_state, device, examples, responses, respo
     return call_reward_functions(functions, trainer_state, device, *inputs)
 
 
+@torch.no_grad()
 def call_reward_functions(functions, trainer_state, device, rows, prompts, completions, completion_ids):
     """Call reward functions as TRL's GRPOTrainer calls them: by keyword. For example:
 
@@ -1366,7 +1370,7 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
     """
     columns = {name for row in rows for name in row} - {"prompt"}
     inputs = {name: [row.get(name) for row in rows] for name in columns}
-    # A column of one of these names is an error.
+    # A data column of one of these names ends in a TypeError here.
     inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
     rewards = {}
     for name, function in functions.items():
@@ -1408,6 +1412,8 @@ def load_reward_model(args, name, device):
         raise UserError(f"{name}: {model.config.model_type} reads the last position, which may be padding")
     model.to(device).eval().requires_grad_(False)
     tokenizer = load_tokenizer(name, for_prompts=False)
+    if tokenizer.cls_token_id is None:
+        load_tokenizer(name)  # refuses one that appends EOS: it would write EOS between prompt and response
     max_length = min(tokenizer.model_max_length, context_length(model.config))
     offset = getattr(model.config, "reward_offset", 0.0)
 
@@ -1473,7 +1479,8 @@ def sequence_logits(model, ids, mask):
     real EOS if pad is EOS.
     """
     if not hasattr(model, "score"):  # BERT and its family
-        return model(input_ids=ids, attention_mask=mask.long()).logits.float()
+        with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
+            return model(input_ids=ids, attention_mask=mask.long()).logits
     outputs = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
     hidden = outputs.last_hidden_state  # [B, L, H]
     rows = torch.arange(len(ids), device=ids.device)
@@ -1633,6 +1640,7 @@ def load_splits(name):
         del train[::10]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
 
+    # The columns that may be chats in one of the scripts:
     for column in ("messages", "prompt", "completion", "chosen", "rejected"):
         for value in (row.get(column) for row in train + held_out):
             if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
@@ -1787,7 +1795,7 @@ def start_accelerator(args):
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            # The others wait while the main process saves a large model, or asks a judge.
+            # The others wait while the main process saves a large model, for example.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
@@ -1892,12 +1900,12 @@ class Run:
         )
         self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=updates)
-        self.last_line_time = 0.0
+        self.last_line_time, self.got_signal = 0.0, False
         # The same folder on all processes. self.name is the path as it was given, for messages.
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
-        self.folder = Path(self.name).absolute()  # a reward function may change the working directory
+        self.folder = Path(self.name).absolute()  # your code may change the working directory
         is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
         if is_used and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
@@ -1961,7 +1969,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # A worker that a reward function forks ends at these signals as usual.
+            # A worker process that your code forks ends at these signals as usual.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1970,7 +1978,7 @@ class Run:
         if self.args.resume and checkpoints:
             state = json.loads(checkpoints[-1].read_text())
             self.accelerator.load_state(checkpoints[-1].parent)
-            self.accelerator.step = 0  # accumulate counts from here, since the number of steps may be another
+            self.accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         config = asdict(self.args)
@@ -2005,7 +2013,7 @@ class Run:
     def on_signal(self, number, frame):
         """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
         signal.signal(number, signal.SIG_DFL)
-        self.accelerator.set_trigger()
+        self.got_signal = True  # no tensors here: a GPU may be recording
 
     def checkpoint(self, state):
         """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit.
@@ -2013,6 +2021,8 @@ class Run:
         state: update, batch_size, and anything else that json can hold
         """
         update, save_every = state["update"], self.args.save_every
+        if self.got_signal:
+            self.accelerator.set_trigger()
         is_stopped = self.accelerator.check_trigger()  # by a signal that any process got
         if is_stopped or update == self.updates or save_every and update % save_every == 0:
             draft = self.folder / "draft"
@@ -2139,7 +2149,7 @@ def parse_args(argv):
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path")
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
     recipe = "custom" if names_model else "tiny"
     names_recipe = len(argv) > 0 and not argv[0].startswith("-")
@@ -2159,7 +2169,7 @@ def parse_args(argv):
     args = replace(parse(default=Args(**saved)), output_dir=str(folder))
     if names_recipe and recipe != saved["recipe"]:
         raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
-    for name in ("optimizer", "adam_eps", "kl_coef"):  # their current values are in the checkpoint
+    for name in ("optimizer", "adam_eps", "kl_coef"):  # in the checkpoint
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args

@@ -811,7 +811,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
             if isinstance(value, float) and is_noise:
-                setattr(module, key, 0.0)  # in RL, rollout and update must have the same probabilities
+                setattr(module, key, 0.0)  # otherwise two forward passes would differ
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
@@ -929,7 +929,7 @@ def load_language_model(args, tokenizer, documents):
     if args.lora_r:
         lm = add_lora(lm, args)
     if args.gradient_checkpointing:
-        lm.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing, renamed
+        lm.activation_checkpointing_enable(dict(use_reentrant=False))  # its new name
     return lm
 
 
@@ -1035,6 +1035,7 @@ def load_splits(name):
         del train[::10]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
 
+    # The columns that may be chats in one of the scripts:
     for column in ("messages", "prompt", "completion", "chosen", "rejected"):
         for value in (row.get(column) for row in train + held_out):
             if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
@@ -1119,7 +1120,7 @@ def start_accelerator(args):
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            # The others wait while the main process saves a large model, or asks a judge.
+            # The others wait while the main process saves a large model, for example.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
@@ -1224,12 +1225,12 @@ class Run:
         )
         self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=updates)
-        self.last_line_time = 0.0
+        self.last_line_time, self.got_signal = 0.0, False
         # The same folder on all processes. self.name is the path as it was given, for messages.
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
-        self.folder = Path(self.name).absolute()  # a reward function may change the working directory
+        self.folder = Path(self.name).absolute()  # your code may change the working directory
         is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
         if is_used and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
@@ -1293,7 +1294,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # A worker that a reward function forks ends at these signals as usual.
+            # A worker process that your code forks ends at these signals as usual.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1302,7 +1303,7 @@ class Run:
         if self.args.resume and checkpoints:
             state = json.loads(checkpoints[-1].read_text())
             self.accelerator.load_state(checkpoints[-1].parent)
-            self.accelerator.step = 0  # accumulate counts from here, since the number of steps may be another
+            self.accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         config = asdict(self.args)
@@ -1337,7 +1338,7 @@ class Run:
     def on_signal(self, number, frame):
         """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
         signal.signal(number, signal.SIG_DFL)
-        self.accelerator.set_trigger()
+        self.got_signal = True  # no tensors here: a GPU may be recording
 
     def checkpoint(self, state):
         """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit.
@@ -1345,6 +1346,8 @@ class Run:
         state: update, batch_size, and anything else that json can hold
         """
         update, save_every = state["update"], self.args.save_every
+        if self.got_signal:
+            self.accelerator.set_trigger()
         is_stopped = self.accelerator.check_trigger()  # by a signal that any process got
         if is_stopped or update == self.updates or save_every and update % save_every == 0:
             draft = self.folder / "draft"
@@ -1431,7 +1434,7 @@ def parse_args(argv):
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path")
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
     recipe = "custom" if names_model else "tiny"
     names_recipe = len(argv) > 0 and not argv[0].startswith("-")
@@ -1451,7 +1454,7 @@ def parse_args(argv):
     args = replace(parse(default=Args(**saved)), output_dir=str(folder))
     if names_recipe and recipe != saved["recipe"]:
         raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
-    for name in ("optimizer", "adam_eps", "kl_coef"):  # their current values are in the checkpoint
+    for name in ("optimizer", "adam_eps", "kl_coef"):  # in the checkpoint
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args

@@ -276,6 +276,16 @@ def test_clipped_policy_loss_of_extreme_ratios(log_ratio, advantage, loss):
     close(new.grad, 0.0)
 
 
+@pytest.mark.parametrize("wrong", [normal(4), normal(4, 1), normal(4, 4, 1)])
+def test_losses_do_not_broadcast(wrong):
+    """Advantages [n] next to log-probabilities [n, T] would be taken for those of tokens if n == T."""
+    x = normal(4, 4)
+    for inputs in ((wrong, x, x), (x, wrong, x), (x, x, wrong)):
+        for loss in (ppo.clipped_policy_loss, ppo.clipped_value_loss):
+            with pytest.raises(AssertionError):
+                loss(*inputs, 0.2)
+
+
 def test_clipped_policy_loss_is_unbounded_where_ppo_is():
     """PPO does not clip large ratios if A < 0. The loss must be huge, not nan."""
     assert ppo.clipped_policy_loss(torch.tensor(100.0), torch.tensor(0.0), torch.tensor(-2.0), 0.2) > 1e9

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import resource
+import statistics
 import time
 from statistics import fmean as mean
 from types import SimpleNamespace
@@ -689,6 +690,7 @@ def test_the_table_of_reviews(reviews_run):
         judged = plain_logits(run.args.judge_model_path, shown).softmax(-1)[:, 0].tolist()
         expected = {
             "score mean": mean(scores),
+            "score mean, +-": 1.96 * statistics.pstdev(scores) / len(scores) ** 0.5,
             "score median": plain_median(scores),
             "KL, nats per response": mean(kl),
             "perplexity under the reference": math.exp(-mean(of_reference)),
@@ -751,6 +753,7 @@ def test_the_table_of_dialogs(dialogs_run):
             "tokens per answer": mean(lengths),
             "perplexity of the references": math.exp(-mean(of_references)),
             "score mean": mean(scores),
+            "score mean, +-": 1.96 * statistics.pstdev(scores) / len(scores) ** 0.5,
             "score median": plain_median(scores),
             "KL, nats per response": mean(kl_and_reference(run, model, b)[0]),
             **variety(answers),

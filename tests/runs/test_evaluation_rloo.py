@@ -427,6 +427,7 @@ def test_the_final_table_by_hand(trained, part):
         "ties": mean([x == 0.5 for x in verdicts]),
         "no verdict": 0.0,
         "score mean": mean(raw_scores),
+        "score mean, +-": 1.96 * statistics.pstdev(raw_scores) / math.sqrt(6),
         "score median": statistics.median(raw_scores),
         "KL, nats per response": mean(kl),
         "ended by itself": mean([row.ended for row in rows]),
