@@ -21,7 +21,7 @@ import transformers.trainer_callback  # noqa: F401 (scripts import it late; here
 from conftest import ROOT, SCRIPTS
 from device_check import pretended_gpu
 from diff_blocks import apply_block
-from run_tools import reward_file
+from run_tools import reward_file, rows_of
 
 pytest_plugins = ["run_fixtures"]
 README = (ROOT / "README.md").read_text()
@@ -152,32 +152,16 @@ def changed_script(monkeypatch, tmp_path, name, block):
 
 @pytest.mark.parametrize("name, title, block", list(changes()), ids=lambda x: x if len(x) < 70 else "")
 def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, name, title, block):
-    """The changed script runs in bf16 on a pretended GPU: four updates, samples and the evaluation."""
+    """The changed script runs in bf16 on a pretended GPU: two updates, samples and the evaluation."""
     module = changed_script(monkeypatch, tmp_path, name, block)
     flags = {}
     if name in ("ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math"):
-        flags = dict(total_episodes=32, num_sample_generations=2, learning_rate=1e-4)
+        flags = dict(total_episodes=16, num_sample_generations=2, learning_rate=1e-4)
     args = small(name, dtype="bfloat16", **flags)
     (tmp_path / "teacher").symlink_to(args.model_name_or_path)  # of on-policy distillation
     with pretended_gpu() as check:
         module.train(module.Args(**vars(args)))
     assert check.mistakes == []
-
-
-@pytest.mark.parametrize("name", ["ppo_sentiment", "ppo_dialog", "grpo_math"])
-def test_an_entropy_bonus_raises_the_entropy(scripts, small, monkeypatch, tmp_path, name):
-    """The documented change, with a larger factor, against the same run without it."""
-    [block] = [x for script, title, x in changes() if script == name and title.startswith("Entropy bonus")]
-    block = re.sub(r"0\.0*1 \* entropies", "1.0 * entropies", block)
-    assert "1.0 * entropies" in block
-    entropies = []
-    for script in (scripts[name], changed_script(monkeypatch, tmp_path, name, block)):
-        flags = dict(total_episodes=64, learning_rate=1e-3, output_dir=str(tmp_path / script.__name__))
-        args = script.Args(**vars(small(name)) | flags)
-        _, folder = script.train(args)
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        entropies.append(rows[-1]["policy/entropy_avg"])
-    assert entropies[1] > entropies[0] + 0.02
 
 
 def test_a_running_mean_as_the_baseline(small, monkeypatch, tmp_path):
@@ -240,88 +224,100 @@ def names_of(row):
     return {re.sub(r"^rewards/\w+/mean$", "rewards/NAME/mean", name) for name in row}
 
 
-def test_every_metric_of_ppo_sentiment_is_explained(ppo):
-    _, _, rows = ppo()
-    assert names_of(rows[0]) == explained_metrics("running", "ppo_sentiment")
+METRIC_RUNS = {  # pages -> the runs whose metrics they explain, with their flags
+    ("running", "ppo_sentiment"): [("ppo_sentiment", {})],
+    ("running", "ppo_sentiment", "ppo_dialog"): [("ppo_dialog", dict(reward_fn="ZERO"))],
+    ("running", "rloo_tldr"): [("rloo_tldr", dict(judge_fn="ZERO"))],
+    ("running", "grpo_math"): [("grpo_math", {})],
+    ("sft",): [("sft", {})],
+    ("reward_model",): [
+        ("reward_model", {}),
+        ("reward_model", dict(model_name_or_path="LM", dataset_name="PAIRS", max_length=200)),
+    ],
+    ("dpo_tldr",): [("dpo_tldr", {})],
+}
 
 
-def test_every_metric_of_ppo_dialog_is_explained(dialog, tmp_path):
-    _, _, rows = dialog(reward_fn=reward_file(tmp_path, "return [0.0] * len(prompts)"))
-    assert names_of(rows[0]) == explained_metrics("running", "ppo_sentiment", "ppo_dialog")
-
-
-def test_every_metric_of_rloo_tldr_is_explained(rloo, tmp_path):
-    [function] = reward_file(tmp_path, "return [0.0] * len(prompts)")
-    _, _, rows = rloo(judge_fn=function)
-    assert names_of(rows[0]) == explained_metrics("running", "rloo_tldr")
-
-
-def test_every_metric_of_grpo_math_is_explained(grpo):
-    """Those of the KL are there only with a penalty."""
-    _, _, with_kl = grpo("with")
-    _, _, without_kl = grpo("without", kl_coef=0.0)
-    assert names_of(with_kl[0]) == explained_metrics("running", "grpo_math")
-    assert names_of(with_kl[0]) - names_of(without_kl[0]) == {"objective/kl", "objective/kl_coef"}
-
-
-def test_every_metric_of_sft_and_reward_model_is_explained(sft, reward, tiny_lm, tiny_pairs):
-    _, _, rows = sft()
-    _, _, of_labels = reward("labels")
-    _, _, of_pairs = reward("pairs", model_name_or_path=tiny_lm(), dataset_name=tiny_pairs, max_length=200)
-    logged = {"sft": set(rows[0]), "reward_model": set(of_labels[0]) | set(of_pairs[0])}
-    for page, names in logged.items():
-        assert explained_metrics(page) <= names <= explained_metrics("running", page)
-
-
-def test_every_metric_of_dpo_tldr_is_explained(dpo):
-    _, _, rows = dpo()
-    assert set(rows[0]) == explained_metrics("dpo_tldr")
+@pytest.mark.parametrize("pages", METRIC_RUNS, ids=lambda pages: pages[-1])
+def test_every_metric_is_explained(scripts, small, tiny_lm, tiny_pairs, tmp_path, pages):
+    zero = reward_file(tmp_path, "return [0.0] * len(prompts)")
+    values = {"LM": tiny_lm(), "PAIRS": tiny_pairs}
+    found = set()
+    for i, (name, flags) in enumerate(METRIC_RUNS[pages]):
+        flags = {flag: values.get(x, x) for flag, x in flags.items()}
+        flags |= {flag: zero if flag == "reward_fn" else zero[0] for flag, x in flags.items() if x == "ZERO"}
+        _, folder = scripts[name].train(small(name, f"run{i}", **flags))
+        found |= names_of(rows_of(folder)[0])
+    assert explained_metrics(*pages) <= found <= explained_metrics("running", *pages)
 
 
 # ---- Numbers -----------------------------------------------------------------------------------------------
 
-THREE_SEEDS = [
-    ("ppo_dialog", "ppo-dialog-tiny"),
-    ("rloo_tldr", "rloo-tiny"),
-    ("dpo_tldr", "dpo-tldr-tiny"),
-]
-NUMBERS_OF_PAIRS = "dpo_tldr", "dpo-tldr-tiny"
-BEFORE_AND_AFTER = [  # page, the heading before the table, evaluation.json
-    ("sft", "## Results", "reviews-lm"),
-]
-CALIBRATION = [("### Pairs", "tldr-reward")]
+
+def section(page, heading):
+    """What follows a heading of docs/, up to the next heading of its level."""
+    level = heading.split()[0]
+    return DOCS[page].split(f"\n{heading}")[1].split(f"\n{level} ")[0]
 
 
-@pytest.mark.parametrize("name, folder", THREE_SEEDS)
-def test_the_results_of_three_seeds_are_those_of_the_files(name, folder):
-    page = DOCS[name].split("\n## Results")[1]
-    for seed in (1, 2, 3):
-        evaluation = result(f"{folder}/seed{seed}/evaluation.json")
-        shown = [metric for metric in evaluation["after"] if f"\n| {metric} |" in page]
-        assert len(shown) >= 8
-        for metric in shown:
-            before, after = evaluation["before"][metric], evaluation["after"][metric]
-            columns = slice(2 * seed - 2, 2 * seed)
-            assert cells_of(page, metric)[columns] == [f"{before:.3f}", f"{after:.3f}"]
-
-
-def test_the_held_out_pairs_are_those_of_the_files():
-    name, folder = NUMBERS_OF_PAIRS
-    page = DOCS[name].split("\n## Results")[1]
-    for seed in (1, 2, 3):
-        for metric, x in result(f"{folder}/seed{seed}/evaluation.json")["pairs"].items():
-            assert cells_of(page, metric)[seed - 1] == f"{x:.3f}"
-
-
-def test_the_speed_of_dpo_is_that_of_the_file():
+def test_the_tables_are_those_of_the_programs():
+    """Which print them from the committed files."""
     assert load_program("benchmarks/speed/dpo.py").table() in DOCS["dpo_tldr"]
-
-
-def test_the_table_of_methods_is_that_of_the_program():
-    """benchmarks/methods.py prints all rows of docs/methods.md."""
+    steps = load_program("benchmarks/worked_steps.py")
+    assert set(steps.table(steps.read_lines()).splitlines()) <= set(DOCS["grpo_math"].splitlines())
     printed = load_program("benchmarks/methods.py").table().splitlines()
     rows = [line for line in DOCS["methods"].splitlines() if re.match(r"\| (best|DPO|RLOO)", line)]
     assert rows and set(rows) == set(printed[2:])
+
+    program = load_program("benchmarks/real_results.py")
+    tables = [program.reference_runs(), *(table for job in program.PANELS for table in program.tables(job))]
+    printed = {line for table in tables for line in table.splitlines()}
+    lines = DOCS["real_models"].splitlines()
+    rows = [line for line in lines if line.startswith("|") and re.search(r"\d\.\d", line)]
+    assert len(rows) > 30 and not set(rows) - printed
+    rows = [line for line in section("speed", "### A GRPO update").splitlines() if line.startswith("|")]
+    assert len(rows) == 5 and not set(rows) - printed
+
+
+EVALUATIONS = [  # page, heading above the table, evaluation.json of one run or of seeds
+    (DOCS["ppo_dialog"], "## Results", [f"ppo-dialog-tiny/seed{seed}" for seed in (1, 2, 3)]),
+    (DOCS["rloo_tldr"], "## Results", [f"rloo-tiny/seed{seed}" for seed in (1, 2, 3)]),
+    (DOCS["dpo_tldr"], "## Results", [f"dpo-tldr-tiny/seed{seed}" for seed in (1, 2, 3)]),
+    (DOCS["sft"], "## Results", ["reviews-lm"]),
+    (README, "", ["ppo-sentiment-default"]),
+]
+
+
+@pytest.mark.parametrize("page, heading, folders", EVALUATIONS, ids=lambda x: x[0] if type(x) is list else "")
+def test_a_table_before_and_after_is_that_of_the_file(page, heading, folders):
+    page = page.split(f"\n{heading}")[1] if heading else page
+    for i, folder in enumerate(folders):
+        evaluation = result(f"{folder}/evaluation.json")
+        names = {name: re.sub(r" an? (response|answer)", r" per \1", name) for name in evaluation["after"]}
+        shown = [name for name, today in names.items() if f"\n| {today} |" in page]
+        assert len(shown) >= 3
+        for name in shown:
+            before, after = evaluation["before"][name], evaluation["after"][name]
+            assert cells_of(page, names[name])[2 * i : 2 * i + 2] == [f"{before:.3f}", f"{after:.3f}"]
+
+
+def test_numbers_after_training_are_those_of_the_files():
+    """Of DPO's held-out pairs, the calibration and confusion of reward models, and a hacked reward."""
+    page = DOCS["dpo_tldr"].split("\n## Results")[1]
+    for seed in (1, 2, 3):
+        for metric, x in result(f"dpo-tldr-tiny/seed{seed}/evaluation.json")["pairs"].items():
+            assert cells_of(page, metric)[seed - 1] == f"{x:.3f}"
+    page = DOCS["reward_model"].split("\n### Pairs")[1]
+    for row in result("tldr-reward/evaluation.json")["calibration"]:
+        expected = [str(row["pairs"]), f"{row['accuracy']:.3f}", f"{row['expected']:.3f}"]
+        assert cells_of(page, row["score difference"]) == expected
+    evaluation = result("reviews-sentiment/evaluation.json")
+    for label, counts in zip(evaluation["labels"], evaluation["confusion"]):
+        assert cells_of(DOCS["reward_model"], label) == [f"{count:.0f}" for count in counts]
+    page = DOCS["grpo_math"].split("\n### A reward that can be hacked")[1]
+    run = result("grpo-math-hacked/work-alone/seed1/evaluation.json")
+    for name in ("held-out: rewards/shows_work", "held-out: pass@1", "held-out: ended by itself"):
+        assert cells_of(page, name) == [f"{run['before'][name]:.3f}", f"{run['after'][name]:.3f}"]
 
 
 def test_the_best_of_n_by_hand():
@@ -369,43 +365,11 @@ def test_the_default_is_healthy():
         assert abs(sum(last_half) / len(last_half) - target) <= 0.15 * target
 
 
-@pytest.mark.parametrize("name, heading, folder", BEFORE_AND_AFTER)
-def test_a_table_before_and_after_is_that_of_the_file(name, heading, folder):
-    page = DOCS[name].split(f"\n{heading}")[1]
-    evaluation = result(f"{folder}/evaluation.json")
-    for metric, after in evaluation["after"].items():
-        before = evaluation["before"][metric]
-        name_today = metric.replace(" a response", " per response").replace(" an answer", " per answer")
-        assert cells_of(page, name_today)[:2] == [f"{before:.3f}", f"{after:.3f}"]
-
-
-def test_the_table_of_the_readme_is_that_of_the_file():
-    evaluation = result("ppo-sentiment-default/evaluation.json")
-    assert f"| {evaluation['n']} held-out prompts | before | after |" in README
-    for metric in ("score mean", "KL, nats per response", "distinct bigrams", "judge: P(positive)"):
-        before, after = evaluation["before"][metric], evaluation["after"][metric]
-        assert cells_of(README, metric) == [f"{before:.3f}", f"{after:.3f}"]
-
-
 def test_the_own_reward_of_the_readme_is_that_of_the_file():
     evaluation = result("ppo-sentiment-own-reward/evaluation.json")
     before, after = evaluation["before"]["score mean"], evaluation["after"]["score mean"]
     text = " ".join(README.split())
     assert f"the mean of {evaluation['n']} held-out prompts rises from {before:.2f} to {after:.2f}" in text
-
-
-@pytest.mark.parametrize("heading, folder", CALIBRATION)
-def test_a_calibration_table_is_that_of_the_file(heading, folder):
-    page = DOCS["reward_model"].split(f"\n{heading}")[1]
-    for row in result(f"{folder}/evaluation.json")["calibration"]:
-        expected = [str(row["pairs"]), f"{row['accuracy']:.3f}", f"{row['expected']:.3f}"]
-        assert cells_of(page, row["score difference"]) == expected
-
-
-def test_the_confusion_matrix_is_that_of_the_file():
-    evaluation = result("reviews-sentiment/evaluation.json")
-    for label, counts in zip(evaluation["labels"], evaluation["confusion"]):
-        assert cells_of(DOCS["reward_model"], label) == [f"{count:.0f}" for count in counts]
 
 
 def test_the_memory_of_running_is_that_of_the_file():
@@ -465,31 +429,6 @@ def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
         noticed.append(sum(outcome["killed_by"] is not None for outcome in outcomes))
     assert f"{', '.join(map(str, noticed[:-1]))} and {noticed[-1]} on the first try" in DOCS["evidence"]
     assert f"{min(noticed)} to {max(noticed)} of the 30 new faults" in README
-
-
-def test_the_tables_of_real_models_are_those_of_the_program():
-    """benchmarks/real_results.py prints all rows with results from the committed files."""
-    program = load_program("benchmarks/real_results.py")
-    tables = [program.reference_runs(), *(table for job in program.PANELS for table in program.tables(job))]
-    printed = {line for table in tables for line in table.splitlines()}
-    lines = DOCS["real_models"].splitlines()
-    rows = [line for line in lines if line.startswith("|") and re.search(r"\d\.\d", line)]
-    assert len(rows) > 30 and not set(rows) - printed
-    section = DOCS["speed"].split("\n### A GRPO update")[1].split("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("|")]
-    assert len(rows) == 5 and not set(rows) - printed
-
-
-def test_equations_of_a_solution_by_hand():
-    """Units, LaTeX, thousands, percentages and bullets are read; code, variables and repetitions are not."""
-    find = load_program("benchmarks/real_results.py").worked_equations
-    assert find("10 packs * 30 balloons/pack = 300 balloons") == [[1, True]]
-    assert find(r"\[ 2 \times \frac{3}{4} = 1.5 \text{ hours} \]") == [[2, True]]
-    assert find(r"\$1,000 + \$200 = \$1,300") == [[1, False]]
-    assert find("- 60% * 50 = 30 = 20 + 9") == [[2, True]]  # 60% is 60/100
-    assert find("3. 100 / 3 = 33.3, so 5 + 5 = 10") == [[1, True], [1, True]]
-    assert find("2 + 2 = 4\n2 + 2 = 4") == [[1, True]]
-    assert find("2x + 3 = 7\ny = 4 + y\n```python\n1 + 1 = 3\n```\nx = 5") == []
 
 
 def test_the_gain_on_gsm8k_is_in_the_pages():
@@ -626,14 +565,6 @@ def test_the_five_seeds_of_grpo_are_those_of_the_files():
         assert run["after"]["held-out: pass@1"] - run["before"]["held-out: pass@1"] > 0.3
 
 
-def test_the_table_of_worked_steps_is_that_of_the_files():
-    """benchmarks/worked_steps.py prints it from the committed results."""
-    program = load_program("benchmarks/worked_steps.py")
-    table = program.table(program.read_lines())
-    assert len(table.splitlines()) > 4
-    assert set(table.splitlines()) <= set(DOCS["grpo_math"].splitlines())
-
-
 def test_the_ranges_before_training_are_those_of_the_files():
     before = [result(f"grpo-math-tiny/seed{seed}/evaluation.json")["before"] for seed in range(1, 6)]
     ranges = []
@@ -642,10 +573,3 @@ def test_the_ranges_before_training_are_those_of_the_files():
         ranges.append(f"{min(values):.3f} to {max(values):.3f}")
     sentence = "a pass@1 of {}, a pass@8 of {}, and a greedy pass@1 of {}".format(*ranges)
     assert sentence in DOCS["grpo_math"]
-
-
-def test_the_hacked_reward_of_grpo_is_that_of_the_file():
-    page = DOCS["grpo_math"].split("\n### A reward that can be hacked")[1]
-    run = result("grpo-math-hacked/work-alone/seed1/evaluation.json")
-    for name in ("held-out: rewards/shows_work", "held-out: pass@1", "held-out: ended by itself"):
-        assert cells_of(page, name) == [f"{run['before'][name]:.3f}", f"{run['after'][name]:.3f}"]

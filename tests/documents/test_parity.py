@@ -57,9 +57,7 @@ SMALL = dict(
     critic=dict(total_episodes=48, per_device_train_batch_size=4, num_ppo_epochs=1),
 )
 SIDES = [
-    ("grpo", "ours"),
     ("rloo", "ours, no gradient clipping"),
-    ("ppo", "ours"),
     ("critic", "ours, TRL's value head and variance"),
 ]
 
@@ -116,18 +114,6 @@ def test_trl_gets_the_rows_in_our_order(monkeypatch, job):
     assert parity_jobs.rows_for_trl(script, args, updates=3, as_ours=False)["prompt"] == prompts
 
 
-def test_trls_ways_change_what_they_name():
-    """The value head, and the variance of whitened advantages."""
-    ours = parity_jobs.importlib.import_module("ppo_sentiment")
-    trls = parity_jobs.patched(ours, parity_jobs.PPO_PATCHES)
-    policy = ours.load_model(ours.AutoModelForCausalLM, ours.RECIPES["tiny"].model_name_or_path)
-    heads = [script.PolicyAndValue(policy).value_head.weight for script in (ours, trls)]
-    assert not heads[0].any() and heads[1].all()
-    values, mask = torch.tensor([[1.0, 2.0, 4.0, 9.0]]), torch.tensor([[True, True, True, False]])
-    assert trls.masked_whiten(values, mask)[mask].std(correction=1).item() == pytest.approx(1)
-    assert ours.masked_whiten(values, mask)[mask].std(correction=0).item() == pytest.approx(1)
-
-
 def test_trls_trainer_gets_the_same_reward():
     """RewardAfterEos, read at the last token, scores responses as rloo_tldr.py does, ended or cut off."""
     job = parity_jobs.JOBS["critic"]
@@ -174,22 +160,6 @@ def test_a_comparison_by_hand(monkeypatch, tmp_path):
         "TRL 0.11 PPOTrainer", "score", "2.000 (sd 1.000)", "4.000 (sd 2.000)",
         f"-2.000 ({found['score']['low']:.3f} to +{found['score']['high']:.3f})",
     ]  # fmt: skip
-
-
-def test_times(monkeypatch, tmp_path):
-    """Seconds of the last copy, the median of several runs, and the ratio to ours."""
-    lines = [
-        {"job": "sft", "side": "ours", "seed": 1, "seconds": [[0, 0.0], [48, 5.0], [96, 10.0]]},
-        {"job": "sft", "side": "TRL 1.16 SFTTrainer", "seed": 1, "seconds": [[0, 0.0], [96, 12.0]]},
-        {"job": "sft", "side": "TRL 1.16 SFTTrainer", "seed": 1, "seconds": [[0, 0.0], [96, 18.0]]},
-    ]
-    monkeypatch.setattr(parity, "TIMES", tmp_path / "times.jsonl")
-    assert len(parity.time_table().splitlines()) == 2
-    parity.TIMES.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert parity.time_table().splitlines()[2:] == [
-        "| sft | ours | 10 | - |",
-        "| sft | TRL 1.16 SFTTrainer | 15 | 1.50 |",
-    ]
 
 
 def test_a_measurement_by_hand():
@@ -239,18 +209,6 @@ def test_a_measurement_by_hand():
         assert found[name] == pytest.approx(mean(values), abs=1e-4), name
 
 
-def test_a_part_of_the_planned_runs_is_not_shown(monkeypatch):
-    """The table has a pair of sides only if both have all planned seeds."""
-    rows = parity.read("grpo")
-    planned = json.loads(parity.PLAN.read_text())["grpo"]["seeds"]
-    shown = {}
-    for number_of_seeds in (len(planned), len(planned) - 1):
-        kept = [row for row in rows if row["side"] == "ours" or row["seed"] in planned[:number_of_seeds]]
-        monkeypatch.setattr(parity, "read", lambda job, kept=kept: kept)
-        shown[number_of_seeds] = len(parity.table("grpo").splitlines()) - 2
-    assert list(shown.values()) == [2, 0]
-
-
 @pytest.mark.parametrize("job", parity_jobs.JOBS)
 def test_the_page_has_the_table_of_the_results(job):
     """docs/parity.md has lines that parity.py prints, and all planned ones; the seeds are the plan's."""
@@ -272,16 +230,6 @@ def test_the_page_has_the_table_of_the_results(job):
 
 def test_the_page_has_the_times():
     assert parity.time_table() in (ROOT / "docs/parity.md").read_text()
-
-
-def test_the_figures(monkeypatch, tmp_path):
-    """From the committed results."""
-    monkeypatch.setattr(parity, "ROOT", tmp_path)
-    (tmp_path / "docs").mkdir()
-    parity.plot("ppo")
-    parity.plot_summary()
-    sizes = [path.stat().st_size for path in (tmp_path / "docs").glob("parity*.png")]
-    assert len(sizes) == 2 and min(sizes) > 10_000
 
 
 def test_what_the_page_says_of_small_differences():

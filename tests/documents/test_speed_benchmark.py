@@ -33,13 +33,6 @@ def test_our_command_is_the_job(name, scripts, tmp_path):
             assert batch == job["micro_batch"] * job["accumulation"]
 
 
-def test_every_peer_has_its_script():
-    installer = (SPEED / "install_peers.sh").read_text()
-    for contestants in compare.CONTESTANTS.values():
-        for environment, script, _ in (x for x in contestants.values() if not isinstance(x, dict)):
-            assert (SPEED / "peers" / script).exists() and f"-m venv {environment}" in installer
-
-
 def test_a_table_by_hand(tmp_path, capsys):
     """The first batch of a run does not count; a ratio is of medians, and its range that of the rounds."""
     job = dict(script="rloo_tldr.py", model="m", batch=10, epochs=1)

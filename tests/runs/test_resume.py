@@ -23,12 +23,7 @@ from run_tools import (
 )
 
 pytest_plugins = ["run_fixtures"]
-
-
-@pytest.fixture
-def script(scripts):
-    """ppo_sentiment.py as a module."""
-    return scripts["ppo_sentiment"]
+SCRIPT = "ppo_sentiment"
 
 
 def resume(module, folder, *flags):
@@ -264,18 +259,6 @@ def test_resume_of_a_finished_run(scripts, small):
     resume(module, folder)
     assert (folder / "model/model.safetensors").read_bytes() == model
     assert rows_of(folder) == rows
-
-
-def test_samples_and_evaluation_of_a_finished_run_are_written_once(scripts, small):
-    """Resuming it writes the same samples and numbers again, in place of the old ones."""
-    module = scripts["sft"]
-    _, folder = module.train(small("sft", num_samples=3))
-    files = ("samples.jsonl", "evaluation.json")
-    before = [(folder / name).read_text() for name in files]
-    assert len(rows_of(folder, "samples.jsonl")) == 3
-    resume(module, folder)
-    assert [(folder / name).read_text() for name in files][0] == before[0]
-    assert json.loads((folder / files[1]).read_text())["after"] == json.loads(before[1])["after"]
 
 
 def test_a_refused_flag_is_forgotten(scripts, small):
