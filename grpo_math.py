@@ -127,9 +127,7 @@ class Args:
     # Tasks and rewards
     dataset_name: str = "openai/gsm8k:main"  # Hub name, NAME:CONFIG, or folder; rewards get all columns
     num_train_rows: int | None = None  # train on only N rows, drawn at random; None: on all
-    hard_dataset_name: str | None = (
-        None  # its held-out rows are solved too: harder tasks, for the same reward
-    )
+    hard_dataset_name: str | None = None  # harder tasks: its held-out rows are solved too, same reward
     prompt_template: str | None = "{question}"  # makes prompts, if the data have no column prompt
     system_prompt: str | None = (  # system message of each chat, or text before each prompt
         "Think step by step, and put your final answer within \\boxed{}."
