@@ -424,9 +424,9 @@ def generator_for(seed, *purpose):
 
 
 def stream_rows(num_rows, start, count, seed):
-    """Row numbers start ... start + count - 1 of an endless stream of shuffled epochs. -> [count]"""
+    """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
     first, last = start // num_rows, (start + count - 1) // num_rows
-    generators = [generator_for(seed, "pass", epoch) for epoch in range(first, last + 1)]
+    generators = [generator_for(seed, "pass", number) for number in range(first, last + 1)]
     rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
     return rows[start - first * num_rows :][:count]
 
@@ -591,9 +591,9 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     Both are differentiable: the loss may contain an entropy bonus.
 
     The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
-    The first 2**25 logits (128 MiB) stay in memory for the backward pass; the other chunks are computed
-    again there. A GPU is faster with few large products: its chunks have 2**26 logits, and the first one
-    stays.
+    On a CPU, a chunk has 128 rows. Those within the first 2**25 logits (128 MiB) stay in memory for the
+    backward pass; the others are computed again there. A GPU is faster with few large products: a chunk has
+    2**26 logits, and the first one stays.
     """
     is_cuda = hidden.device.type == "cuda"
     max_logits = 2**26 if is_cuda else 2**25
@@ -685,6 +685,7 @@ def learning_rate(args, update, updates):
     It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
     a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
     """
+    assert 0 <= args.warmup_ratio <= 1
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
         return args.learning_rate * update / warmup
@@ -1446,7 +1447,8 @@ def parse_args(argv):
     args = replace(parse(default=Args(**saved)), output_dir=str(folder))
     if names_recipe and recipe != saved["recipe"]:
         raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
-    for name in ("optimizer", "adam_eps", "kl_coef"):  # in the checkpoint
+    # These must fit the checkpoint.
+    for name in ("optimizer", "adam_eps", "kl_coef", "rloo_k", "num_generations"):
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args

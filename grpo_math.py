@@ -117,7 +117,7 @@ class Args:
     # Model
     model_name_or_path: str = "Qwen/Qwen2.5-0.5B-Instruct"  # initial policy: Hub name, folder, or LoRA folder
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
-    load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
+    load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
@@ -127,7 +127,9 @@ class Args:
     # Tasks and rewards
     dataset_name: str = "openai/gsm8k:main"  # Hub name, NAME:CONFIG, or folder; rewards get all columns
     num_train_rows: int | None = None  # train on only N rows, drawn at random; None: on all
-    hard_dataset_name: str | None = None  # harder tasks: its held-out rows are solved too
+    hard_dataset_name: str | None = (
+        None  # its held-out rows are solved too: harder tasks, for the same reward
+    )
     prompt_template: str | None = "{question}"  # makes prompts, if the data have no column prompt
     system_prompt: str | None = (  # system message of each chat, or text before each prompt
         "Think step by step, and put your final answer within \\boxed{}."
@@ -277,12 +279,12 @@ def train(args):
 
     tokenizer = load_tokenizer(args.model_name_or_path)
     train_tasks, held_out, counts = load_all_tasks(args, tokenizer)
-    policy, ref_model = load_policy_and_reference(args, args.model_name_or_path, device)
+    policy, ref_model = load_policy(args, args.model_name_or_path, device), None
     has_kl = args.kl_coef != 0
-    if not has_kl:
-        ref_model = None  # not needed
-        if args.load_in_8bit and not args.lora_r:
-            raise UserError("--load-in-8bit: without LoRA and a reference, no weights are frozen")
+    if has_kl:
+        ref_model = load_reference(args, policy, args.model_name_or_path, device)
+    elif args.load_in_8bit and not args.lora_r:
+        raise UserError("--load-in-8bit: without LoRA and a reference, no weights are frozen")
     check_group_model(policy, args.model_name_or_path, args.max_prompt_length + T)
     model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
@@ -323,12 +325,13 @@ def train(args):
         # Nothing here uses the global generators, but your own reward function might. Each process has its
         # own seed.
         set_global_seed(args.seed, update, accelerator.process_index)
-        # The next P tasks of an endless stream of shuffled epochs.
+        # The next P tasks of an endless stream of shuffled passes.
         task_numbers = stream_rows(len(train_tasks), (update - 1) * P, P, args.seed)
         prompt_batch = draw_groups([train_tasks[i] for i in task_numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, responses = rollout_tasks(respond, model, ref_model, prompt_share, args)
-        # Rollouts of all processes: a dict of tensors, [B, ...] each. The texts stay those of this process.
+        # Rollouts of all processes: a dict of tensors, [B, ...] each. `responses` has only the texts of this
+        # process.
         b = accelerator.gather(b)
         C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
         valid = length_mask(b["lengths"], T)  # [B, T]
@@ -343,8 +346,8 @@ def train(args):
         #    of tokens in the minibatch on all processes (DAPO). So the gradient does not depend on how a
         #    minibatch is split, up to rounding.
         learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, update, updates)
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = learning_rate(args, update, updates)
         metric_sums = defaultdict(float)  # sums over the tokens of all minibatches and epochs
         max_sampling_gap = torch.zeros((), device=device)
         for epoch in range(args.num_ppo_epochs):
@@ -358,7 +361,7 @@ def train(args):
                     mb_valid = valid[rows, :t]  # [n, t]
                     token_advantages = advantages[rows, None].expand(-1, t)  # [n, t]
 
-                    # Before the last micro-batch, this keeps processes from exchanging gradients.
+                    # accumulate: processes exchange gradients only at the last micro-batch.
                     with accelerator.accumulate(learner):
                         with autocast:
                             new_logprobs, entropies = learner(
@@ -444,7 +447,7 @@ def train(args):
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
-            "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # did not stop on their own
+            "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # cut off at T
             "completions/distinct_2": distinct_bigrams(accelerate.utils.gather_object(responses)),
             "sampling/logprob_gap_max": accelerator.gather(max_sampling_gap).max(),
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
@@ -597,9 +600,9 @@ def generator_for(seed, *purpose):
 
 
 def stream_rows(num_rows, start, count, seed):
-    """Row numbers start ... start + count - 1 of an endless stream of shuffled epochs. -> [count]"""
+    """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
     first, last = start // num_rows, (start + count - 1) // num_rows
-    generators = [generator_for(seed, "pass", epoch) for epoch in range(first, last + 1)]
+    generators = [generator_for(seed, "pass", number) for number in range(first, last + 1)]
     rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
     return rows[start - first * num_rows :][:count]
 
@@ -724,6 +727,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     rows = torch.arange(P * k, device=ids.device)  # the rows that are still being written
     column = torch.full([1], C, device=ids.device)  # of the newest token; step() changes it in place
 
+    # sample and step use the current rows, mask and column of the loop below.
     def sample(hidden):
         """Sample the next token of each row. hidden [rows, H]"""
         t = column - C  # [1]
@@ -754,7 +758,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
             break
         count = min(round_length, T - start)  # tokens of this round
         rows = rows[keep]
-        L = C + start + count - 1  # columns after the round: all tokens but the newest, which is only sampled
+        L = C + start + count - 1  # columns after the round; the newest token is sampled, but not read yet
         mask = make_room(cache, mask, keep, L, column if is_recorded else None)
         repeat(step, count)
     valid = length_mask(response_lengths(tokens, stop_ids), T)  # a row goes on until its round is over
@@ -866,9 +870,9 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     Both are differentiable: the loss may contain an entropy bonus.
 
     The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
-    The first 2**25 logits (128 MiB) stay in memory for the backward pass; the other chunks are computed
-    again there. A GPU is faster with few large products: its chunks have 2**26 logits, and the first one
-    stays.
+    On a CPU, a chunk has 128 rows. Those within the first 2**25 logits (128 MiB) stay in memory for the
+    backward pass; the others are computed again there. A GPU is faster with few large products: a chunk has
+    2**26 logits, and the first one stays.
     """
     is_cuda = hidden.device.type == "cuda"
     max_logits = 2**26 if is_cuda else 2**25
@@ -981,6 +985,7 @@ def learning_rate(args, update, updates):
     It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
     a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
     """
+    assert 0 <= args.warmup_ratio <= 1
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
         return args.learning_rate * update / warmup
@@ -996,7 +1001,7 @@ def learning_rate(args, update, updates):
 # ============================================================================================================
 # Part II: infrastructure. You need nothing below to understand GRPO. To write a reward function, read
 # call_reward_functions; to bring your own data, load_splits and task_prompt. The scripts share most of these
-# functions, copied verbatim, so a few arguments are used only in another one.
+# functions, copied verbatim, so some arguments are not used in this one.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -1163,44 +1168,53 @@ def add_lora(model, args):
     return model
 
 
-def share_layers(policy, count):
-    """Freeze the policy's embeddings and first layers. -> a reference that shares them and copies the rest"""
+def freeze_layers(policy, count):
+    """Freeze the policy's embeddings and first layers. load_reference shares them."""
     layers = transformer_layers(policy)
-    if not 0 < count <= len(layers):
+    if count > len(layers):
         raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
     embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
-    shared = [p for module in [*embeddings, *layers[:count]] for p in module.parameters()]
-    for p in shared:
-        p.requires_grad_(False)
-    return copy.deepcopy(policy, memo={id(p): p for p in shared})  # what is in the memo is not copied
+    for module in (*embeddings, *layers[:count]):
+        module.requires_grad_(False)
 
 
-def load_policy_and_reference(args, name, device):
-    """The policy to train, and the frozen reference model: None with LoRA, where it is the policy without its
-    adapter."""
+def load_policy(args, name, device):
+    """The policy to train."""
     if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
         raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
-    eight_bit = {}
-    if args.load_in_8bit:
-        # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits,
-        # and which ones depends on the batch: log-probabilities would too.
-        config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-        eight_bit = dict(quantization_config=config)
-    policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {})).to(device)
+    policy = load_model(AutoModelForCausalLM, name, **(eight_bit(args) if args.lora_r else {})).to(device)
     if not all(p.is_floating_point() for p in policy.parameters()) and not args.lora_r:
         raise UserError(f"{name}: quantized weights cannot be trained: add --lora-r 16")
-    ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
-    elif args.num_shared_layers:
-        ref_model = share_layers(policy, args.num_shared_layers)
-    else:
-        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit)
-    if ref_model is not None:
-        ref_model.requires_grad_(False).eval().to(device)
+    if args.num_shared_layers:
+        freeze_layers(policy, args.num_shared_layers)
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # its new name
-    return policy, ref_model
+        # transformers' new name of gradient_checkpointing_enable
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))
+    return policy
+
+
+def load_reference(args, policy, name, device):
+    """The frozen reference model. With LoRA it is None: the reference is the policy without its adapter."""
+    if args.lora_r:
+        return None
+    if args.num_shared_layers:
+        frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
+        ref_model = copy.deepcopy(policy, memo=frozen)  # what is in the memo is not copied
+    else:
+        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit(args))
+    return ref_model.requires_grad_(False).eval().to(device)
+
+
+def eight_bit(args):
+    """What from_pretrained needs for --load-in-8bit."""
+    if not args.load_in_8bit:
+        return {}
+    # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
+    # which ones depends on the batch: log-probabilities would too.
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    return dict(quantization_config=config)
 
 
 def save_policy(policy, tokenizer, folder):
@@ -1458,11 +1472,7 @@ def load_all_tasks(args, tokenizer):
     if args.num_train_rows is not None:  # the same ones for every --seed
         train_rows = random.Random(0).sample(train_rows, min(args.num_train_rows, len(train_rows)))
     splits = {"training": train_rows, "held-out": held_out_rows}
-    # The harder tasks of the recipe tiny are for its own data: other data may need another reward function.
-    tiny = RECIPES["tiny"]
-    has_other_data = Path(args.dataset_name) != Path(tiny.dataset_name)
-    is_foreign = has_other_data and args.hard_dataset_name == tiny.hard_dataset_name
-    if args.hard_dataset_name is not None and not is_foreign:
+    if args.hard_dataset_name is not None:
         _, splits["harder"] = load_splits(args.hard_dataset_name)
     tasks = {name: load_tasks(rows, tokenizer, args) for name, rows in splits.items()}
     counts = ", ".join(f"{len(tasks[name])} of {len(rows)} {name}" for name, rows in splits.items())
@@ -1989,7 +1999,8 @@ def parse_args(argv):
     args = replace(parse(default=Args(**saved)), output_dir=str(folder))
     if names_recipe and recipe != saved["recipe"]:
         raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
-    for name in ("optimizer", "adam_eps", "kl_coef"):  # in the checkpoint
+    # These must fit the checkpoint.
+    for name in ("optimizer", "adam_eps", "kl_coef", "rloo_k", "num_generations"):
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args

@@ -96,7 +96,7 @@ def train(args):
         # 1. Rollout. The beginnings of the next B reviews are the prompts. With them come a length limit for
         #    each response, and the random numbers to sample it with.
         prompt_batch = draw_batch(train_reviews[(update - 1) * B : update * B], args, update)
-        b = respond(*prompt_batch)  # a dict of tensors, [B, ...] each, without gradients
+        b = respond(*prompt_batch)  # a dict, see rollout; its tensors have no gradient
         valid = length_mask(b["lengths"], T)  # [B, T]
 
         # 2. Scores: clip.
@@ -119,13 +119,13 @@ def train(args):
         for epoch in range(args.num_ppo_epochs):
             order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch))
             for rows in order.split(args.per_device_train_batch_size):
-                m = valid[rows]  # [n, T]
+                mb_valid = valid[rows]  # [n, T]
                 old_logprobs, old_values = b["logprobs"][rows], b["values"][rows]  # [n, T]
                 mb_advantages, mb_returns = advantages[rows], returns[rows]  # [n, T]
                 new_logprobs, entropies, new_values = model(b["ids"][rows], b["mask"][rows], T)  # [n, T] each
                 policy_loss = clipped_policy_loss(new_logprobs, old_logprobs, mb_advantages, args.cliprange)
                 value_loss = clipped_value_loss(new_values, old_values, mb_returns, args.cliprange_value)
-                loss = ((policy_loss + args.vf_coef * value_loss) * m).sum() / m.sum()
+                loss = ((policy_loss + args.vf_coef * value_loss) * mb_valid).sum() / mb_valid.sum()
                 loss.backward()
                 nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                 optimizer.step()
@@ -139,7 +139,7 @@ def train(args):
                     "policy/approxkl_avg": 0.5 * log_ratio**2,  # estimates the KL of old and new policy
                 }
                 for name, x in token_metrics.items():
-                    metric_sums[name] += (x * m).sum().item()
+                    metric_sums[name] += (x * mb_valid).sum().item()
 
         # 6. Log. Metrics that TRL also logs keep its names.
         tokens_trained = valid.sum().item() * args.num_ppo_epochs

@@ -91,6 +91,7 @@ from transformers.cache_utils import DynamicLayer
 @dataclass
 class Args:
     """The defaults follow TRL's GPT-2 IMDB sentiment example; recipe gpt2-imdb also sets min_text_length.
+    (TRL's largest lengths are excluded, so they are 7 and 15 there.)
 
     A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
     """
@@ -113,9 +114,9 @@ class Args:
     reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the classifier; called as in TRL
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
     judge_model_path: str | None = None  # a second classifier, not seen in training, for the final table
-    value_model_path: str | None = None  # a causal critic, same tokenizer; None: a value head on the policy
+    value_model_path: str | None = None  # a causal critic, same tokenizer, trained whole; None: a value head
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
-    load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
+    load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
@@ -239,7 +240,7 @@ def train(args):
     B = n * args.gradient_accumulation_steps * args.num_mini_batches * world  # episodes per update
     updates = math.ceil(args.total_episodes / B)
     if args.kl_target is not None and B >= 5 * args.kl_horizon:
-        # adaptive_kl_coef multiplies by 1 - 0.2 * B / kl_horizon at least, which must stay above 0.
+        # The smallest factor of adaptive_kl_coef is 1 - 0.2 * B / kl_horizon, which must be above 0.
         raise UserError(f"--kl-horizon {args.kl_horizon:g} must be more than 1/5 of the batch, {B}")
     # What the progress bar shows: label -> metric.
     run = Run(args, accelerator, updates, status={"score": "objective/scores", "KL": "objective/kl"})
@@ -303,7 +304,8 @@ def train(args):
         prompt_batch = draw_batch(train_reviews, (update - 1) * B, B, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, prompts, responses = respond(prompt_share)
-        # Rollouts of all processes: a dict of tensors, [B, ...] each. The texts stay those of this process.
+        # Rollouts of all processes: a dict of tensors, [B, ...] each. `responses` has only the texts of this
+        # process.
         b = accelerator.gather(b)
         valid = length_mask(b["lengths"], T)  # [B, T]
         rollout_end = time.time()
@@ -323,7 +325,8 @@ def train(args):
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, valid, shift_mean=False)
 
-        # 4. Advantages, always whitened. This subtracts their mean: a constant baseline changes nothing.
+        # 4. Advantages, always whitened: minus their mean (so a constant baseline changes nothing), and
+        #    divided by their standard deviation.
         advantages, returns = gae(rewards, b["values"], valid, args.gamma, args.lam)  # [B, T] each
         advantages = masked_whiten(advantages, valid)
 
@@ -331,8 +334,8 @@ def train(args):
         #    at a time. The loss is the sum over this process's tokens, divided by the number of tokens in
         #    the minibatch on all processes. So the gradient does not depend on how a minibatch is split.
         learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, update, updates)
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = learning_rate(args, update, updates)
         metric_sums = defaultdict(float)  # sums over the tokens of all minibatches and epochs
         for epoch in range(args.num_ppo_epochs):
             order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch)).to(device)
@@ -346,7 +349,7 @@ def train(args):
                     old_logprobs, old_values = b["logprobs"][rows, :t], b["values"][rows, :t]  # [n, t]
                     mb_advantages, mb_returns = advantages[rows, :t], returns[rows, :t]  # [n, t]
 
-                    # Before the last micro-batch, this keeps processes from exchanging gradients.
+                    # accumulate: processes exchange gradients only at the last micro-batch.
                     with accelerator.accumulate(learner):
                         with autocast:
                             new_logprobs, entropies, new_values = learner(
@@ -423,7 +426,7 @@ def train(args):
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
-            "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # did not stop on their own
+            "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # cut off at their limit
             "completions/distinct_2": distinct_bigrams(accelerate.utils.gather_object(responses)),
             "sampling/logprob_gap_mean": sampling_gap.mean(),
             "sampling/logprob_gap_max": sampling_gap.max(),
@@ -526,7 +529,7 @@ def distinct_bigrams(texts):
 def draw_batch(reviews, start, B, args, purpose):
     """Prompts cut to random lengths, a length limit per response, and random numbers to sample with.
 
-    The prompts are the beginnings of reviews start to start + B - 1 of an endless stream of shuffled epochs.
+    The prompts are the beginnings of reviews start to start + B - 1 of an endless stream of shuffled passes.
     All other draws depend only on the seed and the purpose: the number of the update, or "held-out".
 
     The policy is not told its limit. So it cannot plan for an end there, and learns to write text that could
@@ -558,9 +561,9 @@ def generator_for(seed, *purpose):
 
 
 def stream_rows(num_rows, start, count, seed):
-    """Row numbers start ... start + count - 1 of an endless stream of shuffled epochs. -> [count]"""
+    """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
     first, last = start // num_rows, (start + count - 1) // num_rows
-    generators = [generator_for(seed, "pass", epoch) for epoch in range(first, last + 1)]
+    generators = [generator_for(seed, "pass", number) for number in range(first, last + 1)]
     rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
     return rows[start - first * num_rows :][:count]
 
@@ -646,6 +649,7 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_ids, temperature)
     rows = torch.arange(B, device=ids.device)  # the rows that are still being written
     column = torch.full([1], C, device=ids.device)  # of the newest token; step() changes it in place
 
+    # sample and step use the current rows, mask and column of the loop below.
     def sample(hidden):
         """Sample the next token of each row. hidden [rows, H]"""
         t = column - C  # [1]
@@ -676,10 +680,10 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_ids, temperature)
             break
         count = min(round_length, T - start)  # tokens of this round
         rows = rows[keep]
-        L = C + start + count - 1  # columns after the round: all tokens but the newest, which is only sampled
+        L = C + start + count - 1  # columns after the round; the newest token is sampled, but not read yet
         mask = make_room(cache, mask, keep, L, column if is_recorded else None)
         repeat(step, count)
-    # A row goes on until its round is over.
+    # Cut off what rows sampled after their end, until their round was over.
     valid = length_mask(torch.minimum(response_lengths(tokens, stop_ids), max_new_tokens), T)  # [B, T]
     return tokens.where(valid, 0), logprobs.where(valid, 0.0)
 
@@ -788,9 +792,9 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     Both are differentiable: the loss may contain an entropy bonus.
 
     The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
-    The first 2**25 logits (128 MiB) stay in memory for the backward pass; the other chunks are computed
-    again there. A GPU is faster with few large products: its chunks have 2**26 logits, and the first one
-    stays.
+    On a CPU, a chunk has 128 rows. Those within the first 2**25 logits (128 MiB) stay in memory for the
+    backward pass; the others are computed again there. A GPU is faster with few large products: a chunk has
+    2**26 logits, and the first one stays.
     """
     is_cuda = hidden.device.type == "cuda"
     max_logits = 2**26 if is_cuda else 2**25
@@ -942,6 +946,7 @@ def learning_rate(args, update, updates):
     It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
     a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
     """
+    assert 0 <= args.warmup_ratio <= 1
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
         return args.learning_rate * update / warmup
@@ -956,7 +961,7 @@ def learning_rate(args, update, updates):
 
 # ============================================================================================================
 # Part II: infrastructure. You need nothing below to understand PPO: here are models, rewards, data, files and
-# flags. The scripts share these functions, copied verbatim, so a few arguments are used only in another one.
+# flags. The scripts share these functions, copied verbatim, so some arguments are not used in this one.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -1131,49 +1136,59 @@ def add_lora(model, args):
     return model
 
 
-def share_layers(policy, count):
-    """Freeze the policy's embeddings and first layers. -> a reference that shares them and copies the rest"""
+def freeze_layers(policy, count):
+    """Freeze the policy's embeddings and first layers. load_reference shares them."""
     layers = transformer_layers(policy)
-    if not 0 < count <= len(layers):
+    if count > len(layers):
         raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
     embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
-    shared = [p for module in [*embeddings, *layers[:count]] for p in module.parameters()]
-    for p in shared:
-        p.requires_grad_(False)
-    return copy.deepcopy(policy, memo={id(p): p for p in shared})  # what is in the memo is not copied
+    for module in (*embeddings, *layers[:count]):
+        module.requires_grad_(False)
 
 
-def load_policy_and_reference(args, name, device):
-    """The policy to train, and the frozen reference model: None with LoRA, where it is the policy without its
-    adapter."""
+def load_policy(args, name, device):
+    """The policy to train."""
     if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
         raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
-    eight_bit = {}
-    if args.load_in_8bit:
-        # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits,
-        # and which ones depends on the batch: log-probabilities would too.
-        config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-        eight_bit = dict(quantization_config=config)
-    policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {})).to(device)
+    policy = load_model(AutoModelForCausalLM, name, **(eight_bit(args) if args.lora_r else {})).to(device)
     if not all(p.is_floating_point() for p in policy.parameters()) and not args.lora_r:
         raise UserError(f"{name}: quantized weights cannot be trained: add --lora-r 16")
-    ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
-    elif args.num_shared_layers:
-        ref_model = share_layers(policy, args.num_shared_layers)
-    else:
-        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit)
-    if ref_model is not None:
-        ref_model.requires_grad_(False).eval().to(device)
+    if args.num_shared_layers:
+        freeze_layers(policy, args.num_shared_layers)
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # its new name
-    return policy, ref_model
+        # transformers' new name of gradient_checkpointing_enable
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))
+    return policy
+
+
+def load_reference(args, policy, name, device):
+    """The frozen reference model. With LoRA it is None: the reference is the policy without its adapter."""
+    if args.lora_r:
+        return None
+    if args.num_shared_layers:
+        frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
+        ref_model = copy.deepcopy(policy, memo=frozen)  # what is in the memo is not copied
+    else:
+        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit(args))
+    return ref_model.requires_grad_(False).eval().to(device)
+
+
+def eight_bit(args):
+    """What from_pretrained needs for --load-in-8bit."""
+    if not args.load_in_8bit:
+        return {}
+    # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
+    # which ones depends on the batch: log-probabilities would too.
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    return dict(quantization_config=config)
 
 
 def load_policy_and_value(args, device):
     """Policy and value function in one module, and the reference. -> PolicyAndValue, model or None"""
-    policy, ref_model = load_policy_and_reference(args, args.model_name_or_path, device)
+    policy = load_policy(args, args.model_name_or_path, device)
+    ref_model = load_reference(args, policy, args.model_name_or_path, device)
     critic = None
     if args.value_model_path is not None:
         critic = load_model(AutoModel, args.value_model_path)
@@ -1937,7 +1952,8 @@ def parse_args(argv):
     args = replace(parse(default=Args(**saved)), output_dir=str(folder))
     if names_recipe and recipe != saved["recipe"]:
         raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
-    for name in ("optimizer", "adam_eps", "kl_coef"):  # in the checkpoint
+    # These must fit the checkpoint.
+    for name in ("optimizer", "adam_eps", "kl_coef", "rloo_k", "num_generations"):
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args

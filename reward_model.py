@@ -480,9 +480,9 @@ def generator_for(seed, *purpose):
 
 
 def stream_rows(num_rows, start, count, seed):
-    """Row numbers start ... start + count - 1 of an endless stream of shuffled epochs. -> [count]"""
+    """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
     first, last = start // num_rows, (start + count - 1) // num_rows
-    generators = [generator_for(seed, "pass", epoch) for epoch in range(first, last + 1)]
+    generators = [generator_for(seed, "pass", number) for number in range(first, last + 1)]
     rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
     return rows[start - first * num_rows :][:count]
 
@@ -709,6 +709,7 @@ def learning_rate(args, update, updates):
     It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
     a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
     """
+    assert 0 <= args.warmup_ratio <= 1
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
         return args.learning_rate * update / warmup
@@ -1507,7 +1508,8 @@ def parse_args(argv):
     args = replace(parse(default=Args(**saved)), output_dir=str(folder))
     if names_recipe and recipe != saved["recipe"]:
         raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
-    for name in ("optimizer", "adam_eps", "kl_coef"):  # in the checkpoint
+    # These must fit the checkpoint.
+    for name in ("optimizer", "adam_eps", "kl_coef", "rloo_k", "num_generations"):
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args

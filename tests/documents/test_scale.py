@@ -85,7 +85,9 @@ def built(case):
     if case.lora_r:
         policy = rloo.add_lora(policy, args)
     elif case.num_shared_layers:
-        reference = rloo.share_layers(policy, case.num_shared_layers)
+        rloo.freeze_layers(policy, case.num_shared_layers)
+        args = rloo.Args(num_shared_layers=case.num_shared_layers)
+        reference = rloo.load_reference(args, policy, "", "cpu")
     else:
         reference = new_model(case.model)
     if case.gradient_checkpointing:

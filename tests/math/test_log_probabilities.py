@@ -258,7 +258,8 @@ def test_a_critic_must_not_see_later_tokens(tiny_lm, tiny_classifier):
 
 def policy_and_reference(folder, **flags):
     args = ppo.Args(dtype="float32", **flags)
-    return ppo.load_policy_and_reference(args, folder, "cpu")
+    policy = ppo.load_policy(args, folder, "cpu")
+    return policy, ppo.load_reference(args, policy, folder, "cpu")
 
 
 @torch.no_grad()

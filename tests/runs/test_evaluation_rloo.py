@@ -517,9 +517,9 @@ def test_a_run_without_a_judge(trained):
 def test_the_live_adapter_is_what_is_saved(rloo, script, monkeypatch):
     """LoRA: the last evaluation and model/, in plain transformers, give the same log-probabilities."""
     rollouts = spy(monkeypatch, script, "rollout_groups")
-    loaded = spy(monkeypatch, script, "load_policy_and_reference")
+    loaded = spy(monkeypatch, script, "load_reference")
     _, folder, rows = rloo(lora_r=4, learning_rate=0.05)
-    [(_, (_, reference))] = loaded
+    [(_, reference)] = loaded
     assert reference is None  # the policy without its adapter: the KL starts at 0
     assert rows[0]["objective/kl"] == 0 and abs(rows[1]["objective/kl"]) > 1e-3
     merged = AutoModelForCausalLM.from_pretrained(folder / "model").eval()

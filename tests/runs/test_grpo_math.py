@@ -270,14 +270,13 @@ def test_some_rows_are_trained_on(grpo, rollouts, tmp_path):
     "flags, names",
     [
         (dict(), ["held-out", "harder"]),
-        (dict(dataset_name="./data/arithmetic/"), ["held-out", "harder"]),  # its own
-        (dict(dataset_name="OTHER"), ["held-out"]),
+        (dict(dataset_name="OTHER"), ["held-out", "harder"]),
         (dict(dataset_name="OTHER", hard_dataset_name="OTHER"), ["held-out", "harder"]),
         (dict(hard_dataset_name=None), ["held-out"]),
     ],
 )
-def test_the_harder_tasks_of_tiny_are_for_its_own_data(script, tmp_path, flags, names):
-    """With other training data they are left out. Other harder tasks stay. What is kept is counted."""
+def test_harder_tasks(script, tmp_path, flags, names):
+    """What is kept is counted."""
     other = numbered(tmp_path / "data", train=3, test=5)
     flags = {name: other if x == "OTHER" else x for name, x in flags.items()}
     args = replace(script.parse_args(["tiny"]), max_prompt_length=20, num_eval_prompts=4, **flags)
