@@ -97,16 +97,30 @@ def test_rows_that_are_left_out_are_counted(script, tokenizer):
     assert counts == f"1 of 10 rows, 2 have more than {longest} tokens"
 
 
-def test_posts_of_the_evaluation(script, tokenizer, tmp_path):
-    """Those of --eval-dataset-name that are short enough, or the prompts of the pairs."""
+def test_no_rows(script, tokenizer):
+    with pytest.raises(script.UserError, match="no row has two different responses.*columns are none"):
+        load(script, tokenizer)
+
+
+def test_posts_of_the_evaluation(script, tokenizer, tmp_path, capsys):
+    """Those of --eval-dataset-name that have a prompt and are short enough, or the prompts of the pairs."""
     rows = [dict(prompt="P:", completion=" a"), dict(prompt="P:" * 400, completion=" a")]
+    rows += [dict(prompt="", completion=" a"), dict(prompt=None, completion=" a")]
     data = write_rows(tmp_path / "posts", train=rows, test=rows)
     args = script.Args(eval_dataset_name=data, max_length=300)
     [post] = script.load_eval_posts([], tokenizer, args)
     assert texts_of(post, tokenizer) == ["P:", " a<|endoftext|>"]
+    assert "1 of 4 rows, with a prompt and at most 300 tokens" in capsys.readouterr().out
     pairs, _ = script.load_pairs([dict(prompt="Q:", chosen=" c", rejected=" d")], tokenizer, args)
     [post] = script.load_eval_posts(pairs, tokenizer, script.Args())
     assert texts_of(post, tokenizer) == ["Q:", " c<|endoftext|>"]
+
+
+def test_no_posts(script, tokenizer, tmp_path):
+    rows = [dict(prompt="", completion=" a")]
+    args = script.Args(eval_dataset_name=write_rows(tmp_path / "posts", train=rows, test=rows))
+    with pytest.raises(script.UserError, match="has no row with a prompt"):
+        script.load_eval_posts([], tokenizer, args)
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
