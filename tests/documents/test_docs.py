@@ -306,10 +306,28 @@ def test_the_speed_of_dpo_is_that_of_the_file():
 
 
 def test_the_table_of_methods_is_that_of_the_program():
-    """benchmarks/methods.py prints all rows of docs/methods.md."""
-    printed = load_program("benchmarks/methods.py").table().splitlines()
-    rows = [line for line in DOCS["methods"].splitlines() if re.match(r"\| (best|DPO|RLOO)", line)]
+    """benchmarks/methods.py prints all rows of docs/methods.md, from the KL of all committed runs."""
+    program = load_program("benchmarks/methods.py")
+    printed = program.table().splitlines()
+    rows = [line for line in DOCS["methods"].splitlines() if re.match(r"\| (best|DPO|RLOO|PPO),? ", line)]
     assert rows and set(rows) == set(printed[2:])
+    assert program.long_run() in DOCS["methods"] and program.cost() in DOCS["methods"]
+    for method, folder in program.RUNS.items():
+        kls = sorted(x["kl"] for x in program.read_points()[method])
+        evaluations = [
+            json.loads(path.read_text()) for path in (ROOT / "results" / folder).rglob("evaluation.json")
+        ]
+        assert kls == pytest.approx(
+            sorted(x["after"]["KL, nats per response"] for x in evaluations), abs=1e-4
+        )
+
+
+def test_the_table_of_dpo_variants_is_that_of_the_program():
+    assert load_program("benchmarks/dpo_variants.py").table() in DOCS["dpo_tldr"]
+
+
+def test_the_table_beside_trl_is_that_of_the_program():
+    assert load_program("benchmarks/trl_dpo.py").table() in DOCS["dpo_tldr"]
 
 
 def test_the_best_of_n_by_hand():
