@@ -292,6 +292,13 @@ def test_the_responses_before_are_those_of_rloo(dpo, rloo):
         assert row["reference"] == other["reference"]
 
 
+def test_only_the_held_out_rows_that_are_used_are_read(dpo, script, monkeypatch):
+    calls = spy(monkeypatch, script, "load_pairs")
+    _, folder, _ = dpo(num_eval_pairs=3)
+    assert len(calls[1][0][0]) == 3
+    assert json.loads((folder / "evaluation.json").read_text())["number of pairs"] == 3
+
+
 def test_without_a_judge_and_without_other_posts(dpo):
     """The prompts of held-out pairs, and no win rate."""
     _, folder, _ = dpo(judge_fn=None, eval_dataset_name=None)
