@@ -27,7 +27,7 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
     python grpo_math.py smollm2-word-problems        # after the same recipe of sft.py
     python grpo_math.py --reward-fn mine.py:correct mine.py:format --reward-weights 1 0.2
     accelerate launch grpo_math.py gsm8k-qwen-1.5b   # on N GPUs, with N times the batch
-    python grpo_math.py --resume latest              # continue a stopped run; on a CPU, bit for bit
+    python grpo_math.py --resume RUN_FOLDER          # continue a stopped run; on a CPU, bit for bit
 
 Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, rewards,
 data, processes, run folder, flags. Papers: DeepSeekMath (GRPO, Shao et al. 2024), DAPO (Yu et al. 2025),
@@ -66,7 +66,6 @@ import shutil
 import signal
 import string
 import sys
-import threading
 import time
 import warnings
 from collections import defaultdict
@@ -107,7 +106,7 @@ class Args:
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue a run: its folder, or `latest`, of this script in runs/
+    resume: str | None = None  # continue the run in this folder
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
@@ -118,7 +117,7 @@ class Args:
     # Model
     model_name_or_path: str = "Qwen/Qwen2.5-0.5B-Instruct"  # initial policy: Hub name, folder, or LoRA folder
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
-    load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
+    load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
@@ -128,7 +127,9 @@ class Args:
     # Tasks and rewards
     dataset_name: str = "openai/gsm8k:main"  # Hub name, NAME:CONFIG, or folder; rewards get all columns
     num_train_rows: int | None = None  # train on only N rows, drawn at random; None: on all
-    hard_dataset_name: str | None = None  # harder tasks: its held-out rows are solved too
+    hard_dataset_name: str | None = (
+        None  # its held-out rows are solved too: harder tasks, for the same reward
+    )
     prompt_template: str | None = "{question}"  # makes prompts, if the data have no column prompt
     system_prompt: str | None = (  # system message of each chat, or text before each prompt
         "Think step by step, and put your final answer within \\boxed{}."
@@ -278,13 +279,17 @@ def train(args):
 
     tokenizer = load_tokenizer(args.model_name_or_path)
     train_tasks, held_out, counts = load_all_tasks(args, tokenizer)
-    has_kl = args.kl_coef != 0  # only then a reference model is needed
-    policy, ref_model = load_policy_and_reference(args, args.model_name_or_path, device, has_kl)
+    policy, ref_model = load_policy(args, args.model_name_or_path, device), None
+    has_kl = args.kl_coef != 0
+    if has_kl:
+        ref_model = load_reference(args, policy, args.model_name_or_path, device)
+    elif args.load_in_8bit and not args.lora_r:
+        raise UserError("--load-in-8bit: without LoRA and a reference, no weights are frozen")
     check_group_model(policy, args.model_name_or_path, args.max_prompt_length + T)
     model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
-    get_rewards = partial(score_responses, load_functions(args.reward_fn), trainer_state, device)
+    get_scores = partial(score_responses, load_functions(args.reward_fn), trainer_state, device)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 
@@ -300,7 +305,7 @@ def train(args):
     # The random numbers of an evaluation depend only on the seed, so they are the same before and after
     # training. In a resumed run too, `before` is that of the initial policy, because run.start loads a
     # checkpoint only below.
-    respond = partial(sample_responses, policy, tokenizer, stop_ids, get_rewards)
+    respond = partial(sample_responses, policy, tokenizer, stop_ids, get_scores)
     with autocast:
         before = evaluate_all(respond, held_out, args, accelerator)
 
@@ -317,14 +322,16 @@ def train(args):
         #    result does not depend on the number of processes, up to rounding.
         start_time = time.time()
         trainer_state.global_step = update - 1
-        # For random numbers in your own reward function. They do depend on the process.
+        # Nothing here uses the global generators, but your own reward function might. Each process has its
+        # own seed.
         set_global_seed(args.seed, update, accelerator.process_index)
-        # The next P tasks of an endless stream of shuffled epochs.
+        # The next P tasks of an endless stream of shuffled passes.
         task_numbers = stream_rows(len(train_tasks), (update - 1) * P, P, args.seed)
         prompt_batch = draw_groups([train_tasks[i] for i in task_numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, responses = rollout_tasks(respond, model, ref_model, prompt_share, args)
-        # Rollouts of all processes: a dict of tensors, [B, ...] each. The texts stay those of this process.
+        # Rollouts of all processes: a dict of tensors, [B, ...] each. `responses` has only the texts of this
+        # process.
         b = accelerator.gather(b)
         C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
         valid = length_mask(b["lengths"], T)  # [B, T]
@@ -339,8 +346,8 @@ def train(args):
         #    of tokens in the minibatch on all processes (DAPO). So the gradient does not depend on how a
         #    minibatch is split, up to rounding.
         learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, update, updates)
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = learning_rate(args, update, updates)
         metric_sums = defaultdict(float)  # sums over the tokens of all minibatches and epochs
         max_sampling_gap = torch.zeros((), device=device)
         for epoch in range(args.num_ppo_epochs):
@@ -351,10 +358,10 @@ def train(args):
                     rows_of_share = sorted_groups(share, b["lengths"], k)
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
-                    m = valid[rows, :t]
+                    mb_valid = valid[rows, :t]  # [n, t]
                     token_advantages = advantages[rows, None].expand(-1, t)  # [n, t]
 
-                    # Before the last micro-batch, this keeps processes from exchanging gradients.
+                    # accumulate: processes exchange gradients only at the last micro-batch.
                     with accelerator.accumulate(learner):
                         with autocast:
                             new_logprobs, entropies = learner(
@@ -371,7 +378,7 @@ def train(args):
                         if has_kl:
                             token_kl = kl_per_token(new_logprobs, b["ref_logprobs"][rows, :t], "k3")
                             token_loss = policy_loss + args.kl_coef * token_kl
-                        loss = (token_loss * m).sum() / num_tokens
+                        loss = (token_loss * mb_valid).sum() / num_tokens
                         # We want the sum, but DDP averages over processes, and accelerate over micro-batches.
                         accelerator.backward(loss * world * args.gradient_accumulation_steps)
 
@@ -398,11 +405,12 @@ def train(args):
                             ref_logprobs = b["ref_logprobs"][rows, :t]
                             token_metrics["kl"] = kl_per_token(old_logprobs, ref_logprobs, "k1")
                         for name, x in token_metrics.items():
-                            metric_sums[name] += (x * m).sum()
+                            metric_sums[name] += (x * mb_valid).sum()
                         # No optimizer step since the rollout, so the ratios must be 1. (With one step per
                         # batch, they are 1 by definition. Then only nan fails here.)
                         if is_first_step:
-                            assert log_ratio[m].abs().mean() < 0.02, "rollout and update differ, or nan"
+                            gap = log_ratio[mb_valid].abs().mean()
+                            assert gap < 0.02, "rollout and update differ, or nan"
 
                 is_first_step = False
                 grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
@@ -439,7 +447,7 @@ def train(args):
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
-            "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # did not stop on their own
+            "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # cut off at T
             "completions/distinct_2": distinct_bigrams(accelerate.utils.gather_object(responses)),
             "sampling/logprob_gap_max": accelerator.gather(max_sampling_gap).max(),
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
@@ -509,16 +517,16 @@ def evaluate_tasks(respond, tasks, args, accelerator):
         length        k int, in tokens
         rewards/NAME  k numbers, for each reward function; None: it does not apply
     """
-    # For random numbers in your own reward function.
+    # Nothing here uses the global generators, but your own reward function might.
     set_global_seed(args.seed, "held-out", accelerator.process_index)
     k = args.num_eval_samples
     records = []
     with accelerator.split_between_processes(draw_groups(tasks, k, args, "held-out")) as share:
         if share["examples"]:  # there may be more processes than tasks
             b, responses = respond(share, args)
-            rewards = {name: x for name, x in b.items() if name.startswith("rewards/")}
-            is_right = next(iter(rewards.values())) >= 1  # [P * k]
-            columns = rewards | {"right": is_right, "ended": b["stopped"], "length": b["lengths"]}
+            scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
+            is_right = next(iter(scores_by_name.values())) >= 1  # [P * k]
+            columns = scores_by_name | {"right": is_right, "ended": b["stopped"], "length": b["lengths"]}
             for i, task in enumerate(share["examples"]):
                 group = slice(i * k, (i + 1) * k)
                 record = {"task": plain_text(task["prompt"]), "responses": responses[group]}
@@ -592,9 +600,9 @@ def generator_for(seed, *purpose):
 
 
 def stream_rows(num_rows, start, count, seed):
-    """Row numbers start ... start + count - 1 of an endless stream of shuffled epochs. -> [count]"""
+    """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
     first, last = start // num_rows, (start + count - 1) // num_rows
-    generators = [generator_for(seed, "pass", epoch) for epoch in range(first, last + 1)]
+    generators = [generator_for(seed, "pass", number) for number in range(first, last + 1)]
     rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
     return rows[start - first * num_rows :][:count]
 
@@ -609,8 +617,8 @@ def rollout_tasks(respond, model, ref_model, batch, args):
     - the responses, P * k str
     """
     b, responses = respond(batch, args)
-    rewards = {name: x for name, x in b.items() if name.startswith("rewards/")}
-    b["scores"] = weighted_sum(rewards, args.reward_weights)  # [P * k]
+    scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
+    b["scores"] = weighted_sum(scores_by_name, args.reward_weights)  # [P * k]
 
     # Old log-probabilities, the denominator of the ratio. With one optimizer step per batch, the policy does
     # not change before the update, and train uses its new log-probabilities as the old ones. With several
@@ -649,10 +657,10 @@ def sorted_groups(groups, lengths, k):
 
 
 @torch.no_grad()
-def sample_responses(policy, tokenizer, stop_ids, get_rewards, batch, args):
+def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each prompt, and reward them.
 
-    get_rewards: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
+    get_scores: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
     - a dict of tensors, in which the responses to a prompt are neighbors: ids, mask [P * k, C + T]; lengths,
       stopped, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
     - the responses, P * k str
@@ -679,11 +687,12 @@ def sample_responses(policy, tokenizer, stop_ids, get_rewards, batch, args):
     # 2. Decode and reward.
     response_tokens = list_tokens(tokens, valid)
     text_tokens = response_tokens
-    if args.stop_token_id is None:  # EOS and the like are not text; a stop token you chose, such as ".", is
+    # EOS is cut from the text. A stop token that you chose, such as ".", stays.
+    if args.stop_token_id is None:
         text_tokens = list_tokens(tokens, valid & ~is_stop)
     _, responses = decode(tokenizer, list_tokens(prompt_ids, prompt_mask), text_tokens)  # P * k str
     examples = [example for example in batch["examples"] for _ in range(k)]
-    rewards = get_rewards(examples, responses, response_tokens)  # name -> [P * k]
+    scores_by_name = get_scores(examples, responses, response_tokens)  # name -> [P * k]
 
     b = {
         "ids": torch.cat([prompt_ids, tokens], 1),  # [P * k, C + T]
@@ -691,7 +700,7 @@ def sample_responses(policy, tokenizer, stop_ids, get_rewards, batch, args):
         "lengths": lengths,
         "stopped": is_stop.any(1),
         "sampling_logprobs": sampling_logprobs,
-        **{f"rewards/{name}": x for name, x in rewards.items()},
+        **{f"rewards/{name}": x for name, x in scores_by_name.items()},
     }
     return b, responses
 
@@ -716,8 +725,9 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     tokens = torch.zeros(P * k, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(P * k, T, device=ids.device)
     rows = torch.arange(P * k, device=ids.device)  # the rows that are still being written
-    column = torch.full([1], C, device=ids.device)  # of the newest token of all rows
+    column = torch.full([1], C, device=ids.device)  # of the newest token; step() changes it in place
 
+    # sample and step use the current rows, mask and column of the loop below.
     def sample(hidden):
         """Sample the next token of each row. hidden [rows, H]"""
         t = column - C  # [1]
@@ -735,8 +745,8 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
         sample(hidden)
 
     # Generation goes in rounds. Before a round, finished rows leave, and mask and cache get room for its
-    # tokens. Within a round no shape changes, and no line asks for a value. So a GPU can record one step and
-    # replay it for the other tokens of the round (see `repeat`). On a CPU, a round is one token.
+    # tokens. Within a round no shape changes, and nothing is copied to the CPU. So a GPU can record one step
+    # and replay it for the other tokens of the round (see `repeat`). On a CPU, a round is one token.
     sample(hidden)
     is_recorded = can_be_recorded(policy, cache)
     round_length = TOKENS_PER_ROUND if is_recorded else 1
@@ -748,7 +758,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
             break
         count = min(round_length, T - start)  # tokens of this round
         rows = rows[keep]
-        L = C + start + count - 1  # after the round: the prompt, and all tokens but the newest, not read yet
+        L = C + start + count - 1  # columns after the round; the newest token is sampled, but not read yet
         mask = make_room(cache, mask, keep, L, column if is_recorded else None)
         repeat(step, count)
     valid = length_mask(response_lengths(tokens, stop_ids), T)  # a row goes on until its round is over
@@ -853,39 +863,16 @@ def token_logits(hidden, weight, temperature=1.0, bias=None):
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
 
 
-class LogprobsAndEntropies(torch.autograd.Function):
-    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
-
-    One function, so that the backward pass frees log_p, even if the loss does not contain the entropies.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, tokens):
-        log_p = torch.log_softmax(logits, 1)  # [N, V]
-        ctx.save_for_backward(log_p, tokens)
-        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
-        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropies):
-        log_p, tokens = ctx.saved_tensors
-        grad = torch.zeros_like(log_p)  # of log_p
-        if grad_logprobs is not None:
-            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
-        if grad_entropies is not None:
-            grad -= grad_entropies[:, None] * log_p.exp() * log_p
-        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
-
-
 def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
     hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
     Both are differentiable: the loss may contain an entropy bonus.
 
-    The logits of all N tokens may need more memory than the model, so only a part of the rows is computed at
-    once. The first 2**25 logits (128 MiB) stay in memory for the backward pass; the others are computed a
-    second time there. A GPU is faster with few large products: up to 2**26 logits at once, and in memory.
+    The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
+    On a CPU, a chunk has 128 rows. Those within the first 2**25 logits (128 MiB) stay in memory for the
+    backward pass; the others are computed again there. A GPU is faster with few large products: a chunk has
+    2**26 logits, and the first one stays.
     """
     is_cuda = hidden.device.type == "cuda"
     max_logits = 2**26 if is_cuda else 2**25
@@ -893,7 +880,7 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
     def logprobs_of_chunk(hidden, tokens):
         logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
-        return LogprobsAndEntropies.apply(logits, tokens)
+        return LogprobsAndEntropies.apply(logits, tokens)  # log softmax at the tokens, entropies
 
     outputs = []
     for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
@@ -939,14 +926,14 @@ def length_mask(lengths, max_length):
     return torch.arange(max_length, device=lengths.device) < lengths[:, None]
 
 
-def weighted_sum(rewards, weights=None):
-    """The sum of weight * reward.
+def weighted_sum(scores, weights=None):
+    """The sum of weight * score.
 
-    rewards: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
-    A nan means that a reward does not apply to a row (the function returned None), and counts as 0.
+    scores: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
+    A nan means that a score does not apply to a row (the function returned None), and counts as 0.
     """
-    weights = weights or [1.0] * len(rewards)
-    return sum(weight * values.nan_to_num() for weight, values in zip(weights, rewards.values(), strict=True))
+    weights = weights or [1.0] * len(scores)
+    return sum(weight * values.nan_to_num() for weight, values in zip(weights, scores.values(), strict=True))
 
 
 def grpo_advantages(rewards, k):
@@ -966,6 +953,7 @@ def grpo_advantages(rewards, k):
 
 def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
+    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
     log_ratio = logprobs - old_logprobs
     ratio = torch.exp(log_ratio.clamp(max=40))  # an infinite ratio times an advantage of 0 is nan
     unclipped = -advantages * ratio
@@ -997,6 +985,7 @@ def learning_rate(args, update, updates):
     It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
     a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
     """
+    assert 0 <= args.warmup_ratio <= 1
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
         return args.learning_rate * update / warmup
@@ -1012,7 +1001,7 @@ def learning_rate(args, update, updates):
 # ============================================================================================================
 # Part II: infrastructure. You need nothing below to understand GRPO. To write a reward function, read
 # call_reward_functions; to bring your own data, load_splits and task_prompt. The scripts share most of these
-# functions, copied verbatim, so a few arguments are used only in another one.
+# functions, copied verbatim, so some arguments are not used in this one.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -1062,8 +1051,6 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        accelerate.PartialState().print(f"{name}: the balancing loss of its experts is not trained here")
     missing = report["missing_keys"]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
@@ -1075,7 +1062,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
             if isinstance(value, float) and is_noise:
-                setattr(module, key, 0.0)  # in RL, rollout and update must have the same probabilities
+                setattr(module, key, 0.0)  # otherwise two forward passes would differ
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
@@ -1181,53 +1168,53 @@ def add_lora(model, args):
     return model
 
 
-def share_layers(policy, count):
-    """Freeze the policy's embeddings and first layers. -> a reference that shares them and copies the rest"""
+def freeze_layers(policy, count):
+    """Freeze the policy's embeddings and first layers. load_reference shares them."""
     layers = transformer_layers(policy)
-    if not 0 < count <= len(layers):
+    if count > len(layers):
         raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
     embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
-    shared = [p for module in [*embeddings, *layers[:count]] for p in module.parameters()]
-    for p in shared:
-        p.requires_grad_(False)
-    return copy.deepcopy(policy, memo={id(p): p for p in shared})  # what is in the memo is not copied
+    for module in (*embeddings, *layers[:count]):
+        module.requires_grad_(False)
 
 
-def load_policy_and_reference(args, name, device, needs_reference=True):
-    """The policy to train, and the frozen reference model.
-
-    The reference is None with LoRA, where it is the policy without its adapter; and if none is needed.
-    """
+def load_policy(args, name, device):
+    """The policy to train."""
     if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
         raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
-    if args.load_in_8bit and not args.lora_r and not needs_reference:
-        raise UserError("--load-in-8bit: without LoRA and a reference, no weights are frozen")
-    eight_bit = {}
-    if args.load_in_8bit:
-        # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits,
-        # and which ones depends on the batch. So would log-probabilities.
-        config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-        eight_bit = dict(quantization_config=config)
-    policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {})).to(device)
+    policy = load_model(AutoModelForCausalLM, name, **(eight_bit(args) if args.lora_r else {})).to(device)
     if not all(p.is_floating_point() for p in policy.parameters()) and not args.lora_r:
         raise UserError(f"{name}: quantized weights cannot be trained: add --lora-r 16")
-    if getattr(policy, "is_loaded_in_4bit", False) and device.type == "cpu":
-        # On some CPUs, bitsandbytes 0.50 does not pass on the gradient.
-        raise UserError(f"{name}: 4-bit weights work only on a GPU")
-    ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
-    elif args.num_shared_layers:
-        ref_model = share_layers(policy, args.num_shared_layers)
-    elif needs_reference:
-        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit)
-    if not needs_reference:  # share_layers makes one in any case
-        ref_model = None
-    if ref_model is not None:
-        ref_model.requires_grad_(False).eval().to(device)
+    if args.num_shared_layers:
+        freeze_layers(policy, args.num_shared_layers)
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing, renamed
-    return policy, ref_model
+        # transformers' new name of gradient_checkpointing_enable
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))
+    return policy
+
+
+def load_reference(args, policy, name, device):
+    """The frozen reference model. With LoRA it is None: the reference is the policy without its adapter."""
+    if args.lora_r:
+        return None
+    if args.num_shared_layers:
+        frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
+        ref_model = copy.deepcopy(policy, memo=frozen)  # what is in the memo is not copied
+    else:
+        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit(args))
+    return ref_model.requires_grad_(False).eval().to(device)
+
+
+def eight_bit(args):
+    """What from_pretrained needs for --load-in-8bit."""
+    if not args.load_in_8bit:
+        return {}
+    # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
+    # which ones depends on the batch: log-probabilities would too.
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    return dict(quantization_config=config)
 
 
 def save_policy(policy, tokenizer, folder):
@@ -1237,6 +1224,34 @@ def save_policy(policy, tokenizer, folder):
         policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+# ---- Gradient of log-probabilities and entropies -----------------------------------------------------------
+
+
+class LogprobsAndEntropies(torch.autograd.Function):
+    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
+
+    With separate operations, a loss without entropies would not free their log_p [N, V] in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, tokens):
+        log_p = torch.log_softmax(logits, 1)  # [N, V]
+        ctx.save_for_backward(log_p, tokens)
+        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
+        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropies):
+        log_p, tokens = ctx.saved_tensors
+        grad = torch.zeros_like(log_p)  # of log_p
+        if grad_logprobs is not None:
+            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
+        if grad_entropies is not None:
+            # -p * (log_p + 1), but the gradient of log_softmax cancels the 1.
+            grad -= grad_entropies[:, None] * log_p.exp() * log_p
+        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
 
 
 # ---- Token steps that a GPU records ------------------------------------------------------------------------
@@ -1273,7 +1288,7 @@ class FixedSizeLayer(DynamicLayer):
 
 
 def can_be_recorded(policy, cache):
-    """Can a GPU record a token step of this model? No shape may change, and no step may ask for a value.
+    """Can a GPU record a token step of this model? No shape may change, and nothing may go to the CPU.
 
     transformers says of each kind of model whether it can read a cache with free columns (GPT-Neo cannot).
     """
@@ -1300,9 +1315,9 @@ def make_room(cache, mask, keep, L, column):
 def repeat(step, count):
     """Call step() count times. From the second time on, a GPU replays what it recorded of one call.
 
-    To start a kernel from Python takes longer than to compute it. A recording (a CUDA graph) is the list of
+    Launching a kernel from Python takes longer than running it. A recording (a CUDA graph) is the list of
     the kernels of one call, with the addresses that they read and write; the GPU starts them by itself. So a
-    step must keep its state in tensors that it changes in place, and must not ask for their values.
+    step must keep its state in tensors that it changes in place, and must not copy them to the CPU.
     """
     step()  # also loads the kernels, which must not happen during a recording
     if count == 1:
@@ -1356,6 +1371,7 @@ def load_functions(names):
     return functions
 
 
+@torch.no_grad()
 def call_reward_functions(functions, trainer_state, device, rows, prompts, completions, completion_ids):
     """Call reward functions as TRL's GRPOTrainer calls them: by keyword. For example:
 
@@ -1370,7 +1386,7 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
     """
     columns = {name for row in rows for name in row} - {"prompt"}
     inputs = {name: [row.get(name) for row in rows] for name in columns}
-    # A column of one of these names is an error.
+    # A data column of one of these names ends in a TypeError here.
     inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
     rewards = {}
     for name, function in functions.items():
@@ -1427,6 +1443,7 @@ def load_splits(name):
         del train[::10]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
 
+    # The columns that may be chats in one of the scripts:
     for column in ("messages", "prompt", "completion", "chosen", "rejected"):
         for value in (row.get(column) for row in train + held_out):
             if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
@@ -1455,11 +1472,7 @@ def load_all_tasks(args, tokenizer):
     if args.num_train_rows is not None:  # the same ones for every --seed
         train_rows = random.Random(0).sample(train_rows, min(args.num_train_rows, len(train_rows)))
     splits = {"training": train_rows, "held-out": held_out_rows}
-    # The harder tasks of the recipe tiny are for its own data: other data may need another reward function.
-    tiny = RECIPES["tiny"]
-    has_other_data = Path(args.dataset_name) != Path(tiny.dataset_name)
-    is_foreign = has_other_data and args.hard_dataset_name == tiny.hard_dataset_name
-    if args.hard_dataset_name is not None and not is_foreign:
+    if args.hard_dataset_name is not None:
         _, splits["harder"] = load_splits(args.hard_dataset_name)
     tasks = {name: load_tasks(rows, tokenizer, args) for name, rows in splits.items()}
     counts = ", ".join(f"{len(tasks[name])} of {len(rows)} {name}" for name, rows in splits.items())
@@ -1622,7 +1635,7 @@ def start_accelerator(args):
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            # The others wait while the main process saves a large model, or asks a judge.
+            # The others wait while the main process saves a large model, for example.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
@@ -1727,12 +1740,12 @@ class Run:
         )
         self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=updates)
-        self.last_line_time = 0.0
+        self.last_line_time, self.got_signal = 0.0, False
         # The same folder on all processes. self.name is the path as it was given, for messages.
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
-        self.folder = Path(self.name).absolute()  # a reward function may change the working directory
+        self.folder = Path(self.name).absolute()  # your code may change the working directory
         is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
         if is_used and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
@@ -1751,8 +1764,7 @@ class Run:
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            header = "score before" if name == "score" and "score after" in rows[-1] else name
-            table.add_column(header, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             if "prompt" in row and self.console.width <= 80:
                 row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
@@ -1795,10 +1807,9 @@ class Run:
 
     def start(self, batch_size):
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
-        is_main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
-        for number in (signal.SIGINT, signal.SIGTERM) if is_main_thread else ():
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # A worker that a reward function forks ends at these signals as usual.
+            # A worker process that your code forks ends at these signals as usual.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1807,7 +1818,7 @@ class Run:
         if self.args.resume and checkpoints:
             state = json.loads(checkpoints[-1].read_text())
             self.accelerator.load_state(checkpoints[-1].parent)
-            self.accelerator.step = 0  # accumulate counts from here, since the number of steps may be another
+            self.accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         config = asdict(self.args)
@@ -1842,7 +1853,7 @@ class Run:
     def on_signal(self, number, frame):
         """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
         signal.signal(number, signal.SIG_DFL)
-        self.accelerator.set_trigger()
+        self.got_signal = True  # no tensors here: a GPU may be recording
 
     def checkpoint(self, state):
         """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit.
@@ -1850,6 +1861,8 @@ class Run:
         state: update, batch_size, and anything else that json can hold
         """
         update, save_every = state["update"], self.args.save_every
+        if self.got_signal:
+            self.accelerator.set_trigger()
         is_stopped = self.accelerator.check_trigger()  # by a signal that any process got
         if is_stopped or update == self.updates or save_every and update % save_every == 0:
             draft = self.folder / "draft"
@@ -1974,8 +1987,7 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
-    description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
+    description = f"{__doc__}\nRecipes: {', '.join(RECIPES)}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
     args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:
@@ -1983,30 +1995,15 @@ def parse_args(argv):
 
     # The flags of that run, changed by those that are given now.
     folder = Path(args.resume)
-    if args.resume == "latest":
-        runs = Path("runs").rglob("args.json")
-        runs = [path for path in runs if json.loads(path.read_text()).get("script") == SCRIPT]
-        folder = max(runs, key=os.path.getmtime, default=Path("runs/*/args.json")).parent
     saved = json.loads((folder / "args.json").read_text())["args"]
-    args = parse(default=Args(**saved | {"output_dir": str(folder)}))
-    if Path(args.output_dir).resolve() != folder.resolve():
-        raise UserError("--resume continues a run in its own folder: leave out --output-dir")
+    args = replace(parse(default=Args(**saved)), output_dir=str(folder))
     if names_recipe and recipe != saved["recipe"]:
         raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
-    for name in ("optimizer", "adam_eps", "kl_coef"):  # their current values are in the checkpoint
+    # These must fit the checkpoint.
+    for name in ("optimizer", "adam_eps", "kl_coef", "rloo_k", "num_generations"):
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args
-
-
-def run_to_the_end(args):
-    """train, but a reward function cannot end the run with exit code 0, as if it were finished."""
-    try:
-        train(args)
-    except SystemExit as error:
-        if error.code:  # after a signal, for example
-            raise
-        raise UserError("a reward function called sys.exit(); the run is not finished") from error
 
 
 def main(argv=None):
@@ -2019,7 +2016,7 @@ def main(argv=None):
         library.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
     try:
-        run_to_the_end(parse_args(sys.argv[1:] if argv is None else argv))
+        train(parse_args(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,8 +1,9 @@
 """PPO that teaches a language model to write positive film reviews: the algorithm and nothing else.
 
 If you know PPO from CleanRL's ppo.py, this is what language changes: the state is a text and the action is
-the next token; a classifier scores the finished text; every token is penalized for moving away from the
-reference model (the policy before PPO); responses have different lengths, so every tensor needs a mask.
+the next token; the critic is a linear layer on the policy's transformer; a classifier scores the finished
+text; every token is penalized for moving away from the reference model (the policy before PPO); responses
+have different lengths, so every tensor needs a mask.
 
     python ppo_minimal.py                 # minutes on a CPU; models and data are in this repository
     python ppo_minimal.py --kl-target 8   # every field of Args is a flag
@@ -36,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 @dataclass
 class Args:
     seed: int = 1  # random seed
-    output_dir: str = "runs/ppo_minimal"  # the trained model is saved here
+    output_dir: str = "runs/ppo_minimal"  # the model is saved to model/ in it, over that of an earlier run
     num_eval_prompts: int = 512  # number of held-out prompts, before and after training
     model_name_or_path: str = "checkpoints/reviews-lm"  # the policy before PPO; also the reference
     reward_model_path: str = "checkpoints/reviews-sentiment"  # a classifier with a label "positive"
@@ -63,7 +64,10 @@ class Args:
 
 
 # Shapes: B responses, n in a minibatch, C positions of the prompt, T positions of the response, V tokens in
-# the vocabulary, H hidden units. A row of C + T tokens is a left-padded prompt and a right-padded response.
+# the vocabulary, H hidden units. A row of C + T tokens is a left-padded prompt and a right-padded response,
+# here with C = 4 and T = 5:
+#
+#     pad    pad    The    film  | was    good   EOS    pad    pad       length of the response: 3
 
 
 def train(args):
@@ -76,9 +80,10 @@ def train(args):
     model = PolicyAndValue(AutoModelForCausalLM.from_pretrained(args.model_name_or_path)).eval()
     ref_model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path).eval()
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
+    # Only the beginnings of the reviews, from which prompts are cut: one review per episode, in order of use.
     train_reviews = load_reviews("train", updates * B, tokenizer, args)  # [updates * B, C]
-    held_out_reviews = load_reviews("test", args.num_eval_prompts, tokenizer, args)
-    # respond(prompt_ids, prompt_mask, max_new_tokens, uniforms): rollout's other arguments never change.
+    held_out_reviews = load_reviews("test", args.num_eval_prompts, tokenizer, args)  # [num_eval_prompts, C]
+    # rollout without the four arguments that never change. What is left comes from draw_batch.
     respond = partial(rollout, model, ref_model, tokenizer, load_label_scorer(args))
 
     # The evaluations before and after training use the same prompts and random numbers.
@@ -88,10 +93,10 @@ def train(args):
     history = []
 
     for update in range(1, updates + 1):
-        # 1. Rollout. The beginnings of the next B reviews are the prompts.
+        # 1. Rollout. The beginnings of the next B reviews are the prompts. With them come a length limit for
+        #    each response, and the random numbers to sample it with.
         prompt_batch = draw_batch(train_reviews[(update - 1) * B : update * B], args, update)
-        # A dict, see rollout. Its tensors are constants: gradients come only from the forward pass of step 5.
-        b = respond(*prompt_batch)
+        b = respond(*prompt_batch)  # a dict, see rollout; its tensors have no gradient
         valid = length_mask(b["lengths"], T)  # [B, T]
 
         # 2. Scores: clip.
@@ -107,33 +112,34 @@ def train(args):
         advantages, returns = gae(rewards, b["values"], valid, args.gamma, args.lam)  # [B, T] each
         advantages = masked_whiten(advantages, valid)
 
-        # 5. Update. The loss is a mean over the tokens of a minibatch.
+        # 5. Update. The loss is a mean over the tokens of a minibatch. Only what the model returns here has a
+        #    gradient.
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (update - 1) / updates)
         metric_sums = defaultdict(float)  # sums over the tokens of all minibatches and epochs
         for epoch in range(args.num_ppo_epochs):
             order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch))
             for rows in order.split(args.per_device_train_batch_size):
-                m = valid[rows]  # [n, T]
+                mb_valid = valid[rows]  # [n, T]
                 old_logprobs, old_values = b["logprobs"][rows], b["values"][rows]  # [n, T]
                 mb_advantages, mb_returns = advantages[rows], returns[rows]  # [n, T]
                 new_logprobs, entropies, new_values = model(b["ids"][rows], b["mask"][rows], T)  # [n, T] each
                 policy_loss = clipped_policy_loss(new_logprobs, old_logprobs, mb_advantages, args.cliprange)
                 value_loss = clipped_value_loss(new_values, old_values, mb_returns, args.cliprange_value)
-                loss = ((policy_loss + args.vf_coef * value_loss) * m).sum() / m.sum()
+                loss = ((policy_loss + args.vf_coef * value_loss) * mb_valid).sum() / mb_valid.sum()
                 loss.backward()
                 nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
 
+                log_ratio = new_logprobs - old_logprobs
                 token_metrics = {
                     "loss/policy_avg": policy_loss,
                     "loss/value_avg": value_loss,
                     "policy/entropy_avg": entropies,
-                    "policy/approxkl_avg": 0.5
-                    * (new_logprobs - old_logprobs) ** 2,  # estimates KL(old, new policy)
+                    "policy/approxkl_avg": 0.5 * log_ratio**2,  # estimates the KL of old and new policy
                 }
                 for name, x in token_metrics.items():
-                    metric_sums[name] += (x * m).sum().item()
+                    metric_sums[name] += (x * mb_valid).sum().item()
 
         # 6. Log. Metrics that TRL also logs keep its names.
         tokens_trained = valid.sum().item() * args.num_ppo_epochs
@@ -155,12 +161,10 @@ def train(args):
     for old, new in zip(before["texts"][:4], after["texts"]):
         print(f"\nbefore  {old}\nafter   {new}")
     score_before, score_after = before["raw_scores"].mean(), after["raw_scores"].mean()
-    kl_after = (after["logprobs"] - after["ref_logprobs"]).sum(1).mean()
     print(f"\nscore before {score_before:.3f}, score after {score_after:.3f}")
-    print(f"KL {kl_after:.3f} nats per response")
     model.policy.save_pretrained(f"{args.output_dir}/model")
     tokenizer.save_pretrained(f"{args.output_dir}/model")
-    print(f"saved {args.output_dir}/model")
+    print(f"saved {args.output_dir}/model, which the next run overwrites")
     return model, history
 
 
@@ -168,35 +172,37 @@ def train(args):
 
 
 def load_reviews(split, count, tokenizer, args):
-    """The first query_max_length tokens of `count` reviews, in shuffled passes over the data. -> [count, C]
+    """The first query_max_length tokens of `count` reviews, from shuffled epochs of the data. -> [count, C]
 
-    All reviews must have at least that many tokens.
+    All reviews must have that many tokens.
     """
     with open(Path(args.dataset_name, f"{split}.jsonl"), encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file]
-    ids = torch.tensor([ids[: args.query_max_length] for ids in tokenizer(texts).input_ids])
-    passes = range(math.ceil(count / len(ids)))
-    orders = [torch.randperm(len(ids), generator=generator_for(args.seed, "pass", i)) for i in passes]
-    return ids[torch.cat(orders)[:count]]
+    reviews = torch.tensor([ids[: args.query_max_length] for ids in tokenizer(texts).input_ids])
+    epochs = math.ceil(count / len(reviews))
+    generators = [generator_for(args.seed, "pass", epoch) for epoch in range(epochs)]
+    rows = torch.cat([torch.randperm(len(reviews), generator=generator) for generator in generators])
+    return reviews[rows[:count]]
 
 
 def draw_batch(reviews, args, purpose):
-    """Prompts cut to random lengths, a length limit per response, and random numbers to sample with.
+    """Cut prompts to random lengths, and draw the length limits of the responses, which are random as in TRL.
 
-    All draws depend only on the seed and the purpose: the number of the update, or "held-out".
+    All draws depend only on the seed and the purpose: the number of the update, or "held-out". So do the
+    random numbers that responses are sampled with.
     -> ids [B, C], bool mask [B, C], max_new_tokens [B], uniforms [B, T]
     """
     (B, C), T = reviews.shape, args.response_length
     prompt_lengths = torch.randint(
         args.query_min_length, C + 1, (B,), generator=generator_for(args.seed, "query", purpose)
     )
-    max_new_tokens = torch.randint(  # the room for each response
+    max_new_tokens = torch.randint(
         args.response_min_length, T + 1, (B,), generator=generator_for(args.seed, "room", purpose)
     )
     uniforms = torch.rand(B, T, generator=generator_for(args.seed, "tokens", purpose))
     mask = length_mask(prompt_lengths, C).flip(1)  # [B, C], prompts end in the last column
     ids = torch.zeros(B, C, dtype=torch.long)  # 0 only fills the row: the mask hides it
-    ids[mask] = reviews[length_mask(prompt_lengths, C)]
+    ids[mask] = reviews[length_mask(prompt_lengths, C)]  # moves the beginnings of the rows to the right
     return ids, mask, max_new_tokens, uniforms
 
 
@@ -222,9 +228,10 @@ def load_label_scorer(args):
 def rollout(model, ref_model, tokenizer, score_label, prompt_ids, prompt_mask, max_new_tokens, uniforms):
     """Sample a response to each prompt, score it, and compute the log-probabilities that PPO calls old.
 
-    score_label: from load_label_scorer; the last four arguments: from draw_batch
-    -> dict: ids, mask [B, C + T]; lengths, raw_scores [B]; logprobs, ref_logprobs, values [B, T]; and the
-    texts of prompts and responses together, a list of B str
+    score_label: from load_label_scorer; prompt_ids, prompt_mask [B, C], max_new_tokens [B], uniforms [B, T]:
+    from draw_batch
+    -> dict: ids, mask [B, C + T]; lengths, raw_scores [B]; logprobs, ref_logprobs, values [B, T]; and texts,
+    a list of B str, each a prompt with its response
     """
     T = uniforms.shape[1]
     tokens = generate(model.policy, prompt_ids, prompt_mask, uniforms)  # [B, T]
@@ -232,6 +239,7 @@ def rollout(model, ref_model, tokenizer, score_label, prompt_ids, prompt_mask, m
     ids = torch.cat([prompt_ids, tokens], 1)  # [B, C + T]
     mask = torch.cat([prompt_mask, length_mask(lengths, T)], 1)  # [B, C + T]
 
+    # The classifier gets text, because it may have another tokenizer. EOS is not text.
     texts = [tokenizer.decode(row[m], skip_special_tokens=True) for row, m in zip(ids, mask)]
 
     # The same forward pass as in the update, so the ratio is 1 until the first optimizer step.
@@ -249,8 +257,9 @@ def rollout(model, ref_model, tokenizer, score_label, prompt_ids, prompt_mask, m
 
 
 def generate(policy, ids, mask, uniforms):
-    """Sample T tokens after each prompt, one at a time. Those after the end of a response are masked later.
+    """Sample T tokens after each prompt, from the distribution that is trained: no top-k, no top-p.
 
+    A response may end earlier; the tokens after its end are masked in rollout.
     Left-padded ids, mask [B, C]; uniforms [B, T], one random number per token -> tokens [B, T]
     """
     tokens = []
@@ -283,9 +292,10 @@ class PolicyAndValue(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, ids, mask, T):
-        """Log-probabilities, entropies and values [B, T]. A value is predicted before its token is seen.
+        """Log-probabilities, entropies and values of the last T tokens of each row.
 
-        Log-probabilities and values are 0 after the end of a response; entropies are not masked.
+        ids [B, C + T], bool mask [B, C + T] -> three tensors [B, T], 0 after the end of a response. The value
+        is predicted from the state before the token.
         """
         logprobs, entropies, hidden = response_logprobs(self.policy, ids, mask, T)
         values = self.value_head(hidden).squeeze(-1)  # [B, T]
@@ -298,22 +308,27 @@ def response_logprobs(lm, ids, mask, T):
     ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both [B, T]; and the hidden states that
     predict these tokens [B, T, H]
     """
-    positions = (mask.cumsum(1) - 1).clamp(min=0)  # positions count only real tokens
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # count only real tokens, because prompts are padded
     outputs = lm(ids, attention_mask=mask, position_ids=positions, output_hidden_states=True)
     # The state at position t - 1 predicts token t.
     hidden = outputs.hidden_states[-1][:, -T - 1 : -1]  # [B, T, H]
     log_p = outputs.logits[:, -T - 1 : -1].log_softmax(-1)  # [B, T, V]
     logprobs = log_p.gather(2, ids[:, -T:, None]).squeeze(2)  # [B, T]
     entropies = -(log_p.exp() * log_p).sum(2)  # [B, T]
-    return torch.where(mask[:, -T:], logprobs, 0.0), entropies, hidden
+    valid = mask[:, -T:]
+    return torch.where(valid, logprobs, 0.0), torch.where(valid, entropies, 0.0), hidden
 
 
 # ---- Math: pure functions of tensors -----------------------------------------------------------------------
 
 
 def sample_tokens(probs, uniforms):
-    """Sample one token per row by inverting the cumulative distribution. [B, V], [B] in [0, 1) -> [B]"""
-    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
+    """Sample one token per row by inverting the cumulative distribution. [B, V], [B] in [0, 1) -> [B]
+
+    Like torch.multinomial, but the same uniforms always give the same tokens: before and after training can
+    be compared.
+    """
+    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]; sums in fp32 would lose small probabilities
     target = uniforms.double()[:, None] * ends[:, -1:]  # [B, 1]
     return torch.searchsorted(ends, target, right=True).squeeze(1)
 
@@ -369,6 +384,7 @@ def gae(rewards, values, mask, gamma, lam):
 
 def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
+    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
     log_ratio = logprobs - old_logprobs
     ratio = torch.exp(log_ratio.clamp(max=40))  # an infinite ratio times an advantage of 0 is nan
     unclipped = -advantages * ratio
@@ -380,6 +396,7 @@ def clipped_value_loss(values, old_values, returns, cliprange_value):
     """Half the larger of two squared errors: the value's, and that of the value clipped to old_values +-
     cliprange_value. Any shape -> same shape, unreduced
     """
+    assert values.shape == old_values.shape == returns.shape
     clipped_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     unclipped = (values - returns) ** 2
     clipped = (clipped_values - returns) ** 2

@@ -11,9 +11,10 @@ If you know PPO from CleanRL's ppo.py, this is what language changes:
 4. Responses have different lengths, so every tensor needs a mask. Masks are made from lengths, never from
    `token != pad`, because many tokenizers use EOS as the padding token.
 5. The value function is a linear head on the policy's own transformer, or a critic with its own weights.
-6. Not because of language: there is no entropy bonus, as in OpenAI's and TRL's code. As in TRL, advantages
-   are whitened over the whole batch; CleanRL does it per minibatch. The loss is a mean over tokens, so a
-   long response weighs more than a short one.
+6. The loss is a mean over tokens, so a long response weighs more than a short one.
+
+Two more differences have nothing to do with language. Like OpenAI's and TRL's code, this one has no entropy
+bonus. As in TRL, advantages are whitened over the whole batch; CleanRL does it per minibatch.
 
     python ppo_sentiment.py                            # recipe tiny: no download, no GPU, minutes on 2 cores
     python ppo_sentiment.py --learning-rate 1.41e-5    # tiny with one change; every field of Args is a flag
@@ -21,7 +22,7 @@ If you know PPO from CleanRL's ppo.py, this is what language changes:
     python ppo_sentiment.py gpt2-imdb-lora --load-in-8bit
     python ppo_sentiment.py smollm2-imdb               # after sft.py and reward_model.py with this recipe
     torchrun --nproc_per_node 2 ppo_sentiment.py       # two processes, twice the batch
-    python ppo_sentiment.py --resume latest            # continue a stopped run; on a CPU, bit for bit
+    python ppo_sentiment.py --resume RUN_FOLDER        # continue a stopped run; on a CPU, bit for bit
 
 Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, rewards,
 data, processes, run folder, flags. Papers: PPO (Schulman et al. 2017), GAE (Schulman et al. 2016),
@@ -58,14 +59,13 @@ import resource
 import shutil
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Literal
 
 import accelerate
@@ -91,6 +91,7 @@ from transformers.cache_utils import DynamicLayer
 @dataclass
 class Args:
     """The defaults follow TRL's GPT-2 IMDB sentiment example; recipe gpt2-imdb also sets min_text_length.
+    (TRL's largest lengths are excluded, so they are 7 and 15 there.)
 
     A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
     """
@@ -99,7 +100,7 @@ class Args:
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue a run: its folder, or `latest`, of this script in runs/
+    resume: str | None = None  # continue the run in this folder
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
@@ -110,12 +111,12 @@ class Args:
     model_name_or_path: str = "lvwerra/gpt2-imdb"  # the policy before PPO; also the reference
     reward_model_path: str = "lvwerra/distilbert-imdb"  # a classifier; it may use another tokenizer
     reward_label: str = "positive"  # the label whose logit is the reward: its name or number
-    reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the classifier, in TRL's form
+    reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the classifier; called as in TRL
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
     judge_model_path: str | None = None  # a second classifier, not seen in training, for the final table
-    value_model_path: str | None = None  # a causal critic, same tokenizer; None: a value head on the policy
+    value_model_path: str | None = None  # a causal critic, same tokenizer, trained whole; None: a value head
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
-    load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
+    load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
@@ -127,7 +128,7 @@ class Args:
     min_text_length: int = 0  # use only reviews that are longer than this, in characters
     query_min_length: int = 2  # shortest prompt, in tokens
     query_max_length: int = 8  # longest prompt, in tokens; lengths are drawn uniformly, both ends included
-    response_min_length: int = 4  # lowest length limit: each response draws its limit uniformly, as in TRL
+    response_min_length: int = 4  # smallest length limit; each response draws one (EOS may come earlier)
     response_length: int = 16  # highest length limit, in tokens; EOS may end a response before its limit
     stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
     stop_token_id: int | None = None  # end responses at this token id only, instead of --stop-token
@@ -187,7 +188,7 @@ RECIPES = {
         num_eval_prompts=512,  # the mean's standard error is 1 / sqrt(512) = 4 % of the scores' std
     ),
     "gpt2-imdb": Args(min_text_length=200),
-    "gpt2-imdb-lora": Args(min_text_length=200, lora_r=16),
+    "gpt2-imdb-lora": Args(min_text_length=200, lora_r=16),  # everything else as in the published experiment
     # First `python sft.py smollm2-imdb && python reward_model.py smollm2-imdb`, which write to these folders.
     "smollm2-imdb": Args(
         model_name_or_path="runs/smollm2-imdb/sft/model",
@@ -230,6 +231,7 @@ def train(args):
     check_positive(args, "total_episodes", "temperature", "max_grad_norm", "kl_target", "kl_horizon")
     check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
     check_positive(args, "num_ppo_epochs", "query_min_length", "response_min_length", "num_eval_prompts")
+    check_positive(args, "score_clip")
     if args.query_min_length > args.query_max_length or args.response_min_length > args.response_length:
         raise UserError("--query-min-length or --response-min-length is larger than the largest length")
     accelerator = start_accelerator(args)
@@ -238,7 +240,7 @@ def train(args):
     B = n * args.gradient_accumulation_steps * args.num_mini_batches * world  # episodes per update
     updates = math.ceil(args.total_episodes / B)
     if args.kl_target is not None and B >= 5 * args.kl_horizon:
-        # adaptive_kl_coef multiplies by 1 - 0.2 * B / kl_horizon at least, which must stay above 0.
+        # The smallest factor of adaptive_kl_coef is 1 - 0.2 * B / kl_horizon, which must be above 0.
         raise UserError(f"--kl-horizon {args.kl_horizon:g} must be more than 1/5 of the batch, {B}")
     # What the progress bar shows: label -> metric.
     run = Run(args, accelerator, updates, status={"score": "objective/scores", "KL": "objective/kl"})
@@ -248,7 +250,7 @@ def train(args):
     check_model(model.policy, args.model_name_or_path, C + T)
     stop_ids = find_stop_tokens(args, tokenizer, model.policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
-    get_rewards = partial(call_reward_functions, load_reward(args, device), trainer_state, device)
+    get_scores = partial(call_reward_functions, load_reward(args, device), trainer_state, device)
     judge = None
     if args.judge_model_path is not None:
         judge = load_label_scorer(args, args.judge_model_path, device)
@@ -276,7 +278,7 @@ def train(args):
     if num_eval_prompts < world:
         raise UserError(f"{world} processes need as many held-out prompts; there are {num_eval_prompts}")
     held_out = draw_batch(held_out_reviews, 0, num_eval_prompts, args, "held-out")
-    respond = partial(rollout, model, ref_model, tokenizer, stop_ids, get_rewards, args=args)
+    respond = partial(rollout, model, ref_model, tokenizer, stop_ids, get_scores, args=args)
     with autocast:
         before = evaluate(respond, held_out, judge, args, accelerator)
 
@@ -294,14 +296,16 @@ def train(args):
         #    on the number of processes, up to rounding.
         start_time = time.time()
         trainer_state.global_step = update - 1
-        # Seed the global generators, which only your own reward function may use; each process differently.
+        # Nothing here uses the global generators, but your own reward function might. Each process has its
+        # own seed.
         set_global_seed(args.seed, update, accelerator.process_index)
         # The beginnings of the next B reviews are the prompts. With them come a length limit for each
         # response, and the random numbers to sample it with.
         prompt_batch = draw_batch(train_reviews, (update - 1) * B, B, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, prompts, responses = respond(prompt_share)
-        # Rollouts of all processes: a dict of tensors, [B, ...] each. The texts stay those of this process.
+        # Rollouts of all processes: a dict of tensors, [B, ...] each. `responses` has only the texts of this
+        # process.
         b = accelerator.gather(b)
         valid = length_mask(b["lengths"], T)  # [B, T]
         rollout_end = time.time()
@@ -321,7 +325,8 @@ def train(args):
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, valid, shift_mean=False)
 
-        # 4. Advantages, always whitened. This subtracts their mean: a constant baseline changes nothing.
+        # 4. Advantages, always whitened: minus their mean (so a constant baseline changes nothing), and
+        #    divided by their standard deviation.
         advantages, returns = gae(rewards, b["values"], valid, args.gamma, args.lam)  # [B, T] each
         advantages = masked_whiten(advantages, valid)
 
@@ -329,8 +334,8 @@ def train(args):
         #    at a time. The loss is the sum over this process's tokens, divided by the number of tokens in
         #    the minibatch on all processes. So the gradient does not depend on how a minibatch is split.
         learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, update, updates)
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = learning_rate(args, update, updates)
         metric_sums = defaultdict(float)  # sums over the tokens of all minibatches and epochs
         for epoch in range(args.num_ppo_epochs):
             order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch)).to(device)
@@ -340,11 +345,11 @@ def train(args):
                     share = share[b["lengths"][share].argsort(stable=True)]  # similar lengths: less padding
                 for rows in share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
-                    m = valid[rows, :t]
+                    mb_valid = valid[rows, :t]  # [n, t]
                     old_logprobs, old_values = b["logprobs"][rows, :t], b["values"][rows, :t]  # [n, t]
                     mb_advantages, mb_returns = advantages[rows, :t], returns[rows, :t]  # [n, t]
 
-                    # Before the last micro-batch, this keeps processes from exchanging gradients.
+                    # accumulate: processes exchange gradients only at the last micro-batch.
                     with accelerator.accumulate(learner):
                         with autocast:
                             new_logprobs, entropies, new_values = learner(
@@ -356,7 +361,7 @@ def train(args):
                         value_loss = clipped_value_loss(
                             new_values, old_values, mb_returns, args.cliprange_value
                         )
-                        loss = ((policy_loss + args.vf_coef * value_loss) * m).sum() / num_tokens
+                        loss = ((policy_loss + args.vf_coef * value_loss) * mb_valid).sum() / num_tokens
                         # We want the sum, but DDP averages over processes and accelerate over micro-batches.
                         accelerator.backward(loss * world * args.gradient_accumulation_steps)
 
@@ -378,9 +383,10 @@ def train(args):
                             "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
                         }
                         for name, x in token_metrics.items():
-                            metric_sums[name] += (x * m).sum()
+                            metric_sums[name] += (x * mb_valid).sum()
                         if is_first_step:  # no optimizer step since the rollout, so the ratios must be 1
-                            assert log_ratio[m].abs().mean() < 0.02, "rollout and update differ, or nan"
+                            gap = log_ratio[mb_valid].abs().mean()
+                            assert gap < 0.02, "rollout and update differ, or nan"
 
                 is_first_step = False
                 grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
@@ -407,7 +413,7 @@ def train(args):
             "eps": B / (time.time() - start_time),  # episodes per second
             "objective/kl": kl_per_response,
             "objective/kl_coef": kl_coef,
-            "objective/entropy": -b["logprobs"].sum(1).mean(),  # per response
+            "objective/entropy": -b["logprobs"].sum(1).mean(),  # per response, estimated from its own tokens
             "objective/non_score_reward": -kl_coef * kl_per_response,
             "objective/rlhf_reward": scores.mean() - kl_coef * kl_per_response,
             "objective/scores": scores.mean(),
@@ -420,7 +426,7 @@ def train(args):
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
-            "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # did not stop on their own
+            "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # cut off at their limit
             "completions/distinct_2": distinct_bigrams(accelerate.utils.gather_object(responses)),
             "sampling/logprob_gap_mean": sampling_gap.mean(),
             "sampling/logprob_gap_max": sampling_gap.max(),
@@ -470,7 +476,7 @@ def evaluate(respond, batch, judge, args, accelerator):
     respond: rollout, with everything but the prompts filled in. Each process takes its share of the prompts.
     -> metrics (dict of floats), one dict(prompt, response, score) per prompt; scores without clip and penalty
     """
-    # Seed the global generators, which only your own reward function may use.
+    # Nothing here uses the global generators, but your own reward function might.
     set_global_seed(args.seed, "held-out", accelerator.process_index)
     with accelerator.split_between_processes(dict(batch)) as share:  # a copy, because accelerate changes it
         b, prompts, responses = respond(share)
@@ -486,17 +492,18 @@ def evaluate(respond, batch, judge, args, accelerator):
         _, probabilities = judge(prompts, responses)
         columns["judge"] = probabilities.tolist()
     rows = accelerate.utils.gather_object(rows_of(columns))  # of all processes, in the order of the prompts
-    column = {name: [row[name] for row in rows] for name in columns}
+    gathered = {name: [row[name] for row in rows] for name in columns}
     metrics = {
-        "score mean": fmean(column["score"]),
-        "score median": median(column["score"]),
-        "KL, nats per response": fmean(column["kl"]),
-        "perplexity under the reference": math.exp(-sum(column["ref_logprob"]) / sum(column["length"])),
-        "distinct bigrams": distinct_bigrams(column["response"]),
-        "tokens per response": fmean(column["length"]),
+        "score mean": fmean(gathered["score"]),
+        "score mean, +-": 1.96 * pstdev(gathered["score"]) / len(rows) ** 0.5,  # half of the 95 % interval
+        "score median": median(gathered["score"]),
+        "KL, nats per response": fmean(gathered["kl"]),
+        "perplexity under the reference": math.exp(-sum(gathered["ref_logprob"]) / sum(gathered["length"])),
+        "distinct bigrams": distinct_bigrams(gathered["response"]),
+        "tokens per response": fmean(gathered["length"]),
     }
     if judge is not None:
-        metrics[f"judge: P({args.reward_label})"] = fmean(column["judge"])
+        metrics[f"judge: P({args.reward_label})"] = fmean(gathered["judge"])
     samples = [{name: row[name] for name in ("prompt", "response", "score")} for row in rows]
     return metrics, samples
 
@@ -522,7 +529,7 @@ def distinct_bigrams(texts):
 def draw_batch(reviews, start, B, args, purpose):
     """Prompts cut to random lengths, a length limit per response, and random numbers to sample with.
 
-    The prompts are the beginnings of reviews start to start + B - 1 of an endless stream of shuffled epochs.
+    The prompts are the beginnings of reviews start to start + B - 1 of an endless stream of shuffled passes.
     All other draws depend only on the seed and the purpose: the number of the update, or "held-out".
 
     The policy is not told its limit. So it cannot plan for an end there, and learns to write text that could
@@ -554,18 +561,18 @@ def generator_for(seed, *purpose):
 
 
 def stream_rows(num_rows, start, count, seed):
-    """Row numbers start ... start + count - 1 of an endless stream of shuffled epochs. -> [count]"""
+    """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
     first, last = start // num_rows, (start + count - 1) // num_rows
-    generators = [generator_for(seed, "pass", epoch) for epoch in range(first, last + 1)]
+    generators = [generator_for(seed, "pass", number) for number in range(first, last + 1)]
     rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
     return rows[start - first * num_rows :][:count]
 
 
 @torch.no_grad()
-def rollout(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args):
+def rollout(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
     """Sample a response to each prompt, score it, and compute the log-probabilities that PPO calls old.
 
-    batch: from draw_batch; get_rewards: call_reward_functions, with its first arguments filled in. Returns
+    batch: from draw_batch; get_scores: call_reward_functions, with its first arguments filled in. Returns
     - a dict of tensors: ids, mask [B, C + T]; lengths, stopped, raw_scores, rewards/NAME [B]; logprobs,
       ref_logprobs, sampling_logprobs, entropies, values [B, T]
     - prompts and responses, lists of B str
@@ -590,15 +597,16 @@ def rollout(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args):
     prompt_tokens = list_tokens(prompt_ids, prompt_mask)
     response_tokens = list_tokens(tokens, valid)
     text_tokens = response_tokens
-    if args.stop_token_id is None:  # EOS and the like are not text; a stop token you chose, such as ".", is
+    # EOS is cut from the text. A stop token that you chose, such as ".", stays.
+    if args.stop_token_id is None:
         text_tokens = list_tokens(tokens, valid & ~is_stop)
     prompts, responses = decode(tokenizer, prompt_tokens, text_tokens)  # lists of B str
     data_rows = [review["columns"] for review in batch["reviews"]]
-    scores_by_name = get_rewards(data_rows, prompts, responses, response_tokens)  # name -> [B]
+    scores_by_name = get_scores(data_rows, prompts, responses, response_tokens)  # name -> [B]
 
-    # 3. Compute log-probabilities and values of the tokens with the same forward pass, and as many rows at a
-    #    time, as in the update. Dropout is 0, so the ratio is 1 until the first optimizer step, up to
-    #    rounding. The log-probabilities from generation differ more, so they are only logged.
+    # 3. Compute log-probabilities and values of the tokens exactly as in the update: with the same forward
+    #    pass, and as many rows at a time. Dropout is 0, so the ratio is 1 until the first optimizer step, up
+    #    to rounding. The log-probabilities from generation differ more, so they are only logged.
     ids = torch.cat([prompt_ids, tokens], 1)  # [B, C + T]
     mask = torch.cat([prompt_mask, valid], 1)  # [B, C + T]
     logprobs, entropies, values, ref_logprobs = torch.zeros(4, B, T, device=ids.device)
@@ -639,8 +647,9 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_ids, temperature)
     tokens = torch.zeros(B, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(B, T, device=ids.device)
     rows = torch.arange(B, device=ids.device)  # the rows that are still being written
-    column = torch.full([1], C, device=ids.device)  # of the newest token of all rows
+    column = torch.full([1], C, device=ids.device)  # of the newest token; step() changes it in place
 
+    # sample and step use the current rows, mask and column of the loop below.
     def sample(hidden):
         """Sample the next token of each row. hidden [rows, H]"""
         t = column - C  # [1]
@@ -658,8 +667,8 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_ids, temperature)
         sample(hidden)
 
     # Generation goes in rounds. Before a round, finished rows leave, and mask and cache get room for its
-    # tokens. Within a round no shape changes, and no line asks for a value. So a GPU can record one step and
-    # replay it for the other tokens of the round (see `repeat`). On a CPU, a round is one token.
+    # tokens. Within a round no shape changes, and nothing is copied to the CPU. So a GPU can record one step
+    # and replay it for the other tokens of the round (see `repeat`). On a CPU, a round is one token.
     sample(hidden)
     is_recorded = can_be_recorded(policy, cache)
     round_length = TOKENS_PER_ROUND if is_recorded else 1
@@ -671,10 +680,10 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_ids, temperature)
             break
         count = min(round_length, T - start)  # tokens of this round
         rows = rows[keep]
-        L = C + start + count - 1  # after the round: the prompt, and all tokens but the newest, not read yet
+        L = C + start + count - 1  # columns after the round; the newest token is sampled, but not read yet
         mask = make_room(cache, mask, keep, L, column if is_recorded else None)
         repeat(step, count)
-    # A row goes on until its round is over.
+    # Cut off what rows sampled after their end, until their round was over.
     valid = length_mask(torch.minimum(response_lengths(tokens, stop_ids), max_new_tokens), T)  # [B, T]
     return tokens.where(valid, 0), logprobs.where(valid, 0.0)
 
@@ -776,39 +785,16 @@ def token_logits(hidden, weight, temperature=1.0, bias=None):
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
 
 
-class LogprobsAndEntropies(torch.autograd.Function):
-    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
-
-    One function, so that the backward pass frees log_p, even if the loss does not contain the entropies.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, tokens):
-        log_p = torch.log_softmax(logits, 1)  # [N, V]
-        ctx.save_for_backward(log_p, tokens)
-        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
-        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropies):
-        log_p, tokens = ctx.saved_tensors
-        grad = torch.zeros_like(log_p)  # of log_p
-        if grad_logprobs is not None:
-            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
-        if grad_entropies is not None:
-            grad -= grad_entropies[:, None] * log_p.exp() * log_p
-        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
-
-
 def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
     hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
     Both are differentiable: the loss may contain an entropy bonus.
 
-    The logits of all N tokens may need more memory than the model, so only a part of the rows is computed at
-    once. The first 2**25 logits (128 MiB) stay in memory for the backward pass; the others are computed a
-    second time there. A GPU is faster with few large products: up to 2**26 logits at once, and in memory.
+    The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
+    On a CPU, a chunk has 128 rows. Those within the first 2**25 logits (128 MiB) stay in memory for the
+    backward pass; the others are computed again there. A GPU is faster with few large products: a chunk has
+    2**26 logits, and the first one stays.
     """
     is_cuda = hidden.device.type == "cuda"
     max_logits = 2**26 if is_cuda else 2**25
@@ -816,7 +802,7 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
     def logprobs_of_chunk(hidden, tokens):
         logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
-        return LogprobsAndEntropies.apply(logits, tokens)
+        return LogprobsAndEntropies.apply(logits, tokens)  # log softmax at the tokens, entropies
 
     outputs = []
     for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
@@ -870,14 +856,14 @@ def token_rewards(scores, kl, lengths, kl_coef):
     return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
 
 
-def weighted_sum(rewards, weights=None):
-    """The sum of weight * reward.
+def weighted_sum(scores, weights=None):
+    """The sum of weight * score.
 
-    rewards: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
-    A nan means that a reward does not apply to a row (the function returned None), and counts as 0.
+    scores: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
+    A nan means that a score does not apply to a row (the function returned None), and counts as 0.
     """
-    weights = weights or [1.0] * len(rewards)
-    return sum(weight * values.nan_to_num() for weight, values in zip(weights, rewards.values(), strict=True))
+    weights = weights or [1.0] * len(scores)
+    return sum(weight * values.nan_to_num() for weight, values in zip(weights, scores.values(), strict=True))
 
 
 def masked_mean(values, mask):
@@ -924,6 +910,7 @@ def gae(rewards, values, mask, gamma, lam):
 
 def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
+    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
     log_ratio = logprobs - old_logprobs
     ratio = torch.exp(log_ratio.clamp(max=40))  # an infinite ratio times an advantage of 0 is nan
     unclipped = -advantages * ratio
@@ -935,6 +922,7 @@ def clipped_value_loss(values, old_values, returns, cliprange_value):
     """Half the larger of two squared errors: the value's, and that of the value clipped to old_values +-
     cliprange_value. Any shape -> same shape, unreduced
     """
+    assert values.shape == old_values.shape == returns.shape
     clipped_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     unclipped = (values - returns) ** 2
     clipped = (clipped_values - returns) ** 2
@@ -958,6 +946,7 @@ def learning_rate(args, update, updates):
     It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
     a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
     """
+    assert 0 <= args.warmup_ratio <= 1
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
         return args.learning_rate * update / warmup
@@ -972,7 +961,7 @@ def learning_rate(args, update, updates):
 
 # ============================================================================================================
 # Part II: infrastructure. You need nothing below to understand PPO: here are models, rewards, data, files and
-# flags. The scripts share these functions, copied verbatim, so a few arguments are used only in another one.
+# flags. The scripts share these functions, copied verbatim, so some arguments are not used in this one.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -1022,8 +1011,6 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        accelerate.PartialState().print(f"{name}: the balancing loss of its experts is not trained here")
     missing = report["missing_keys"]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
@@ -1035,7 +1022,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
             if isinstance(value, float) and is_noise:
-                setattr(module, key, 0.0)  # in RL, rollout and update must have the same probabilities
+                setattr(module, key, 0.0)  # otherwise two forward passes would differ
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
@@ -1072,8 +1059,9 @@ def load_tokenizer(name, for_prompts=True):
 def check_model(lm, name, max_tokens):
     """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
 
-    This samples a few tokens after two left-padded prompts. Together they have max_tokens tokens, so that a
-    sliding window shows too. The first response ends before the second one, so its row leaves the cache.
+    This samples a few tokens after two left-padded prompts. Prompt and response have max_tokens tokens
+    together, so that a sliding window shows too. The first response ends before the second one, so its row
+    leaves the cache.
     """
     if context_length(lm.config) < max_tokens:
         raise UserError(f"{name} reads fewer tokens than the {max_tokens} of prompt and response together")
@@ -1148,62 +1136,65 @@ def add_lora(model, args):
     return model
 
 
-def share_layers(policy, count):
-    """Freeze the policy's embeddings and first layers. -> a reference that shares them and copies the rest"""
+def freeze_layers(policy, count):
+    """Freeze the policy's embeddings and first layers. load_reference shares them."""
     layers = transformer_layers(policy)
-    if not 0 < count <= len(layers):
+    if count > len(layers):
         raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
     embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
-    shared = [p for module in [*embeddings, *layers[:count]] for p in module.parameters()]
-    for p in shared:
-        p.requires_grad_(False)
-    return copy.deepcopy(policy, memo={id(p): p for p in shared})  # what is in the memo is not copied
+    for module in (*embeddings, *layers[:count]):
+        module.requires_grad_(False)
 
 
-def load_policy_and_reference(args, name, device, needs_reference=True):
-    """The policy to train, and the frozen reference model.
-
-    The reference is None with LoRA, where it is the policy without its adapter; and if none is needed.
-    """
+def load_policy(args, name, device):
+    """The policy to train."""
     if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
         raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
-    if args.load_in_8bit and not args.lora_r and not needs_reference:
-        raise UserError("--load-in-8bit: without LoRA and a reference, no weights are frozen")
-    eight_bit = {}
-    if args.load_in_8bit:
-        # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits,
-        # and which ones depends on the batch. So would log-probabilities.
-        config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-        eight_bit = dict(quantization_config=config)
-    policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {})).to(device)
+    policy = load_model(AutoModelForCausalLM, name, **(eight_bit(args) if args.lora_r else {})).to(device)
     if not all(p.is_floating_point() for p in policy.parameters()) and not args.lora_r:
         raise UserError(f"{name}: quantized weights cannot be trained: add --lora-r 16")
-    if getattr(policy, "is_loaded_in_4bit", False) and device.type == "cpu":
-        # On some CPUs, bitsandbytes 0.50 does not pass on the gradient.
-        raise UserError(f"{name}: 4-bit weights work only on a GPU")
-    ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
-    elif args.num_shared_layers:
-        ref_model = share_layers(policy, args.num_shared_layers)
-    elif needs_reference:
-        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit)
-    if not needs_reference:  # share_layers makes one in any case
-        ref_model = None
-    if ref_model is not None:
-        ref_model.requires_grad_(False).eval().to(device)
+    if args.num_shared_layers:
+        freeze_layers(policy, args.num_shared_layers)
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing, renamed
-    return policy, ref_model
+        # transformers' new name of gradient_checkpointing_enable
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))
+    return policy
+
+
+def load_reference(args, policy, name, device):
+    """The frozen reference model. With LoRA it is None: the reference is the policy without its adapter."""
+    if args.lora_r:
+        return None
+    if args.num_shared_layers:
+        frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
+        ref_model = copy.deepcopy(policy, memo=frozen)  # what is in the memo is not copied
+    else:
+        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit(args))
+    return ref_model.requires_grad_(False).eval().to(device)
+
+
+def eight_bit(args):
+    """What from_pretrained needs for --load-in-8bit."""
+    if not args.load_in_8bit:
+        return {}
+    # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
+    # which ones depends on the batch: log-probabilities would too.
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    return dict(quantization_config=config)
 
 
 def load_policy_and_value(args, device):
     """Policy and value function in one module, and the reference. -> PolicyAndValue, model or None"""
-    policy, ref_model = load_policy_and_reference(args, args.model_name_or_path, device)
+    policy = load_policy(args, args.model_name_or_path, device)
+    ref_model = load_reference(args, policy, args.model_name_or_path, device)
     critic = None
     if args.value_model_path is not None:
         critic = load_model(AutoModel, args.value_model_path)
         check_critic(critic, args.value_model_path)
+        if critic.config.vocab_size != policy.config.vocab_size:
+            raise UserError(f"--value-model-path {args.value_model_path}: it has another vocabulary")
         if args.gradient_checkpointing:
             critic.activation_checkpointing_enable(dict(use_reentrant=False))
     model = PolicyAndValue(policy, critic)
@@ -1230,6 +1221,34 @@ def save_policy_and_value(model, tokenizer, folder):
         folder = folder / "critic"
         model.critic.save_pretrained(folder)
     save_file(model.value_head.state_dict(), folder / "value_head.safetensors")
+
+
+# ---- Gradient of log-probabilities and entropies -----------------------------------------------------------
+
+
+class LogprobsAndEntropies(torch.autograd.Function):
+    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
+
+    With separate operations, a loss without entropies would not free their log_p [N, V] in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, tokens):
+        log_p = torch.log_softmax(logits, 1)  # [N, V]
+        ctx.save_for_backward(log_p, tokens)
+        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
+        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropies):
+        log_p, tokens = ctx.saved_tensors
+        grad = torch.zeros_like(log_p)  # of log_p
+        if grad_logprobs is not None:
+            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
+        if grad_entropies is not None:
+            # -p * (log_p + 1), but the gradient of log_softmax cancels the 1.
+            grad -= grad_entropies[:, None] * log_p.exp() * log_p
+        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
 
 
 # ---- Token steps that a GPU records ------------------------------------------------------------------------
@@ -1266,7 +1285,7 @@ class FixedSizeLayer(DynamicLayer):
 
 
 def can_be_recorded(policy, cache):
-    """Can a GPU record a token step of this model? No shape may change, and no step may ask for a value.
+    """Can a GPU record a token step of this model? No shape may change, and nothing may go to the CPU.
 
     transformers says of each kind of model whether it can read a cache with free columns (GPT-Neo cannot).
     """
@@ -1293,9 +1312,9 @@ def make_room(cache, mask, keep, L, column):
 def repeat(step, count):
     """Call step() count times. From the second time on, a GPU replays what it recorded of one call.
 
-    To start a kernel from Python takes longer than to compute it. A recording (a CUDA graph) is the list of
+    Launching a kernel from Python takes longer than running it. A recording (a CUDA graph) is the list of
     the kernels of one call, with the addresses that they read and write; the GPU starts them by itself. So a
-    step must keep its state in tensors that it changes in place, and must not ask for their values.
+    step must keep its state in tensors that it changes in place, and must not copy them to the CPU.
     """
     step()  # also loads the kernels, which must not happen during a recording
     if count == 1:
@@ -1350,7 +1369,8 @@ def sequence_logits(model, ids, mask):
     real EOS if pad is EOS.
     """
     if not hasattr(model, "score"):  # BERT and its family
-        return model(input_ids=ids, attention_mask=mask.long()).logits.float()
+        with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
+            return model(input_ids=ids, attention_mask=mask.long()).logits
     outputs = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
     hidden = outputs.last_hidden_state  # [B, L, H]
     rows = torch.arange(len(ids), device=ids.device)
@@ -1372,7 +1392,8 @@ def load_label_scorer(args, name, device):
 
     def score_label(prompts, responses):
         logits = classify([prompt + response for prompt, response in zip(prompts, responses)])
-        return logits[:, label], logits.softmax(-1)[:, label]
+        probabilities = logits.softmax(-1) if len(labels) > 1 else logits.sigmoid()
+        return logits[:, label], probabilities[:, label]
 
     return score_label
 
@@ -1406,6 +1427,7 @@ def load_functions(names):
     return functions
 
 
+@torch.no_grad()
 def call_reward_functions(functions, trainer_state, device, rows, prompts, completions, completion_ids):
     """Call reward functions as TRL's GRPOTrainer calls them: by keyword. For example:
 
@@ -1420,7 +1442,7 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
     """
     columns = {name for row in rows for name in row} - {"prompt"}
     inputs = {name: [row.get(name) for row in rows] for name in columns}
-    # A column of one of these names is an error.
+    # A data column of one of these names ends in a TypeError here.
     inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
     rewards = {}
     for name, function in functions.items():
@@ -1477,6 +1499,7 @@ def load_splits(name):
         del train[::10]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
 
+    # The columns that may be chats in one of the scripts:
     for column in ("messages", "prompt", "completion", "chosen", "rejected"):
         for value in (row.get(column) for row in train + held_out):
             if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
@@ -1581,7 +1604,7 @@ def start_accelerator(args):
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            # The others wait while the main process saves a large model, or asks a judge.
+            # The others wait while the main process saves a large model, for example.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
@@ -1686,12 +1709,12 @@ class Run:
         )
         self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=updates)
-        self.last_line_time = 0.0
+        self.last_line_time, self.got_signal = 0.0, False
         # The same folder on all processes. self.name is the path as it was given, for messages.
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
-        self.folder = Path(self.name).absolute()  # a reward function may change the working directory
+        self.folder = Path(self.name).absolute()  # your code may change the working directory
         is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
         if is_used and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
@@ -1710,8 +1733,7 @@ class Run:
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            header = "score before" if name == "score" and "score after" in rows[-1] else name
-            table.add_column(header, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             if "prompt" in row and self.console.width <= 80:
                 row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
@@ -1754,10 +1776,9 @@ class Run:
 
     def start(self, batch_size):
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
-        is_main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
-        for number in (signal.SIGINT, signal.SIGTERM) if is_main_thread else ():
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # A worker that a reward function forks ends at these signals as usual.
+            # A worker process that your code forks ends at these signals as usual.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1766,7 +1787,7 @@ class Run:
         if self.args.resume and checkpoints:
             state = json.loads(checkpoints[-1].read_text())
             self.accelerator.load_state(checkpoints[-1].parent)
-            self.accelerator.step = 0  # accumulate counts from here, since the number of steps may be another
+            self.accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         config = asdict(self.args)
@@ -1801,7 +1822,7 @@ class Run:
     def on_signal(self, number, frame):
         """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
         signal.signal(number, signal.SIG_DFL)
-        self.accelerator.set_trigger()
+        self.got_signal = True  # no tensors here: a GPU may be recording
 
     def checkpoint(self, state):
         """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit.
@@ -1809,6 +1830,8 @@ class Run:
         state: update, batch_size, and anything else that json can hold
         """
         update, save_every = state["update"], self.args.save_every
+        if self.got_signal:
+            self.accelerator.set_trigger()
         is_stopped = self.accelerator.check_trigger()  # by a signal that any process got
         if is_stopped or update == self.updates or save_every and update % save_every == 0:
             draft = self.folder / "draft"
@@ -1917,8 +1940,7 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
-    description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
+    description = f"{__doc__}\nRecipes: {', '.join(RECIPES)}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
     args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:
@@ -1926,30 +1948,15 @@ def parse_args(argv):
 
     # The flags of that run, changed by those that are given now.
     folder = Path(args.resume)
-    if args.resume == "latest":
-        runs = Path("runs").rglob("args.json")
-        runs = [path for path in runs if json.loads(path.read_text()).get("script") == SCRIPT]
-        folder = max(runs, key=os.path.getmtime, default=Path("runs/*/args.json")).parent
     saved = json.loads((folder / "args.json").read_text())["args"]
-    args = parse(default=Args(**saved | {"output_dir": str(folder)}))
-    if Path(args.output_dir).resolve() != folder.resolve():
-        raise UserError("--resume continues a run in its own folder: leave out --output-dir")
+    args = replace(parse(default=Args(**saved)), output_dir=str(folder))
     if names_recipe and recipe != saved["recipe"]:
         raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
-    for name in ("optimizer", "adam_eps", "kl_coef"):  # their current values are in the checkpoint
+    # These must fit the checkpoint.
+    for name in ("optimizer", "adam_eps", "kl_coef", "rloo_k", "num_generations"):
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args
-
-
-def run_to_the_end(args):
-    """train, but a reward function cannot end the run with exit code 0, as if it were finished."""
-    try:
-        train(args)
-    except SystemExit as error:
-        if error.code:  # after a signal, for example
-            raise
-        raise UserError("a reward function called sys.exit(); the run is not finished") from error
 
 
 def main(argv=None):
@@ -1962,7 +1969,7 @@ def main(argv=None):
         library.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
     try:
-        run_to_the_end(parse_args(sys.argv[1:] if argv is None else argv))
+        train(parse_args(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)

@@ -385,6 +385,7 @@ def cause_of_rewards(rewards, kl, tolerance):
     "the recursion of GAE is wrong: its direction, a token too early or late, gamma or lambda",
     "advantages have the wrong sign, or belong to other tokens or responses",
     "advantages are whitened over the wrong tokens: of one response, of a minibatch, or with padding",
+    "you replaced GAE on purpose: check that the KL penalty is still part of the advantages",
 )
 def check_token_advantages(run):
     """PPO: advantages must follow from rewards and values by GAE. They were whitened: an affine function."""
@@ -541,7 +542,7 @@ def flat_or_falling(run):
         early, late = early_and_late(run, "objective/scores")
         return (
             f"It was {early:.3g} in the first updates and {late:.3g} in the last fifth of the run "
-            f"({gain:+.2f} standard deviations of the reward)."
+            f"({gain:+.2f} standard deviations of the reward; a clear rise is more than 0.15)."
         )
 
 
@@ -890,11 +891,25 @@ def check_gain(run):
 
 
 @check(
+    "entropy-rises",
+    "The entropy rises",
+    "the loss or the KL penalty has the wrong sign, or the KL penalty is missing",
+    "the learning rate is too high: the policy comes apart",
+    "an entropy bonus is too large",
+)
+def check_entropy(run):
+    early, late = early_and_late(run, "policy/entropy_avg")
+    if late > 1.6 * early:
+        return f"From {early:.3g} to {late:.3g} nats per token: the policy becomes more random."
+
+
+@check(
     "reward-hacking",
     "The responses become alike",
     "the policy exploits the reward: certain words raise it whatever the response says",
     "the KL penalty is too weak, or missing",
     "the learning rate is too high",
+    "an entropy bonus has the wrong sign: the entropy falls",
 )
 def check_words(run):
     """A new word takes over, or word pairs repeat. Arithmetic has few words."""
@@ -960,23 +975,12 @@ def check_kl_target(run):
 
 
 @check(
-    "entropy-rises",
-    "The entropy rises",
-    "the loss or the KL penalty has the wrong sign, or the KL penalty is missing",
-    "the learning rate is too high: the policy comes apart",
-)
-def check_entropy(run):
-    early, late = early_and_late(run, "policy/entropy_avg")
-    if late > 1.6 * early:
-        return f"From {early:.3g} to {late:.3g} nats per token: the policy becomes more random."
-
-
-@check(
     "critic",
     "The critic does not learn",
     "the value loss has the wrong sign or too little weight, or does not reach the critic",
     "values are aligned with other tokens than the returns: off by one, or padding",
     "the learning rate is too high for the critic, or the scores spread more and more",
+    "you removed the critic on purpose",
 )
 def check_critic(run):
     """The value loss must not rise, and values must leave 0, where they start."""

@@ -14,15 +14,14 @@ If you know PPO (ppo_sentiment.py), this is what changes:
    lower by --missing-eos-penalty (1 in all recipes). That teaches the policy to stop.
 5. A policy can learn to please the reward model without getting better. So a judge compares summaries of
    held-out posts, from before and after training, with reference summaries: the win rate (`win_rate`).
-6. A forward pass reads a prompt only once, however many of its responses it holds, in generation as in
-   training (`generate_groups`, `group_logprobs`). With gradient checkpointing, the update reads it with each
-   response.
+6. The k responses to a prompt share one forward pass over that prompt, in generation and in training
+   (`generate_groups`, `group_logprobs`). With gradient checkpointing, training reads it with each response.
 
     python rloo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
     python rloo_tldr.py --learning-rate 2e-4        # tiny with one change; every field of Args is a flag
     python rloo_tldr.py tldr-pythia-1b              # the published experiment, from the Hub
     accelerate launch rloo_tldr.py tldr-pythia-1b   # on N GPUs, with N times the batch
-    python rloo_tldr.py --resume latest             # continue a stopped run; on a CPU, bit for bit
+    python rloo_tldr.py --resume RUN_FOLDER         # continue a stopped run; on a CPU, bit for bit
     python rloo_tldr.py judge --model-name-or-path MODEL --judge-model JUDGE --judge-url URL    # only judge
 
 Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, rewards,
@@ -61,7 +60,6 @@ import resource
 import shutil
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections import defaultdict
@@ -70,7 +68,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Annotated, Literal
 
 import accelerate
@@ -107,21 +105,21 @@ class Args:
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue a run: its folder, or `latest`, of this script in runs/
+    resume: str | None = None  # continue the run in this folder
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
     num_sample_generations: int = 10  # about how many times samples are printed during the run
 
     # Models
-    model_name_or_path: str | None = None  # tokenizer (None: sft_model_path); policy, without sft_model_path
+    model_name_or_path: str | None = None  # tokenizer; also the policy, if sft_model_path is None
     sft_model_path: str | None = None  # initial policy; the reference is a frozen copy of it
     reward_model_path: str = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"  # classifier with 1 output
-    reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the reward model, in TRL's form
+    reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the reward model; called as in TRL
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
     bf16: bool = False  # the same as --dtype bfloat16 (TRL's spelling)
-    load_in_8bit: bool = False  # 8-bit frozen weights: LoRA's base model, or without LoRA the reference
+    load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
@@ -156,7 +154,7 @@ class Args:
     whiten_rewards: bool = False  # rescale rewards to std 1 (the baseline removes their mean)
     cliprange: float = 0.2  # epsilon of the clipped policy loss
 
-    # Judge: judge_model if there is one, or judge_fn, or the reward itself
+    # Judge: judge_model if there is one, or else judge_fn
     num_eval_prompts: Annotated[int, NUM_EXAMPLES] = 256  # posts whose summaries are judged
     judge_fn: str | None = None  # FILE.py:function like --reward-fn; the summary with the higher score wins
     judge_model: str | None = None  # folder of a reward model; another name, or with judge_url: a chat model
@@ -204,7 +202,7 @@ RECIPES = {
         sft_model_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
         num_ppo_epochs=2,
         num_mini_batches=2,
-        per_device_train_batch_size=32,  # x 2 accumulated: TRL's 8 x 8, in fewer passes for a GPU with 80 GB
+        per_device_train_batch_size=32,  # 32 x 2 = TRL's 8 x 8, in fewer passes for a GPU with 80 GB
         gradient_accumulation_steps=2,
         local_rollout_forward_batch_size=128,
         missing_eos_penalty=1.0,
@@ -240,7 +238,7 @@ def train(args):
     """The whole run, from the flags to the final table. -> (Policy, run folder)"""
     check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
     check_positive(args, "num_ppo_epochs", "total_episodes", "temperature", "max_grad_norm")
-    check_positive(args, "num_eval_prompts")
+    check_positive(args, "num_eval_prompts", "score_clip")
     n, k, T = args.per_device_train_batch_size, args.rloo_k, args.response_length
     if k < 2 or n * args.gradient_accumulation_steps % k:
         raise UserError(
@@ -269,23 +267,23 @@ def train(args):
     if len(held_out_posts) < world:
         raise UserError(f"{world} processes need as many held-out posts; there are {len(held_out_posts)}")
     policy_name = args.sft_model_path or args.model_name_or_path
-    policy, ref_model = load_policy_and_reference(args, policy_name, device)
+    policy = load_policy(args, policy_name, device)
+    ref_model = load_reference(args, policy, policy_name, device)
     max_tokens = max(len(post["ids"]) for post in train_posts + held_out_posts) + T
     check_group_model(policy, policy_name, max_tokens)
     model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
-    reward_functions = load_summary_reward(args, device)
-    get_rewards = partial(score_responses, reward_functions, trainer_state, device)
+    get_scores = partial(score_responses, load_summary_reward(args, device), trainer_state, device)
     # The scores of --judge-fn for each batch are only logged. In the evaluation it is the judge, unless there
     # is a --judge-model.
     get_judge_scores = None
     if args.judge_fn is not None:
         get_judge_scores = partial(score_responses, load_functions([args.judge_fn]), trainer_state, device)
-    judge, judge_name = None, "none, because there are no references"
-    # The main process only, so that a judge on a server is asked only once.
+    judge, judge_name = None, "none"
+    # The main process only, so that a judge on a server is asked only once. It compares with references.
     if accelerator.is_main_process and held_out_posts[0]["reference"]:
-        judge, judge_name = load_judge(args, tokenizer, reward_functions, trainer_state, device)
+        judge, judge_name = load_judge(args, tokenizer, trainer_state, device)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 
@@ -303,7 +301,7 @@ def train(args):
     # evaluations before and after training use the same ones, and so does a resumed run: `before` is always
     # measured with the policy before RLOO, since run.start loads a checkpoint only below.
     held_out = draw_groups(held_out_posts, 1, args, "held-out")
-    respond = partial(rollout_groups, model, ref_model, tokenizer, stop_ids, get_rewards, args=args)
+    respond = partial(rollout_groups, model, ref_model, tokenizer, stop_ids, get_scores, args=args)
     with autocast:
         before = evaluate_summaries(respond, held_out, args, accelerator)
 
@@ -321,9 +319,10 @@ def train(args):
         #    not depend on the number of processes, up to rounding.
         start_time = time.time()
         trainer_state.global_step = update - 1
-        # For random numbers in your own reward function. They do depend on the process.
+        # Nothing here uses the global generators, but your own reward function might. Each process has its
+        # own seed.
         set_global_seed(args.seed, update, accelerator.process_index)
-        # The next P posts of an endless stream of shuffled epochs.
+        # The next P posts of an endless stream of shuffled passes.
         post_numbers = stream_rows(len(train_posts), (update - 1) * P, P, args.seed)
         prompt_batch = draw_groups([train_posts[i] for i in post_numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
@@ -360,8 +359,8 @@ def train(args):
         #    divided by the number of responses in the minibatch on all processes. So the gradient does not
         #    depend on how a minibatch is split.
         learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, update, updates)
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = learning_rate(args, update, updates)
         metric_sums = defaultdict(float)  # sums over the responses of all minibatches and epochs
         for epoch in range(args.num_ppo_epochs):
             order = torch.randperm(P, generator=generator_for(args.seed, "order", update, epoch)).to(device)
@@ -370,8 +369,8 @@ def train(args):
                     rows_of_share = sorted_groups(share, b["lengths"], k)
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
-                    m = valid[rows, :t]
-                    # Before the last micro-batch, this keeps processes from exchanging gradients.
+                    mb_valid = valid[rows, :t]  # [n, t]
+                    # accumulate: processes exchange gradients only at the last micro-batch.
                     with accelerator.accumulate(learner):
                         with autocast:
                             new_token_logprobs, entropies = learner(
@@ -408,7 +407,8 @@ def train(args):
                             metric_sums[name] += x.float().sum()
                         if is_first_step:  # no optimizer step since the rollout, so the ratios must be 1
                             token_log_ratio = new_token_logprobs - b["logprobs"][rows, :t]
-                            assert token_log_ratio[m].abs().mean() < 0.02, "rollout and update differ, or nan"
+                            gap = token_log_ratio[mb_valid].abs().mean()
+                            assert gap < 0.02, "rollout and update differ, or nan"
 
                 is_first_step = False
                 grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
@@ -436,7 +436,7 @@ def train(args):
             "eps": B / (time.time() - start_time),  # episodes per second
             "objective/kl": kl.mean(),
             "objective/kl_coef": args.kl_coef,
-            "objective/entropy": -b["logprobs"].sum(1).mean(),  # per response
+            "objective/entropy": -b["logprobs"].sum(1).mean(),  # per response, estimated from its own tokens
             "objective/non_score_reward": -args.kl_coef * kl.mean(),
             # What RLHF maximizes: the score minus the KL, whether the KL is in the reward or in the loss.
             "objective/rlhf_reward": scores.mean() - args.kl_coef * kl.mean(),
@@ -454,7 +454,7 @@ def train(args):
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
-            "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # did not stop on their own
+            "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # cut off at T
             "completions/distinct_2": distinct_bigrams(accelerate.utils.gather_object(responses)),
             "sampling/logprob_gap_mean": sampling_gap.mean(),
             "sampling/logprob_gap_max": sampling_gap.max(),
@@ -505,7 +505,7 @@ def evaluate_summaries(respond, batch, args, accelerator):
     posts.
     -> metrics (dict of floats), one dict(prompt, response, score) per post; scores without clip and penalty
     """
-    # For random numbers in your own reward function.
+    # Nothing here uses the global generators, but your own reward function might.
     set_global_seed(args.seed, "held-out", accelerator.process_index)
     with accelerator.split_between_processes(dict(batch)) as share:  # a copy, because accelerate changes it
         b, responses = respond(share)
@@ -519,17 +519,18 @@ def evaluate_summaries(respond, batch, args, accelerator):
         "length": b["lengths"].tolist(),
     }
     rows = accelerate.utils.gather_object(rows_of(columns))  # of all processes, in the order of the posts
-    column = {name: [row[name] for row in rows] for name in columns}
+    gathered = {name: [row[name] for row in rows] for name in columns}
     metrics = {
-        "score mean": fmean(column["score"]),
-        "score median": median(column["score"]),
-        "KL, nats per response": fmean(column["kl"]),
-        "ended by itself": fmean(column["stopped"]),
-        "tokens per response": fmean(column["length"]),
+        "score mean": fmean(gathered["score"]),
+        "score mean, +-": 1.96 * pstdev(gathered["score"]) / len(rows) ** 0.5,  # half of the 95 % interval
+        "score median": median(gathered["score"]),
+        "KL, nats per response": fmean(gathered["kl"]),
+        "ended by itself": fmean(gathered["stopped"]),
+        "tokens per response": fmean(gathered["length"]),
         # Like all log-probabilities here, those of the distribution at the sampling temperature.
-        "perplexity under the reference": math.exp(-sum(column["ref_logprob"]) / sum(column["length"])),
-        "distinct responses": len(set(column["response"])) / len(rows),
-        "distinct bigrams": distinct_bigrams(column["response"]),
+        "perplexity under the reference": math.exp(-sum(gathered["ref_logprob"]) / sum(gathered["length"])),
+        "distinct responses": len(set(gathered["response"])) / len(rows),
+        "distinct bigrams": distinct_bigrams(gathered["response"]),
     }
     samples = [{name: row[name] for name in ("prompt", "response", "score")} for row in rows]
     return metrics, samples
@@ -593,25 +594,25 @@ def generator_for(seed, *purpose):
 
 
 def stream_rows(num_rows, start, count, seed):
-    """Row numbers start ... start + count - 1 of an endless stream of shuffled epochs. -> [count]"""
+    """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
     first, last = start // num_rows, (start + count - 1) // num_rows
-    generators = [generator_for(seed, "pass", epoch) for epoch in range(first, last + 1)]
+    generators = [generator_for(seed, "pass", number) for number in range(first, last + 1)]
     rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
     return rows[start - first * num_rows :][:count]
 
 
 @torch.no_grad()
-def rollout_groups(model, ref_model, tokenizer, stop_ids, get_rewards, batch, args):
+def rollout_groups(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each post, score them, and compute old and reference log-probabilities.
 
-    get_rewards: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
+    get_scores: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
     - the dict of sample_responses, and raw_scores (the weighted sum of the rewards) [P * k]; logprobs,
       ref_logprobs, entropies [P * k, T]
     - the responses, P * k str
     """
     model.eval()
-    b, responses = sample_responses(model.policy, tokenizer, stop_ids, get_rewards, batch, args)
-    rewards = {name: x for name, x in b.items() if name.startswith("rewards/")}
+    b, responses = sample_responses(model.policy, tokenizer, stop_ids, get_scores, batch, args)
+    scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
 
     # The same forward pass, and as many rows at a time, as in the update. Dropout is 0, so the ratio is 1
     # until the first optimizer step, up to rounding. The log-probabilities from generation differ more, and
@@ -627,7 +628,7 @@ def rollout_groups(model, ref_model, tokenizer, stop_ids, get_rewards, batch, ar
         ref_logprobs[rows, :t] = reference_group_logprobs(ref_model, model.policy, *inputs)
 
     b |= {
-        "raw_scores": weighted_sum(rewards, args.reward_weights),
+        "raw_scores": weighted_sum(scores_by_name, args.reward_weights),
         "logprobs": logprobs,
         "ref_logprobs": ref_logprobs,
         "entropies": entropies,
@@ -646,10 +647,10 @@ def sorted_groups(groups, lengths, k):
 
 
 @torch.no_grad()
-def sample_responses(policy, tokenizer, stop_ids, get_rewards, batch, args):
+def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each prompt, and reward them.
 
-    get_rewards: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
+    get_scores: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
     - a dict of tensors, in which the responses to a prompt are neighbors: ids, mask [P * k, C + T]; lengths,
       stopped, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
     - the responses, P * k str
@@ -676,11 +677,12 @@ def sample_responses(policy, tokenizer, stop_ids, get_rewards, batch, args):
     # 2. Decode and reward.
     response_tokens = list_tokens(tokens, valid)
     text_tokens = response_tokens
-    if args.stop_token_id is None:  # EOS and the like are not text; a stop token you chose, such as ".", is
+    # EOS is cut from the text. A stop token that you chose, such as ".", stays.
+    if args.stop_token_id is None:
         text_tokens = list_tokens(tokens, valid & ~is_stop)
     _, responses = decode(tokenizer, list_tokens(prompt_ids, prompt_mask), text_tokens)  # P * k str
     examples = [example for example in batch["examples"] for _ in range(k)]
-    rewards = get_rewards(examples, responses, response_tokens)  # name -> [P * k]
+    scores_by_name = get_scores(examples, responses, response_tokens)  # name -> [P * k]
 
     b = {
         "ids": torch.cat([prompt_ids, tokens], 1),  # [P * k, C + T]
@@ -688,7 +690,7 @@ def sample_responses(policy, tokenizer, stop_ids, get_rewards, batch, args):
         "lengths": lengths,
         "stopped": is_stop.any(1),
         "sampling_logprobs": sampling_logprobs,
-        **{f"rewards/{name}": x for name, x in rewards.items()},
+        **{f"rewards/{name}": x for name, x in scores_by_name.items()},
     }
     return b, responses
 
@@ -713,8 +715,9 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     tokens = torch.zeros(P * k, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(P * k, T, device=ids.device)
     rows = torch.arange(P * k, device=ids.device)  # the rows that are still being written
-    column = torch.full([1], C, device=ids.device)  # of the newest token of all rows
+    column = torch.full([1], C, device=ids.device)  # of the newest token; step() changes it in place
 
+    # sample and step use the current rows, mask and column of the loop below.
     def sample(hidden):
         """Sample the next token of each row. hidden [rows, H]"""
         t = column - C  # [1]
@@ -732,8 +735,8 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
         sample(hidden)
 
     # Generation goes in rounds. Before a round, finished rows leave, and mask and cache get room for its
-    # tokens. Within a round no shape changes, and no line asks for a value. So a GPU can record one step and
-    # replay it for the other tokens of the round (see `repeat`). On a CPU, a round is one token.
+    # tokens. Within a round no shape changes, and nothing is copied to the CPU. So a GPU can record one step
+    # and replay it for the other tokens of the round (see `repeat`). On a CPU, a round is one token.
     sample(hidden)
     is_recorded = can_be_recorded(policy, cache)
     round_length = TOKENS_PER_ROUND if is_recorded else 1
@@ -745,7 +748,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
             break
         count = min(round_length, T - start)  # tokens of this round
         rows = rows[keep]
-        L = C + start + count - 1  # after the round: the prompt, and all tokens but the newest, not read yet
+        L = C + start + count - 1  # columns after the round; the newest token is sampled, but not read yet
         mask = make_room(cache, mask, keep, L, column if is_recorded else None)
         repeat(step, count)
     valid = length_mask(response_lengths(tokens, stop_ids), T)  # a row goes on until its round is over
@@ -850,39 +853,16 @@ def token_logits(hidden, weight, temperature=1.0, bias=None):
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
 
 
-class LogprobsAndEntropies(torch.autograd.Function):
-    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
-
-    One function, so that the backward pass frees log_p, even if the loss does not contain the entropies.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, tokens):
-        log_p = torch.log_softmax(logits, 1)  # [N, V]
-        ctx.save_for_backward(log_p, tokens)
-        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
-        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropies):
-        log_p, tokens = ctx.saved_tensors
-        grad = torch.zeros_like(log_p)  # of log_p
-        if grad_logprobs is not None:
-            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
-        if grad_entropies is not None:
-            grad -= grad_entropies[:, None] * log_p.exp() * log_p
-        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
-
-
 def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
 
     hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
     Both are differentiable: the loss may contain an entropy bonus.
 
-    The logits of all N tokens may need more memory than the model, so only a part of the rows is computed at
-    once. The first 2**25 logits (128 MiB) stay in memory for the backward pass; the others are computed a
-    second time there. A GPU is faster with few large products: up to 2**26 logits at once, and in memory.
+    The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
+    On a CPU, a chunk has 128 rows. Those within the first 2**25 logits (128 MiB) stay in memory for the
+    backward pass; the others are computed again there. A GPU is faster with few large products: a chunk has
+    2**26 logits, and the first one stays.
     """
     is_cuda = hidden.device.type == "cuda"
     max_logits = 2**26 if is_cuda else 2**25
@@ -890,7 +870,7 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
     def logprobs_of_chunk(hidden, tokens):
         logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
-        return LogprobsAndEntropies.apply(logits, tokens)
+        return LogprobsAndEntropies.apply(logits, tokens)  # log softmax at the tokens, entropies
 
     outputs = []
     for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
@@ -936,14 +916,14 @@ def length_mask(lengths, max_length):
     return torch.arange(max_length, device=lengths.device) < lengths[:, None]
 
 
-def weighted_sum(rewards, weights=None):
-    """The sum of weight * reward.
+def weighted_sum(scores, weights=None):
+    """The sum of weight * score.
 
-    rewards: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
-    A nan means that a reward does not apply to a row (the function returned None), and counts as 0.
+    scores: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
+    A nan means that a score does not apply to a row (the function returned None), and counts as 0.
     """
-    weights = weights or [1.0] * len(rewards)
-    return sum(weight * values.nan_to_num() for weight, values in zip(weights, rewards.values(), strict=True))
+    weights = weights or [1.0] * len(scores)
+    return sum(weight * values.nan_to_num() for weight, values in zip(weights, scores.values(), strict=True))
 
 
 def kl_per_token(logprobs, ref_logprobs, estimator):
@@ -980,6 +960,7 @@ def rloo_advantages(rewards, rloo_k):
 
 def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
+    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
     log_ratio = logprobs - old_logprobs
     ratio = torch.exp(log_ratio.clamp(max=40))  # an infinite ratio times an advantage of 0 is nan
     unclipped = -advantages * ratio
@@ -993,6 +974,7 @@ def learning_rate(args, update, updates):
     It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
     a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
     """
+    assert 0 <= args.warmup_ratio <= 1
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
         return args.learning_rate * update / warmup
@@ -1058,8 +1040,6 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        accelerate.PartialState().print(f"{name}: the balancing loss of its experts is not trained here")
     missing = report["missing_keys"]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
@@ -1071,7 +1051,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
             if isinstance(value, float) and is_noise:
-                setattr(module, key, 0.0)  # in RL, rollout and update must have the same probabilities
+                setattr(module, key, 0.0)  # otherwise two forward passes would differ
         for key, child in module.named_children():
             if isinstance(child, transformers.activations.NewGELUActivation):
                 setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
@@ -1177,53 +1157,53 @@ def add_lora(model, args):
     return model
 
 
-def share_layers(policy, count):
-    """Freeze the policy's embeddings and first layers. -> a reference that shares them and copies the rest"""
+def freeze_layers(policy, count):
+    """Freeze the policy's embeddings and first layers. load_reference shares them."""
     layers = transformer_layers(policy)
-    if not 0 < count <= len(layers):
+    if count > len(layers):
         raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
     embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
-    shared = [p for module in [*embeddings, *layers[:count]] for p in module.parameters()]
-    for p in shared:
-        p.requires_grad_(False)
-    return copy.deepcopy(policy, memo={id(p): p for p in shared})  # what is in the memo is not copied
+    for module in (*embeddings, *layers[:count]):
+        module.requires_grad_(False)
 
 
-def load_policy_and_reference(args, name, device, needs_reference=True):
-    """The policy to train, and the frozen reference model.
-
-    The reference is None with LoRA, where it is the policy without its adapter; and if none is needed.
-    """
+def load_policy(args, name, device):
+    """The policy to train."""
     if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
         raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
-    if args.load_in_8bit and not args.lora_r and not needs_reference:
-        raise UserError("--load-in-8bit: without LoRA and a reference, no weights are frozen")
-    eight_bit = {}
-    if args.load_in_8bit:
-        # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits,
-        # and which ones depends on the batch. So would log-probabilities.
-        config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-        eight_bit = dict(quantization_config=config)
-    policy = load_model(AutoModelForCausalLM, name, **(eight_bit if args.lora_r else {})).to(device)
+    policy = load_model(AutoModelForCausalLM, name, **(eight_bit(args) if args.lora_r else {})).to(device)
     if not all(p.is_floating_point() for p in policy.parameters()) and not args.lora_r:
         raise UserError(f"{name}: quantized weights cannot be trained: add --lora-r 16")
-    if getattr(policy, "is_loaded_in_4bit", False) and device.type == "cpu":
-        # On some CPUs, bitsandbytes 0.50 does not pass on the gradient.
-        raise UserError(f"{name}: 4-bit weights work only on a GPU")
-    ref_model = None
     if args.lora_r:
         policy = add_lora(policy, args)
-    elif args.num_shared_layers:
-        ref_model = share_layers(policy, args.num_shared_layers)
-    elif needs_reference:
-        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit)
-    if not needs_reference:  # share_layers makes one in any case
-        ref_model = None
-    if ref_model is not None:
-        ref_model.requires_grad_(False).eval().to(device)
+    if args.num_shared_layers:
+        freeze_layers(policy, args.num_shared_layers)
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))  # gradient checkpointing, renamed
-    return policy, ref_model
+        # transformers' new name of gradient_checkpointing_enable
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))
+    return policy
+
+
+def load_reference(args, policy, name, device):
+    """The frozen reference model. With LoRA it is None: the reference is the policy without its adapter."""
+    if args.lora_r:
+        return None
+    if args.num_shared_layers:
+        frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
+        ref_model = copy.deepcopy(policy, memo=frozen)  # what is in the memo is not copied
+    else:
+        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit(args))
+    return ref_model.requires_grad_(False).eval().to(device)
+
+
+def eight_bit(args):
+    """What from_pretrained needs for --load-in-8bit."""
+    if not args.load_in_8bit:
+        return {}
+    # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
+    # which ones depends on the batch: log-probabilities would too.
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    return dict(quantization_config=config)
 
 
 def save_policy(policy, tokenizer, folder):
@@ -1233,6 +1213,34 @@ def save_policy(policy, tokenizer, folder):
         policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+# ---- Gradient of log-probabilities and entropies -----------------------------------------------------------
+
+
+class LogprobsAndEntropies(torch.autograd.Function):
+    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
+
+    With separate operations, a loss without entropies would not free their log_p [N, V] in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, tokens):
+        log_p = torch.log_softmax(logits, 1)  # [N, V]
+        ctx.save_for_backward(log_p, tokens)
+        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
+        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropies):
+        log_p, tokens = ctx.saved_tensors
+        grad = torch.zeros_like(log_p)  # of log_p
+        if grad_logprobs is not None:
+            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
+        if grad_entropies is not None:
+            # -p * (log_p + 1), but the gradient of log_softmax cancels the 1.
+            grad -= grad_entropies[:, None] * log_p.exp() * log_p
+        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
 
 
 # ---- Token steps that a GPU records ------------------------------------------------------------------------
@@ -1269,7 +1277,7 @@ class FixedSizeLayer(DynamicLayer):
 
 
 def can_be_recorded(policy, cache):
-    """Can a GPU record a token step of this model? No shape may change, and no step may ask for a value.
+    """Can a GPU record a token step of this model? No shape may change, and nothing may go to the CPU.
 
     transformers says of each kind of model whether it can read a cache with free columns (GPT-Neo cannot).
     """
@@ -1296,9 +1304,9 @@ def make_room(cache, mask, keep, L, column):
 def repeat(step, count):
     """Call step() count times. From the second time on, a GPU replays what it recorded of one call.
 
-    To start a kernel from Python takes longer than to compute it. A recording (a CUDA graph) is the list of
+    Launching a kernel from Python takes longer than running it. A recording (a CUDA graph) is the list of
     the kernels of one call, with the addresses that they read and write; the GPU starts them by itself. So a
-    step must keep its state in tensors that it changes in place, and must not ask for their values.
+    step must keep its state in tensors that it changes in place, and must not copy them to the CPU.
     """
     step()  # also loads the kernels, which must not happen during a recording
     if count == 1:
@@ -1359,6 +1367,7 @@ def score_responses(functions, trainer_state, device, examples, responses, respo
     return call_reward_functions(functions, trainer_state, device, *inputs)
 
 
+@torch.no_grad()
 def call_reward_functions(functions, trainer_state, device, rows, prompts, completions, completion_ids):
     """Call reward functions as TRL's GRPOTrainer calls them: by keyword. For example:
 
@@ -1373,7 +1382,7 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
     """
     columns = {name for row in rows for name in row} - {"prompt"}
     inputs = {name: [row.get(name) for row in rows] for name in columns}
-    # A column of one of these names is an error.
+    # A data column of one of these names ends in a TypeError here.
     inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
     rewards = {}
     for name, function in functions.items():
@@ -1415,6 +1424,8 @@ def load_reward_model(args, name, device):
         raise UserError(f"{name}: {model.config.model_type} reads the last position, which may be padding")
     model.to(device).eval().requires_grad_(False)
     tokenizer = load_tokenizer(name, for_prompts=False)
+    if tokenizer.cls_token_id is None:
+        load_tokenizer(name)  # refuses one that appends EOS: it would write EOS between prompt and response
     max_length = min(tokenizer.model_max_length, context_length(model.config))
     offset = getattr(model.config, "reward_offset", 0.0)
 
@@ -1480,7 +1491,8 @@ def sequence_logits(model, ids, mask):
     real EOS if pad is EOS.
     """
     if not hasattr(model, "score"):  # BERT and its family
-        return model(input_ids=ids, attention_mask=mask.long()).logits.float()
+        with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
+            return model(input_ids=ids, attention_mask=mask.long()).logits
     outputs = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
     hidden = outputs.last_hidden_state  # [B, L, H]
     rows = torch.arange(len(ids), device=ids.device)
@@ -1503,20 +1515,18 @@ Summary B: {b}
 Answer with one letter, A or B, and nothing else."""
 
 
-def load_judge(args, tokenizer, reward_functions, trainer_state, device):
-    """The judge and its name: --judge-model, else the function of --judge-fn, else the reward itself.
+def load_judge(args, tokenizer, trainer_state, device):
+    """The judge and its name: --judge-model, or else the function of --judge-fn, or else none.
 
-    reward_functions: from load_summary_reward; None: load them if they are needed. The judge is a function of
-    posts and responses (list of str) that returns their verdicts: see win_rate.
+    The judge is a function of posts and responses (list of str) that returns their verdicts: see win_rate.
     """
     if args.judge_url is not None and args.judge_model is None:
         raise UserError("--judge-url needs --judge-model: the name of the model on that server")
-    name, weights = args.judge_model, None
-    if name is None and args.judge_fn is None:
-        name, weights = ", ".join(args.reward_fn or [args.reward_model_path]), args.reward_weights
-        functions = reward_functions or load_summary_reward(args, device)
-    elif name is None:
-        name, functions = args.judge_fn, load_functions([args.judge_fn])
+    name = args.judge_model or args.judge_fn
+    if name is None:
+        return None, "none"
+    if args.judge_model is None:
+        functions = load_functions([args.judge_fn])
     elif args.judge_url is None and any(Path(folder, name).is_dir() for folder in ("", HERE)):
         # In fp32: bf16 rounds so much that equal texts would not be a tie.
         functions = {"judge": load_reward_model(replace(args, dtype="float32"), name, device)}
@@ -1526,29 +1536,27 @@ def load_judge(args, tokenizer, reward_functions, trainer_state, device):
         client = openai.OpenAI(base_url=args.judge_url, max_retries=4)  # its key is in OPENAI_API_KEY
         return partial(ask_chat_model, client, args), f"{name} at {client.base_url}"
     get_scores = partial(score_responses, functions, trainer_state, device)
-    return partial(compare_scores, get_scores, tokenizer, weights), name
+    return partial(compare_scores, get_scores, tokenizer), name
 
 
-def compare_scores(get_scores, tokenizer, weights, posts, responses):
+def compare_scores(get_scores, tokenizer, posts, responses):
     """The verdicts of a judge that prefers the higher score. -> fp32 [posts]"""
-    references = [post["reference"] for post in posts]
-    ours = score_texts(get_scores, tokenizer, posts, responses, weights)  # [posts]
-    theirs = score_texts(get_scores, tokenizer, posts, references, weights)  # [posts]
+    ours = score_texts(get_scores, tokenizer, posts, responses)  # [posts]
+    theirs = score_texts(get_scores, tokenizer, posts, [post["reference"] for post in posts])  # [posts]
     # A text has two scores in two batches, because they round differently.
     is_tie = torch.isclose(ours, theirs, rtol=1e-3, atol=1e-3)
     verdicts = torch.where(is_tie, 0.5, (ours > theirs).float())
     return verdicts.masked_fill((ours + theirs).isnan(), math.nan).cpu()
 
 
-def score_texts(get_scores, tokenizer, posts, texts, weights=None):
-    """The weighted sum of the rewards of one text for each post; nan if no function applies. -> fp32 [posts]
+def score_texts(get_scores, tokenizer, posts, texts):
+    """The judge's score of one text for each post; nan if it does not apply. -> fp32 [posts]
 
-    Functions get the texts tokenized again, without a stop token.
+    The judge gets the texts tokenized again, without a stop token.
     """
     token_ids = tokenizer(texts, add_special_tokens=False).input_ids
-    rewards = get_scores(posts, texts, token_ids)  # name -> [posts]
-    has_no_reward = torch.stack(list(rewards.values())).isnan().all(0)  # [posts]
-    return weighted_sum(rewards, weights).masked_fill(has_no_reward, math.nan)
+    [scores] = get_scores(posts, texts, token_ids).values()  # of the only function
+    return scores
 
 
 def ask_chat_model(client, args, posts, responses):
@@ -1582,6 +1590,8 @@ def judge_policy(args):
     """`rloo_tldr.py judge`: a model's win rate against the references, as TRL's judge_tldr.py. -> dict"""
     if args.resume is not None:
         raise UserError("judge has no --resume: use --model-name-or-path RUN/model")
+    if args.model_name_or_path is not None and args.sft_model_path is not None:
+        raise UserError("judge: which model? --model-name-or-path or --sft-model-path must be None")
     check_positive(args, "temperature", "num_eval_prompts")
     args = complete_args(args)
     accelerator = start_accelerator(args)
@@ -1591,13 +1601,13 @@ def judge_policy(args):
     tokenizer = load_tokenizer(args.model_name_or_path or args.sft_model_path)
     _, rows = load_splits(args.dataset_name)
     posts = choose_held_out(load_posts(rows, tokenizer, args), args)
-    if not posts[0]["reference"]:
-        raise UserError(f"{args.dataset_name}: judge needs the column completion, with references")
+    judge, judge_name = load_judge(args, tokenizer, transformers.TrainerState(), device)
+    if judge is None or not posts[0]["reference"]:
+        raise UserError("judge needs --judge-model or --judge-fn, and a column completion with references")
     policy_name = args.sft_model_path or args.model_name_or_path
     policy = load_model(AutoModelForCausalLM, policy_name).to(device)
     check_group_model(policy, policy_name, max(len(post["ids"]) for post in posts) + args.response_length)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)
-    judge, judge_name = load_judge(args, tokenizer, None, transformers.TrainerState(), device)
     batch = draw_groups(posts, 1, args, "held-out")  # the posts and random numbers of the evaluation in train
     with torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device)):
         _, responses = sample_responses(policy, tokenizer, stop_ids, lambda *inputs: {}, batch, args)
@@ -1642,6 +1652,7 @@ def load_splits(name):
         del train[::10]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
 
+    # The columns that may be chats in one of the scripts:
     for column in ("messages", "prompt", "completion", "chosen", "rejected"):
         for value in (row.get(column) for row in train + held_out):
             if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
@@ -1796,7 +1807,7 @@ def start_accelerator(args):
         kwargs_handlers=[
             # Gradients are views of what DDP sends, so they are not kept twice.
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            # The others wait while the main process saves a large model, or asks a judge.
+            # The others wait while the main process saves a large model, for example.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
@@ -1901,12 +1912,12 @@ class Run:
         )
         self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=updates)
-        self.last_line_time = 0.0
+        self.last_line_time, self.got_signal = 0.0, False
         # The same folder on all processes. self.name is the path as it was given, for messages.
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
         name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
-        self.folder = Path(self.name).absolute()  # a reward function may change the working directory
+        self.folder = Path(self.name).absolute()  # your code may change the working directory
         is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
         if is_used and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
@@ -1925,8 +1936,7 @@ class Run:
         """Print dicts as the rows of a table."""
         table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            header = "score before" if name == "score" and "score after" in rows[-1] else name
-            table.add_column(header, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
             if "prompt" in row and self.console.width <= 80:
                 row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
@@ -1969,10 +1979,9 @@ class Run:
 
     def start(self, batch_size):
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
-        is_main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
-        for number in (signal.SIGINT, signal.SIGTERM) if is_main_thread else ():
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # A worker that a reward function forks ends at these signals as usual.
+            # A worker process that your code forks ends at these signals as usual.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1981,7 +1990,7 @@ class Run:
         if self.args.resume and checkpoints:
             state = json.loads(checkpoints[-1].read_text())
             self.accelerator.load_state(checkpoints[-1].parent)
-            self.accelerator.step = 0  # accumulate counts from here, since the number of steps may be another
+            self.accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         config = asdict(self.args)
@@ -2016,7 +2025,7 @@ class Run:
     def on_signal(self, number, frame):
         """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
         signal.signal(number, signal.SIG_DFL)
-        self.accelerator.set_trigger()
+        self.got_signal = True  # no tensors here: a GPU may be recording
 
     def checkpoint(self, state):
         """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit.
@@ -2024,6 +2033,8 @@ class Run:
         state: update, batch_size, and anything else that json can hold
         """
         update, save_every = state["update"], self.args.save_every
+        if self.got_signal:
+            self.accelerator.set_trigger()
         is_stopped = self.accelerator.check_trigger()  # by a signal that any process got
         if is_stopped or update == self.updates or save_every and update % save_every == 0:
             draft = self.folder / "draft"
@@ -2158,8 +2169,7 @@ def parse_args(argv):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    commands = "\n".join(line for line in __doc__.splitlines() if line.startswith("    python"))
-    description = f"{__doc__.splitlines()[0]} The recipes are {', '.join(RECIPES)}.\n\n{commands}"
+    description = f"{__doc__}\nRecipes: {', '.join(RECIPES)}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
     args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
     if args.resume is None:
@@ -2167,30 +2177,15 @@ def parse_args(argv):
 
     # The flags of that run, changed by those that are given now.
     folder = Path(args.resume)
-    if args.resume == "latest":
-        runs = Path("runs").rglob("args.json")
-        runs = [path for path in runs if json.loads(path.read_text()).get("script") == SCRIPT]
-        folder = max(runs, key=os.path.getmtime, default=Path("runs/*/args.json")).parent
     saved = json.loads((folder / "args.json").read_text())["args"]
-    args = parse(default=Args(**saved | {"output_dir": str(folder)}))
-    if Path(args.output_dir).resolve() != folder.resolve():
-        raise UserError("--resume continues a run in its own folder: leave out --output-dir")
+    args = replace(parse(default=Args(**saved)), output_dir=str(folder))
     if names_recipe and recipe != saved["recipe"]:
         raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
-    for name in ("optimizer", "adam_eps", "kl_coef"):  # their current values are in the checkpoint
+    # These must fit the checkpoint.
+    for name in ("optimizer", "adam_eps", "kl_coef", "rloo_k", "num_generations"):
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args
-
-
-def run_to_the_end(args):
-    """train, but a reward function cannot end the run with exit code 0, as if it were finished."""
-    try:
-        train(args)
-    except SystemExit as error:
-        if error.code:  # after a signal, for example
-            raise
-        raise UserError("a reward function called sys.exit(); the run is not finished") from error
 
 
 def main(argv=None):
@@ -2207,7 +2202,7 @@ def main(argv=None):
         if argv[:1] == ["judge"]:
             judge_policy(parse_args(argv[1:]))
         else:
-            run_to_the_end(parse_args(argv))
+            train(parse_args(argv))
     except UserError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)

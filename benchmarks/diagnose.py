@@ -11,15 +11,9 @@ checks were developed. The lists and their runs are of the second edition, 21db0
 
 The table: which check finds which fault, of all these lists and of results/gallery. A fault is named if one of the
 first three causes matches its pattern in results/diagnose/naming.json; one reader wrote these patterns, and is kinder
-than the two judges. A check is needed for a fault if it is no longer named without the check. The table of the 41
-checks of the second edition, checks_before.json:
-
-    git show 21db0b9:report.py > /tmp/report_before.py
-    python benchmarks/diagnose.py --report /tmp/report_before.py --save results/diagnose/checks_before.json
+than the two judges. A check is needed for a fault if it is no longer named without the check.
 """
 
-import argparse
-import importlib.util
 import json
 import re
 import sys
@@ -43,21 +37,6 @@ def healthy_runs(report):
     return {path.name: report.read_run(path) for path in sorted((FOLDER / "runs/healthy").iterdir())}
 
 
-def import_report(path):
-    """report.py, or an earlier version of it in another file."""
-    spec = importlib.util.spec_from_file_location("report_to_measure", path)
-    report = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = report  # dataclasses look it up
-    spec.loader.exec_module(report)
-    report.BANDS = ROOT / "results/reference_bands.json"
-    return report
-
-
-def finding_of(report, check, run):
-    """What one check says. -> Finding or None. Checks of earlier versions return a Finding themselves."""
-    return report.run_check(check, run) if hasattr(report, "run_check") else check(run)
-
-
 def named_faults(report, runs, patterns):
     """The faults of which one of the first three causes matches the pattern. -> set of names"""
     named = set()
@@ -70,16 +49,11 @@ def named_faults(report, runs, patterns):
 
 def named_without(report, check_name, runs, patterns):
     """The same if a check is left out."""
-    check, all_checks = getattr(report, check_name), dict(getattr(report, "CHECKS", {}))
-    if all_checks:
-        report.CHECKS.pop(check)
-    else:
-        setattr(report, check_name, lambda run: None)
+    checks = dict(report.CHECKS)
+    del report.CHECKS[getattr(report, check_name)]
     named = named_faults(report, runs, patterns)
-    setattr(report, check_name, check)
-    if all_checks:
-        report.CHECKS.clear()
-        report.CHECKS.update(all_checks)
+    report.CHECKS.clear()
+    report.CHECKS.update(checks)
     return named
 
 
@@ -105,7 +79,7 @@ def make_table(report):
     for check_name in [name for name in vars(report) if name.startswith("check_")]:
         row = {"finds": [], "names": []}
         for name, run in runs.items():
-            finding = finding_of(report, getattr(report, check_name), run)
+            finding = report.run_check(getattr(report, check_name), run)
             if finding is not None:
                 row["finds"].append(name)
                 if any(re.search(patterns[name], cause) for cause in finding.causes[:3]):
@@ -116,12 +90,11 @@ def make_table(report):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--save", type=Path, default=FOLDER / "checks.json")
-    parser.add_argument("--report", type=Path, default=ROOT / "report.py", help="another report.py")
-    flags = parser.parse_args()
-    table = make_table(import_report(flags.report))
-    flags.save.write_text(json.dumps(table, indent=1) + "\n")
+    sys.path.insert(0, str(ROOT))
+    import report
+
+    table = make_table(report)
+    (FOLDER / "checks.json").write_text(json.dumps(table, indent=1) + "\n")
     for name, row in table.pop("checks").items():
         counts = {column: len(faults) for column, faults in row.items()}
         print(f"{name:20} {counts}")

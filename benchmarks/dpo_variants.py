@@ -14,9 +14,10 @@ import tempfile
 from pathlib import Path
 from statistics import fmean
 
-sys.path.insert(0, str(Path(__file__).parent))
-from trl_dpo import ROOT, make_data  # noqa: E402
-from variants import blocks, patched  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
+from diff_blocks import apply_block, blocks  # noqa: E402
+from trl_dpo import make_data  # noqa: E402
 
 RESULTS = ROOT / "results/dpo-variants.jsonl"
 VARIANTS = {  # title of a block on the page -> beta
@@ -49,7 +50,7 @@ def read_results():
 def run(variant, seed):
     source = (ROOT / "dpo_tldr.py").read_text()
     if variant != "DPO":
-        source = patched(source, blocks((ROOT / "docs/dpo_tldr.md").read_text())[variant])
+        source = apply_block(source, blocks((ROOT / "docs/dpo_tldr.md").read_text())[variant])
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         (folder / "dpo_tldr.py").write_text(source)

@@ -6,15 +6,12 @@
 right     the same rollout with steps that are recorded, with steps that are called, and with a cache that grows;
           how far the sampled log-probabilities are from those of the update
 step      milliseconds per token step. recorded: a rollout of 129 tokens / 128, so with prompts and recording;
-          growing cache (64 and 256 rows): rollouts of 128 and of 64 tokens, their difference / 64;
-          with transformers' own RMSNorm
-rollout   256 responses of 512 tokens, with rounds of 64 to 512 tokens; the same with responses that end before
-logits    log-probabilities of 16,384 tokens and their gradient, by the number of rows that are computed at once
+          growing cache (64 and 256 rows): rollouts of 128 and of 64 tokens, their difference / 64
+rollout   256 responses of 512 tokens, with rounds of 64 to 512 tokens
 Exit code 1: recorded steps are not right.
 """
 
 import argparse
-import inspect
 import json
 import os
 import sys
@@ -40,7 +37,6 @@ TOY = options.toy
 DEVICE = "cpu" if TOY else "cuda"
 C, K = (8, 2) if TOY else (100, 8)  # tokens of a prompt, responses to a prompt
 NO_STOP = torch.tensor([-1], device=DEVICE)
-RMS_NORM = transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm
 found = {}
 
 
@@ -187,52 +183,15 @@ def time_steps(shape, model):
         note("step", f"{shape}, {rows} rows", **values)
 
 
-def time_plain_norms(model):
-    """The same steps with transformers' RMSNorm."""
-    rows, n = (8, 8) if TOY else (256, 128)
-    for module in list(model.modules()):
-        for key, child in module.named_children():
-            if isinstance(child, torch.nn.RMSNorm):
-                norm = RMS_NORM(len(child.weight), child.eps)
-                norm.weight = child.weight
-                setattr(module, key, norm)
-    generate(model, rows, n + 1, "recorded", n)
-    seconds = generate(model, rows, n + 1, "recorded", n)[3]
-    note("step", f"qwen2.5-0.5b, {rows} rows, own RMSNorm", ms_recorded=seconds / n * 1e3)
-
-
 def time_rollouts(shape, model):
-    """Whole rollouts. In the second kind, about every 300th token is a stop token."""
+    """Whole rollouts; none ends early."""
     rows, T = (8, 20) if TOY else (256, 512)
-    some = torch.arange(0, model.config.vocab_size, 10 if TOY else 300, device=DEVICE)
     generate(model, rows, T, "recorded")
-    for stop_ids, name in ((NO_STOP, "none ends early"), (some, "most end early")):
-        for n in (4, 8) if TOY else (64, 128, 256, 512):
-            _, _, logprobs, seconds, gib = generate(model, rows, T, "recorded", n, stop_ids=stop_ids)
-            tokens = int((logprobs != 0).sum())
-            values = dict(seconds=seconds, tokens=tokens, tokens_per_second=tokens / seconds, gib=gib)
-            note("rollout", f"{shape}, {name}, rounds of {n}", **values)
-
-
-def time_logits():
-    """token_logprobs and its gradient, for several numbers of rows at once."""
-    N, H, V = (64, 16, 97) if TOY else (16_384, 896, 151_936)
-    hidden = torch.randn(N, H, device=DEVICE, requires_grad=True)
-    weight = (torch.randn(V, H, device=DEVICE) / H**0.5).requires_grad_()
-    tokens = torch.randint(V, (N,), device=DEVICE)
-    source = inspect.getsource(grpo_math.token_logprobs)
-    assert source.count("max_logits // len(weight) if is_cuda else 128") == 1
-    for rows_at_once in (16, 32) if TOY else (128, 512, 883, 2048, 8192):
-        changed = source.replace("max_logits // len(weight) if is_cuda else 128", str(rows_at_once))
-        names = dict(vars(grpo_math))
-        exec(changed, names)
-        for _ in range(2):
-            hidden.grad = weight.grad = None
-            reset_memory()
-            start = clock()
-            names["token_logprobs"](hidden, weight, tokens)[0].sum().backward()
-            seconds = clock() - start
-        note("logits", f"{rows_at_once} rows at once", seconds=seconds, gib=peak_gib())
+    for n in (4, 8) if TOY else (64, 128, 256, 512):
+        _, _, logprobs, seconds, gib = generate(model, rows, T, "recorded", n)
+        tokens = int((logprobs != 0).sum())
+        values = dict(seconds=seconds, tokens=tokens, tokens_per_second=tokens / seconds, gib=gib)
+        note("rollout", f"{shape}, none ends early, rounds of {n}", **values)
 
 
 def main():
@@ -246,9 +205,6 @@ def main():
         time_steps(shape, model)
         if shape == "qwen2.5-0.5b":
             time_rollouts(shape, model)
-            time_plain_norms(model)
-    model = None  # its memory is free
-    time_logits()
     print("recorded steps are right" if good else "WRONG: recorded steps are not right")
     sys.exit(not good)
 

@@ -4,10 +4,9 @@
 
 The columns: score before and after; KL, the mean over the last half of the updates, and its target; distinct
 bigrams after / before; the commonest new word with its share of the responses before and after; if there is a
-judge, its P(label) before and after, and how much of the gap to 1 it closes. Other columns: --metrics NAME ...
+judge, its P(label) before and after, and how much of the gap to 1 it closes.
 """
 
-import argparse
 import gzip
 import json
 import sys
@@ -25,7 +24,7 @@ def read(folder, name):
     return gzip.decompress(Path(f"{path}.gz").read_bytes()).decode()
 
 
-def row(folder, metrics=("score mean",)):
+def row(folder):
     """The numbers of one run. -> dict: column -> text"""
     evaluation = json.loads(read(folder, "evaluation.json"))
     before, after = evaluation["before"], evaluation["after"]
@@ -34,8 +33,7 @@ def row(folder, metrics=("score mean",)):
     last_half = [update["objective/kl"] for update in updates[len(updates) // 2 :]]
     kl = sum(last_half) / len(last_half)
     columns = {"run": Path(folder).name}
-    for name in metrics:
-        columns[name] = f"{before[name]:.2f} -> {after[name]:.2f}"
+    columns["score mean"] = f"{before['score mean']:.2f} -> {after['score mean']:.2f}"
     columns["KL, last half (target)"] = f"{kl:.2f} ({'none' if target is None else f'{target:g}'})"
     bigrams = "distinct bigrams" if "distinct bigrams" in before else "distinct2"
     columns["distinct bigrams, after / before"] = f"{after[bigrams] / before[bigrams]:.2f}"
@@ -59,16 +57,12 @@ def commonest_new_word(folder, evaluation):
     return ""
 
 
-def table(folders, metrics=("score mean",)):
+def table(folders):
     """A markdown table with one line for each run."""
-    rows = [row(folder, metrics) for folder in folders]
+    rows = [row(folder) for folder in folders]
     lines = [list(rows[0]), ["---"] * len(rows[0]), *[list(row.values()) for row in rows]]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="One line for each run: did it learn, or learn to cheat?")
-    parser.add_argument("folders", nargs="+")
-    parser.add_argument("--metrics", nargs="+", default=["score mean"], help="names in evaluation.json")
-    flags = parser.parse_args()
-    print(table(flags.folders, flags.metrics))
+    print(table(sys.argv[1:]))

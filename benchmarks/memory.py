@@ -2,8 +2,9 @@
 
     python benchmarks/memory.py    # 12 runs of one update, about 5 minutes on 2 cores
 
-Writes results/memory.json. The policies are GPT-2s with random weights; prompts are those of data/tldr. The libraries,
-the reward model and the data take memory too: the row "base", a policy of almost no size, shows how much.
+Without a GPU, it writes results/memory.json. The policies are GPT-2s with random weights; prompts are those of
+data/tldr. The libraries, the reward model and the data take memory too: the row "base", a policy of almost no size,
+shows how much. With a GPU, it writes results/gpu-memory.json: GPT-2 and the shapes of two Pythias, in bf16.
 """
 
 import json
@@ -17,36 +18,34 @@ import torch
 import transformers
 
 ROOT = Path(__file__).resolve().parent.parent
-SIZES = {"base": (1, 32), "6 layers x 512": (6, 512), "10 layers x 640": (10, 640)}
 FLAGS = ["", "--gradient-checkpointing", "--lora-r 16", "--lora-r 16 --gradient-checkpointing"]
 
 
-def make_policy(folder, layers, width):
-    """Save a GPT-2 of this size with the tokenizer of checkpoints/tldr-sft. -> its number of parameters"""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "checkpoints/tldr-sft")
-    config = transformers.GPT2Config(
-        vocab_size=len(tokenizer), n_layer=layers, n_embd=width, n_head=max(1, width // 64), n_positions=512
-    )
-    model = transformers.GPT2LMHeadModel(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model.num_parameters()
+def gpt2(layers, width):
+    config = dict(n_layer=layers, n_embd=width, n_head=max(1, width // 64), n_positions=512, vocab_size=1024)
+    return transformers.GPT2Config(**config)
+
+
+def pythia(layers, width, heads):
+    config = dict(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, vocab_size=50_304)
+    return transformers.GPTNeoXConfig(**config, intermediate_size=4 * width, bos_token_id=0, eos_token_id=0)
+
+
+ON_CPU = {"base": gpt2(1, 32), "6 layers x 512": gpt2(6, 512), "10 layers x 640": gpt2(10, 640)}
+ON_GPU = {
+    "gpt2-124m": transformers.GPT2Config(bos_token_id=0, eos_token_id=0),
+    "pythia-410m": pythia(24, 1024, 16),
+    "pythia-1b": pythia(16, 2048, 8),
+}
 
 
 def peak_memory_mb(policy, folder, flags):
-    """Run one update of 64 responses, 32 per pass. -> peak memory of the process"""
+    """Run one update of 64 responses, 32 per pass. -> peak memory: of the GPU, or of the process"""
     command = [
         *(sys.executable, "rloo_tldr.py", "tiny", "--model-name-or-path", str(policy), *flags.split()),
-        *("--total-episodes", "64", "--per-device-train-batch-size", "32"),
-        *(
-            "--local-rollout-forward-batch-size",
-            "64",
-            "--num-eval-prompts",
-            "4",
-            "--num-sample-generations",
-            "0",
-        ),
-        *("--save-every", "0", "--output-dir", str(folder)),
+        *"--total-episodes 64 --per-device-train-batch-size 32 --local-rollout-forward-batch-size 64".split(),
+        *"--num-eval-prompts 4 --num-sample-generations 0 --save-every 0".split(),
+        *("--dtype", "bfloat16" if torch.cuda.is_available() else "float32", "--output-dir", str(folder)),
     ]
     # Freed memory goes back to the system, so that the peak is what was needed at once.
     env = os.environ | {
@@ -60,16 +59,29 @@ def peak_memory_mb(policy, folder, flags):
 
 
 def main():
+    has_gpu = torch.cuda.is_available()
     rows = []
     for flags in FLAGS:
-        for size, (layers, width) in SIZES.items():
+        for size, config in (ON_GPU if has_gpu else ON_CPU).items():
             with tempfile.TemporaryDirectory() as folder:
-                parameters = make_policy(Path(folder, "policy"), layers, width)
-                peak = peak_memory_mb(Path(folder, "policy"), Path(folder, "run"), flags)
-            rows.append({"flags": flags, "size": size, "parameters": parameters, "peak_mb": peak})
+                policy = Path(folder, "policy")
+                model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+                model.save_pretrained(policy)
+                transformers.AutoTokenizer.from_pretrained(ROOT / "checkpoints/tldr-sft").save_pretrained(
+                    policy
+                )
+                peak = peak_memory_mb(policy, Path(folder, "run"), flags)
+            rows.append({"flags": flags, "size": size, "parameters": model.num_parameters(), "peak_mb": peak})
             print(f"{size:16} {flags:40} {peak:6.0f} MB", flush=True)
-    about = {"command": "python benchmarks/memory.py", "torch": torch.__version__, "rows": rows}
-    (ROOT / "results/memory.json").write_text(json.dumps(about, indent=1) + "\n")
+    device = torch.cuda.get_device_name() if has_gpu else "CPU"
+    about = {
+        "command": "python benchmarks/memory.py",
+        "device": device,
+        "torch": torch.__version__,
+        "rows": rows,
+    }
+    name = "gpu-memory" if has_gpu else "memory"
+    (ROOT / f"results/{name}.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
 if __name__ == "__main__":

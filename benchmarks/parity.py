@@ -1,7 +1,6 @@
 """Does a script learn as TRL's trainer does? Many seeds of both on the same job, and a test of equivalence.
 
     python benchmarks/parity.py run grpo --seeds 1-3 --jobs 2 --trl FOLDER     # adds what is not there yet
-    python benchmarks/parity.py power grpo --seeds 1-3    # from a pilot: the seeds that 80 % power takes
     python benchmarks/parity.py time --jobs 2 --trl FOLDER --trl112 FOLDER112  # the seconds of each side
     python benchmarks/parity.py table                     # the tables of docs/parity.md
     python benchmarks/parity.py plot                      # docs/parity*.png
@@ -24,7 +23,6 @@ import math
 import os
 import subprocess
 import sys
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -119,64 +117,6 @@ def difference(ours, theirs, paired=False):
     return mean(ours) - mean(theirs), interval.low, interval.high
 
 
-def power(sd, margin, seeds, paired=False):
-    """How likely the 90 % interval lies within the margin, if the sides are equal. -> float from 0 to 1
-
-    sd: standard deviation over seeds, the same for both sides (paired: of the differences); seeds: runs per
-    side. The interval's half width is taken at the expected sd.
-    """
-    from scipy.stats import norm, t
-
-    error = sd * ((1 if paired else 2) / seeds) ** 0.5
-    degrees_of_freedom = seeds - 1 if paired else 2 * seeds - 2
-    room = margin - t.ppf(0.95, degrees_of_freedom) * error  # how far the difference may be off
-    return max(0.0, 2 * norm.cdf(room / error) - 1) if error > 0 else 1.0
-
-
-def seeds_for_power(sd, margin, paired=False, most=10):
-    """The fewest seeds per side with a power of 80 %; None if `most` are not enough."""
-    for seeds in range(3, most + 1):
-        if power(sd, margin, seeds, paired) >= 0.8:
-            return seeds
-    return None
-
-
-def print_power(job, seeds):
-    """What a pilot says: the gain, the spread over seeds, and the power for margins of the final metrics."""
-    from parity_jobs import JOBS
-
-    paired = JOBS[job].paired
-    rows = [row for row in read(job) if row["seed"] in seeds]
-    counts = Counter(row["side"] for row in rows)
-    sides = sorted(side for side in counts if counts[side] > 1)  # one run has no spread
-    rows = [row for row in rows if row["side"] in sides]
-    for metric in JOBS[job].tested:
-        start = mean(row["curve"][0][metric] for row in rows)
-        end = mean(row["final"][metric] for row in rows)
-        finals = {side: [row["final"][metric] for row in rows if row["side"] == side] for side in sides}
-        # The largest spread, because the plan must hold for all sides.
-        if paired:
-            sd = max(
-                stdev(a - b for a, b in zip(finals[ours], finals[peer], strict=True))
-                for ours, peer in JOBS[job].comparisons
-            )
-            spread = f"largest sd of the differences {sd:.4f}"
-        else:
-            sd = max(stdev(values) for values in finals.values())
-            spread = f"largest sd over seeds {sd:.4f}"
-        print(f"{job}, {metric}: start {start:.4f}, end {end:.4f}, gain {end - start:.4f}, {spread}")
-        for share, of, size in [
-            (0.05, "gain", end - start),
-            (0.1, "gain", end - start),
-            (0.2, "gain", end - start),
-            (0.03, "end", end),
-        ]:
-            margin = share * abs(size)
-            powers = ", ".join(f"{n} seeds {power(sd, margin, n, paired):.2f}" for n in (5, 8, 10))
-            need = seeds_for_power(sd, margin, paired)
-            print(f"  margin {share:.0%} of the {of} = {margin:.4f}: power {powers}; 80 % takes {need} seeds")
-
-
 # ---- Tables and figures ------------------------------------------------------------------------------------
 
 
@@ -192,7 +132,7 @@ def verdict(low, high, margin):
 def compare(job):
     """All comparisons of a job whose planned runs are there. -> list of dict
 
-    ours, theirs: one number per seed; difference, low, high; margin and verdict: None if the metric has none;
+    ours, theirs: one number per seed; difference, low, high, margin, verdict;
     planned: False if the comparison was added after the plan
     """
     from parity_jobs import JOBS
@@ -204,10 +144,10 @@ def compare(job):
         halves = [[row for row in rows if row["side"] == name] for name in (side, peer)]
         if min(len(half) for half in halves) < len(planned["seeds"]):
             continue  # nobody should look at a part of the planned runs
-        for metric in [*about.tested, *about.shown]:
+        for metric in about.tested:
             ours, theirs = ([row["final"][metric] for row in half] for half in halves)
             delta, low, high = difference(ours, theirs, about.paired)
-            margin = planned["margin"].get(metric)
+            margin = planned["margin"][metric]
             found.append(
                 {
                     "side": side,
@@ -219,7 +159,7 @@ def compare(job):
                     "low": low,
                     "high": high,
                     "margin": margin,
-                    "verdict": verdict(low, high, margin) if margin else None,
+                    "verdict": verdict(low, high, margin),
                     "planned": (side, peer) in about.comparisons,
                 }
             )
@@ -239,9 +179,7 @@ def table(job):
         if about.paired:
             differences = [a - b for a, b in zip(row["ours"], row["theirs"], strict=True)]
             spread = f", sd {stdev(differences):.{d}f}"
-        word = row["verdict"] or "-"
-        if row["verdict"]:
-            word = f"**{word}**" if row["planned"] else f"({word})"
+        word = f"**{row['verdict']}**" if row["planned"] else f"({row['verdict']})"
         lines.append(
             [
                 row["side"],
@@ -250,7 +188,7 @@ def table(job):
                 f"{mean(row['ours']):.{d}f} (sd {stdev(row['ours']):.{d}f})",
                 f"{mean(row['theirs']):.{d}f} (sd {stdev(row['theirs']):.{d}f})",
                 f"{row['difference']:+.{d}f} ({row['low']:+.{d}f} to {row['high']:+.{d}f}){spread}",
-                f"{row['margin']:.{d}f}" if row["margin"] else "-",
+                f"{row['margin']:.{d}f}",
                 word,
             ]
         )
@@ -276,9 +214,6 @@ def time_table():
 NAMES = {
     "score": "score",
     "kl": "KL",
-    "entropy": "entropy",
-    "gold": "gold score",
-    "judge": "judge",
     "loss": "held-out loss",
     "accuracy": "held-out accuracy",
 }
@@ -356,7 +291,7 @@ def plot_summary():
     from matplotlib.figure import Figure
     from parity_jobs import JOBS
 
-    rows = [row for job in JOBS for row in compare(job) if row["planned"] and row["margin"]]
+    rows = [row for job in JOBS for row in compare(job) if row["planned"]]
     colors = {"equivalent": "C0", "different": "C3", "inconclusive": "0.45"}
     figure = Figure(figsize=(11, 0.32 * len(rows) + 1.4), layout="constrained")
     axis = figure.subplots()
@@ -378,35 +313,6 @@ def plot_summary():
     figure.savefig(ROOT / "docs/parity.png", dpi=100)
 
 
-def plot_growth():
-    """docs/parity-growth.png: how far the losses of two runs with the same seed are apart, during training."""
-    import numpy as np
-    from matplotlib.figure import Figure
-    from parity_jobs import JOBS
-
-    jobs = [job for job in JOBS if JOBS[job].paired]
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
-    for axis, job in zip(figure.subplots(1, len(jobs), sharey=True), jobs):
-        planned = json.loads(PLAN.read_text())[job]["seeds"]
-        curves = {}  # side -> seed -> held-out losses
-        for row in read(job):
-            curves.setdefault(row["side"], {})[row["seed"]] = [point["loss"] for point in row["curve"]]
-            units = [point["episode"] for point in row["curve"]]
-        for i, (_, peer) in enumerate([*JOBS[job].comparisons, *JOBS[job].explored]):
-            apart = [np.subtract(curves["ours"][seed], curves[peer][seed]) for seed in planned]
-            apart = np.abs(apart).clip(3e-8)  # 0 has no logarithm
-            [line] = axis.plot(units, np.median(apart, 0), label=peer, color=f"C{i + 1}", marker=".")
-            axis.fill_between(
-                units, apart.min(0), apart.max(0), alpha=0.15, color=line.get_color(), linewidth=0
-            )
-        axis.set(title=JOBS[job].title, xlabel=JOBS[job].unit, yscale="log")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    figure.axes[0].set_ylabel("difference of the held-out losses, nats")
-    figure.suptitle("How far a run is from ours with the same seed: median, smallest and largest difference")
-    figure.savefig(ROOT / "docs/parity-growth.png", dpi=100)
-
-
 def seed_range(text):
     """1-3 or 5 -> list of int"""
     first, _, last = text.partition("-")
@@ -415,7 +321,7 @@ def seed_range(text):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Our scripts and TRL's trainers on the same jobs.")
-    parser.add_argument("what", choices=["run", "power", "time", "table", "plot"])
+    parser.add_argument("what", choices=["run", "time", "table", "plot"])
     parser.add_argument("job", nargs="?")
     parser.add_argument("--seeds", type=seed_range, default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
@@ -425,8 +331,6 @@ if __name__ == "__main__":
     flags = parser.parse_args()
     if flags.what == "run":
         run_all(flags.job, flags.seeds, flags.jobs, flags.trl, flags.side)
-    elif flags.what == "power":
-        print_power(flags.job, flags.seeds)
     elif flags.what == "time":
         time_all(flags.jobs, flags.trl, flags.trl112)
     else:
@@ -437,6 +341,5 @@ if __name__ == "__main__":
             print("\n\n".join([*(f"{job}\n\n{table(job)}" for job in names), time_table()]))
         else:
             plot_summary()
-            plot_growth()
             for job in names:
                 plot(job)

@@ -298,13 +298,13 @@ def train_rloo_trl(script, args, updates, snapshots):
     trainer.train()
 
 
-def train_rloo_trl_old(script, args, updates, snapshots, scores_at_eos=True):
-    """TRL 0.11.4's RLOOTrainer. As it ships, it scores a response that was cut off at its last token."""
+def train_rloo_trl_old(script, args, updates, snapshots):
+    """TRL 0.11.4's RLOOTrainer, but a response that was cut off is scored at an EOS, not at its last token."""
     tokenizer = script.load_tokenizer(args.model_name_or_path)
     train_rows, _ = script.load_splits(args.dataset_name)
     posts = script.load_posts(train_rows, tokenizer, args)
     rows = [post["ids"] for post in posts]
-    settings = asdict(args) | {"updates": updates, "rows": rows, "scores_at_eos": scores_at_eos}
+    settings = asdict(args) | {"updates": updates, "rows": rows}
     copies = train_trl_old("rloo", settings)
     for update, seconds, weights in copies:
         weights["lm_head.weight"] = weights.pop("embed_out.weight")  # its name in newer versions of GPT-NeoX
@@ -392,7 +392,7 @@ def train_critic_trl(script, args, updates, snapshots):
     trainer.train()
 
 
-def supervised_settings(args, updates, our_order):
+def supervised_settings(args, updates, as_ours):
     """The settings that TRL 1.16's SFTConfig and RewardConfig share. -> dict"""
     return dict(
         output_dir=args.output_dir,
@@ -400,18 +400,18 @@ def supervised_settings(args, updates, our_order):
         max_steps=updates,
         warmup_steps=math.ceil(args.warmup_ratio * updates),
         weight_decay=0.01,
-        train_sampling_strategy="sequential" if our_order else "random",
+        train_sampling_strategy="sequential" if as_ours else "random",
         **QUIET,
         logging_steps=updates,
     )
 
 
-def rows_for_trl(script, args, updates, our_order):
-    """The training rows. our_order: those of all updates, in the order of our script, which TRL then keeps."""
+def rows_for_trl(script, args, updates, as_ours):
+    """The training rows. as_ours: those of all updates, in the order of our script, which TRL then keeps."""
     import datasets
 
     rows, _ = script.load_splits(args.dataset_name)
-    if our_order:
+    if as_ours:
         B = args.per_device_train_batch_size * args.gradient_accumulation_steps
         numbers = script.stream_rows(len(rows), start=0, count=updates * B, seed=args.seed)
         rows = [rows[i] for i in numbers.tolist()]
@@ -440,38 +440,38 @@ def decay_everything(model, args):
     return torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01), None
 
 
-def train_sft_trl(script, args, updates, snapshots, our_order=False, our_decay=False):
+def train_sft_trl(script, args, updates, snapshots, as_ours=False):
     """TRL 1.16's SFTTrainer, from the weights that sft.py starts from with this seed."""
     import trl
 
     script.set_global_seed(args.seed)
     model, tokenizer, _ = load_language_model(script, args)
-    rows = rows_for_trl(script, args, updates, our_order)
+    rows = rows_for_trl(script, args, updates, as_ours)
     trainer = trl.SFTTrainer(
         model=model,
-        args=trl.SFTConfig(**supervised_settings(args, updates, our_order), packing=False),
+        args=trl.SFTConfig(**supervised_settings(args, updates, as_ours), packing=False),
         train_dataset=rows.select_columns(["prompt", "completion"]),
         processing_class=tokenizer,
         callbacks=[callback_of(snapshots, 1)],
-        optimizers=decay_everything(model, args) if our_decay else (None, None),
+        optimizers=decay_everything(model, args) if as_ours else (None, None),
     )
     trainer.train()
 
 
-def train_reward_trl(script, args, updates, snapshots, our_order=False, our_decay=False):
+def train_reward_trl(script, args, updates, snapshots, as_ours=False):
     """TRL 1.16's RewardTrainer, from the weights that reward_model.py starts from with this seed."""
     import trl
 
     script.set_global_seed(args.seed)
     model, tokenizer, _ = load_classifier(script, args)
-    rows = rows_for_trl(script, args, updates, our_order)
+    rows = rows_for_trl(script, args, updates, as_ours)
     trainer = trl.RewardTrainer(
         model=model,
-        args=trl.RewardConfig(**supervised_settings(args, updates, our_order)),
+        args=trl.RewardConfig(**supervised_settings(args, updates, as_ours)),
         train_dataset=rows.select_columns(["prompt", "chosen", "rejected"]),
         processing_class=tokenizer,
         callbacks=[callback_of(snapshots, 1)],
-        optimizers=decay_everything(model, args) if our_decay else (None, None),
+        optimizers=decay_everything(model, args) if as_ours else (None, None),
     )
     trainer.train()
 
@@ -501,7 +501,6 @@ class Job:
     metrics: dict[str, str] = field(default_factory=lambda: SAMPLED)  # in the figure: name -> title
     explored: list[tuple[str, str]] = field(default_factory=list)  # comparisons that were added later
     tested: tuple[str, str] = ("score", "kl")  # metrics of the plan
-    shown: tuple[str, ...] = ()  # other metrics of the table: no margin, no verdict
     digits: int = 3  # after the point, in the table
     log_scale: bool = False  # of the first metric, in the figure
     unit: str = "episodes (responses)"
@@ -521,24 +520,18 @@ def grpo_scores(script, args):
 
 
 def rloo_scores(script, args):
-    """The reward model, and the gold score that it learned from."""
-    functions = {"score": script.load_summary_reward(args, CPU)}
-    functions["gold"] = script.load_functions([args.judge_fn])
-    return {name: partial(script.score_responses, x, None, CPU) for name, x in functions.items()}
+    """The reward model."""
+    return {"score": partial(script.score_responses, script.load_summary_reward(args, CPU), None, CPU)}
 
 
 def ppo_scores(script, args):
-    """The classifier's logit, clipped as in training, and the probability of a second classifier."""
+    """The classifier's logit, clipped as in training."""
     reward = partial(script.call_reward_functions, script.load_reward(args, CPU), None, CPU)
-    judge = script.load_label_scorer(args, args.judge_model_path, CPU)
 
     def clipped(*texts):
         return {name: x.clamp(-args.score_clip, args.score_clip) for name, x in reward(*texts).items()}
 
-    def judged(rows, prompts, responses, response_tokens):
-        return {"judge": judge(prompts, responses)[1]}
-
-    return {"score": clipped, "judge": judged}
+    return {"score": clipped}
 
 
 def respond_in_groups(script, args, policy, tokenizer, rows, k, start):
@@ -646,14 +639,12 @@ JOBS = {
             "ours, no gradient clipping": partial(train_ours, max_grad_norm=None),
             "TRL 1.16 RLOOTrainer": train_rloo_trl,
             "TRL 0.11 RLOOTrainer": train_rloo_trl_old,
-            "TRL 0.11 RLOOTrainer, as it ships": partial(train_rloo_trl_old, scores_at_eos=False),
         },
         comparisons=[("ours", "TRL 1.16 RLOOTrainer"), ("ours", "TRL 0.11 RLOOTrainer")],
         explored=[
             ("ours, no gradient clipping", "TRL 0.11 RLOOTrainer"),
             ("ours", "ours, no gradient clipping"),
         ],
-        shown=("gold",),
         meter=sampling_meter,
         load_rows=lambda script, rows, tokenizer, args: script.load_posts(rows, tokenizer, args),
         scores=rloo_scores,
@@ -677,7 +668,6 @@ JOBS = {
         explored=[("ours", "ours, TRL's value head and variance")],
         # No length: the limit of each response is random, and nearly all responses reach it.
         metrics={name: title for name, title in SAMPLED.items() if name != "length"},
-        shown=("judge", "entropy"),
         meter=sampling_meter,
         load_rows=lambda script, rows, tokenizer, args: script.load_reviews(rows, tokenizer, args)[:512],
         scores=ppo_scores,
@@ -709,7 +699,6 @@ JOBS = {
             ("ours, TRL's value head and variance", "TRL 1.12 PPOTrainer"),
         ],
         explored=[("ours", "ours, TRL's value head and variance")],
-        shown=("gold",),
         meter=sampling_meter,
         load_rows=lambda script, rows, tokenizer, args: script.load_posts(rows, tokenizer, args),
         scores=rloo_scores,
@@ -729,14 +718,10 @@ JOBS = {
         sides={
             "ours": train_supervised_ours,
             "TRL 1.16 SFTTrainer": train_sft_trl,
-            "TRL 1.16 SFTTrainer, our order": partial(train_sft_trl, our_order=True),
-            "TRL 1.16 SFTTrainer, our order and weight decay": partial(
-                train_sft_trl, our_order=True, our_decay=True
-            ),
+            "TRL 1.16 SFTTrainer, our order and weight decay": partial(train_sft_trl, as_ours=True),
         },
         comparisons=[("ours", "TRL 1.16 SFTTrainer")],
         explored=[
-            ("ours", "TRL 1.16 SFTTrainer, our order"),
             ("ours", "TRL 1.16 SFTTrainer, our order and weight decay"),
         ],
         paired=True,
@@ -755,16 +740,12 @@ JOBS = {
         sides={
             "ours": train_supervised_ours,
             "TRL 1.16 RewardTrainer": train_reward_trl,
-            "TRL 1.16 RewardTrainer, our order": partial(train_reward_trl, our_order=True),
-            "TRL 1.16 RewardTrainer, our order and weight decay": partial(
-                train_reward_trl, our_order=True, our_decay=True
-            ),
+            "TRL 1.16 RewardTrainer, our order and weight decay": partial(train_reward_trl, as_ours=True),
             # The same run but for rounding: how far apart do two runs end by chance alone?
             "reward_model.py, weights x 1.000001": partial(train_supervised_ours, scale=1 + 1e-6),
         },
         comparisons=[("ours", "TRL 1.16 RewardTrainer")],
         explored=[
-            ("ours", "TRL 1.16 RewardTrainer, our order"),
             ("ours", "TRL 1.16 RewardTrainer, our order and weight decay"),
             ("ours", "reward_model.py, weights x 1.000001"),
         ],

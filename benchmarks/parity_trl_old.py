@@ -7,7 +7,6 @@ TRL_PYTHON=OLD/bin/python python benchmarks/parity.py run rloo ...
 TRL_PYTHON benchmarks/parity_trl_old.py rloo FOLDER    # or ppo; FOLDER/settings.json -> FOLDER/copies.pt
 """
 
-import contextlib
 import json
 import math
 import sys
@@ -90,7 +89,7 @@ def train_rloo(settings, snapshots):
             callbacks=[See()],
         )
         snapshots.see(0, policy)
-        with score_at_eos(tokenizer) if settings["scores_at_eos"] else contextlib.nullcontext():
+        with score_at_eos(tokenizer):
             trainer.train()
 
 

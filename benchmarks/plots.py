@@ -1,13 +1,12 @@
 """Draw figures of the docs from committed results.
 
-python benchmarks/plots.py    # learning, grpo-curves, grpo-variants, rloo-proxy-and-gold: docs/NAME.png
+python benchmarks/plots.py    # learning, grpo-curves, rloo-proxy-and-gold: docs/NAME.png
 """
 
 import gzip
 import json
 from pathlib import Path
 
-import variants
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,45 +67,6 @@ def plot_grpo_curves():
     figure.savefig(DOCS / "grpo-curves.png", dpi=110)
 
 
-def of_variant(folder):
-    """The numbers of one run in the picture of the variants. -> dict: title -> number, or None"""
-    after = json.loads((folder / "evaluation.json").read_text())["after"]
-    numbers = {
-        "held-out: pass@1": after["held-out: pass@1"],
-        "tokens per response": after["held-out: tokens per response"],
-    }
-    last = read(folder)[-10:]
-    for title, name in (
-        ("entropy per token, last 10 updates", "policy/entropy_avg"),
-        ("groups of equal rewards, last 10", "frac_reward_zero_std"),
-    ):
-        numbers[title] = sum(row[name] for row in last) / 10 if name in last[0] else None
-    return numbers
-
-
-def plot_grpo_variants():
-    """One row per variant, one dot per seed. The band is the range of GRPO's five seeds."""
-    runs = {}
-    for name in variants.VARIANTS:
-        folders = [variants.folder_of(name, seed) for seed in variants.seeds_of(name)]
-        runs[name] = [of_variant(folder) for folder in folders if folder.exists()]
-    names = [name for name in runs if runs[name]][::-1]
-    figure = Figure(figsize=(13, 0.6 + 0.27 * len(names)), layout="constrained")
-    titles = list(runs["GRPO"][0])
-    axes = figure.subplots(1, len(titles), sharey=True)
-    for axis, title in zip(axes, titles):
-        band = [run[title] for run in runs["GRPO"]]
-        axis.axvspan(min(band), max(band), alpha=0.15)
-        for y, name in enumerate(names):
-            values = [run[title] for run in runs[name] if run[title] is not None]
-            axis.plot(values, [y] * len(values), "o", markersize=4, color="tab:blue", alpha=0.7)
-        axis.set_title(title, fontsize=9)
-        axis.locator_params(axis="x", nbins=5)
-        axis.grid(alpha=0.3)
-    axes[0].set_yticks(range(len(names)), names)
-    figure.savefig(DOCS / "grpo-variants.png", dpi=110)
-
-
 def plot_proxy_and_gold():
     """The reward that RLOO maximizes and the gold score, with a good reward model and with a weak one."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
@@ -123,5 +83,4 @@ def plot_proxy_and_gold():
 if __name__ == "__main__":
     plot_learning()
     plot_grpo_curves()
-    plot_grpo_variants()
     plot_proxy_and_gold()

@@ -57,7 +57,6 @@ PANELS = {  # job -> metric -> title
         "policy/entropy_avg": "entropy, nats per token",
     },
 }
-OPERATORS = {"+": "addition", "-": "subtraction", "*": "multiplication", "/": "division"}
 NUM_TEXTS = 20  # prompts, with their references, that are copied
 OPENRL = {  # before and after, from OpenRL's page about DailyDialog
     "rouge1": (0.164, 0.181),
@@ -80,7 +79,7 @@ def copy_results(out, results):
         (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(metrics, mtime=0))
         (folder / "evaluation.json").write_text((run / "evaluation.json").read_text())
         if results.name == "qwen-gsm8k":
-            copy_solutions(run, out / "gsm8k/test.jsonl", folder)
+            copy_solutions(run, folder)
         elif run.name.startswith("grpo-"):
             copy_tasks(run, out / "word-problems/test.jsonl", folder / "evaluation_samples.jsonl.gz")
         elif (run / "evaluation_samples.jsonl").exists():
@@ -100,21 +99,19 @@ def copy_tasks(run, data, path):
     rows = [json.loads(line) for line in (run / "evaluation_samples.jsonl").read_text().splitlines()]
     for i, row in enumerate(rows):
         row["task"] = row["task"].removeprefix("user: ")
-        row["operators"] = [x for x in equations[row["task"]].split() if x in OPERATORS]
+        row["operators"] = [x for x in equations[row["task"]].split() if x in "+-*/"]
         if i >= NUM_TEXTS:
             del row["task"]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     path.write_bytes(gzip.compress(lines.encode(), mtime=0))
 
 
-def copy_solutions(run, data, folder):
+def copy_solutions(run, folder):
     """The samples of the first problems, and for all of them what GSM8K's tables need of each response."""
-    solutions = [json.loads(line) for line in data.read_text().splitlines()]
-    steps = {row["question"]: row["answer"].count("<<") for row in solutions}  # <<48/2=24>> is one step
     samples, counts = [], []
     for line in (run / "evaluation_samples.jsonl").read_text().splitlines():
         row = json.loads(line)
-        count = {"set": row["set"], "steps": steps[row["task"].split("user: ", 1)[1]]}
+        count = {"set": row["set"]}
         for side in ("before", "after"):
             responses = row[side]["responses"]
             count[side] = {name: row[side][name] for name in ("right", "ended", "length")}
@@ -234,22 +231,6 @@ def all_seeds(folders):
     return "\n".join(lines)
 
 
-def cell(text):
-    """A text for a cell of a markdown table."""
-    return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
-
-
-def first_samples(folder, count=4, columns=("prompt", "last", "reference", "before", "after")):
-    """The first samples of the evaluation, in markdown."""
-    rows = [json.loads(x) for x in (folder / "evaluation_samples.jsonl").read_text().splitlines()[:count]]
-    columns = [name for name in columns if name in rows[0]]
-    lines = [f"| {' | '.join(columns)} | score |", "|---" * (len(columns) + 1) + "|"]
-    for row in rows:
-        texts = [cell(row[name]) for name in columns]
-        lines.append(f"| {' | '.join(texts)} | {row['score']:.1f} → {row['score after']:.1f} |")
-    return "\n".join(lines)
-
-
 def beside_openrl(folders):
     """The mean of the tables of evaluation.json beside OpenRL's, in markdown."""
     runs = [read_json(folder / "evaluation.json") for folder in folders]
@@ -263,79 +244,6 @@ def beside_openrl(folders):
         old, new = OPENRL.get(name, (None, None))
         cells += ["", "", ""] if old is None else [f"{old:.3f}", f"{new:.3f}", f"{new / old - 1:+.1%}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def beside_trl(results):
-    """Ten updates at a time: our seed 3, and TRL's PPOTrainer on the same models and reviews, in markdown."""
-    ours = read_metrics(results / "seed3")
-    theirs = read_metrics(results / "trl")
-    lines = ["| episodes | score, ours | TRL | KL, ours | TRL |", "|---" * 5 + "|"]
-    for start in range(0, len(theirs), 10):
-        rows = slice(start, min(start + 10, len(theirs)))
-        cells = [f"{ours[rows][0]['episode'] - 63:,} to {ours[rows][-1]['episode']:,}"]
-        for name, name_of_trl in (("objective/scores", "score_mean"), ("objective/kl", "objective/kl")):
-            for updates, key in ((ours, name), (theirs, name_of_trl)):
-                values = [row[key] for row in updates[rows]]
-                cells.append(f"{sum(values) / len(values):.2f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def scores_and_words(folder, count=6):
-    """How the scores of the samples spread, and the words that spread most, in markdown."""
-    samples = [json.loads(line) for line in health.read(folder, "evaluation_samples.jsonl").splitlines()]
-    before = [row["score"] for row in samples]
-    after = [row["score after"] for row in samples]
-    lines = ["| of the same responses | before | after |", "|---|---|---|"]
-    positive = [sum(score > 0 for score in scores) / len(scores) for scores in (before, after)]
-    lines.append(f"| score above 0 | {positive[0]:.0%} | {positive[1]:.0%} |")
-    lines.append(f"| largest score | {max(before):.2f} | {max(after):.2f} |")
-    words = health.report.new_words(health.report.to_pairs(samples))
-    for word, share_before, share in words[:count]:
-        lines.append(f'| contain "{word}" | {share_before:.1%} | {share:.1%} |')
-    return "\n".join(lines)
-
-
-def stages(results, seeds):
-    """What each stage of the job learned, and how long it took, in markdown."""
-    lines = ["| stage | held-out result | minutes of updates |", "|---|---|---|"]
-    for name in ("sft", "reward", "judge", "intent"):  # no job has all of them
-        if not (results / name).exists():
-            continue
-        evaluation = read_json(results / name / "evaluation.json")
-        if name == "sft":
-            losses = [f"{evaluation[side]['loss']:.3f}" for side in ("before", "after")]
-            result = f"loss {' → '.join(losses)} nats per token"
-        else:
-            result = f"accuracy {evaluation['accuracy']:.3f} on {evaluation['n']:,} rows"
-        lines.append(f"| `{name}` | {result} | {minutes(results / name)} |")
-    for folder in seeds:
-        evaluation = read_json(folder / "evaluation.json")
-        label, name = ("pass@1", "held-out: pass@1")
-        if name not in evaluation["before"]:
-            label, name = ("score", "score mean")
-        scores = [f"{evaluation[side][name]:.3f}" for side in ("before", "after")]
-        lines.append(f"| `{folder.name}` | {label} {' → '.join(scores)} | {minutes(folder)} |")
-    return "\n".join(lines)
-
-
-def by_operators(folder):
-    """pass@1 by the operators that a problem needs, in markdown."""
-    rows = [json.loads(line) for line in health.read(folder, "evaluation_samples.jsonl").splitlines()]
-    kinds = {}  # label -> rows
-    for row in rows:
-        operators = row["operators"]
-        if row["set"] == "held-out" and operators:
-            label = OPERATORS[operators[0]] if len(operators) == 1 else f"{len(operators)} operations"
-            kinds.setdefault(label, []).append(row)
-    lines = ["| held-out problems | number | pass@1 before | after |", "|---|---|---|---|"]
-    for label, rows in sorted(kinds.items(), key=lambda item: -len(item[1])):
-        shares = []
-        for side in ("before", "after"):
-            right = [x for row in rows for x in row[side]["right"]]
-            shares.append(f"{sum(right) / len(right):.3f}")
-        lines.append(f"| {label} | {len(rows)} | {' | '.join(shares)} |")
     return "\n".join(lines)
 
 
@@ -365,19 +273,6 @@ def equations(folder):
             responses = [x for row in rows if row["set"] == "held-out" for x in row[side]["responses"]]
             shares.append(f"{sum(map(is_kind, responses)) / len(responses):.3f}")
         lines.append(f"| their equation {label} | {' | '.join(shares)} |")
-    return "\n".join(lines)
-
-
-def first_tasks(folder, count=4):
-    """The first word problems with the first response to each, in markdown."""
-    lines = ["| problem | before | after |", "|---|---|---|"]
-    for line in health.read(folder, "evaluation_samples.jsonl").splitlines()[:count]:
-        row = json.loads(line)
-        cells = [cell(row["task"])]
-        for side in ("before", "after"):
-            verdict = "right" if row[side]["right"][0] else "wrong"
-            cells.append(f"{cell(row[side]['responses'][0])} ({verdict})")
-        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -452,29 +347,7 @@ def solutions(folder):
     return "\n".join(lines)
 
 
-def by_kind(folder):
-    """Greedy pass@1 on GSM8K by the kind of problem, and by the response before training, in markdown."""
-    rows = read_solutions(folder, "greedy")
-    kinds = {
-        "the solution has 0 to 2 steps": lambda row: row["steps"] <= 2,
-        "3 steps": lambda row: row["steps"] == 3,
-        "4 steps": lambda row: row["steps"] == 4,
-        "5 or more steps": lambda row: row["steps"] >= 5,
-        "code block before": lambda row: row["before"]["python"][0],
-        "cut off before": lambda row: not row["before"]["ended"][0],
-        "neither of them": lambda row: row["before"]["ended"][0] and not row["before"]["python"][0],
-    }
-    lines = ["| greedy | problems | before | after | gain |", "|---" * 5 + "|"]
-    for label, is_kind in kinds.items():
-        pairs = [[row[side]["right"][0] for side in ("before", "after")] for row in rows if is_kind(row)]
-        before, after = map(fmean, zip(*pairs))
-        gain, half = paired_gain(pairs)
-        cells = [len(pairs), f"{before:.1%}", f"{after:.1%}", f"{100 * gain:+.1f} ± {100 * half:.1f} points"]
-        lines.append(f"| {label} | {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
-
-
-def beside_trl_grpo(results):
+def beside_trl(results):
     """Seconds of the second and third update, ours and TRL's on the same GPU in the same call, in markdown."""
     ours = read_metrics(results / "three-updates")[1:]
     theirs = read_json(results / "trl.json")["updates"][1:]
@@ -519,24 +392,18 @@ def reference_runs():
 
 
 def tables(job):
-    """All tables of the page about a job. -> list of str"""
+    """The tables of the pages about a job. -> list of str"""
     results = ROOT / "results" / job
     seeds = sorted(results.glob("seed*"))
     if job == "qwen-gsm8k":
-        return [make(seeds[0]) for make in (solved, solutions, by_kind)] + [beside_trl_grpo(results)]
-    blocks = [stages(results, seeds)]
+        return [solved(seeds[0]), solutions(seeds[0]), beside_trl(results)]
     if job == "smollm2-word-problems":
-        blocks.append(all_seeds(seeds))
-        return [*blocks, by_operators(seeds[0]), equations(seeds[0]), first_tasks(seeds[0])]
+        return [all_seeds(seeds), equations(seeds[0])]
     if job == "smollm2-dailydialog":
-        return [*blocks, beside_openrl(seeds), all_seeds(seeds), first_samples(seeds[0])]
-    if job == "smollm2-tldr":
-        blocks += [before_and_after(seeds[0]), scores_and_words(seeds[0])]
-        return [*blocks, first_samples(seeds[0], columns=("reference", "before", "after"))]
-    if job == "smollm2-hh":
-        return [*blocks, before_and_after(seeds[0])]
-    blocks += [health.table(seeds), before_and_after(seeds[0]), scores_and_words(seeds[0])]
-    return [*blocks, first_samples(seeds[0]), beside_trl(results)]
+        return [beside_openrl(seeds)]
+    if job == "smollm2-imdb":
+        return [health.table(seeds)]
+    return [before_and_after(seeds[0])]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
 The picture plays SPEED times as fast as the run. Nothing else is changed: it is what the terminal showed.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -55,17 +54,14 @@ def play_faster(cast):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--script", default="ppo_sentiment")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/terminal.svg")
-    flags = parser.parse_args()
+    output = ROOT / "docs/terminal.svg"
     with tempfile.TemporaryDirectory() as folder:
         cast = Path(folder) / "run.cast"
-        record(flags.script, cast)
+        record("ppo_sentiment", cast)
         play_faster(cast)
         limits = ["--min-frame-duration", str(FRAME), "--loop-delay", str(PAUSE)]
-        subprocess.run(["termtosvg", "render", str(cast), str(flags.output), *limits], check=True)
-    print(f"{flags.output}: {flags.output.stat().st_size / 1e3:.0f} kB")
+        subprocess.run(["termtosvg", "render", str(cast), str(output), *limits], check=True)
+    print(f"{output}: {output.stat().st_size / 1e3:.0f} kB")
 
 
 if __name__ == "__main__":

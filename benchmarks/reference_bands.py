@@ -2,7 +2,6 @@
 
     python benchmarks/reference_bands.py run --jobs 2    # adds the runs that are not there yet
     python benchmarks/reference_bands.py write           # results/reference_bands.json
-    python benchmarks/gallery.py write                   # the tables in docs/debugging.md
 
 A band is the 5, 50 and 95 % quantile of a metric over the seeds, for each update. Each run has one thread. Some seeds
 are in results/ already, because the docs show them; the others go to results/healthy/SCRIPT/.
@@ -96,48 +95,6 @@ def band(script, seeds=SEEDS):
             metrics[name][quantile] = [float(f"{x:.4g}") for x in line]
     about = json.loads(args_path(script).read_text())
     return {"seeds": len(runs), "args": about["args"], "metrics": metrics}
-
-
-# The metrics that docs/debugging.md shows: script -> metric -> what to see.
-WHAT_TO_SEE = {
-    "ppo_sentiment": {
-        "objective/scores": "half of the gain comes in the first eighth of the run",
-        "objective/kl": "0 in update 1; rises fast, then stays near the target of 4",
-        "policy/entropy_avg": "does not fall: the policy is not collapsing",
-        "loss/value_avg": "halves: the critic learns",
-        "policy/clipfrac_avg": "largest at first, 0 at the end, as the learning rate falls",
-        "completions/distinct_2": "falls a little: responses become more alike",
-        "sampling/logprob_gap_mean": "rounding only, always",
-    },
-    "grpo_math": {
-        "objective/scores": "the share of right answers; it gains nothing in the second half",
-        "frac_reward_zero_std": "groups that are all right or all wrong give no gradient. In the end, these are half of them",
-        "policy/entropy_avg": "falls to a sixth",
-        "grad_norm": "falls, as fewer groups give a gradient",
-        "completions/clipped_ratio": "0: answers end by themselves",
-    },
-}
-
-
-def tables():
-    """For two scripts: where ten healthy runs were at three times. -> markdown"""
-    bands = json.loads((RESULTS / "reference_bands.json").read_text())
-    parts = []
-    for script, metrics in WHAT_TO_SEE.items():
-        band = bands[f"{script} tiny"]["metrics"]
-        updates = band[next(iter(metrics))]["update"]
-        shown = [0, len(updates) // 8, len(updates) - 1]
-        head = ["metric", *(f"update {updates[i]}" for i in shown), "what to see"]
-        lines = [head, ["---"] * len(head)]
-        for metric, what in metrics.items():
-            low, high = band[metric]["5"], band[metric]["95"]
-            ranges = [
-                f"{low[i]:.3g} to {high[i]:.3g}" if low[i] < high[i] else f"{low[i]:.3g}" for i in shown
-            ]
-            lines.append([f"`{metric}`", *ranges, what])
-        table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-        parts.append(f"**`{script}.py`**\n\n{table}")
-    return "\n\n".join(parts)
 
 
 def write():

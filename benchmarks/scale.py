@@ -1,52 +1,23 @@
-"""What a run needs per GPU, and how long an update takes, by arithmetic. One table has measured numbers beside it.
+"""How much memory a run needs per GPU, by arithmetic.
 
     python benchmarks/scale.py                                                          # tables of docs/scale.md
     python benchmarks/scale.py llama-7b --algorithm rloo --gpus 8 --sharding fsdp2      # the parts of one case
     python benchmarks/scale.py pythia-1b --lora-r 16 --gradient-checkpointing           # --help lists all flags
 
 Memory is in bytes, or in GB of 10^9 bytes. tests/documents/test_scale.py compares the parts with small models
-on a CPU. Rates, utilizations and the reserve are assumptions. They are at the top: change them.
+on a CPU.
 """
 
 import argparse
-import json
-import math
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Literal, get_args
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
-
-FP64, FP32, BF16, INT8 = 8, 4, 2, 1  # bytes of a number
+FP32, BF16, INT8 = 4, 2, 1  # bytes of a number
 GB = 1e9
 
-# ---- Assumptions -------------------------------------------------------------------------------------------
-
 USABLE = 0.9  # share of a GPU's memory that a run may plan with: CUDA, NCCL and gaps take the rest
-MATMUL_UTILIZATION = 0.4  # share of the peak rate that large products reach
-TF32_COST = 2  # the output layer runs in TF32, which has half the rate of bf16
-MEMORY_UTILIZATION = 0.6  # share of the peak bandwidth of memory
-NETWORK_UTILIZATION = 0.6  # share of the peak bandwidth between GPUs
-LAUNCH_SECONDS = 10e-6  # one operation that Python starts on a GPU takes at least this long
-KERNEL_SECONDS = 3e-6  # one that the GPU starts from a recording, without its work
-ROUND = 128  # tokens of a round: TOKENS_PER_ROUND in the scripts
 LOGITS_AT_ONCE = 2**26  # token_logprobs on a GPU
-NODE = 8  # GPUs of a node
-NETWORK_IN_NODE = 450e9  # bytes per second that a GPU receives through NVLink
-NETWORK_BETWEEN_NODES = 8 * 50e9  # one ring uses all 8 adapters of a node, 400 Gbit/s each
-
-
-@dataclass
-class Gpu:
-    memory: float  # bytes
-    flops: float  # bf16 operations per second, without sparsity
-    bandwidth: float  # bytes per second
-
-
-GPUS = {
-    80: Gpu(80 * GB, 989e12, 3.35e12),  # the data sheet of an H100 SXM
-    141: Gpu(141 * GB, 989e12, 4.8e12),  # of an H200
-}
+GPUS = (80, 141)  # GB: an H100 SXM, an H200
 
 
 # ---- Models ------------------------------------------------------------------------------------------------
@@ -108,16 +79,6 @@ class Model:
     def parameters(self):
         return self.layers * self.layer + self.norm + self.embeddings + self.head
 
-    @property
-    def operations(self):
-        """Operations per layer and recorded token step, counted on a CPU; a norm counts as one."""
-        return 36 if self.is_llama else {"gpt2": 17, "gpt_neox": 33}[self.family]
-
-    @property
-    def other_operations(self):
-        """Operations per token step outside of the layers: masks, positions, output layer, sampling."""
-        return 39 if self.family == "gpt2" else 44
-
 
 MODELS = {
     "gpt2": Model("gpt2", 12, 768, 12, 12, 3072, 50257, 1024),
@@ -150,7 +111,6 @@ class Case:
     per_device_train_batch_size: int = 4
     gradient_accumulation_steps: int = 1
     num_mini_batches: int = 16
-    num_ppo_epochs: int = 1
     local_rollout_forward_batch_size: int = 64
     responses_per_prompt: int = 4  # --rloo-k, --num-generations; PPO has 1
     prompt_length: int = 512
@@ -454,137 +414,7 @@ def peak(case):
 
 
 def fits(case):
-    return peak(case) <= USABLE * GPUS[case.gpu_memory].memory
-
-
-def host_bytes(case):
-    """Memory of a node while models load: every process reads policy and reference in fp32. 8 bit: not."""
-    models = 1 + case.has_reference
-    if case.load_in_8bit:
-        models -= 1
-    return min(case.gpus, NODE) * models * FP32 * case.model.parameters
-
-
-# ---- Time --------------------------------------------------------------------------------------------------
-
-
-def forward_flops(model, tokens, context, head_tokens):
-    """Two operations per weight and token; attention: a product with all keys and one with all values."""
-    linear = 2 * model.layers * model.linear_weights * tokens
-    attention = 4 * model.layers * model.width * context * tokens
-    head = 2 * model.vocabulary * model.width * head_tokens
-    return linear + attention + head
-
-
-def forward_seconds(case, model, tokens, context, head_tokens):
-    """Products in bf16, but the output layer in TF32; with float32 all are in TF32."""
-    layers = forward_flops(model, tokens, context, 0)
-    head = forward_flops(model, tokens, context, head_tokens) - layers
-    if case.dtype == "float32":
-        layers *= TF32_COST
-    return (layers + TF32_COST * head) / (MATMUL_UTILIZATION * GPUS[case.gpu_memory].flops)
-
-
-def token_step_bytes(case, rows, tokens):
-    """What one token step moves: all weights, and the cache.
-
-    Frozen weights are read in fp32, then written and read in bf16; of trained ones, the copies are there.
-    Attention reads the cache, in a recorded step with free columns. A cache that grows is read and written
-    to make room for a token (torch.cat), and rounded from fp32 to bf16: another pass. Sampling writes and reads
-    logits and probabilities in fp32, and probabilities and their sums in fp64.
-    """
-    m = case.model
-    if not case.lora_r:
-        linear = case.number
-    elif case.load_in_8bit:
-        linear = INT8
-    else:
-        linear = FP32 if case.dtype == "float32" else FP32 + 2 * BF16
-    weights = linear * m.layers * m.linear_weights + FP32 * m.vocabulary * m.width
-    sampling = 2 * (2 * FP32 + 2 * FP64) * rows * m.vocabulary
-    if case.is_recorded:
-        free = min(ROUND, case.response_length) / 2  # on average
-        return weights + sampling + kv_cache(case, rows, tokens + free, case.cache_number)
-    passes = 4 if case.cache_number > case.number else 3
-    return weights + sampling + passes * kv_cache(case, rows, tokens, case.cache_number)
-
-
-def engine_step_bytes(case, rows, tokens):
-    """In bf16; an engine writes its cache in place."""
-    m = case.model
-    weights = m.layers * m.linear_weights + m.vocabulary * m.width
-    return BF16 * (weights + 2 * m.layers * m.kv_width * rows * tokens)
-
-
-def step_seconds(case, rows, context, is_engine=False):
-    """One token step takes as long as its slower part, memory or products. Recorded kernels begin one after the
-    other, so their starts are added; if Python starts them, that is a third part, at the same time. An engine
-    (is_engine) starts nothing here: this is its bound, not its time.
-    """
-    m = case.model
-    moved = (engine_step_bytes if is_engine else token_step_bytes)(case, rows, context)
-    memory_seconds = moved / (MEMORY_UTILIZATION * GPUS[case.gpu_memory].bandwidth)
-    work = max(memory_seconds, forward_seconds(case, m, rows, context, rows))
-    operations = m.layers * m.operations + m.other_operations
-    if is_engine:
-        return work
-    return work + operations * KERNEL_SECONDS if case.is_recorded else max(work, operations * LAUNCH_SECONDS)
-
-
-def generation_seconds(case, is_engine=False):
-    """Reading the prompts, then one step per token. All responses are as long as they may be."""
-    rows = min(case.local_rollout_forward_batch_size, case.local_batch)
-    prompt_tokens = case.local_batch / case.responses_per_prompt * case.prompt_length
-    prompts = forward_seconds(case, case.model, prompt_tokens, case.prompt_length, 0)
-    context = case.prompt_length + case.response_length / 2  # on average
-    chunks = math.ceil(case.local_batch / rows)
-    return prompts + chunks * case.response_length * step_seconds(case, rows, context, is_engine)
-
-
-def scoring_seconds(case):
-    """Policy, reference and reward model read all responses once."""
-    tokens, responses = case.local_batch * case.length, case.local_batch * case.response_length
-    policy = forward_seconds(case, case.model, tokens, case.length, responses)
-    seconds = policy
-    if case.has_reference or case.lora_r:
-        seconds += policy
-    if case.reward_model is not None:
-        seconds += forward_seconds(case, case.reward_model, tokens, case.length, 0)
-    return seconds
-
-
-def network_bytes(case):
-    """What one GPU receives in one update.
-
-    DDP: gradients twice per optimizer step (reduce, then broadcast). FSDP2 and ZeRO-3: weights for each
-    forward and each backward pass, and gradients once; then the sampling copy is filled once.
-    """
-    weights = FP32 * trained(case)
-    steps = case.num_mini_batches * case.num_ppo_epochs if case.is_rl else 1
-    if case.gpus == 1:
-        return 0
-    if not case.is_sharded:
-        return 2 * weights * steps
-    passes = steps * case.gradient_accumulation_steps
-    gathered_weights = 2 * policy_bytes(case) * passes
-    return gathered_weights + weights * steps + (weights if case.is_rl else 0)
-
-
-def update_seconds(case):
-    """The backward pass costs two forward passes, with LoRA one: frozen weights have no gradient.
-
-    Checkpointing costs one more forward pass. Network and products overlap: the slower one counts.
-    """
-    epochs = case.num_ppo_epochs if case.is_rl else 1
-    tokens = case.local_batch * case.length
-    responses = tokens if case.algorithm == "sft" else case.local_batch * case.response_length
-    if not case.has_head:
-        responses = 0
-    passes = (2 if case.lora_r else 3) + (1 if case.gradient_checkpointing else 0)
-    products_seconds = passes * epochs * forward_seconds(case, case.model, tokens, case.length, responses)
-    network = NETWORK_IN_NODE if case.gpus <= NODE else NETWORK_BETWEEN_NODES
-    network_seconds = network_bytes(case) / (NETWORK_UTILIZATION * network)
-    return max(products_seconds, network_seconds)
+    return peak(case) <= USABLE * case.gpu_memory * GB
 
 
 # ---- Tables ------------------------------------------------------------------------------------------------
@@ -664,7 +494,7 @@ def choice_table():
     """What to use: for each size and number of GPUs, on both GPUs."""
     rows = []
     for size in SIZES:
-        for gpus in (1, 8, 64):
+        for gpus in (1, 8):
             cells = []
             for gpu_memory in GPUS:
                 choice = choose(size, gpus, gpu_memory)
@@ -675,52 +505,6 @@ def choice_table():
                     cells.append(f"{name}, {flags_text(changes)}: {peak(case) / GB:.0f} GB")
             rows.append([size, str(gpus), *cells])
     return markdown(["policy", "GPUs", "80 GB each", "141 GB each"], rows)
-
-
-def time_table():
-    """Seconds per update for these choices, on 8 GPUs."""
-    rows = []
-    for size in SIZES:
-        for gpu_memory in GPUS:
-            choice = choose(size, 8, gpu_memory)
-            if choice is None:
-                continue
-            case, name, changes = choice
-            seconds = [generation_seconds(case), scoring_seconds(case), update_seconds(case)]
-            whole_batch = replace(case, local_rollout_forward_batch_size=case.local_batch)
-            seconds.append(generation_seconds(whole_batch, is_engine=True))
-            cells = [seconds_text(x) for x in seconds]
-            rows.append([size, f"{gpu_memory} GB", f"{name}, {flags_text(changes)}", *cells])
-    header = ["policy", "GPU", "config, flags", "generation", "scoring", "update", "an engine's bound"]
-    return markdown(header, rows)
-
-
-def measured_table():
-    """Token steps and a rollout on an H200, from results/gpu-rollout.json, beside what this program computes."""
-    found = json.loads((RESULTS / "gpu-rollout.json").read_text())
-    rows = []
-    for name, shape in (("qwen2.5-0.5b", "qwen2.5-0.5b"), ("gpt2", "gpt2-124m")):
-        for batch in (64, 256, 1024):
-            measured = found["step"][f"{shape}, {batch} rows"]["ms_recorded"]
-            computed = generation_seconds(measured_case(name, batch, 129)) / 128 * 1e3
-            label = f"{shape}, {batch} rows, one token of 129"
-            rows.append([label, f"{computed:.1f} ms", f"{measured:.1f} ms", f"{computed / measured:.2f}"])
-    measured = found["rollout"]["qwen2.5-0.5b, none ends early, rounds of 128"]["seconds"]
-    computed = generation_seconds(measured_case("qwen2.5-0.5b", 256, 512))
-    label = "qwen2.5-0.5b, 256 responses of 512 tokens"
-    rows.append([label, f"{computed:.1f} s", f"{measured:.1f} s", f"{computed / measured:.2f}"])
-    return markdown(["rollout", "computed", "measured", "ratio"], rows)
-
-
-def measured_case(name, rows, tokens):
-    """A rollout of benchmarks/gpu_rollout.py: prompts of 100 tokens, 8 responses to each."""
-    batch = dict(per_device_train_batch_size=rows, num_mini_batches=1, local_rollout_forward_batch_size=rows)
-    lengths = dict(responses_per_prompt=8, prompt_length=100, response_length=tokens)
-    return Case(MODELS[name], "grpo", gpu_memory=141, kl_coef=0, **batch, **lengths)
-
-
-def seconds_text(seconds):
-    return f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
 
 
 def parts_table(case):
@@ -735,20 +519,8 @@ def parts_table(case):
     return markdown(["phase", "part", "GB per GPU"], rows)
 
 
-def host_text(case):
-    return f"Host memory of a node while models load: {host_bytes(case) / GB:.0f} GB"
-
-
 def print_tables():
-    example = table_case("7B", gpus=8, sharding="fsdp2", **SMALL)
-    tables = {
-        "Memory per GPU": memory_table(),
-        "What to use": choice_table(),
-        "Seconds per update": time_table(),
-        "Computed and measured": measured_table(),
-        "The parts of one case": [*parts_table(example), "", host_text(example)],
-    }
-    for title, lines in tables.items():
+    for title, lines in (("Memory per GPU", memory_table()), ("What to use", choice_table())):
         print(f"{title}\n\n" + "\n".join(lines) + "\n")
 
 
@@ -782,14 +554,9 @@ def parse_case(argv):
 def print_case(case):
     print(f"{case.model.parameters:,} parameters, {trained(case):,} of them are trained\n")
     print("\n".join(parts_table(case)))
-    print(f"\n{host_text(case)}")
     print(
         f"\nIt {'fits' if fits(case) else 'does not fit'} {case.gpu_memory} GB, of which {USABLE:.0%} count."
     )
-    seconds = {"update": update_seconds(case)}
-    if case.is_rl:
-        seconds = {"generation": generation_seconds(case), "scoring": scoring_seconds(case), **seconds}
-    print("Seconds: " + ", ".join(f"{name} {seconds_text(x)}" for name, x in seconds.items()))
 
 
 def main(argv):

@@ -34,22 +34,21 @@ def responses_of(lines, name, when):
 
 
 def share(found, has_steps):
-    """How often responses with (without) steps are right. -> float, None if there are none"""
+    """How often responses with (without) steps are right."""
     right = [right for steps, right in found if steps == has_steps]
-    return sum(right) / len(right) if right else None
+    return sum(right) / len(right)
 
 
 def table(lines):
     """The markdown table."""
     rows = [["tasks", "", "responses", "with steps", "right, with steps", "right, without steps"]]
     rows.append(["---"] * len(rows[0]))
-    for name in ("held-out", "harder", "greedy"):
+    for name in ("held-out", "harder"):
         for when in ("before", "after"):
             found = responses_of(lines, name, when)
             with_steps = sum(steps for steps, _ in found) / len(found)
             cells = [with_steps, share(found, True), share(found, False)]
-            cells = ["none" if x is None else f"{x:.3f}" for x in cells]
-            rows.append([name, when, f"{len(found):,}", *cells])
+            rows.append([name, when, f"{len(found):,}", *(f"{x:.3f}" for x in cells)])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

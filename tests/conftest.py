@@ -25,27 +25,6 @@ SCRIPTS = ("sft", "reward_model", "ppo_sentiment", "ppo_dialog", "rloo_tldr", "g
 PPO = ("ppo_sentiment", "ppo_dialog")
 GROUPS = ("rloo_tldr", "grpo_math")  # those with several responses to each prompt
 RL = (*PPO, *GROUPS)
-MATH = {  # function -> the scripts that must have it
-    "response_lengths": ("ppo_sentiment", "rloo_tldr", "grpo_math", "dpo_tldr"),
-    "length_mask": (*RL, "dpo_tldr"),
-    "token_logprobs": (*RL, "dpo_tldr"),
-    "kl_per_token": GROUPS,
-    "token_rewards": PPO,
-    "weighted_sum": RL,
-    "masked_mean": PPO,
-    "masked_whiten": PPO,
-    "gae": PPO,
-    "rloo_advantages": ("rloo_tldr",),
-    "grpo_advantages": ("grpo_math",),
-    "clipped_policy_loss": RL,
-    "clipped_value_loss": PPO,
-    "adaptive_kl_coef": PPO,
-    "sample_tokens": (*RL, "dpo_tldr"),
-    "learning_rate": SCRIPTS,
-    "pair_loss": ("reward_model",),
-    "dpo_loss": ("dpo_tldr",),
-    "pair_metrics": ("dpo_tldr",),
-}
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 ACTS = ("inform", "question", "directive", "commissive")  # DailyDialog's, 1 to 4
 
@@ -136,6 +115,12 @@ def tiny_lm(tmp_path_factory):
         return save(model, tokenizer, tmp_path_factory.mktemp(f"{arch}-{pad}"))
 
     return lambda arch="gpt2", pad="own": make(arch, pad)
+
+
+@pytest.fixture(scope="session")
+def language_model(tiny_lm):
+    """language_model(arch, pad="own") -> the folder's model, loaded by transformers, in evaluation mode."""
+    return lambda *kind: transformers.AutoModelForCausalLM.from_pretrained(tiny_lm(*kind)).eval()
 
 
 def save(model, tokenizer, folder):
@@ -273,28 +258,15 @@ def small_folder(tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="session")
-def tiny_reviews(small_folder):
-    """Columns text and label, from data/reviews."""
-    return small_folder("reviews")
+def data_fixture(name):
+    """The folder small_folder(name), as a fixture."""
+    return pytest.fixture(scope="session")(lambda small_folder: small_folder(name))
 
 
-@pytest.fixture(scope="session")
-def tiny_posts(small_folder):
-    """Columns prompt and completion, from data/tldr."""
-    return small_folder("tldr")
-
-
-@pytest.fixture(scope="session")
-def tiny_pairs(small_folder):
-    """Columns prompt, chosen and rejected, from data/tldr-preference."""
-    return small_folder("tldr-preference")
-
-
-@pytest.fixture(scope="session")
-def tiny_dialogs(small_folder):
-    """Columns dialog and act, from data/dialogs."""
-    return small_folder("dialogs")
+tiny_reviews = data_fixture("reviews")  # columns text and label
+tiny_posts = data_fixture("tldr")  # prompt and completion
+tiny_pairs = data_fixture("tldr-preference")  # prompt, chosen and rejected
+tiny_dialogs = data_fixture("dialogs")  # dialog and act
 
 
 @pytest.fixture(scope="session")

@@ -14,34 +14,11 @@ GPU. The real numbers are computed on the CPU. Each storage is tagged with the d
   DeviceMistake if the operator would not accept these devices. Otherwise it tags new storages with the
   device of the inputs. Views share their storage, and so their tag.
 
-What it models:
-- All tensors of an operator must be on one device, with PyTorch's exceptions:
-  copies between devices (to, copy_, x[1:3] = y);
-  one CPU tensor without dimensions in a pointwise operator on the GPU (not in clamp or lerp), if it is not
-  changed in place, and any number of them in where;
-  CPU tensors as indices into a GPU tensor (not the reverse), and a value without dimensions to put there.
-- Functions that make tensors: those in torch, *_like and new_*; without device= the result is on the CPU, or
-  on the device of the tensor it is made from. as_tensor, tensor(x), deepcopy.
-- Tensor.to, cpu, cuda, type_as, with a gradient that goes back to the old device.
-- The gradient of a parameter must be on its device. This is noticed where somebody reads it.
-- Generators: one of the CPU cannot draw for the GPU, nor the reverse.
-- Tensor.numpy, numpy.asarray and set_rng_state need a CPU tensor. item, tolist, float and bool take any.
-- torch.save remembers the device, and torch.load needs map_location to change it.
-- pin_memory of a GPU tensor is a mistake.
-- Optimizers and clip_grad_norm_ group tensors by their pretended device.
-- Autocast for "cuda" is autocast of the CPU, and mm(..., out_dtype=) is computed, as only a GPU can.
-
-What it cannot see:
-- Other threads than the one that entered the check: their operators are not checked.
-- Kernels: the choice of an attention kernel, speed, memory, rounding, and errors inside a CUDA kernel, such
-  as an index out of range. Autocast's lists of operators are those of the CPU.
-- Tensors that C++ makes inside another operator: their device is not known, so they take that of the first
-  tensor they meet. torch.FloatTensor(...) and its like are of this kind.
-- More than one GPU, other accelerators, and data on its way between processes.
-- That the CPU must wait for the GPU, so a wrong non_blocking=True is not noticed.
-- torch.compile, sparse tensors, and the inside of operators of other libraries, such as bitsandbytes.
-It is stricter than PyTorch in one place: lists of tensors (torch._foreach_*) must be on one device as a
-whole, and not only position by position.
+All tensors of an operator must be on one device, with PyTorch's exceptions: copies, one CPU tensor without
+dimensions in a pointwise operator, indices on the CPU. Generators, numpy, torch.save and load, optimizers and
+autocast know the pretended device too. It cannot see kernels, other threads, other processes, a second GPU,
+torch.compile, and the inside of operators of other libraries. Tensors that C++ makes inside another operator
+take the device of the first tensor that they meet.
 """
 
 import functools

@@ -43,6 +43,12 @@ def reward_files(tmp_path_factory):
 
 
 @pytest.fixture
+def script(request, scripts):
+    """The module of the script that a test file names as its SCRIPT."""
+    return scripts[request.module.SCRIPT]
+
+
+@pytest.fixture
 def small(scripts, world, tmp_path):
     """small(script, folder="run", **changes) -> Args of a small run, whose folder is in tmp_path."""
     return maker(scripts, world, tmp_path)

@@ -9,80 +9,51 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import EOS
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 ALL = ("ppo_sentiment", "ppo_dialog", "sft", "reward_model", "rloo_tldr", "grpo_math", "dpo_tldr")
-SMALL = {  # flags of a run of about a second
-    "ppo_sentiment": dict(
-        dtype="float32",
+RL_FLAGS = dict(  # of a run of about a second, with one or two updates of 8 responses
+    dtype="float32",
+    per_device_train_batch_size=4,
+    num_mini_batches=2,
+    num_ppo_epochs=2,
+    learning_rate=1e-2,
+    response_length=6,
+    num_eval_prompts=4,
+    num_sample_generations=1,
+    local_rollout_forward_batch_size=8,
+)
+BATCHES = dict(dtype="float32", num_train_epochs=1.0, per_device_train_batch_size=8, learning_rate=1e-2)
+SMALL = {
+    "ppo_sentiment": RL_FLAGS
+    | dict(total_episodes=8, query_max_length=6, response_min_length=3, min_text_length=0, kl_target=None),
+    "ppo_dialog": RL_FLAGS
+    | dict(
         total_episodes=8,
-        per_device_train_batch_size=4,
-        num_mini_batches=2,
-        num_ppo_epochs=2,
-        learning_rate=1e-2,
-        query_max_length=6,
-        response_min_length=3,
-        response_length=6,
-        min_text_length=0,
-        num_eval_prompts=4,
-        num_sample_generations=1,
-        local_rollout_forward_batch_size=8,
-        kl_target=None,
-    ),
-    "ppo_dialog": dict(
-        dtype="float32",
-        total_episodes=8,
-        per_device_train_batch_size=4,
-        num_mini_batches=2,
-        num_ppo_epochs=2,
-        learning_rate=1e-2,
         utterance_end="eos",
         num_context_utterances=2,
         max_prompt_length=48,
-        response_length=6,
-        num_eval_prompts=4,
-        num_sample_generations=1,
-        local_rollout_forward_batch_size=8,
         kl_target=None,
         intent_reward="probability",
     ),
-    "rloo_tldr": dict(
-        dtype="float32",
-        total_episodes=16,
-        per_device_train_batch_size=4,
-        num_mini_batches=2,
-        num_ppo_epochs=2,
-        learning_rate=1e-2,
-        max_prompt_length=200,
-        response_length=6,
-        num_eval_prompts=4,
-        num_sample_generations=1,
-        local_rollout_forward_batch_size=8,
-        missing_eos_penalty=1.0,
-    ),
-    "grpo_math": dict(
-        dtype="float32",
+    "rloo_tldr": RL_FLAGS | dict(total_episodes=16, max_prompt_length=200, missing_eos_penalty=1.0),
+    "grpo_math": RL_FLAGS
+    | dict(
         prompt_template=None,
         system_prompt=None,
         total_episodes=16,
-        per_device_train_batch_size=4,
         gradient_accumulation_steps=1,
-        num_mini_batches=2,
-        num_ppo_epochs=2,
         num_generations=2,
         kl_coef=0.1,
-        learning_rate=1e-2,
         max_prompt_length=64,
-        response_length=6,
-        num_eval_prompts=4,
         num_eval_samples=2,
-        num_sample_generations=1,
-        local_rollout_forward_batch_size=8,
     ),
     "sft": dict(
         dtype="float32",
@@ -93,64 +64,19 @@ SMALL = {  # flags of a run of about a second
         per_device_train_batch_size=4,
         learning_rate=1e-2,
     ),
-    "reward_model": dict(
-        dtype="float32",
-        max_length=64,
-        num_eval_prompts=8,
-        num_train_epochs=1.0,
-        per_device_train_batch_size=8,
-        learning_rate=1e-2,
-    ),
-    "dpo_tldr": dict(
-        dtype="float32",
-        max_length=250,
-        num_eval_pairs=8,
-        num_train_epochs=1.0,
-        per_device_train_batch_size=8,
-        learning_rate=1e-2,
-        num_eval_prompts=4,
-        response_length=6,
-    ),
+    "reward_model": BATCHES | dict(max_length=64, num_eval_prompts=8),
+    "dpo_tldr": BATCHES | dict(max_length=250, num_eval_pairs=8, num_eval_prompts=4, response_length=6),
 }
+COSINE = dict(save_every=2, lr_scheduler_type="cosine", warmup_ratio=0.3)
+ADAPTIVE = dict(total_episodes=48, kl_target=0.5, kl_horizon=50)
 SIX_UPDATES = {  # with these flags on top, a run has 6 updates, and everything that a checkpoint must hold
-    "ppo_sentiment": dict(
-        total_episodes=48,
-        save_every=2,
-        kl_target=0.5,
-        kl_horizon=50,
-        lr_scheduler_type="cosine",
-        warmup_ratio=0.3,
-    ),
-    "ppo_dialog": dict(
-        total_episodes=48,
-        save_every=2,
-        kl_target=0.5,
-        kl_horizon=50,
-        lr_scheduler_type="linear",
-        warmup_ratio=0.3,
-    ),
-    "rloo_tldr": dict(
-        total_episodes=48,
-        save_every=2,
-        whiten_rewards=True,
-        lr_scheduler_type="cosine",
-        warmup_ratio=0.3,
-    ),
-    "grpo_math": dict(
-        total_episodes=48,
-        save_every=2,
-        lr_scheduler_type="cosine",
-        warmup_ratio=0.3,
-    ),
-    "sft": dict(
-        num_train_epochs=4.0,
-        save_every=2,
-        max_length=256,
-        lr_scheduler_type="cosine",
-        warmup_ratio=0.3,
-    ),
+    "ppo_sentiment": COSINE | ADAPTIVE,
+    "ppo_dialog": COSINE | ADAPTIVE | dict(lr_scheduler_type="linear"),
+    "rloo_tldr": COSINE | dict(total_episodes=48, whiten_rewards=True),
+    "grpo_math": COSINE | dict(total_episodes=48),
+    "sft": COSINE | dict(num_train_epochs=4.0, max_length=256),
     "reward_model": dict(save_every=2, min_prefix_length=4, lr_scheduler_type="linear"),
-    "dpo_tldr": dict(save_every=2, lr_scheduler_type="cosine", warmup_ratio=0.3),
+    "dpo_tldr": COSINE,
 }
 BY_HEART = [  # dialogs that a model learns by heart: some answers are questions
     (["Hello, who are you?", "I am Leo, and you?", "I am Nina."], [2, 2, 1]),
@@ -190,6 +116,11 @@ def maker(scripts, world, root):
 def rows_of(folder, name="metrics.jsonl"):
     """The objects in a file of a run folder that holds one per line."""
     return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
+
+
+def evaluation_of(folder):
+    """evaluation.json of a run."""
+    return json.loads((Path(folder) / "evaluation.json").read_text())
 
 
 def timeless(rows):
@@ -287,6 +218,121 @@ def write_rows(folder, **splits):
     return str(folder)
 
 
+# ---- By hand -----------------------------------------------------------------------------------------------
+
+
+def wordy(folder):
+    """Bias a model towards three words, so that its responses repeat some, and that few end. -> its folder"""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for word, bias in ((" this", 3), (" movie", 3), (" with", 3), (EOS, -2)):
+        [token] = tokenizer(word).input_ids
+        model.transformer.ln_f.bias.data += bias * model.lm_head.weight[token].detach()
+    model.save_pretrained(folder)
+    return folder
+
+
+def rows_by_hand(tokenizer, b, responses, temperature):
+    """What was sampled, row by row, in plain lists. Only the token ids and the texts are the script's."""
+    T, rows = b["sampling_logprobs"].shape[1], []
+    for i, (ids, sampled) in enumerate(zip(b["ids"], b["sampling_logprobs"], strict=True)):
+        prompt = tokenizer.decode(ids[:-T][b["mask"][i, :-T]])
+        tokens = ids[-T:].tolist()
+        ended = tokenizer.eos_token_id in tokens
+        if ended:
+            tokens = tokens[: tokens.index(tokenizer.eos_token_id) + 1]
+        text = tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=True)
+        assert responses[i] == text
+        rows.append(
+            SimpleNamespace(
+                prompt=prompt,
+                response=text,
+                ids=tokenizer(prompt).input_ids,
+                tokens=tokens,
+                ended=ended,
+                sampled=sampled[: len(tokens)],
+                temperature=temperature,
+            )
+        )
+    return rows
+
+
+def plain_logprobs(model, row):
+    """Log-probabilities of a response and entropies, by plain transformers, without padding. -> [T] each"""
+    logits = model(torch.tensor([row.ids + row.tokens])).logits[0, len(row.ids) - 1 : -1]
+    log_p = (logits / row.temperature).log_softmax(-1)
+    entropies = -(log_p.exp() * log_p).sum(-1)
+    return log_p[range(len(row.tokens)), row.tokens], entropies
+
+
+def grouped(rows, values):
+    """The values of each prompt. -> list of lists, in the order in which the prompts come first"""
+    groups = {}
+    for row, value in zip(rows, values, strict=True):
+        groups.setdefault(row.prompt, []).append(value)
+    assert len({len(group) for group in groups.values()}) == 1
+    return list(groups.values())
+
+
+def bigram_share(texts):
+    """Different pairs of neighboring words / all pairs."""
+    words = [text.lower().split() for text in texts]
+    pairs = [pair for row in words for pair in zip(row, row[1:])]
+    return len(set(pairs)) / len(pairs)
+
+
+def texts_of(split, count):
+    """Rows with the column text, such as "test text 3: sun sun."."""
+    return [dict(text=f"{split} text {i}:" + " sun" * (5 * i % 8) + ".") for i in range(count)]
+
+
+def posts_of(split, count, longest=60):
+    """Rows with the columns prompt and completion. The text of number 4 is long."""
+    rows = []
+    for i in range(count):
+        prompt = f"{split} text {i}:" + " rain" * (i % 4)
+        completion = f" {split} answer {i}" + " sun" * (longest if i == 4 else 5 * i % 7) + "."
+        rows.append(dict(prompt=prompt, completion=completion))
+    return rows
+
+
+def three_splits(folder, make, num_train=13):
+    """A data set with 9 test and 5 validation rows. -> its path, rows of train, rows of test"""
+    train, test = make("train", num_train), make("test", 9)
+    return write_rows(folder, train=train, test=test, validation=make("validation", 5)), train, test
+
+
+def number_in(text, split):
+    """The number of the row of this split that a text begins with; fails if it is of another split."""
+    start = f"{split} text "
+    assert text.startswith(start), text
+    return int(text.removeprefix(start).split(":")[0])
+
+
+def linear(rate, update, updates, warmup):
+    """The learning rate of an update: up during warmup, then down to 0 after the last update."""
+    if update <= warmup:
+        return rate * update / warmup
+    return rate * (updates - (update - 1)) / (updates - warmup)
+
+
+def adamw_step(model, optimizer, loss, rate, max_norm):
+    """One step along a clipped gradient. -> the norm of the gradient before it was clipped"""
+    optimizer.zero_grad()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.step()
+    return norm.item()
+
+
+def assert_weights_of(folder, model):
+    """model/ has the weights of a model that was trained by hand."""
+    saved = type(model).from_pretrained(folder / "model").state_dict()
+    for name, x in model.state_dict().items():
+        torch.testing.assert_close(saved[name], x, atol=1e-4, rtol=1e-3, msg=name)
+
+
 # ---- Ends of runs ------------------------------------------------------------------------------------------
 
 
@@ -358,10 +404,3 @@ def start_process(words, folder, terminal=None, **env):
 def script_words(script, args):
     """The command that runs a script in one process."""
     return [sys.executable, ROOT / f"{script}.py", *flags_of(args)]
-
-
-def torchrun_words(script, args, processes):
-    """The command that runs a script in several processes."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    torchrun += ["--nproc_per_node", processes, "--master_port", free_port()]
-    return [*torchrun, ROOT / f"{script}.py", *flags_of(args)]

@@ -4,12 +4,10 @@
 
 transformers 4.45 writes them if TRL 0.11 is among the contestants, because 4.45 and 5 can both load the result.
 
-- gpt2_tiny: 4 layers of width 128, vocabulary 4096
 - neox14m: the shape of pythia-14m
 - gpt2_small: GPT-2 with 124 M parameters
 - NAME_rm, for each of them: a sequence classifier with one label
-- prompts_4k, prompts_50k: texts of exactly 64 tokens, for the tokenizer of gpt2_tiny and for that of the others
-- prompts_50k_long: texts of exactly 448 tokens
+- prompts_50k, prompts_50k_long: texts of exactly 64 and 448 tokens
 - texts, pairs: pieces of Python files with the columns of film reviews and of preferences, for the jobs sft and
   reward-model without a network
 """
@@ -119,22 +117,16 @@ def main():
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     torch.manual_seed(0)
-    small, large = learn_tokenizer(4096), learn_tokenizer(50257)
-    write_prompts(small, folder / "prompts_4k")
-    write_prompts(large, folder / "prompts_50k")
-    write_prompts(large, folder / "prompts_50k_long", 448)
+    tokenizer = learn_tokenizer(50257)
+    write_prompts(tokenizer, folder / "prompts_50k")
+    write_prompts(tokenizer, folder / "prompts_50k_long", 448)
     write_pieces(folder)
-    save(
-        GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=128, n_head=4, vocab_size=4096, n_positions=256)),
-        small,
-        folder / "gpt2_tiny",
-    )
     shape = dict(hidden_size=128, num_hidden_layers=6, num_attention_heads=4, intermediate_size=512)
     neox = GPTNeoXForCausalLM(
         GPTNeoXConfig(vocab_size=50304, max_position_embeddings=2048, rotary_pct=0.25, **shape)
     )
-    save(neox, large, folder / "neox14m")
-    save(GPT2LMHeadModel(GPT2Config()), large, folder / "gpt2_small")
+    save(neox, tokenizer, folder / "neox14m")
+    save(GPT2LMHeadModel(GPT2Config()), tokenizer, folder / "gpt2_small")
 
 
 if __name__ == "__main__":

@@ -42,24 +42,22 @@ RLOO = dict(
     temperature=0.7,
     learning_rate=3e-6,
     rloo_k=2,
-    flops=dict(forward=2, reward=1),
+    reward_model=True,
 )
 LONG = dict(prompts="prompts_50k_long", prompt=(448, 448), rloo_k=4, batch=32, mini_batches=1)
 SENTIMENT = dict(
     script="ppo_sentiment.py",
-    model="gpt2_tiny",
-    prompts="prompts_4k",
-    batch=128,
+    model="gpt2_small",
+    prompts="prompts_50k",
+    batch=32,
     epochs=4,
-    mini_batches=8,
+    mini_batches=2,
     micro_batch=16,
     prompt=(2, 7),
     response=(4, 15),
     temperature=1.0,
     learning_rate=1.41e-5,
-    flops=dict(forward=2),
 )
-SMALL = dict(model="gpt2_small", prompts="prompts_50k", batch=32, mini_batches=2)
 SFT = dict(
     script="sft.py",
     model="neox14m",
@@ -79,14 +77,12 @@ ARITHMETIC = dict(  # the default of grpo_math.py, shortened; it has no peer her
     prompt=(15, 20),
     response=(1, 48),
     temperature=1.0,
-    flops=dict(forward=1),
 )
 JOBS = {
     "rloo": RLOO,
     "rloo-long": RLOO | LONG,
-    "ppo-token": RLOO | dict(script="ppo_sentiment.py", flops=dict(forward=2, reward=2, critic=True)),
-    "ppo-sentiment": SENTIMENT,
-    "ppo-sentiment-small": SENTIMENT | SMALL,
+    "ppo-token": RLOO | dict(script="ppo_sentiment.py", critic=True),
+    "ppo-sentiment-small": SENTIMENT,
     "sft": SFT,
     "reward-model": SFT | dict(script="reward_model.py", accumulation=4, rows="trl-lib/tldr-preference"),
     "grpo-math": ARITHMETIC,
@@ -119,7 +115,6 @@ CONTESTANTS = {
     "rloo": OURS | RLOO_PEERS,
     "rloo-long": OURS | RLOO_PEERS,
     "ppo-token": OURS | TOKEN_PEERS,
-    "ppo-sentiment": OURS | LORA | SENTIMENT_PEERS,
     "ppo-sentiment-small": OURS | LORA | SENTIMENT_PEERS,
     "sft": OURS | SFT_PEERS,
     "reward-model": OURS | {NEW: ("trl_new", "trl_new_reward.py", "")},
@@ -149,15 +144,6 @@ def describe_machine(threads):
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-GEMM = """
-import statistics, time, torch
-a, b, seconds = torch.randn(1024, 768), torch.randn(768, 3072), []
-for _ in range(33):
-    start = time.perf_counter(); a @ b; seconds.append(time.perf_counter() - start)
-print(2 * 1024 * 768 * 3072 / statistics.median(seconds[3:]) / 1e9)
-"""
 
 
 def run(command, threads, log):
@@ -224,7 +210,7 @@ def our_command(job, changes, models, rows, batches, out, root=ROOT):
         )
     if script == "sft.py":
         flags |= dict(num_samples=0)
-    if "reward" in job.get("flops", {}):
+    if "reward_model" in job:
         flags |= dict(reward_model_path=f"{model}_rm", missing_eos_penalty=1.0)
     if script == "rloo_tldr.py":
         flags |= dict(rloo_k=job["rloo_k"], num_eval_prompts=1)
@@ -236,7 +222,7 @@ def our_command(job, changes, models, rows, batches, out, root=ROOT):
             min_text_length=0,
             num_eval_prompts=1,
         )
-        if "critic" in job["flops"]:
+        if "critic" in job:
             flags |= dict(reward_label=0, value_model_path=f"{model}_rm", kl_target=None, kl_coef=0.05)
         else:
             flags |= dict(reward_fn=[f"{HERE / 'reward.py'}:distinct_letters"])
@@ -334,7 +320,6 @@ def run_contestant(name, who, entry, args, rows, work):
     """One run. -> a line of the results"""
     job, models, log = JOBS[name], args.peers / "models", work / "log"
     load = os.getloadavg()[0]
-    gflops = float(run([sys.executable, "-c", GEMM], args.threads, log))
     if isinstance(entry, dict):
         root = args.other if who == "other" else ROOT
         out = Path(tempfile.mkdtemp(dir=work)) / "run"
@@ -349,8 +334,6 @@ def run_contestant(name, who, entry, args, rows, work):
         "ours": isinstance(entry, dict),
         "flags": entry if isinstance(entry, dict) else entry[2],
         "load_average": load,
-        "gemm_fp32_gflops": gflops,
-        "parameters": parameters(models / job["model"]),
     }
     return about | line | dict(job=job, machine=describe_machine(args.threads))
 
@@ -379,56 +362,22 @@ def compare(name, args):
 # ---- The table ---------------------------------------------------------------------------------------------
 
 
-def parameters(folder):
-    """Weights that multiply every token, and those of the output layer."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    modules = list(model.base_model.modules())
-    embeddings = sum(module.weight.numel() for module in modules if isinstance(module, torch.nn.Embedding))
-    body = sum(p.numel() for p in model.base_model.parameters()) - embeddings
-    return body, model.get_output_embeddings().weight.numel()
-
-
 def timed(line):
     """The batches that count: all but the first, which warms up."""
     return line["batches"][1:] or line["batches"]
-
-
-def useful_flops(job, body, head, prompt, response, training=6):
-    """Of a batch with so many tokens: 2 per weight for a necessary forward pass, `training` for a training pass.
-
-    The output layer is needed for responses only.
-    """
-    tokens = prompt + response
-    if job["script"] == "sft.py":
-        return 6 * (body + head) * tokens
-    if job["script"] == "reward_model.py":
-        return 6 * body * tokens
-    passes = job["flops"]  # generation and reference; reward model (and critic)
-    policy = (2 * passes["forward"] + training * job["epochs"]) * (body * tokens + head * response)
-    return policy + body * tokens * (2 * passes.get("reward", 0) + 6 * job["epochs"] * ("critic" in passes))
 
 
 def numbers(line):
     """One run -> its row of the table."""
     job, batches = line["job"], timed(line)
     is_rl = "batch" in job
-    training = 4 if "LoRA" in line["contestant"] else 6  # frozen weights have no gradient
-    rates, mfus = [], []
-    for batch in batches:
-        prompt, response, seconds = batch["prompt_tokens"], batch["response_tokens"], batch["seconds"]
-        flops = useful_flops(job, *line["parameters"], prompt, response, training)
-        rates.append((prompt + response) / seconds)
-        mfus.append(100 * flops / seconds / line["gemm_fp32_gflops"] / 1e9)
+    rates = [(batch["prompt_tokens"] + batch["response_tokens"]) / batch["seconds"] for batch in batches]
     seconds = median(batch["seconds"] for batch in batches)
     row = {"episodes/s": job["batch"] / seconds} if is_rl else {}
     row |= {"tokens/s": median(rates), "s per batch": seconds}
     for phase in ("rollout", "train") if is_rl else ():
         row[phase] = median(batch[phase] for batch in batches)
-    return row | {"peak MB": line["peak_memory_mb"], "useful MFU %": median(mfus)}
+    return row | {"peak MB": line["peak_memory_mb"]}
 
 
 def table(header, rows):
@@ -451,7 +400,7 @@ def show(name, args):
         f"\n{name}: {lines[0]['job']['model']}, {max(map(len, runs.values()))} rounds of "
         f"{len(lines[0]['batches'])} batches, the first not counted; {machine['cpu']}, {machine['cores']} cores "
         f"({' '.join(machine['flags'])}), {machine['threads']} threads, load {min(loads):.1f} to "
-        f"{max(loads):.1f}; matrix product {median(line['gemm_fp32_gflops'] for line in lines):.0f} GFLOP/s\n"
+        f"{max(loads):.1f}\n"
     )
     names = list(next(iter(rows.values()))[0])
     medians = {who: {key: median(row[key] for row in found) for key in names} for who, found in rows.items()}

@@ -1,8 +1,6 @@
 """Chats: lists of messages, written by the chat templates of real models, in all scripts that take them."""
 
-import functools
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ import tokenizers
 import torch
 import transformers
 from conftest import GROUPS, ROOT, byte_level_tokenizer
-from run_tools import reward_file, spy, write_rows
+from run_tools import evaluation_of, reward_file, spy, write_rows
 
 pytest_plugins = ["run_fixtures"]
 TEMPLATES = Path(__file__).parent / "templates"
@@ -136,15 +134,28 @@ def test_what_is_learned_of_a_chat(scripts, family):
     assert all(label in (-100, token) for token, label in zip(ids, labels))
 
 
-def test_thoughts_are_learned_in_the_last_turn(scripts):
-    """Qwen3 drops the thoughts of a turn once a user's message follows, so that turn is not learned."""
-    tokenizer = build_tokenizer("qwen3")
-    thought = "<think>\nEasy.\n</think>\n\n"
-    first, last = (ASSISTANT, thought + "It is 5."), (ASSISTANT, thought + "That is 8.")
-    [(_, labels)] = documents_of(
-        scripts["sft"], tokenizer, {"messages": chat(TURNS[0], first, TURNS[2], last)}
-    )
-    assert learned(tokenizer, labels) == [thought + "That is 8.<|im_end|>"]
+THOUGHT = "<think>\nEasy.\n</think>\n\n"
+CONVERSATIONS = {  # -> family, turns, what is learned
+    "a system message": ("llama3", [("system", "Be brief."), *TURNS[:2]], ["It is 5.<|eot_id|>"]),
+    "a turn before any message, for which there is no prompt": (
+        "llama3",
+        [(ASSISTANT, "Hello."), *TURNS],
+        ["It is 5.<|eot_id|>", "That is 8, two times 4.<|eot_id|>"],
+    ),
+    "thoughts: Qwen3 drops those of a turn once a user's message follows, so that turn is not learned": (
+        "qwen3",
+        [TURNS[0], (ASSISTANT, THOUGHT + "It is 5."), TURNS[2], (ASSISTANT, THOUGHT + "That is 8.")],
+        [THOUGHT + "That is 8.<|im_end|>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS, ids=lambda name: name.split(":")[0].split(",")[0])
+def test_which_turns_are_learned(scripts, name):
+    family, turns, answers = CONVERSATIONS[name]
+    tokenizer = build_tokenizer(family)
+    [(_, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": chat(*turns)})
+    assert learned(tokenizer, labels) == answers
 
 
 def test_a_chat_in_prompt_and_completion(scripts, family):
@@ -159,46 +170,6 @@ def test_a_chat_in_prompt_and_completion(scripts, family):
     assert documents_of(scripts["sft"], tokenizer, row, completion_only_loss=False) == documents_of(
         scripts["sft"], tokenizer, everything
     )
-
-
-def test_a_damaged_row_takes_all_its_columns_with_it(scripts):
-    """Prompts of 1 and of 3 messages: each is learned from where its own completion begins."""
-    tokenizer = build_tokenizer("llama3")
-    two = chat((ASSISTANT, "Eight."), (USER, "Sure?"), (ASSISTANT, "Yes."))
-    rows = [
-        {"prompt": None, "completion": chat((ASSISTANT, "Never."))},
-        {"prompt": chat(*TURNS[:3]), "completion": chat(TURNS[3])},
-        {"prompt": chat(TURNS[0]), "completion": []},
-        {"prompt": chat(TURNS[2]), "completion": two},
-        {"prompt": chat(*TURNS[:3]), "completion": None},
-        {"prompt": chat(TURNS[0]), "completion": chat(TURNS[1])},
-    ]
-    documents = documents_of(scripts["sft"], tokenizer, *rows)
-    kept = [row["prompt"] + row["completion"] for row in (rows[1], rows[3], rows[5])]
-    assert [tokenizer.decode(ids) for ids, _ in documents] == [
-        tokenizer.apply_chat_template(messages, tokenize=False) for messages in kept
-    ]
-    assert [learned(tokenizer, labels) for _, labels in documents] == [
-        ["That is 8, two times 4.<|eot_id|>"],
-        ["Eight.<|eot_id|>", "Yes.<|eot_id|>"],
-        ["It is 5.<|eot_id|>"],
-    ]
-
-
-def test_a_turn_before_any_message_is_not_learned(scripts):
-    """There is no prompt for it."""
-    tokenizer = build_tokenizer("llama3")
-    started = chat((ASSISTANT, "Hello."), *TURNS)
-    [(_, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": started})
-    assert learned(tokenizer, labels) == ["It is 5.<|eot_id|>", "That is 8, two times 4.<|eot_id|>"]
-
-
-def test_a_system_message_is_not_learned(scripts):
-    tokenizer = build_tokenizer("llama3")
-    messages = chat(("system", "Be brief."), *TURNS[:2])
-    [(ids, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": messages})
-    assert "Be brief." in tokenizer.decode(ids)
-    assert learned(tokenizer, labels) == ["It is 5.<|eot_id|>"]
 
 
 def test_a_template_without_an_end_of_turn(scripts):
@@ -323,29 +294,6 @@ def test_answers_of_a_sentencepiece_tokenizer(scripts, template, kind):
     assert labels == expected
 
 
-def test_a_model_learns_a_chat(scripts, sft, chat_lm, family, tmp_path):
-    """A run on chats: generation of the saved model ends where its turns end."""
-    rows = [
-        {"messages": chat((USER, f"What is {i} + 1?"), (ASSISTANT, f"It is {i + 1}."))} for i in range(40)
-    ]
-    data = write_rows(tmp_path / "data", train=rows[:32], test=rows[32:])
-    _, folder, metrics = sft(
-        model_name_or_path=chat_lm(family),
-        from_config=None,
-        dataset_name=data,
-        max_length=128,
-        learning_rate=1e-2,
-        num_train_epochs=3.0,
-        packing=True,
-    )
-    assert metrics[-1]["loss"] < metrics[0]["loss"]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    end = tokenizer.convert_tokens_to_ids(FAMILIES[family][4])
-    stops = transformers.GenerationConfig.from_pretrained(folder / "model").eos_token_id
-    assert end in stops and tokenizer.eos_token_id in stops and 40 in stops
-    assert tokenizer.chat_template == build_tokenizer(family).chat_template
-
-
 def ids_and_labels(tokenizer, messages, answers):
     """A conversation, of which these answers are learned with their ends. -> ids, is it learned"""
     ids, is_learned = [], []
@@ -385,7 +333,7 @@ def test_an_evaluation_on_chats_by_hand(scripts, sft, chat_lm, family, tmp_path,
         num_eval_prompts=9,
         num_samples=9,
     )
-    evaluation = json.loads((folder / "evaluation.json").read_text())
+    evaluation = evaluation_of(folder)
     assert evaluation["n"] == 9
     prompts = set()
     for part, lm in (("before", tmp_path / "lm"), ("after", folder / "model")):
@@ -416,23 +364,6 @@ def test_an_evaluation_on_chats_by_hand(scripts, sft, chat_lm, family, tmp_path,
     assert (len(documents), max_length, result) == (21, 200, saved)  # they are looked up in the training rows
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert {row["prompt"] for row in samples} == prompts and len(samples) == len(prompts) == 9
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_settings_of_sampling_do_not_stop_the_saving(scripts, chat_lm, tmp_path, do_sample):
-    """Some models have a temperature in generation_config.json, but no do_sample. transformers would refuse
-    to save it."""
-    script, tokenizer = scripts["sft"], build_tokenizer("qwen2_5")
-    shutil.copytree(chat_lm("qwen2_5"), tmp_path / "lm")
-    settings = dict(eos_token_id=2, temperature=0.9, top_p=0.6, do_sample=do_sample)
-    (tmp_path / "lm/generation_config.json").write_text(json.dumps(settings))
-    args = script.Args(model_name_or_path=str(tmp_path / "lm"))
-    documents = documents_of(script, tokenizer, {"messages": chat(*TURNS)})
-    model = script.load_language_model(args, tokenizer, documents)
-    script.save_policy(model, tokenizer, tmp_path / "model")
-    saved = transformers.GenerationConfig.from_pretrained(tmp_path / "model")
-    assert saved.eos_token_id == sorted({2, tokenizer.eos_token_id})
-    assert saved.temperature == (0.9 if do_sample else None)
 
 
 def test_what_ends_a_response(scripts, chat_lm, family):
@@ -499,49 +430,6 @@ def test_the_prompt_of_a_rollout_is_that_of_training(scripts, family, name):
         assert post["columns"] == row
 
 
-def test_references_that_are_chats(scripts):
-    """The last message is the reference. The judge reads it as a chat, and tables show the prompt as text."""
-    script, tokenizer = scripts["rloo_tldr"], build_tokenizer("qwen2_5")
-    row = {"prompt": chat((ASSISTANT, "Hello."), TURNS[0]), "completion": chat(*TURNS[1:])}
-    posts = load_prompts(script, [row, row], tokenizer)
-    assert [post["reference"] for post in posts] == [TURNS[3][1]] * 2
-    seen = []
-
-    def longer(prompts, completions, completion, **kwargs):
-        seen.extend(zip(prompts, completions, completion))
-        return [len(text["content"]) for [text] in completions]
-
-    device = torch.device("cpu")
-    get_scores = functools.partial(script.score_responses, {"longer": longer}, None, device)
-    texts = ["Eight.", "It is eight, and that is my last word."]
-    assert script.compare_scores(get_scores, tokenizer, None, posts, texts).tolist() == [0, 1]
-    judged = [chat((ASSISTANT, text)) for text in (*texts, TURNS[3][1], TURNS[3][1])]
-    assert seen == [(row["prompt"], text, row["completion"]) for text in judged]
-    assert script.plain_text(row["prompt"]) == "assistant: Hello.\n\nuser: What is 2 + 3?"
-
-
-def test_bos_comes_once(scripts):
-    """The template writes it, in all stages alike."""
-    tokenizer = build_tokenizer("llama3")
-    bos = tokenizer.bos_token_id
-    tokenizer.chat_template = "{{ bos_token }}"
-    tokenizer.chat_template += "{% for m in messages %}{{ m.role }}: {{ m.content }}<|eot_id|>{% endfor %}"
-    tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
-    row = {"prompt": chat(*TURNS[:3]), "completion": chat(TURNS[3])}
-    pair = {"prompt": row["prompt"], "chosen": row["completion"], "rejected": chat((ASSISTANT, "No."))}
-    whole = "user: What is 2 + 3?<|eot_id|>assistant: It is 5.<|eot_id|>user: And 4 + 4?<|eot_id|>assistant: "
-    reward_model = scripts["reward_model"]
-    [(ids, labels)] = documents_of(scripts["sft"], tokenizer, row)
-    [messages] = documents_of(scripts["sft"], tokenizer, {"messages": row["prompt"] + row["completion"]})
-    [loaded], _ = reward_model.load_preference_rows([pair], tokenizer, reward_model.Args(max_length=200))
-    data = [row]
-    prompts = [load_prompts(scripts[name], data, tokenizer)[0]["ids"] for name in GROUPS]
-    for text in (ids, messages[0], *loaded.texts, *prompts):
-        assert text[0] == bos and text.count(bos) == 1
-        assert tokenizer.decode(text[1:]).startswith(whole)
-    assert loaded.texts[0] == ids and labels[0] == -100
-
-
 @pytest.mark.parametrize("name", GROUPS)
 def test_rollouts_on_chats(scripts, small, chat_lm, family, tmp_path, monkeypatch, name):
     """Reward functions get lists of messages. All stop tokens of the model end a response."""
@@ -604,100 +492,6 @@ def test_preferences_between_chats(scripts, family):
     for text, turns in zip(ids[0], [TURNS, (*TURNS[:3], worse)]):
         assert tokenizer.decode(text) == tokenizer.apply_chat_template(chat(*turns), tokenize=False)
         assert text.count(tokenizer.bos_token_id) == (FAMILIES[family][0] is not None)
-
-
-def test_preferences_whose_chats_repeat_the_prompt(scripts):
-    """The columns of HuggingFaceH4/ultrafeedback_binarized: prompt is a text, and the chats contain it."""
-    script, tokenizer = scripts["reward_model"], build_tokenizer("llama3")
-    chosen, rejected = (chat(TURNS[0], (ASSISTANT, text)) for text in ("It is 5.", "No idea."))
-    rows = [{"prompt": TURNS[0][1], "chosen": chosen, "rejected": rejected}]
-    [row], _ = script.load_preference_rows(rows, tokenizer, script.Args(max_length=200))
-    for text, messages in zip(row.texts, (chosen, rejected), strict=True):
-        assert tokenizer.decode(text) == tokenizer.apply_chat_template(messages, tokenize=False)
-
-
-def test_a_damaged_chat_takes_its_prompt_and_its_margin_with_it(scripts):
-    """Pairs and rankings: every response keeps its own prompt, and every pair its own margin."""
-    script, tokenizer = scripts["reward_model"], build_tokenizer("llama3")
-    args = script.Args(max_length=200)
-
-    def answer(text):
-        return chat((ASSISTANT, text))
-
-    def texts(row):
-        return [tokenizer.decode(ids) for ids in row.texts]
-
-    def expected(prompt, *responses):
-        return [tokenizer.apply_chat_template(prompt + response, tokenize=False) for response in responses]
-
-    prompts = [chat(TURNS[0]), chat(*TURNS[:3]), chat(TURNS[2]), chat((USER, "Really?"))]
-    pairs = [
-        {"prompt": prompts[0], "chosen": answer("a"), "rejected": [], "margin": 0.5},
-        {"prompt": prompts[1], "chosen": answer("b"), "rejected": answer("c"), "margin": 1.5},
-        {"prompt": prompts[2], "chosen": None, "rejected": answer("d"), "margin": 2.5},
-        {"prompt": prompts[3], "chosen": answer("e"), "rejected": answer("f"), "margin": 3.5},
-    ]
-    rows, _ = script.load_preference_rows(pairs, tokenizer, args)
-    assert [row.margin for row in rows] == [1.5, 3.5]
-    assert [texts(row) for row in rows] == [
-        expected(prompts[1], answer("b"), answer("c")),
-        expected(prompts[3], answer("e"), answer("f")),
-    ]
-    rankings = [
-        {"prompt": prompts[0], "responses": [answer("a")]},
-        {"prompt": prompts[1], "responses": [answer("b"), answer("c"), answer("d")]},
-        {"prompt": prompts[3], "responses": [answer("g"), answer("h")]},
-    ]
-    rows, _ = script.load_preference_rows(rankings, tokenizer, args)
-    assert [texts(row) for row in rows] == [
-        expected(prompts[1], answer("b"), answer("c"), answer("d")),
-        expected(prompts[3], answer("g"), answer("h")),
-    ]
-
-
-def test_references_of_a_reward_model_that_are_chats(scripts, tmp_path):
-    """Conversations of --center-dataset-name without damaged rows. Long ones keep BOS and their end."""
-    script, tokenizer = scripts["reward_model"], build_tokenizer("gemma")
-    rows = [
-        {"prompt": None, "completion": chat((ASSISTANT, "Never."))},
-        {"prompt": chat(*TURNS[:3]), "completion": chat(TURNS[3])},
-        {"prompt": chat(TURNS[2]), "completion": []},
-        {"prompt": chat(TURNS[0]), "completion": chat(TURNS[1])},
-    ]
-    data = write_rows(tmp_path / "data", train=rows, test=rows[:1])
-    expected = [tokenizer.apply_chat_template(chat(*TURNS[:n]), tokenize=False) for n in (2, 4)]
-    for max_length in (200, 5):
-        args = script.Args(center_dataset_name=data, max_length=max_length)
-        references = [row.texts for row in script.load_reference_rows([], tokenizer, args)]
-        assert all(len(texts) == 1 for texts in references)
-        whole = [tokenizer(text, add_special_tokens=False).input_ids for text in expected]
-        cut = [ids if len(ids) <= max_length else [ids[0], *ids[1 - max_length :]] for ids in whole]
-        assert sorted(texts[0] for texts in references) == sorted(cut)
-
-
-def test_a_reward_model_scores_chats_as_it_learned_them(scripts, reward, chat_lm, tmp_path):
-    """rloo_tldr.py reads prompt and response as reward_model.py does: the same score for the same chat."""
-    rows = []
-    for i in range(24):
-        prompt = chat((USER, f"What is {i} + 1?"))
-        good, bad = chat((ASSISTANT, f"It is {i + 1}.")), chat((ASSISTANT, "No."))
-        rows.append({"prompt": prompt, "chosen": good, "rejected": bad})
-    data = write_rows(tmp_path / "data", train=rows[:16], test=rows[16:])
-    model, folder, _ = reward(
-        "pairs", model_name_or_path=chat_lm("llama3"), dataset_name=data, max_length=100, learning_rate=1e-2
-    )
-    script = scripts["rloo_tldr"]
-    score = script.load_reward_model(script.Args(), str(folder / "model"), torch.device("cpu"))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    completion = chat((ASSISTANT, "It is 8."))
-    [result] = score([chat(TURNS[2])], [completion])
-    text = tokenizer.apply_chat_template(chat(TURNS[2]) + completion, tokenize=False)
-    ids = torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])
-    plain = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
-    plain.config.pad_token_id = None
-    with torch.no_grad():
-        expected = plain(ids).logits.item() - plain.config.reward_offset
-    assert result == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_templates_are_named_with_their_licence():

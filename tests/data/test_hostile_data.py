@@ -196,18 +196,6 @@ def test_null_is_no_text(keep):
             assert keep(script, rows) == (3 if column == "prompt" else 4)
 
 
-@pytest.mark.parametrize("value", [3, {"a": "film"}], ids=repr)
-def test_a_column_of_texts_and_something_else_is_refused(keep, value):
-    for script in ("sft", "ppo_sentiment"):
-        check(keep(script, damaged("text", "text", value)), REFUSED)
-
-
-def test_long_texts_without_words(keep):
-    """100,000 characters that a tokenizer cannot split."""
-    rows = [*ROWS["text"], *(dict(text=letter * LONG, label=1) for letter in ("a", " ", "\0"))]
-    assert keep("sft", rows) == 6
-
-
 # ---- Files -------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,8 @@ import torch
 import transformers.trainer_callback  # noqa: F401 (scripts import it late; here it happens before a device check)
 from conftest import ROOT, SCRIPTS
 from device_check import pretended_gpu
-from run_tools import reward_file
+from diff_blocks import apply_block
+from run_tools import reward_file, rows_of
 
 pytest_plugins = ["run_fixtures"]
 README = (ROOT / "README.md").read_text()
@@ -112,11 +112,9 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     known = {"a_b", "help", "nproc_per_node", "num_processes", "multi_gpu", "cpu", "config_file"}  # launchers
     known |= {"no_deps", "target", "index_url", "with"}  # pip, uv
     known |= {"output", "diagnose"}  # report.py
-    known |= {"local_dir", "repo_type"}  # hf
     # Flags of the programs in benchmarks/.
-    known |= {"peers", "other", "only", "rounds", "batches", "results", "show", "save", "signals", "trl"}
-    known |= {"trl112", "jobs", "seeds", "side", "responses", "algorithm", "gpus", "gpu_memory"}
-    known |= {"reward_model", "sharding", "rows", "responses_per_prompt", "prompt_length"}
+    known |= {"peers", "other", "rounds", "batches", "show", "trl", "jobs", "seeds", "rows"}
+    known |= {"algorithm", "gpus", "gpu_memory", "sharding", "reward_model"}
     known |= {"num_examples"}  # TRL's name of --num-eval-prompts
     for script in scripts.values():
         for field in script.Args.__dataclass_fields__.values():
@@ -141,16 +139,8 @@ def changes():
 
 
 def changed_script(monkeypatch, tmp_path, name, block):
-    """Apply a diff block: the old lines of each hunk must be in the script exactly once. -> a module"""
-    source = (ROOT / f"{name}.py").read_text()
-    hunks = re.split(r"^@@.*\n", block, flags=re.M)[1:]
-    assert hunks
-    for hunk in hunks:
-        lines = hunk.splitlines()
-        old = "\n" + "".join(line[1:] + "\n" for line in lines if not line.startswith("+"))
-        new = "\n" + "".join(line[1:] + "\n" for line in lines if not line.startswith("-"))
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
+    """Apply a diff block. -> a module"""
+    source = apply_block((ROOT / f"{name}.py").read_text(), block)
     path = tmp_path / f"{name}_changed.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -162,11 +152,11 @@ def changed_script(monkeypatch, tmp_path, name, block):
 
 @pytest.mark.parametrize("name, title, block", list(changes()), ids=lambda x: x if len(x) < 70 else "")
 def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, name, title, block):
-    """The changed script runs in bf16 on a pretended GPU: four updates, samples and the evaluation."""
+    """The changed script runs in bf16 on a pretended GPU: two updates, samples and the evaluation."""
     module = changed_script(monkeypatch, tmp_path, name, block)
     flags = {}
     if name in ("ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math"):
-        flags = dict(total_episodes=32, num_sample_generations=2, learning_rate=1e-4)
+        flags = dict(total_episodes=16, num_sample_generations=2, learning_rate=1e-4)
     args = small(name, dtype="bfloat16", **flags)
     (tmp_path / "teacher").symlink_to(args.model_name_or_path)  # of on-policy distillation
     with pretended_gpu() as check:
@@ -174,20 +164,23 @@ def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, na
     assert check.mistakes == []
 
 
-@pytest.mark.parametrize("name", ["ppo_sentiment", "ppo_dialog", "grpo_math"])
-def test_an_entropy_bonus_raises_the_entropy(scripts, small, monkeypatch, tmp_path, name):
-    """The documented change, with a larger factor, against the same run without it."""
-    [block] = [x for script, title, x in changes() if script == name and title.startswith("Entropy bonus")]
-    block = re.sub(r"0\.0*1 \* entropies", "1.0 * entropies", block)
-    assert "1.0 * entropies" in block
-    entropies = []
-    for script in (scripts[name], changed_script(monkeypatch, tmp_path, name, block)):
-        flags = dict(total_episodes=64, learning_rate=1e-3, output_dir=str(tmp_path / script.__name__))
-        args = script.Args(**vars(small(name)) | flags)
-        _, folder = script.train(args)
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        entropies.append(rows[-1]["policy/entropy_avg"])
-    assert entropies[1] > entropies[0] + 0.02
+def test_a_running_mean_as_the_baseline(small, monkeypatch, tmp_path):
+    """Advantages are rewards to go, with the KL penalty, minus the baseline, which a checkpoint has."""
+    [block] = [x for script, title, x in changes() if script == "ppo_sentiment" and "running mean" in title]
+    script = changed_script(monkeypatch, tmp_path, "ppo_sentiment", block)
+    flags = dict(total_episodes=64, learning_rate=1e-2, kl_coef=1.0, num_sample_generations=9)
+    _, folder = script.train(script.Args(**vars(small("ppo_sentiment")) | flags))
+    rows = [json.loads(line) for line in (folder / "tokens.jsonl").read_text().splitlines()]
+    last = [row for row in rows if row["update"] == rows[-1]["update"]]
+    baselines = []
+    for row in last:
+        rewards_to_go = torch.tensor(row["reward"]).flip(0).cumsum(0).flip(0)
+        baselines.append(rewards_to_go - torch.tensor(row["advantage"]))
+    baselines = torch.cat(baselines)
+    assert baselines.max() - baselines.min() < 0.01 < baselines.abs().min()
+    assert max(abs(kl) for row in last for kl in row["kl"]) > 0.05
+    [*_, newest] = sorted((folder / "checkpoints").iterdir())
+    assert json.loads((newest / "state.json").read_text())["baseline"] != 0
 
 
 @pytest.mark.parametrize("page", ["README", "ppo_sentiment", "grpo_math"])
@@ -231,103 +224,102 @@ def names_of(row):
     return {re.sub(r"^rewards/\w+/mean$", "rewards/NAME/mean", name) for name in row}
 
 
-def test_every_metric_of_ppo_sentiment_is_explained(ppo):
-    _, _, rows = ppo()
-    assert names_of(rows[0]) == explained_metrics("running", "ppo_sentiment")
+METRIC_RUNS = {  # pages -> the runs whose metrics they explain, with their flags
+    ("running", "ppo_sentiment"): [("ppo_sentiment", {})],
+    ("running", "ppo_sentiment", "ppo_dialog"): [("ppo_dialog", dict(reward_fn="ZERO"))],
+    ("running", "rloo_tldr"): [("rloo_tldr", dict(judge_fn="ZERO"))],
+    ("running", "grpo_math"): [("grpo_math", {})],
+    ("sft",): [("sft", {})],
+    ("reward_model",): [
+        ("reward_model", {}),
+        ("reward_model", dict(model_name_or_path="LM", dataset_name="PAIRS", max_length=200)),
+    ],
+    ("dpo_tldr",): [("dpo_tldr", {})],
+}
 
 
-def test_every_metric_of_ppo_dialog_is_explained(dialog, tmp_path):
-    _, _, rows = dialog(reward_fn=reward_file(tmp_path, "return [0.0] * len(prompts)"))
-    assert names_of(rows[0]) == explained_metrics("running", "ppo_sentiment", "ppo_dialog")
-
-
-def test_every_metric_of_rloo_tldr_is_explained(rloo, tmp_path):
-    [function] = reward_file(tmp_path, "return [0.0] * len(prompts)")
-    _, _, rows = rloo(judge_fn=function)
-    assert names_of(rows[0]) == explained_metrics("running", "rloo_tldr")
-
-
-def test_every_metric_of_grpo_math_is_explained(grpo):
-    """Those of the KL are there only with a penalty."""
-    _, _, with_kl = grpo("with")
-    _, _, without_kl = grpo("without", kl_coef=0.0)
-    assert names_of(with_kl[0]) == explained_metrics("running", "grpo_math")
-    assert names_of(with_kl[0]) - names_of(without_kl[0]) == {"objective/kl", "objective/kl_coef"}
-
-
-def test_every_metric_of_sft_and_reward_model_is_explained(sft, reward, tiny_lm, tiny_pairs):
-    _, _, rows = sft()
-    assert set(rows[0]) == explained_metrics("sft")
-    _, _, of_labels = reward("labels")
-    _, _, of_pairs = reward("pairs", model_name_or_path=tiny_lm(), dataset_name=tiny_pairs, max_length=200)
-    assert set(of_labels[0]) | set(of_pairs[0]) == explained_metrics("reward_model")
-
-
-def test_every_metric_of_dpo_tldr_is_explained(dpo):
-    _, _, rows = dpo()
-    assert set(rows[0]) == explained_metrics("dpo_tldr")
+@pytest.mark.parametrize("pages", METRIC_RUNS, ids=lambda pages: pages[-1])
+def test_every_metric_is_explained(scripts, small, tiny_lm, tiny_pairs, tmp_path, pages):
+    zero = reward_file(tmp_path, "return [0.0] * len(prompts)")
+    values = {"LM": tiny_lm(), "PAIRS": tiny_pairs}
+    found = set()
+    for i, (name, flags) in enumerate(METRIC_RUNS[pages]):
+        flags = {flag: values.get(x, x) for flag, x in flags.items()}
+        flags |= {flag: zero if flag == "reward_fn" else zero[0] for flag, x in flags.items() if x == "ZERO"}
+        _, folder = scripts[name].train(small(name, f"run{i}", **flags))
+        found |= names_of(rows_of(folder)[0])
+    assert explained_metrics(*pages) <= found <= explained_metrics("running", *pages)
 
 
 # ---- Numbers -----------------------------------------------------------------------------------------------
 
-THREE_SEEDS = [
-    ("ppo_dialog", "ppo-dialog-tiny"),
-    ("rloo_tldr", "rloo-tiny"),
-    ("dpo_tldr", "dpo-tldr-tiny"),
-]
-NUMBERS_OF_PAIRS = "dpo_tldr", "dpo-tldr-tiny"
-BEFORE_AND_AFTER = [  # page, the heading before the table, evaluation.json
-    ("sft", "## Results", "reviews-lm"),
-]
-CALIBRATION = [("### Pairs", "tldr-reward")]
+
+def section(page, heading):
+    """What follows a heading of docs/, up to the next heading of its level."""
+    level = heading.split()[0]
+    return DOCS[page].split(f"\n{heading}")[1].split(f"\n{level} ")[0]
 
 
-@pytest.mark.parametrize("name, folder", THREE_SEEDS)
-def test_the_results_of_three_seeds_are_those_of_the_files(name, folder):
-    page = DOCS[name].split("\n## Results")[1]
-    for seed in (1, 2, 3):
-        evaluation = result(f"{folder}/seed{seed}/evaluation.json")
-        for metric, after in evaluation["after"].items():
-            before = evaluation["before"][metric]
-            columns = slice(2 * seed - 2, 2 * seed)
-            assert cells_of(page, metric)[columns] == [f"{before:.3f}", f"{after:.3f}"]
-
-
-def test_the_held_out_pairs_are_those_of_the_files():
-    name, folder = NUMBERS_OF_PAIRS
-    page = DOCS[name].split("\n## Results")[1]
-    for seed in (1, 2, 3):
-        for metric, x in result(f"{folder}/seed{seed}/evaluation.json")["pairs"].items():
-            assert cells_of(page, metric)[seed - 1] == f"{x:.3f}"
-
-
-def test_the_speed_of_dpo_is_that_of_the_file():
+def test_the_tables_are_those_of_the_programs():
+    """Which print them from the committed files."""
     assert load_program("benchmarks/speed/dpo.py").table() in DOCS["dpo_tldr"]
-
-
-def test_the_table_of_methods_is_that_of_the_program():
-    """benchmarks/methods.py prints all rows of docs/methods.md, from the KL of all committed runs."""
-    program = load_program("benchmarks/methods.py")
-    printed = program.table().splitlines()
-    rows = [line for line in DOCS["methods"].splitlines() if re.match(r"\| (best|DPO|RLOO|PPO),? ", line)]
-    assert rows and set(rows) == set(printed[2:])
-    assert program.long_run() in DOCS["methods"] and program.cost() in DOCS["methods"]
-    for method, folder in program.RUNS.items():
-        kls = sorted(x["kl"] for x in program.read_points()[method])
-        evaluations = [
-            json.loads(path.read_text()) for path in (ROOT / "results" / folder).rglob("evaluation.json")
-        ]
-        assert kls == pytest.approx(
-            sorted(x["after"]["KL, nats per response"] for x in evaluations), abs=1e-4
-        )
-
-
-def test_the_table_of_dpo_variants_is_that_of_the_program():
-    assert load_program("benchmarks/dpo_variants.py").table() in DOCS["dpo_tldr"]
-
-
-def test_the_table_beside_trl_is_that_of_the_program():
     assert load_program("benchmarks/trl_dpo.py").table() in DOCS["dpo_tldr"]
+    assert load_program("benchmarks/dpo_variants.py").table() in DOCS["dpo_tldr"]
+    steps = load_program("benchmarks/worked_steps.py")
+    assert set(steps.table(steps.read_lines()).splitlines()) <= set(DOCS["grpo_math"].splitlines())
+    methods = load_program("benchmarks/methods.py")
+    for table in (methods.table(), methods.long_run(), methods.cost()):
+        assert table in DOCS["methods"]
+
+    program = load_program("benchmarks/real_results.py")
+    tables = [program.reference_runs(), *(table for job in program.PANELS for table in program.tables(job))]
+    printed = {line for table in tables for line in table.splitlines()}
+    lines = DOCS["real_models"].splitlines()
+    rows = [line for line in lines if line.startswith("|") and re.search(r"\d\.\d", line)]
+    assert len(rows) > 30 and not set(rows) - printed
+    rows = [line for line in section("speed", "### A GRPO update").splitlines() if line.startswith("|")]
+    assert len(rows) == 5 and not set(rows) - printed
+
+
+EVALUATIONS = [  # page, heading above the table, evaluation.json of one run or of seeds
+    (DOCS["ppo_dialog"], "## Results", [f"ppo-dialog-tiny/seed{seed}" for seed in (1, 2, 3)]),
+    (DOCS["rloo_tldr"], "## Results", [f"rloo-tiny/seed{seed}" for seed in (1, 2, 3)]),
+    (DOCS["dpo_tldr"], "## Results", [f"dpo-tldr-tiny/seed{seed}" for seed in (1, 2, 3)]),
+    (DOCS["sft"], "## Results", ["reviews-lm"]),
+    (README, "", ["ppo-sentiment-default"]),
+]
+
+
+@pytest.mark.parametrize("page, heading, folders", EVALUATIONS, ids=lambda x: x[0] if type(x) is list else "")
+def test_a_table_before_and_after_is_that_of_the_file(page, heading, folders):
+    page = page.split(f"\n{heading}")[1] if heading else page
+    for i, folder in enumerate(folders):
+        evaluation = result(f"{folder}/evaluation.json")
+        names = {name: re.sub(r" an? (response|answer)", r" per \1", name) for name in evaluation["after"]}
+        shown = [name for name, today in names.items() if f"\n| {today} |" in page]
+        assert len(shown) >= 3
+        for name in shown:
+            before, after = evaluation["before"][name], evaluation["after"][name]
+            assert cells_of(page, names[name])[2 * i : 2 * i + 2] == [f"{before:.3f}", f"{after:.3f}"]
+
+
+def test_numbers_after_training_are_those_of_the_files():
+    """Of DPO's held-out pairs, the calibration and confusion of reward models, and a hacked reward."""
+    page = DOCS["dpo_tldr"].split("\n## Results")[1]
+    for seed in (1, 2, 3):
+        for metric, x in result(f"dpo-tldr-tiny/seed{seed}/evaluation.json")["pairs"].items():
+            assert cells_of(page, metric)[seed - 1] == f"{x:.3f}"
+    page = DOCS["reward_model"].split("\n### Pairs")[1]
+    for row in result("tldr-reward/evaluation.json")["calibration"]:
+        expected = [str(row["pairs"]), f"{row['accuracy']:.3f}", f"{row['expected']:.3f}"]
+        assert cells_of(page, row["score difference"]) == expected
+    evaluation = result("reviews-sentiment/evaluation.json")
+    for label, counts in zip(evaluation["labels"], evaluation["confusion"]):
+        assert cells_of(DOCS["reward_model"], label) == [f"{count:.0f}" for count in counts]
+    page = DOCS["grpo_math"].split("\n### A reward that can be hacked")[1]
+    run = result("grpo-math-hacked/work-alone/seed1/evaluation.json")
+    for name in ("held-out: rewards/shows_work", "held-out: pass@1", "held-out: ended by itself"):
+        assert cells_of(page, name) == [f"{run['before'][name]:.3f}", f"{run['after'][name]:.3f}"]
 
 
 def test_the_best_of_n_by_hand():
@@ -375,43 +367,11 @@ def test_the_default_is_healthy():
         assert abs(sum(last_half) / len(last_half) - target) <= 0.15 * target
 
 
-@pytest.mark.parametrize("name, heading, folder", BEFORE_AND_AFTER)
-def test_a_table_before_and_after_is_that_of_the_file(name, heading, folder):
-    page = DOCS[name].split(f"\n{heading}")[1]
-    evaluation = result(f"{folder}/evaluation.json")
-    for metric, after in evaluation["after"].items():
-        before = evaluation["before"][metric]
-        name_today = metric.replace(" a response", " per response").replace(" an answer", " per answer")
-        assert cells_of(page, name_today)[:2] == [f"{before:.3f}", f"{after:.3f}"]
-
-
-def test_the_table_of_the_readme_is_that_of_the_file():
-    evaluation = result("ppo-sentiment-default/evaluation.json")
-    assert f"| {evaluation['n']} held-out prompts | before | after |" in README
-    for metric, after in evaluation["after"].items():
-        before = evaluation["before"][metric]
-        assert cells_of(README, metric) == [f"{before:.3f}", f"{after:.3f}"]
-
-
 def test_the_own_reward_of_the_readme_is_that_of_the_file():
     evaluation = result("ppo-sentiment-own-reward/evaluation.json")
     before, after = evaluation["before"]["score mean"], evaluation["after"]["score mean"]
     text = " ".join(README.split())
     assert f"the mean of {evaluation['n']} held-out prompts rises from {before:.2f} to {after:.2f}" in text
-
-
-@pytest.mark.parametrize("heading, folder", CALIBRATION)
-def test_a_calibration_table_is_that_of_the_file(heading, folder):
-    page = DOCS["reward_model"].split(f"\n{heading}")[1]
-    for row in result(f"{folder}/evaluation.json")["calibration"]:
-        expected = [str(row["pairs"]), f"{row['accuracy']:.3f}", f"{row['expected']:.3f}"]
-        assert cells_of(page, row["score difference"]) == expected
-
-
-def test_the_confusion_matrix_is_that_of_the_file():
-    evaluation = result("reviews-sentiment/evaluation.json")
-    for label, counts in zip(evaluation["labels"], evaluation["confusion"]):
-        assert cells_of(DOCS["reward_model"], label) == [f"{count:.0f}" for count in counts]
 
 
 def test_the_memory_of_running_is_that_of_the_file():
@@ -434,23 +394,6 @@ def test_the_speed_tables_are_those_of_the_files(capsys):
         printed = capsys.readouterr().out.splitlines()
         rows = [line for line in section.splitlines() if line.startswith("|")]
         assert rows and not set(rows) - set(printed)
-
-
-def test_the_table_of_a_busy_machine_is_that_of_the_file():
-    lines = (ROOT / "results/speed/busy.jsonl").read_text().splitlines()
-    assert (
-        load_program("benchmarks/speed/busy.py").table([json.loads(line) for line in lines]) in DOCS["speed"]
-    )
-
-
-def test_profiles_are_those_of_the_files(capsys, monkeypatch):
-    """The column of dtypes is left out: all are fp32."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks/speed")
-    load_program("benchmarks/speed/profile_update.py").show()
-    printed = capsys.readouterr().out.replace(" float32 |", "").splitlines()
-    section = DOCS["speed"].split("\n## What bounds")[1].split("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("|") and "---" not in line]
-    assert len(rows) >= 6 and not set(rows[1:]) - set(printed)
 
 
 def test_the_ratios_of_the_readme_are_those_of_the_speed_page():
@@ -490,38 +433,6 @@ def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
     assert f"{min(noticed)} to {max(noticed)} of the 30 new faults" in README
 
 
-def test_the_weak_start_of_the_dialogs_is_that_of_the_files():
-    """The gain of METEOR, and the quoted answer."""
-    run = result("ppo-dialog-weak/epochs3/evaluation.json")
-    before, after = run["before"]["meteor"], run["after"]["meteor"]
-    page = " ".join(DOCS["ppo_dialog"].split())
-    assert f"METEOR rises by {100 * (after / before - 1):.0f} %, from {before:.3f} to {after:.3f}" in page
-    texts = (ROOT / "results/ppo-dialog-weak/epochs3-meteor2-lr3e-4/evaluation_samples.jsonl").read_text()
-    assert re.search('"(You can I find my tent back[?])"', page)[1] in texts
-
-
-def test_the_tables_of_real_models_are_those_of_the_program():
-    """benchmarks/real_results.py prints all rows with results from the committed files."""
-    program = load_program("benchmarks/real_results.py")
-    tables = [program.reference_runs(), *(table for job in program.PANELS for table in program.tables(job))]
-    printed = {line for table in tables for line in table.splitlines()}
-    lines = DOCS["real_models"].splitlines()
-    rows = [line for line in lines if line.startswith("|") and re.search(r"\d\.\d|&lt;", line)]
-    assert len(rows) > 50 and not set(rows) - printed
-
-
-def test_equations_of_a_solution_by_hand():
-    """Units, LaTeX, thousands, percentages and bullets are read; code, variables and repetitions are not."""
-    find = load_program("benchmarks/real_results.py").worked_equations
-    assert find("10 packs * 30 balloons/pack = 300 balloons") == [[1, True]]
-    assert find(r"\[ 2 \times \frac{3}{4} = 1.5 \text{ hours} \]") == [[2, True]]
-    assert find(r"\$1,000 + \$200 = \$1,300") == [[1, False]]
-    assert find("- 60% * 50 = 30 = 20 + 9") == [[2, True]]  # 60% is 60/100
-    assert find("3. 100 / 3 = 33.3, so 5 + 5 = 10") == [[1, True], [1, True]]
-    assert find("2 + 2 = 4\n2 + 2 = 4") == [[1, True]]
-    assert find("2x + 3 = 7\ny = 4 + y\n```python\n1 + 1 = 3\n```\nx = 5") == []
-
-
 def test_the_gain_on_gsm8k_is_in_the_pages():
     """The paired gain of seed 1, and the minutes of its updates."""
     program = load_program("benchmarks/real_results.py")
@@ -532,54 +443,6 @@ def test_the_gain_on_gsm8k_is_in_the_pages():
     for page in (README, DOCS["real_models"], DOCS["grpo_math"]):
         assert sentence in " ".join(page.split()) and gain.removesuffix(" points").lstrip("+") in page
     assert program.minutes(folder) == "5"
-
-
-@pytest.fixture(scope="module")
-def ablations():
-    """benchmarks/ablations.py as a module."""
-    return load_program("benchmarks/ablations.py")
-
-
-def test_every_ablation_is_a_command(scripts, ablations):
-    """Each one changes its recipe, no two are the same, and its traps exist."""
-    assert len({(change.script, change.flags) for change in ablations.CHANGES}) == len(ablations.CHANGES)
-    assert len({ablations.slug(change, 1) for change in ablations.CHANGES}) == len(ablations.CHANGES)
-    for change in ablations.CHANGES:
-        script = scripts[change.script]
-        args = script.parse_args(shlex.split(change.flags))
-        tiny = replace(script.RECIPES["tiny"], recipe="tiny")
-        assert (args == tiny) == (change.flags == "")
-        assert {str(number) for number in change.tricks} <= set(TRAPS)
-
-
-def test_the_tables_of_ablations_are_those_of_the_results(ablations):
-    found = ablations.tables(ablations.read(ROOT / "results/ablations/results.jsonl"))
-    assert found in (ROOT / "results/ablations/README.md").read_text()
-
-
-def test_a_table_of_ablations_by_hand(ablations):
-    """Means over seeds with lowest and highest value, differences to the same seed, a run that stopped."""
-
-    def run(flags, seed, rate):
-        after = {
-            "win rate": rate,
-            "score mean": 10 * rate,
-            "KL, nats per response": 1.0,
-            "ended by itself": 1.0,
-            "tokens per response": 9.0,
-        }
-        return {("rloo_tldr", flags, seed): {"after": after, "seed": seed}}
-
-    k3 = "--kl-estimator k3"
-    results = run("", 1, 0.5) | run("", 2, 0.75) | run(k3, 1, 0.25) | run(k3, 2, 0.25)
-    results["rloo_tldr", "--rloo-k 2", 1] = {"stopped": "5 gradients in a row", "seed": 1}
-    head, _, start, two, other = ablations.table("rloo_tldr", results).splitlines()
-    assert head.split(" | ")[2:6] == ["win rate", "difference", "score mean", "difference"]
-    assert start.split(" | ")[2:6] == ["0.625 (0.500 .. 0.750)", "", "6.250 (5.000 .. 7.500)", ""]
-    assert other.split(" | ")[2:4] == ["0.250 (0.250 .. 0.250)", "-0.375 (-0.500 .. -0.250)"]
-    assert other.split(" | ")[4:6] == ["2.500 (2.500 .. 2.500)", "-3.750 (-5.000 .. -2.500)"]
-    assert "in 1 of 1 runs" in two and "1 of 3 seeds" in two
-    assert "2 of 3 seeds" in other
 
 
 # ---- docs/implementation_details.md ------------------------------------------------------------------------
@@ -690,34 +553,18 @@ def test_the_readme_has_the_two_commands_that_ci_runs():
 # ---- GRPO --------------------------------------------------------------------------------------------------
 
 
-def test_the_variants_of_grpo_are_those_of_the_files():
-    """benchmarks/variants.py prints the table of the page from the committed results."""
-    variants = load_program("benchmarks/variants.py")
-    section = DOCS["grpo_math"].split("\n### Variants")[1].split("\n### ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("|")]
-    assert len(rows) > 10 and set(rows) <= set(variants.table().splitlines())
-
-
 def test_the_five_seeds_of_grpo_are_those_of_the_files():
     """Every row of the first table, and the gain that the page promises."""
     page = DOCS["grpo_math"].split("\n### The default")[1].split("\n### ")[0]
     runs = [result(f"grpo-math-tiny/seed{seed}/evaluation.json") for seed in range(1, 6)]
     rows = re.findall(r"^\| ((?:held-out|harder|greedy): [^|]+?) \|", page, re.M)
-    assert len(rows) == 8
+    assert len(rows) == 6
     for name in rows:
         digits = 1 if "tokens" in name else 3
         values = [runs[0]["before"][name], *[run["after"][name] for run in runs]]
         assert cells_of(page, name) == [f"{value:.{digits}f}" for value in values]
     for run in runs:
         assert run["after"]["held-out: pass@1"] - run["before"]["held-out: pass@1"] > 0.3
-
-
-def test_the_table_of_worked_steps_is_that_of_the_files():
-    """benchmarks/worked_steps.py prints it from the committed results."""
-    program = load_program("benchmarks/worked_steps.py")
-    table = program.table(program.read_lines())
-    assert len(table.splitlines()) > 4
-    assert set(table.splitlines()) <= set(DOCS["grpo_math"].splitlines())
 
 
 def test_the_ranges_before_training_are_those_of_the_files():
@@ -728,10 +575,3 @@ def test_the_ranges_before_training_are_those_of_the_files():
         ranges.append(f"{min(values):.3f} to {max(values):.3f}")
     sentence = "a pass@1 of {}, a pass@8 of {}, and a greedy pass@1 of {}".format(*ranges)
     assert sentence in DOCS["grpo_math"]
-
-
-def test_the_hacked_reward_of_grpo_is_that_of_the_file():
-    page = DOCS["grpo_math"].split("\n### A reward that can be hacked")[1]
-    run = result("grpo-variants/work-alone/seed1/evaluation.json")
-    for name in ("held-out: rewards/shows_work", "held-out: pass@1", "held-out: ended by itself"):
-        assert cells_of(page, name) == [f"{run['before'][name]:.3f}", f"{run['after'][name]:.3f}"]

@@ -10,7 +10,7 @@ fault in it is put into all of them, and the tests of all of them count.
 
 The six lists in results/blind-faults name texts of the scripts as they were: run them in a worktree of
 commit 21db0b9. Lists 1 to 4 were tried in another way: a fault in a shared function was put into one script
-only, and tests/faults/test_mutants.py was left out, because it held the tests that look up texts then.
+only, and the tests that look up texts were left out with others of their file.
 Two faults run at a time; a list of 30 takes about half an hour on 2 cores.
 """
 

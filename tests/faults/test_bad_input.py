@@ -3,9 +3,8 @@
 Everything else ends in the traceback of a library. Nothing ends with exit code 0 and a wrong result.
 """
 
-import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import transformers
@@ -14,15 +13,10 @@ from run_tools import ALL, flags_of, one_line, reward_file, rows_of, script_word
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "ppo_sentiment"
 MISSING = "/no/such/folder"
 REVIEW = "A warm and clever film about a lighthouse keeper who learns to dance, told without a dull minute. "
 DIALOG = ["Hello, who are you?", "I am Leo."]
-
-
-@pytest.fixture
-def script(scripts):
-    """ppo_sentiment.py as a module."""
-    return scripts["ppo_sentiment"]
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +27,12 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
     # Data
     write_rows(root / "other-columns", train=[dict(review=REVIEW, stars=i) for i in range(8)])
     write_rows(root / "empty", train=[dict(text="", prompt="", label=i % 2) for i in range(8)])
-    write_rows(root / "numbers", train=[dict(text=i, label=i % 2) for i in range(8)])
     questions = [dict(question=f"{i} + 2?", answer=str(i + 2)) for i in range(8)]
     write_rows(root / "questions", train=questions)
     write_rows(root / "long", train=[dict(prompt="1 + 2?")] * 2, test=[dict(prompt="1" + " + 1" * 99)])
-    chats = [dict(prompt=[dict(role="user", content=row["question"])], answer="2") for row in questions]
-    write_rows(root / "chats", train=chats)
     write_rows(root / "pairs", train=[dict(prompt=REVIEW, chosen=" good", rejected=" bad")] * 8)
     write_rows(root / "no-completions", train=[dict(prompt=REVIEW, completion="")] * 8)
     write_rows(root / "empty-pairs", train=[dict(prompt=REVIEW, chosen="", rejected=" bad")] * 8)
-    write_rows(root / "numeric-pairs", train=[dict(prompt=REVIEW, chosen=2, rejected=1)] * 8)
     (root / "broken").mkdir()
     (root / "broken/train.jsonl").write_text('{"text": "a film"}\n{"text": \n')
     dialogs = {
@@ -72,7 +62,7 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
     (root / "classifier").symlink_to(tiny_classifier())
 
     function = "def reward(prompts, completions, **columns):\n    return [0.0] * len(prompts)\n"
-    (root / "reward.py").write_text(f"SEVEN = 7\n{function}")
+    (root / "reward.py").write_text(function)
     (root / "other.py").write_text(function)
     return root
 
@@ -194,39 +184,6 @@ def test_what_we_refuse(scripts, small, broken, capsys, tmp_path, name, changes,
     assert not (tmp_path / "run").exists()
 
 
-LIBRARIES_REFUSE = {  # script, case -> the flags that are wrong, a word of the error
-    ("ppo_sentiment", "numbers"): (dict(dataset_name="DATA/numbers"), "int"),
-    ("ppo_sentiment", "optimizer"): (dict(optimizer="torch.optim.Nonsense"), "torch.optim.*Nonsense"),
-    ("ppo_sentiment", "LoRA layers"): (dict(lora_r=4, lora_target_modules="q_nonsense"), "q_nonsense"),
-    ("ppo_sentiment", "reward function"): (dict(reward_fn=["DATA/reward.py:nonsense"]), "nonsense"),
-    ("ppo_sentiment", "reward function, a number"): (dict(reward_fn=["DATA/reward.py:SEVEN"]), "callable"),
-    ("ppo_sentiment", "no reward function"): (dict(reward_fn=[]), ""),
-    ("ppo_sentiment", "weights"): (dict(reward_fn=[REWARD], reward_weights=[1.0, 2.0]), "zip"),
-    ("rloo_tldr", "2 labels"): (dict(reward_model_path="DATA/classifier"), "mismatched"),
-    ("grpo_math", "open brace"): (dict(dataset_name="DATA/questions", prompt_template="{question"), "}"),
-    ("grpo_math", "chats without a template"): (dict(dataset_name="DATA/chats"), "chat_template is not set"),
-    ("sft", "no EOS"): (dict(model_name_or_path="DATA/no-eos"), ""),
-    ("sft", "numbers"): (dict(dataset_name="DATA/numbers"), "type `str`"),
-    ("sft", "type of a config"): (dict(from_config="nonsense n_layer=2"), "nonsense"),
-    ("reward_model", "numbers"): (dict(dataset_name="DATA/numbers"), "int"),
-    ("dpo_tldr", "numbers"): (dict(dataset_name="DATA/numeric-pairs"), ""),
-    ("dpo_tldr", "no EOS"): (dict(model_name_or_path="DATA/no-eos"), "NoneType"),
-    ("dpo_tldr", "judge"): (dict(judge_fn="DATA/reward.py:nonsense"), "nonsense"),
-    ("reward_model", "shard"): (dict(train_shard="2/2"), "num_shards"),
-}
-
-
-@pytest.mark.parametrize("name, case", LIBRARIES_REFUSE)
-def test_what_libraries_refuse(scripts, small, broken, tmp_path, name, case):
-    """Their tracebacks, before there is a run folder."""
-    changes, word = LIBRARIES_REFUSE[name, case]
-    args = small(name, **with_paths(changes, broken))
-    with pytest.raises(Exception) as error:
-        scripts[name].main(flags_of(args))
-    assert re.search(word, str(error.value))
-    assert not (tmp_path / "run").exists()
-
-
 RL_SIZES = "per_device_train_batch_size gradient_accumulation_steps num_mini_batches num_ppo_epochs "
 RL_SIZES += "total_episodes temperature response_length"
 PPO_SIZES = f"{RL_SIZES} num_eval_prompts kl_target kl_horizon local_rollout_forward_batch_size"
@@ -252,18 +209,6 @@ def test_sizes_that_are_not_positive(scripts, small, tmp_path, name, size):
         assert not (tmp_path / "run/model").exists()
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_no_samples(scripts, small, name):
-    """A run may print no samples, and continue no documents."""
-    field = "num_samples" if name == "sft" else "num_sample_generations"
-    args = small(name)
-    if hasattr(args, field):
-        args = replace(args, **{field: 0})
-        _, folder = scripts[name].train(args)
-        samples = folder / "samples.jsonl"
-        assert rows_of(folder) and (not samples.exists() or not samples.read_text())
-
-
 # ---- The command line --------------------------------------------------------------------------------------
 
 
@@ -273,52 +218,18 @@ def test_unknown_recipe(script, capsys):
     assert "gpt5-imdb" in line and all(name in line for name in script.RECIPES)
 
 
-@pytest.mark.parametrize("flags", [["--learning-rat", "1"], ["--lr-scheduler-type", "magic"], ["--seed"]])
-def test_unknown_flags(script, capsys, flags):
-    """An unknown flag, or a value of the wrong type, is named. Exit code 2."""
-    with pytest.raises(SystemExit) as end:
-        script.main(flags)
-    output = capsys.readouterr()
-    assert end.value.code == 2
-    assert flags[0].strip("-")[:12] in output.out + output.err
-
-
-@pytest.mark.parametrize(
-    "changes, code, last_line",
-    [
-        (dict(reward_label="splendid"), 2, "ppo_sentiment.py: --reward-label splendid"),
-        (dict(optimizer="torch.optim.Nonsense"), 1, "AttributeError: module 'torch.optim' has no attribute"),
-    ],
-)
-def test_in_a_shell(small, tmp_path, changes, code, last_line):
-    """The same as a process: exit code 2 and nothing but one line, or 1 and a traceback."""
-    args = small("ppo_sentiment", **changes)
+def test_in_a_shell(small, tmp_path):
+    """The same as a process: exit code 2 and nothing but one line."""
+    args = small("ppo_sentiment", reward_label="splendid")
     process = start_process(script_words("ppo_sentiment", args), tmp_path)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == code
-    assert errors.splitlines()[-1].startswith(last_line)
-    assert code == 1 or len(errors.splitlines()) == 1
+    assert process.returncode == 2
+    [line] = errors.splitlines()
+    assert line.startswith("ppo_sentiment.py: --reward-label splendid")
     assert not (tmp_path / "run").exists()
 
 
 # ---- Run folders -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("folder", ["latest", "runs/nothing"])
-def test_resume_of_nothing(script, monkeypatch, tmp_path, folder):
-    """Nothing is begun in its place."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises((ValueError, FileNotFoundError)):
-        script.main(["--resume", folder])
-    assert not list(tmp_path.iterdir())
-
-
-def test_resume_of_another_scripts_run(script, small, tmp_path):
-    """Its flags are others, so it is refused."""
-    (tmp_path / "args.json").write_text(json.dumps(dict(args=asdict(small("sft")))))
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        script.main(["--resume", str(tmp_path)])
-    assert [path.name for path in tmp_path.iterdir()] == ["args.json"]
 
 
 def test_a_folder_that_holds_a_run(script, small, capsys, tmp_path):

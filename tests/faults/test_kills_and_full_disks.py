@@ -3,23 +3,20 @@
 The run ends in a traceback. The checkpoint before is whole, and --resume goes on from it.
 """
 
+import math
 import resource
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from run_tools import ALL, SIX_UPDATES, assert_same_run
 from safetensors.torch import load_file
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "ppo_sentiment"
 FULL = "File too large|No space left|unexpected pos"  # the last one is torch.save
-
-
-@pytest.fixture
-def script(scripts):
-    """ppo_sentiment.py as a module."""
-    return scripts["ppo_sentiment"]
 
 
 def resume(module, folder):
@@ -146,6 +143,24 @@ def test_steps_that_ruin_the_model(scripts, small, name):
     args = small(name, **flags)
     with pytest.raises(Exception, match="finite|nan"):
         scripts[name].train(args)
+    assert not (Path(args.output_dir) / "model").exists()
+
+
+@pytest.mark.parametrize("script", ["sft", "ppo_sentiment"])
+def test_weights_that_are_not_finite_are_not_saved(scripts, small, monkeypatch, script):
+    """Metrics are computed before the optimizer step, so they can be finite when the weights are not."""
+
+    def step(self, closure=None):
+        self.param_groups[0]["params"][0].data.fill_(math.inf)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    one_step = dict(num_train_rows=4, num_samples=0) if script == "sft" else dict(num_ppo_epochs=1)
+    if script == "ppo_sentiment":
+        one_step |= dict(num_mini_batches=1, per_device_train_batch_size=8)
+    args = small(script, optimizer="torch.optim.SGD", **one_step)
+    with pytest.raises(Exception, match="finite"):
+        scripts[script].train(args)
+    assert not list(Path(args.output_dir).glob("checkpoints/*/*"))
     assert not (Path(args.output_dir) / "model").exists()
 
 

@@ -4,39 +4,33 @@ A run is right, or it is refused before training. It never goes on with other we
 those that the user gave.
 """
 
+import gzip
 import json
-import os
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import accelerate
-import numpy
 import peft
 import pytest
+import tokenizers
 import torch
 import transformers
 from conftest import GROUPS, RL
-from run_tools import assert_same_run, flags_of, reward_file, rows_of, spy, weights, write_rows
+from run_tools import flags_of, reward_file, rows_of, spy, weights, write_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "ppo_sentiment"
 CPU = torch.device("cpu")
 Accelerator = accelerate.Accelerator
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-
-@pytest.fixture
-def script(scripts):
-    """ppo_sentiment.py as a module."""
-    return scripts["ppo_sentiment"]
 
 
 @pytest.fixture
@@ -184,13 +178,6 @@ def test_a_critic_that_cannot_read_left_padding(script):
         script.check_critic(rwkv, "critic")
 
 
-def test_the_context_of_a_nested_config(script):
-    """trl#5032: Gemma 3 keeps the size of its text model in a config of its own."""
-    config = transformers.Gemma3Config(text_config=dict(max_position_embeddings=123))
-    assert script.context_length(config) == 123
-    assert script.context_length(transformers.BloomConfig()) == 1_000_000
-
-
 # ---- Functions and modules of users ------------------------------------------------------------------------
 
 
@@ -219,44 +206,6 @@ def test_a_file_behind_a_link(script, tmp_path):
     assert script.load_functions([f"{tmp_path}/linked_reward.py:reward"])
 
 
-def test_a_worker_stops_at_a_signal(ppo, tmp_path):
-    """The handler that finishes an update is that of the run, not of the processes that a function forks.
-
-    The end of a multiprocessing.Pool sends SIGTERM, and waits. A handler in Python would not be called in a
-    worker that has just begun to wait for a lock.
-    """
-    body = """import signal, time
-ready, started = os.pipe()
-worker = os.fork()
-if worker == 0:
-    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    os.write(started, b"1" if is_default else b"0")
-    time.sleep(5)
-    os._exit(0)
-is_default = os.read(ready, 1) == b"1"
-os.kill(worker, signal.SIGTERM)
-_, status = os.waitpid(worker, 0)
-return [float(is_default and os.WIFSIGNALED(status))] * len(prompts)"""
-    _, _, rows = ppo(reward_fn=reward_file(tmp_path, body, "forking"))
-    assert [row["env/reward_mean"] for row in rows] == [1.0] * len(rows)
-
-
-def test_stop_tokens_are_no_text(ppo, tiny_lm, copy_of):
-    """A chat model has several, and the reward reads none of them. Here they are ordinary letters."""
-    folder = copy_of(tiny_lm())
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    letters = tokenizer(list("bcdefghklmpqrsuvwxyz"), add_special_tokens=False).input_ids
-    stop_ids = [ids[0] for ids in letters] + [tokenizer.eos_token_id]
-    config = json.loads((folder / "generation_config.json").read_text())
-    config["eos_token_id"] = stop_ids
-    (folder / "generation_config.json").write_text(json.dumps(config))
-    _, run_folder, _ = ppo(model_name_or_path=str(folder), num_sample_generations=9, response_length=16)
-    rows = [row for row in rows_of(run_folder, "tokens.jsonl") if row["ids"][-1] in stop_ids[:-1]]
-    assert rows
-    for row in rows:
-        assert not row["response"].endswith(tokenizer.decode(row["ids"][-1:]))
-
-
 def test_processes_that_accelerate_does_not_connect(script, monkeypatch):
     """torchrun on a machine on which accelerate knows no way to connect them: runs of their own."""
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -265,16 +214,6 @@ def test_processes_that_accelerate_does_not_connect(script, monkeypatch):
     with pytest.raises(script.UserError, match="connects no processes here"):
         script.start_accelerator(script.Args())
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_the_generator_of_numpy(script):
-    """ms-swift#9935: the draws of an update do not depend on what came before it."""
-    draws = []
-    for before in (3, 5):
-        numpy.random.rand(before)
-        script.set_global_seed(1, 7)
-        draws.append(numpy.random.rand())
-    assert draws[0] == draws[1]
 
 
 @pytest.mark.parametrize("name", RL)
@@ -310,15 +249,6 @@ def test_a_function_that_changes_the_directory(ppo, tmp_path, monkeypatch):
 # ---- Resuming ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", [["--adam-eps", "0.5"], ["--optimizer", "torch.optim.AdamW"]])
-def test_a_flag_of_the_optimizer_is_refused_on_resume(script, small, flags):
-    """torch's load_state_dict restores the settings of the checkpoint, so it would have no effect."""
-    args = small("ppo_sentiment")
-    script.train(args)
-    with pytest.raises(script.UserError, match=f"cannot change {flags[0]}"):
-        script.parse_args(["--resume", args.output_dir, *flags])
-
-
 def test_weights_of_another_shape_are_not_loaded(script, small):
     """[1, H] would be copied into both rows of [2, H]."""
     sgd = dict(optimizer="torch.optim.SGD", lora_target_modules="c_attn")
@@ -329,18 +259,6 @@ def test_weights_of_another_shape_are_not_loaded(script, small):
 
 
 # ---- What the model is trained on is what the user gave ----------------------------------------------------
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_the_beginning_of_an_answer_is_continued(scripts, tiny_lm, name):
-    """transformers#33198: no closed turn, and no second header."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    tokenizer.chat_template = CHATML
-    messages = [dict(role="user", content="2 + 3?"), dict(role="assistant", content="It is")]
-    text = scripts[name].render_chat(tokenizer, messages, is_prompt=True)
-    assert text == "<|user|>2 + 3?<|end|><|assistant|>It is"
-    text = scripts[name].render_chat(tokenizer, messages[:1], is_prompt=True)
-    assert text == "<|user|>2 + 3?<|end|><|assistant|>"
 
 
 def test_a_text_that_ends_with_eos(scripts, tiny_lm):
@@ -356,16 +274,6 @@ def test_a_text_that_ends_with_eos(scripts, tiny_lm):
         document, labels = sft.make_document(row, tokenizer, sft.Args(), {})
         assert document == ids + expected and labels == [-100] * len(ids) + expected
     assert reward_model.preference_ids(tokenizer, " good", responses, 99) == [ids + expected] * 2
-
-
-def test_a_template_of_an_empty_column(scripts, tiny_lm):
-    """A row without a question is no task about "None"."""
-    script, tokenizer = scripts["grpo_math"], AutoTokenizer.from_pretrained(tiny_lm())
-    args = script.Args(prompt_template="Solve {question}!", system_prompt=None, max_prompt_length=90)
-    rows = [dict(question=x, answer=y) for x, y in (("2 + 3", None), (None, "5"), ("", "5"))]
-    tasks = script.load_tasks(rows, tokenizer, args)
-    assert [task["prompt"] for task in tasks] == ["Solve 2 + 3!"]
-    assert tasks[0]["columns"]["answer"] is None
 
 
 def test_a_prompt_beside_chats(scripts, tiny_lm):
@@ -391,19 +299,6 @@ def test_special_tokens_of_the_text(script, tiny_lm):
     response = tokenizer("<answer>5").input_ids + [tokenizer.eos_token_id]
     prompts, responses = script.decode(tokenizer, [tokenizer("2 + 3").input_ids], [response])
     assert prompts == ["2 + 3"] and responses == ["<answer>5"]
-
-
-def test_a_label_that_is_called_by_a_number(script, tiny_classifier, tmp_path):
-    """The label "1" of ratings from 1 to 2 is not label number 1."""
-    args = script.Args(reward_label="1")
-    model = AutoModelForSequenceClassification.from_pretrained(tiny_classifier())
-    model.config.id2label = {0: "1", 1: "2"}
-    model.config.label2id = {"1": 0, "2": 1}
-    model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tiny_classifier()).save_pretrained(tmp_path)
-    logits, _ = script.load_label_scorer(args, str(tmp_path), CPU)(["a"], [" good film"])
-    classify, _ = script.load_classifier(args, str(tmp_path), CPU)
-    assert logits.item() == classify(["a good film"])[0, 0].item()
 
 
 # ---- What is read is what is written -----------------------------------------------------------------------
@@ -474,24 +369,6 @@ def test_decimals_are_no_classes(scripts):
         assert script.find_classes([dict(label=x) for x in labels], script.Args())[0] == names
 
 
-@pytest.mark.parametrize("count", [1, 400])
-def test_the_memory_of_documents(scripts, tiny_lm, count):
-    """8 bytes per token: for its id and its label."""
-    script, tokenizer = scripts["sft"], AutoTokenizer.from_pretrained(tiny_lm())
-    [(ids, labels)], _ = script.load_documents([dict(text="a film " * count)], tokenizer, script.Args())
-    assert ids.itemsize == labels.itemsize == 4 and len(ids) == len(labels)
-
-
-def test_a_balancing_loss_is_not_trained(script, tiny_lm, copy_of, capsys):
-    """Mixtral's config can ask for one. The screen says that there is none."""
-    folder = copy_of(tiny_lm())
-    for asks in (False, True):
-        config = json.loads((folder / "config.json").read_text()) | {"output_router_logits": asks}
-        (folder / "config.json").write_text(json.dumps(config))
-        script.load_model(AutoModelForCausalLM, str(folder))
-        assert ("balancing loss" in capsys.readouterr().out) == asks
-
-
 def test_the_tokenizer_of_a_policy(scripts, small, tiny_lm, monkeypatch):
     """--sft-model-path alone: its own tokenizer, not that of a default model."""
     script, found = scripts["rloo_tldr"], spy(monkeypatch, scripts["rloo_tldr"], "load_tokenizer")
@@ -512,19 +389,6 @@ def test_a_column_with_the_name_of_an_argument(scripts, name):
         with pytest.raises(TypeError, match=f"multiple values for keyword argument '{column}'"):
             call([{column: "x"}], ["a"], ["b"], [[3]])
     assert call([dict(prompt="x", completion="y")], ["a"], ["b"], [[3]])["f"] == 1
-
-
-@pytest.mark.parametrize("code, expected", [("sys.exit()", 2), ("sys.exit(0)", 2), ("sys.exit(3)", 3)])
-@pytest.mark.parametrize("when", ["in the function", "in its file"])
-def test_a_function_that_exits(script, small, tmp_path, code, expected, when):
-    """OpenEnv#1016: exit code 0 would say that the run is finished."""
-    reward_fn = reward_file(tmp_path, f"import sys\n{code}", f"exits_{len(code)}_{len(when)}")
-    if when == "in its file":
-        (tmp_path / reward_fn[0].split("/")[-1].split(":")[0]).write_text(f"import sys\n{code}\n")
-    flags = flags_of(small("ppo_sentiment", reward_fn=reward_fn))
-    with pytest.raises(SystemExit) as error:
-        script.main(flags)
-    assert error.value.code == expected
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -564,7 +428,7 @@ def test_a_judge_that_thinks_first(scripts, chat_with, thought):
     posts = [dict(prompt="A post.", reference=" theirs")] * 8
     for end, verdicts in (("A", {0.0, 1.0}), ("A...", set()), ("", set())):
         flags, _ = chat_with(lambda question, end=end: thought + end)
-        judge, _ = script.load_judge(script.Args(**flags), None, {}, None, CPU)
+        judge, _ = script.load_judge(script.Args(**flags), None, None, CPU)
         found = judge(posts, [" ours"] * 8)
         assert set(found[~found.isnan()].tolist()) == verdicts
 
@@ -595,16 +459,6 @@ def test_fewer_held_out_prompts_than_processes(scripts, small, monkeypatch, name
 
 
 # ---- The environment changes nothing -----------------------------------------------------------------------
-
-
-def test_a_run_in_a_side_thread(scripts, small):
-    """vllm#14008: signals reach only the main thread."""
-    folders = []
-    thread = Thread(target=lambda: folders.append(scripts["sft"].train(small("sft", folder="side"))[1]))
-    thread.start()
-    thread.join()
-    _, main = scripts["sft"].train(small("sft", folder="main"))
-    assert_same_run(folders[0], main)
 
 
 def test_two_runs_in_one_folder(script, small):
@@ -641,18 +495,172 @@ def test_a_resumed_run_keeps_its_beginning(script, small, monkeypatch):
     assert started[2]["id"] != started[0]["id"]
 
 
-def test_the_latest_run_of_a_script(scripts, tmp_path, monkeypatch):
-    """Some recipes have a folder of their own, which is not in runs/<script>."""
-    monkeypatch.chdir(tmp_path)
-    for i, (name, folder) in enumerate(
-        [("sft", "runs/sft/old"), ("sft", "runs/smollm2/sft"), ("reward_model", "runs/smollm2/reward")]
-    ):
-        Path(folder).mkdir(parents=True)
-        script = scripts[name]
-        about = {"args": script.asdict(script.Args(recipe="mine")), "script": name}
-        Path(folder, "args.json").write_text(json.dumps(about))
-        os.utime(Path(folder, "args.json"), (i, i))
-    assert scripts["sft"].parse_args(["--resume", "latest"]).output_dir == "runs/smollm2/sft"
-    assert scripts["reward_model"].parse_args(["--resume", "latest"]).output_dir == "runs/smollm2/reward"
-    with pytest.raises(FileNotFoundError):
-        scripts["rloo_tldr"].parse_args(["--resume", "latest"])
+SIZES = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+SIZES |= dict(num_key_value_heads=2, intermediate_size=32, initializer_range=0.3)
+
+
+def random_ids(*shape, seed=0):
+    return torch.randint(2, 300, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def model_of(config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+# ---- Data --------------------------------------------------------------------------------------------------
+
+
+VALUES = [
+    dict(x=72, y="2024-01-15", z=[1]),
+    dict(x=3.5, y=None, z=[2.5, "7"]),
+    dict(x="7", y='{"a": 1}', w={"a": "true"}),
+]
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz", "train-00000-of-00002.jsonl"])
+def test_values_stay_as_they_are(script, tmp_path, name):
+    """No 1 becomes 1.0, and no text a date. What editors leave next to a file is no part of the split."""
+    for number, file in enumerate([name, f"{name}~", f"{name}.bak", "train-2.jsonl.tmp"]):
+        rows = VALUES if number == 0 else [dict(x="of a backup")]
+        lines = "\n\n".join(map(json.dumps, rows)).encode()
+        (tmp_path / file).write_bytes(gzip.compress(lines) if file.endswith("gz") else lines)
+    (tmp_path / "test.jsonl").write_text(json.dumps(VALUES[0]))
+    train, held_out = script.load_splits(str(tmp_path))
+    assert repr(train) == repr(VALUES) and repr(held_out) == repr(VALUES[:1])
+
+
+def test_names_of_labels(scripts, tmp_path):
+    """Spaces around them do not count, and no two are equal."""
+    script = scripts["reward_model"]
+    rows = [dict(text="a", label=0), dict(text="b", label=1)]
+    names, _ = script.find_classes(rows, script.Args(label_names="negative, positive"))
+    assert names == ["negative", "positive"]
+    with pytest.raises(script.UserError, match="no two equal"):
+        script.find_classes(rows, script.Args(label_names="bad,bad"))
+
+
+# ---- Tokenizers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["gpt_neox", "bert"])
+def test_a_folder_without_a_tokenizer(script, tmp_path, arch):
+    """transformers makes one up. It turns each text into nothing, or into the same special tokens."""
+    transformers.AutoConfig.for_model(arch).save_pretrained(tmp_path)
+    with pytest.raises((script.UserError, IndexError)):
+        script.load_tokenizer(str(tmp_path), for_prompts=arch == "gpt_neox")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_side_to_cut_is_saved(scripts, tiny_classifier, tmp_path, side):
+    """An answer at the end of a dialog must survive, in plain transformers too."""
+    script = scripts["reward_model"]
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_classifier())
+    tokenizer = AutoTokenizer.from_pretrained(tiny_classifier())
+    tokenizer.truncation_side = side
+    tokenizer("word")  # forgets what an earlier call has cut
+    script.save_reward_model(model, tokenizer, script.Args(max_length=4), tmp_path)
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    ids = saved("one two three four five", add_special_tokens=False).input_ids
+    cut = saved("one two three four five", add_special_tokens=False, truncation=True).input_ids
+    assert cut == (ids[-4:] if side == "left" else ids[:4])
+
+
+def test_the_side_to_cut_is_that_of_the_data(scripts, tiny_pairs, tiny_classifier, small_folder):
+    """Texts with a label lose their end, everything else its beginning, whatever the tokenizer came with."""
+    script = scripts["reward_model"]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_classifier())
+    folders = {"left": (tiny_pairs, small_folder("dialogs")), "right": (small_folder("reviews"),)}
+    for side, of_side in folders.items():
+        for folder in of_side:
+            tokenizer.truncation_side = "right" if side == "left" else "left"
+            script.load_data(script.Args(dataset_name=folder), tokenizer)
+            assert tokenizer.truncation_side == side
+
+
+@pytest.fixture
+def eos_appender(tiny_lm, copy_of):
+    """A language model whose tokenizer appends EOS to every text, and whose pad is EOS."""
+    folder = copy_of(tiny_lm("gpt2", "eos"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    eos = tokenizer.eos_token
+    tokenizer._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"$A {eos}", special_tokens=[(eos, tokenizer.eos_token_id)]
+    )
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["sft", *RL])
+def test_a_tokenizer_that_appends_eos(scripts, eos_appender, name):
+    """A prompt would end in EOS. A classifier of texts may have such a tokenizer."""
+    with pytest.raises(scripts[name].UserError, match="appends EOS"):
+        scripts[name].load_tokenizer(eos_appender)
+    loaded = scripts[name].load_tokenizer(eos_appender, for_prompts=False)
+    assert loaded("sun").input_ids[-1] == loaded.eos_token_id
+
+
+def test_a_reward_model_whose_tokenizer_appends_eos(scripts, reward, eos_appender, tiny_pairs):
+    """With preferences, EOS would stand between prompt and response. With labels, transformers must not take
+    the EOS of a text for a pad."""
+    with pytest.raises(scripts["reward_model"].UserError, match="appends EOS"):
+        reward("pairs", model_name_or_path=eos_appender, dataset_name=tiny_pairs)
+    _, folder, _ = reward("labels", model_name_or_path=eos_appender, num_train_epochs=0.1)
+    assert transformers.AutoConfig.from_pretrained(folder / "model").pad_token_id is None
+
+
+# ---- Models ------------------------------------------------------------------------------------------------
+
+
+def test_rope_that_changes_with_the_length(script):
+    """Phi-3's longrope has other factors for long texts; keys in the cache have those of short ones."""
+    rope = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[4.0] * 8, rope_theta=1e4)
+    for length, is_refused in ((20, False), (40, True)):
+        config = transformers.Phi3Config(
+            **SIZES,
+            max_position_embeddings=256,
+            original_max_position_embeddings=32,
+            pad_token_id=0,
+            rope_parameters=rope | dict(original_max_position_embeddings=32),
+        )
+        if is_refused:
+            with pytest.raises(script.UserError, match="phi does not work here"):
+                script.check_model(model_of(config), "phi", length)
+        else:
+            script.check_model(model_of(config), "phi", length)
+
+
+def test_noise_of_a_router(scripts, tmp_path):
+    """Mixtral's jitter, in train mode."""
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=2, router_jitter_noise=0.5)
+    model_of(config).save_pretrained(tmp_path)
+    script = scripts["sft"]
+    model = script.load_model(AutoModelForCausalLM, str(tmp_path)).train()
+    ids = random_ids(2, 9)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_a_classifier_that_looks_to_its_right(script):
+    """Gemma 3's text model may be bidirectional. Then it must not read the pads."""
+    flags = dict(use_bidirectional_attention=True, num_labels=1)
+    config = transformers.Gemma3TextConfig(**SIZES, head_dim=16, **flags)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    texts = [random_ids(length, seed=length).tolist() for length in (3, 9, 6)]
+    found = script.score_tokens(model, texts, 3)
+    alone = torch.stack([script.score_tokens(model, [text], 1)[0] for text in texts])
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", [dict(architectures=None), dict(architectures=["GPT2Model"])])
+def test_a_head_in_spite_of_the_config(scripts, world, copy_of, change):
+    """The file has the head, so it is used, whatever the config says."""
+    script = scripts["rloo_tldr"]
+    folder = copy_of(world.preference_model())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    expected = script.load_reward_model(script.Args(dtype="float32"), world.preference_model(), CPU)
+    found = script.load_reward_model(script.Args(dtype="float32"), str(folder), CPU)
+    texts = ["A sun."], [" It shines."]
+    assert found(*texts) == expected(*texts)

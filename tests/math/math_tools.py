@@ -78,8 +78,6 @@ def reference_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
 # ---- Language models ---------------------------------------------------------------------------------------
 
-TOO_LARGE = 5000  # a token id that no embedding here has
-
 
 def left_padded(rows, width):
     """Rows of tokens, padded on the left with some token. -> ids, bool mask [B, width]"""

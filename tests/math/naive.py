@@ -174,12 +174,6 @@ def cispo(ratio, advantage, logprob):
     return -min(ratio, 5.0) * advantage * logprob
 
 
-def sapo(ratio, advantage, logprob):
-    """Gao et al. 2025, eq. 5, negated."""
-    tau = 1.0 if advantage > 0 else 1.05
-    return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
-
-
 def grpo_loss(
     responses,
     advantages,

@@ -45,13 +45,7 @@ def test_other_errors_are_shown(tmp_path):
     path = tmp_path / "my_gae.py"
     path.write_text("def gae(rewards, values, mask, gamma, lam):\n    return rewards.nowhere\n")
     text, is_right = exercises.check("gae", path)
-    assert (
-        not is_right
-        and "it raised" in text
-        and "line 2" in text
-        and "nowhere" in text
-        and "common mistake" not in text
-    )
+    assert not is_right and "it raised" in text and "nowhere" in text and "common mistake" not in text
     path.write_text("def gae(rewards, values, mask, gamma, lam):\n    return rewards\n")
     text, is_right = exercises.check("gae", path)
     assert not is_right and "it returned" in text and "the formula says" in text

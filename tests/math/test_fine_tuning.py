@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ARCHITECTURES, CONTEXT, module_with
+from conftest import ARCHITECTURES, module_with
 from math_tools import close, gradients, logprobs_alone, normal, random_ids
 
 sft = module_with("load_documents", "pack", "document_states")
@@ -22,16 +22,6 @@ DOCUMENTS = [  # (ids, labels)
     ([12, 13, 14, 0], [-100, 13, 14, 0]),
     ([20, 21, 22], [-100, 21, 22]),
 ]
-
-
-@pytest.fixture(scope="module")
-def language_model(tiny_lm):
-    """language_model(arch, pad="own") -> the folder's model, loaded by transformers, in evaluation mode."""
-
-    def get(arch, pad="own"):
-        return transformers.AutoModelForCausalLM.from_pretrained(tiny_lm(arch, pad)).eval()
-
-    return get
 
 
 def model_from(kind, **settings):
@@ -148,17 +138,6 @@ def test_noise_of_a_loaded_model_is_refused():
         assert check(model, packing=False) is None
 
 
-@every_architecture
-def test_the_check_does_not_depend_on_the_length_of_rows(language_model, arch):
-    """From rows of two tokens to the whole context of the model."""
-    for max_length in (2, 3, 100, CONTEXT):
-        said = check(language_model(arch), max_length=max_length)
-        assert said == (USE if arch in NOT_PACKED else None)
-        assert check(language_model(arch), max_length=max_length, packing=False) is None
-    if arch != "bloom":  # it has no limit
-        assert "256 tokens" in check(language_model(arch), max_length=CONTEXT + 1)
-
-
 @pytest.mark.parametrize("arch", PACKED)
 @pytest.mark.parametrize("spread", ["wide", "usual"])
 def test_the_check_notices_a_mask_that_is_missing(language_model, monkeypatch, arch, spread):
@@ -169,19 +148,6 @@ def test_the_check_notices_a_mask_that_is_missing(language_model, monkeypatch, a
     monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda positions: None)
     assert check(model) == USE
     assert check(model, packing=False) is None
-
-
-def test_the_loss_of_packed_rows_is_the_loss_of_all_documents(language_model):
-    """And so is its gradient: packing changes only the speed."""
-    sums, gradients = [], []
-    for packing in (True, False):
-        model = language_model("llama")
-        loss_sum, _ = sft.LanguageModel(model)(**collate(DOCUMENTS, 16, packing))
-        loss_sum.backward()
-        sums.append(loss_sum)
-        gradients.append(model.get_input_embeddings().weight.grad)
-    close(*sums, rtol=0, atol=1e-4)
-    close(*gradients, rtol=0, atol=1e-4)
 
 
 # ---- Losses ------------------------------------------------------------------------------------------------

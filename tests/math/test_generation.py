@@ -3,7 +3,6 @@
 import naive
 import pytest
 import torch
-import transformers
 from conftest import ARCHITECTURES, module_with
 from math_tools import close, left_padded, logprobs_alone, random_ids
 
@@ -11,16 +10,6 @@ ppo = module_with("gae", "generate")
 rloo = module_with("generate_groups")
 T = 8
 NO_STOP_TOKEN = torch.tensor([], dtype=torch.long)
-
-
-@pytest.fixture(scope="module")
-def language_model(tiny_lm):
-    """language_model(arch) -> the folder's model, loaded by transformers, in evaluation mode."""
-
-    def get(arch):
-        return transformers.AutoModelForCausalLM.from_pretrained(tiny_lm(arch)).eval()
-
-    return get
 
 
 def prompts_to_continue():

@@ -16,20 +16,6 @@ every_architecture = pytest.mark.parametrize("arch", ARCHITECTURES)
 near = dict(rtol=0, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def language_model(tiny_lm):
-    """language_model(arch, pad="own") -> the folder's model, loaded by transformers, in evaluation mode."""
-    loaded = {}
-
-    def get(arch, pad="own"):
-        folder = tiny_lm(arch, pad)
-        if folder not in loaded:
-            loaded[folder] = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-        return loaded[folder]
-
-    return get
-
-
 # ---- Padding -----------------------------------------------------------------------------------------------
 
 
@@ -167,11 +153,16 @@ def test_train_mode_has_no_dropout(noisy, arch):
     assert (torch.nn.GELU in kinds) == (arch in ("gpt2", "gpt_neo"))
 
 
-def test_lora_has_no_dropout(noisy):
-    _, folder = noisy("gpt2")
-    model, _ = ppo.load_policy_and_reference(ppo.Args(lora_r=2), str(folder), "cpu")
-    ids = random_ids(2, 12)
-    assert torch.equal(model.train()(input_ids=ids).logits, model(input_ids=ids).logits)
+def test_lora_has_no_dropout(tiny_lm):
+    """Trap 13: two forward passes of an adapter in training mode are equal."""
+    module = module_with("add_lora")
+    base = module.load_model(transformers.AutoModelForCausalLM, tiny_lm())
+    model = module.add_lora(base, module.Args(lora_r=4, lora_target_modules="c_attn")).train()
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p)
+    ids = torch.arange(3, 12)[None]
+    assert torch.equal(model(ids).logits, model(ids).logits)
 
 
 # ---- Models that are refused -------------------------------------------------------------------------------
@@ -267,7 +258,8 @@ def test_a_critic_must_not_see_later_tokens(tiny_lm, tiny_classifier):
 
 def policy_and_reference(folder, **flags):
     args = ppo.Args(dtype="float32", **flags)
-    return ppo.load_policy_and_reference(args, folder, "cpu")
+    policy = ppo.load_policy(args, folder, "cpu")
+    return policy, ppo.load_reference(args, policy, folder, "cpu")
 
 
 @torch.no_grad()

@@ -54,6 +54,22 @@ def test_weighted_sum():
     close(weighted_sum({"a": torch.tensor([1.5])}, [2.0]), [3.0])
 
 
+# ---- Pairs of words ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "texts, share",
+    [
+        (["the film was", "The  film is", "superb"], 3 / 4),  # the film, film was | the film, film is
+        (["a b", "b a"], 1),  # no pair "b b": pairs do not span texts
+        (["a b", "a b", "a b", "b a"], 2 / 4),
+        (["", "one"], 0),
+    ],
+)
+def test_distinct_bigrams_by_hand(texts, share):
+    assert ppo.distinct_bigrams(texts) == share
+
+
 # ---- KL ----------------------------------------------------------------------------------------------------
 
 
@@ -153,15 +169,6 @@ def test_masked_mean_agrees_with_naive(case):
     ours = ppo.masked_mean(nan_outside(values, mask), mask)
     assert ours.shape == ()
     close(ours, naive.masked_mean(values.tolist(), mask.tolist()), atol=1e-5)
-
-
-def test_masked_mean_of_bf16_sums_in_fp32():
-    """A sum of 10,000 numbers in bf16 has two digits."""
-    values = (normal(100, 100) + 1).bfloat16()
-    mask = torch.ones(100, 100, dtype=torch.bool)
-    ours = ppo.masked_mean(values, mask)
-    assert ours.dtype is torch.float32
-    close(ours, naive.masked_mean(values.tolist(), mask.tolist()))
 
 
 def test_masked_mean_lets_no_nan_into_gradients():
@@ -267,6 +274,16 @@ def test_clipped_policy_loss_of_extreme_ratios(log_ratio, advantage, loss):
     ours.backward()
     close(ours, loss)
     close(new.grad, 0.0)
+
+
+@pytest.mark.parametrize("wrong", [normal(4), normal(4, 1), normal(4, 4, 1)])
+def test_losses_do_not_broadcast(wrong):
+    """Advantages [n] next to log-probabilities [n, T] would be taken for those of tokens if n == T."""
+    x = normal(4, 4)
+    for inputs in ((wrong, x, x), (x, wrong, x), (x, x, wrong)):
+        for loss in (ppo.clipped_policy_loss, ppo.clipped_value_loss):
+            with pytest.raises(AssertionError):
+                loss(*inputs, 0.2)
 
 
 def test_clipped_policy_loss_is_unbounded_where_ppo_is():

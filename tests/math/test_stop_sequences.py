@@ -156,16 +156,6 @@ def test_generation_until_a_mark(generation, temperature):
     assert stopped.sum() >= 8
 
 
-def test_rows_that_end_early_change_nothing_for_the_others(generation):
-    """Each row alone gets the same tokens."""
-    g = generation
-    tokens, _, _, _ = dialog.generate_until(g.model, *g.inputs, g.is_end, 1.0)
-    for i in range(8):
-        row = [x[i : i + 1] for x in g.inputs]
-        alone, _, _, _ = dialog.generate_until(g.model, *row, g.is_end, 1.0)
-        assert torch.equal(alone[0], tokens[i])
-
-
 def test_a_mark_that_the_prompt_began_does_not_end_the_answer(generation, monkeypatch):
     """The prompt ends with "e", the answer begins with "r": that is no mark of the answer."""
     g = generation

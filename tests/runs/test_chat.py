@@ -1,22 +1,14 @@
 """The verb chat of ppo_dialog.py: what it shows, remembers and takes as flags."""
 
-import subprocess
-import sys
-
 import pytest
-from run_tools import ROOT, one_line, spy, write_rows
+from run_tools import one_line, spy, write_rows
 from transformers import AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "ppo_dialog"
 STEADY = ["--temperature", "0.3", "--response-length", "32", "--num-context-utterances", "2"]
 TEA = ("Do you like tea?", "Yes, I like tea very much.")  # question and answer, which the talker knows
 CAFE = ("Where is the café?", "Déjà vu: the café is 3 € away.")
-
-
-@pytest.fixture
-def script(scripts):
-    """ppo_dialog.py as a module."""
-    return scripts["ppo_dialog"]
 
 
 @pytest.fixture
@@ -143,17 +135,6 @@ def test_what_is_remembered(chat, script, talker):
     assert len(set(uniforms)) == 3
 
 
-def test_a_very_long_input(chat, talker):
-    """The last tokens of 10,000 words are the prompt, and an answer comes."""
-    text = "once and " * 5000 + TEA[0]
-    _, calls = chat([talker.model, *STEADY, "--max-prompt-length", "40"], text)
-    tokenizer = AutoTokenizer.from_pretrained(talker.model)
-    end = tokenizer(f" {TEA[0]} <EOU>").input_ids
-    [prompt] = prompts_of(calls)
-    assert len(prompt) == 40
-    assert prompt[-len(end) :] == end
-
-
 def test_a_prompt_longer_than_the_context_is_refused(script, talker, capsys):
     """One line, before the first question."""
     line = one_line(script, ["chat", talker.model, "--max-prompt-length", "9999"], capsys)
@@ -204,26 +185,3 @@ def test_flags_of_a_model_that_sft_trained(chat, sft, script, monkeypatch, tmp_p
         (args, _), _ = criteria[-1]
         assert (args.utterance_end, args.seed) == (" ~~", 5)
         assert (args.response_length, args.num_context_utterances) == (3, 5)
-
-
-# ---- As a process ------------------------------------------------------------------------------------------
-
-
-def test_chat_as_a_process(dialog, talker):
-    """A run brings its own flags. Its input ends without quit, as with Ctrl-D."""
-    _, folder, _ = dialog(
-        model_name_or_path=talker.model,
-        dataset_name=talker.data,
-        utterance_end=" <EOU>",
-        response_length=32,
-        learning_rate=0.0,
-        temperature=0.3,
-    )
-    lines = "".join(f"{line}\n" for line in (TEA[0], "", "reset", CAFE[0]))
-    command = [sys.executable, ROOT / "ppo_dialog.py", "chat", folder]
-    result = subprocess.run(command, input=lines, capture_output=True, text=True)
-    assert result.returncode == 0
-    greeting, _, rest = result.stdout.partition("\n")
-    assert str(folder / "model") in greeting
-    shown = [f"> Bot: {TEA[1]}", "forgotten", f"> Bot: {CAFE[1]}", ""]
-    assert rest.replace("> You: ", "").splitlines() == shown

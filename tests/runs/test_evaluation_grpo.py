@@ -5,19 +5,33 @@ lengths, some rows cannot be used, some groups have equal rewards, some response
 first reward function, which says what is right, has weight 0.
 """
 
-import json
 import math
 import statistics
+from statistics import fmean as mean
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import EOS
 from run_fixtures import handlers_kept
-from run_tools import distance, eos_prone, forget_reward_files, maker, rows_of, spy, write_rows
+from run_tools import (
+    bigram_share,
+    distance,
+    eos_prone,
+    evaluation_of,
+    forget_reward_files,
+    grouped,
+    maker,
+    plain_logprobs,
+    rows_by_hand,
+    rows_of,
+    spy,
+    wordy,
+    write_rows,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "grpo_math"
 T, K, P = 9, 3, 4  # tokens per response, responses per task, tasks per update
 EPOCHS, MINIBATCHES = 2, 4  # of 3 responses, which are 3 micro-batches
 SAMPLES = 5  # responses to each held-out task
@@ -124,23 +138,6 @@ def hard_data(folder):
     return write_rows(folder, train=[row_of("Never", i) for i in range(4)], test=rows)
 
 
-def wordy(folder):
-    """Bias a model towards three words, so that its responses repeat some. -> its folder"""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for word, bias in ((" this", 3), (" movie", 3), (" with", 3), (EOS, -2)):
-        [token] = tokenizer(word).input_ids
-        model.transformer.ln_f.bias.data += bias * model.lm_head.weight[token].detach()
-    model.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def script(scripts):
-    """grpo_math.py as a module."""
-    return scripts["grpo_math"]
-
-
 CALLS = [  # the calls of sample_responses
     *("before held-out", "before harder", "before greedy"),
     *("update 1", "update 2"),
@@ -184,12 +181,14 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
         parts = {}
         for name, (inputs, (b, responses)) in zip(CALLS, sampled, strict=True):
             parts[name] = rows_by_hand(tokenizer, b, responses, inputs[-1].temperature)
+            for row in parts[name]:
+                row.number = number_of(row.prompt)
         return SimpleNamespace(
             args=args,
             model=model,
             folder=run_folder,
             metrics=rows_of(run_folder),
-            table=json.loads((run_folder / "evaluation.json").read_text()),
+            table=evaluation_of(run_folder),
             samples=rows_of(run_folder, "evaluation_samples.jsonl"),
             parts=parts,
             losses=[inputs for inputs, _ in losses],
@@ -199,64 +198,6 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
         )
 
     return run
-
-
-def rows_by_hand(tokenizer, b, responses, temperature):
-    """What was sampled, row by row, in plain lists. Only the token ids and the texts are the script's."""
-    rows = []
-    for i, (ids, sampled) in enumerate(zip(b["ids"], b["sampling_logprobs"], strict=True)):
-        prompt = tokenizer.decode(ids[:-T][b["mask"][i, :-T]])
-        tokens = ids[-T:].tolist()
-        ended = tokenizer.eos_token_id in tokens
-        if ended:
-            tokens = tokens[: tokens.index(tokenizer.eos_token_id) + 1]
-        text = tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=True)
-        assert responses[i] == text
-        rows.append(
-            SimpleNamespace(
-                prompt=prompt,
-                number=number_of(prompt),
-                response=text,
-                ids=tokenizer(prompt).input_ids,
-                tokens=tokens,
-                ended=ended,
-                sampled=sampled[: len(tokens)],
-                temperature=temperature,
-            )
-        )
-    return rows
-
-
-def plain_logprobs(model, row):
-    """Log-probabilities of a response and entropies, by plain transformers, without padding. -> [T] each"""
-    logits = model(torch.tensor([row.ids + row.tokens])).logits[0, len(row.ids) - 1 : -1]
-    log_p = (logits / row.temperature).log_softmax(-1)
-    entropies = -(log_p.exp() * log_p).sum(-1)
-    return log_p[range(len(row.tokens)), row.tokens], entropies
-
-
-def mean(numbers):
-    """Of a list of numbers."""
-    numbers = list(numbers)
-    return sum(numbers) / len(numbers)
-
-
-def bigram_share(texts):
-    """Different pairs of neighboring words / all pairs."""
-    pairs = []
-    for text in texts:
-        words = text.lower().split()
-        pairs += [(words[i], words[i + 1]) for i in range(len(words) - 1)]
-    return len(set(pairs)) / len(pairs)
-
-
-def grouped(rows, values):
-    """The values of each task. -> list of lists, in the order in which the tasks come first"""
-    groups = {}
-    for row, value in zip(rows, values, strict=True):
-        groups.setdefault(row.prompt, []).append(value)
-    assert len({len(group) for group in groups.values()}) == 1
-    return list(groups.values())
 
 
 def repeated(values, k):
@@ -531,15 +472,6 @@ def test_the_final_table_by_hand(trained, part):
     assert expected["held-out: pass@1"] < expected[f"held-out: pass@{SAMPLES}"]
     assert 1 < expected["held-out: different responses per task"]
     assert 0 < expected["held-out: ended by itself"] < 1
-
-
-def test_the_rest_of_the_final_table(trained):
-    run = trained()
-    assert set(run.table) == {"before", "after", "n", "judge", "decoding"}
-    assert run.table["n"] == 6
-    assert run.table["judge"] == run.args.reward_fn[0]
-    assert run.table["decoding"] == "sampling, temperature 0.8, at most 9 tokens"
-    assert run.table["before"]["held-out: rewards/judge"] != run.table["after"]["held-out: rewards/judge"]
 
 
 def test_greedy_responses_are_the_likeliest_tokens(trained):

@@ -11,18 +11,21 @@ import json
 import math
 import re
 import resource
+import statistics
 import time
+from statistics import fmean as mean
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import PPO, ROOT
-from run_tools import reward_file, rows_of, same, spy, weights, write_rows
+from conftest import PPO, RL, ROOT
+from run_tools import evaluation_of, reward_file, rows_of, same, spy, weights, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "ppo_sentiment"
 pytestmark = pytest.mark.xdist_group("evaluation_ppo")  # one worker trains the two runs, once
 B = 8  # episodes per update in both runs: 2 minibatches x 2 micro-batches x 2 responses
 RATES = [0.4, 0.3, 0.2, 0.1]  # the linear schedule of 4 updates
@@ -112,7 +115,7 @@ def record(script, args, rollout, generate):
         folder=folder,
         screen=screen.getvalue(),
         rows=rows_of(folder),
-        evaluation=json.loads((folder / "evaluation.json").read_text()),
+        evaluation=evaluation_of(folder),
         samples=rows_of(folder, "evaluation_samples.jsonl"),
         rollouts=rollouts,  # before training, updates 1 to 4, after training
         updates=rollouts[1:5],
@@ -218,6 +221,7 @@ def dialogs_run(scripts, tiny_intents, tmp_path_factory):
         reward_weights=[-0.4],
         missing_eos_penalty=0.25,
         score_clip=0.9,
+        whiten_rewards=True,
         seed=6,
         **FLAGS,
     )
@@ -300,10 +304,6 @@ def texts_of(b):
     return [row[m] for row, m in zip(b["ids"], b["mask"])], b["lengths"].tolist()
 
 
-def mean(numbers):
-    return sum(numbers) / len(numbers)
-
-
 def plain_std(numbers):
     """Of the population."""
     return math.sqrt(mean([(x - mean(numbers)) ** 2 for x in numbers]))
@@ -336,31 +336,38 @@ def replay(run):
     for p in head.parameters():
         torch.nn.init.zeros_(p)
     parameters = [*policy.parameters(), *head.parameters()]
-    kl_coef, micro_batches, history = 0.3, iter(run.micro_batches), []
+    kl_coef, micro_batches, history, samples = 0.3, iter(run.micro_batches), [], []
     policies = [{name: p.clone() for name, p in policy.state_dict().items()}]
     for (_, (b, *_)), raw_scores, rate in zip(run.updates, run.scores, RATES):
         texts, lengths = texts_of(b)
-        old, old_values, kl = [], [], []
+        old, old_values, old_entropies, kl = [], [], [], []
         for ids, n in zip(texts, lengths):
             with torch.no_grad():
                 logp, hidden = next_tokens(policy, ids, n, temperature)
                 ref = of_tokens(next_tokens(reference, ids, n, temperature)[0], ids)
                 old.append(of_tokens(logp, ids))
                 old_values.append(head(hidden).squeeze(1))
+                old_entropies.append(-(logp.exp() * logp).sum(1))
                 kl.append(old[-1] - ref)
 
-        scores, advantages, returns = [], [], []
+        scores, rewards = [], []
         for i, score in enumerate(raw_scores):
             score = min(max(score, -args.score_clip), args.score_clip)
             scores.append(score if ended(run, texts[i]) else score - args.missing_eos_penalty)
-            rewards = [-kl_coef * x for x in kl[i].tolist()]
-            rewards[-1] += scores[-1]
-            values = old_values[i].tolist()
-            advantages.append(plain_advantages(rewards, values, 0.97, 0.9))
-            returns.append(torch.tensor([a + v for a, v in zip(advantages[i], values)]))
+            rewards.append([-kl_coef * x for x in kl[i].tolist()])
+            rewards[i][-1] += scores[i]
+        if args.whiten_rewards:
+            every = sum(rewards, [])
+            rewards = [[mean(every) + (x - mean(every)) / plain_std(every) for x in row] for row in rewards]
+        advantages, returns = [], []
+        for row, values in zip(rewards, (x.tolist() for x in old_values)):
+            advantages.append(plain_advantages(row, values, 0.97, 0.9))
+            returns.append(torch.tensor([a + v for a, v in zip(advantages[-1], values)]))
         every = [a for row in advantages for a in row]
         shift, scale = mean(every), plain_std(every)
         advantages = [torch.tensor([(a - shift) / scale for a in row]) for row in advantages]
+        columns = dict(logprob=old, entropy=old_entropies, kl=kl, value=old_values, reward=rewards)
+        samples.append(columns | {"return": returns, "advantage": advantages})
 
         seen = collections.defaultdict(list)
         for _ in range(4):  # 2 epochs of 2 minibatches
@@ -417,7 +424,9 @@ def replay(run):
         policies.append({name: p.clone() for name, p in policy.state_dict().items()})
         kl_coef *= 1 + min(max(kl_per_response / 4 - 1, -0.2), 0.2) * B / 60
     assert next(micro_batches, None) is None
-    return SimpleNamespace(metrics=history, policies=policies, head=head.state_dict(), kl_coef=kl_coef)
+    return SimpleNamespace(
+        metrics=history, policies=policies, head=head.state_dict(), kl_coef=kl_coef, samples=samples
+    )
 
 
 def ended(run, ids):
@@ -579,7 +588,7 @@ def test_which_reviews_train_and_which_are_evaluated(reviews_run):
 
 
 def test_prompts_are_the_beginnings_of_reviews(reviews_run):
-    """Of 2 to 5 tokens, and evaluation and training do not draw the same lengths and limits."""
+    """Lengths and limits have both ends of their ranges. Each update draws others, like the evaluation."""
     run = reviews_run
     whole = {}
     for split, letters in ((1, TRAIN_LETTERS), (2, TEST_LETTERS)):
@@ -591,10 +600,11 @@ def test_prompts_are_the_beginnings_of_reviews(reviews_run):
             assert mask.tolist() == [False] * (5 - len(tokens)) + [True] * len(tokens)
             assert tokens == whole[prompt[:2]][: len(tokens)]
             assert run.tokenizer.decode(tokens) == prompt
-        draws.append((batch["mask"].sum(1)[:6].tolist(), batch["max_new_tokens"][:6].tolist()))
-        assert set(draws[-1][0]) <= {2, 3, 4, 5}
-    assert len({tuple(lengths) for lengths, _ in draws}) == 5
-    assert len({tuple(limits) for _, limits in draws}) == 5
+        draws.append([batch[name][:6].tolist() for name in ("max_new_tokens", "uniforms")])
+        draws[-1].append(batch["mask"].sum(1)[:6].tolist())
+    for column, expected in zip(zip(*draws), (range(3, 11), None, range(2, 6))):
+        assert len(set(map(str, column))) == 5
+        assert expected is None or set(sum(column, [])) == set(expected)
 
 
 def turns_of(split):
@@ -680,6 +690,7 @@ def test_the_table_of_reviews(reviews_run):
         judged = plain_logits(run.args.judge_model_path, shown).softmax(-1)[:, 0].tolist()
         expected = {
             "score mean": mean(scores),
+            "score mean, +-": 1.96 * statistics.pstdev(scores) / len(scores) ** 0.5,
             "score median": plain_median(scores),
             "KL, nats per response": mean(kl),
             "perplexity under the reference": math.exp(-mean(of_reference)),
@@ -742,6 +753,7 @@ def test_the_table_of_dialogs(dialogs_run):
             "tokens per answer": mean(lengths),
             "perplexity of the references": math.exp(-mean(of_references)),
             "score mean": mean(scores),
+            "score mean, +-": 1.96 * statistics.pstdev(scores) / len(scores) ** 0.5,
             "score median": plain_median(scores),
             "KL, nats per response": mean(kl_and_reference(run, model, b)[0]),
             **variety(answers),
@@ -769,18 +781,8 @@ def test_the_table_on_the_screen(run):
             assert row[3] == f"{run.evaluation['references'][row[0]]:.3f}"
 
 
-def test_the_progress_on_the_screen(run):
-    """Of each update: the score after clipping and penalty, METEOR in a dialog, and the KL."""
-    for row in run.rows:
-        names = {"score": "objective/scores", "METEOR": "meteor", "KL": "objective/kl"}
-        shown = "  ".join(f"{label} {row[name]:.3g}" for label, name in names.items() if name in row)
-        assert f"\nupdate {row['update']}/4  {shown}\n" in run.screen
-    line = "2 responses per pass x 2 accumulated x 2 minibatches x 1 processes = 8 episodes; "
-    assert f"batch: {line}4 updates x 2 epochs x 2 minibatches = 16 optimizer steps\n" in run.screen
-
-
-def test_samples_of_a_run(run):
-    """tokens.jsonl: the first four responses of updates 2 and 4, with what they were paid."""
+def test_samples_of_a_run(run, replays):
+    """tokens.jsonl: the first four responses of updates 2 and 4, with all numbers of their tokens."""
     samples = rows_of(run.folder, "tokens.jsonl")
     assert [row["update"] for row in samples] == [2] * 4 + [4] * 4
     text = "answer" if hasattr(run, "parts") else "response"
@@ -789,109 +791,15 @@ def test_samples_of_a_run(run):
         assert [row[text] for row in rows] == run.new_texts[update][:4]
         texts, lengths = texts_of(b)
         assert [row["ids"] for row in rows] == [ids[-n:].tolist() for ids, n in zip(texts[:4], lengths)]
-        for row, ids, raw in zip(rows, texts, run.scores[update]):
-            paid = min(max(raw, -run.args.score_clip), run.args.score_clip)
-            paid -= 0 if ended(run, ids) else run.args.missing_eos_penalty
-            assert row["score"] == pytest.approx(raw, rel=1e-4, abs=1e-4)
-            assert sum(row["reward"]) == pytest.approx(
-                paid - run.rows[update]["objective/kl_coef"] * sum(row["kl"]), rel=1e-4, abs=1e-4
-            )
+        for i, row in enumerate(rows):
+            assert row["score"] == pytest.approx(run.scores[update][i], rel=1e-4, abs=1e-4)
+            for name, column in replays(run).samples[update].items():
+                assert row[name] == pytest.approx(torch.as_tensor(column[i]).tolist(), rel=2e-3, abs=2e-3), (
+                    name
+                )
 
 
 # ---- Single functions --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def script(scripts):
-    """ppo_sentiment.py as a module."""
-    return scripts["ppo_sentiment"]
-
-
-@pytest.fixture
-def dialog_script(scripts):
-    """ppo_dialog.py as a module."""
-    return scripts["ppo_dialog"]
-
-
-def test_a_stop_token_on_the_last_allowed_token_ends_a_response(script, tiny_lm, monkeypatch):
-    """So does an earlier one. A response that reaches its limit without one has not ended."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    eos = tokenizer.eos_token_id
-    tokens = torch.tensor([[7, 8, eos, 0], [7, eos, 0, 0], [7, 8, 9, 0], [7, 8, 9, eos], [7, 8, 9, 7]])
-    monkeypatch.setattr(script, "generate", lambda *inputs: (tokens, torch.zeros(5, 4)))
-    ids = torch.arange(20, 25)[:, None]
-    batch = {"ids": ids, "mask": torch.ones_like(ids, dtype=torch.bool), "uniforms": torch.zeros(5, 4)}
-    batch |= {"max_new_tokens": torch.tensor([3, 4, 3, 4, 4]), "reviews": [{"columns": {}}] * 5}
-    lm = plain_lm(tiny_lm())
-    args = script.Args(local_rollout_forward_batch_size=5, query_max_length=1, response_length=4)
-    model = script.PolicyAndValue(lm)
-
-    def get_rewards(rows, prompts, responses, response_tokens):
-        return {"zero": torch.zeros(len(responses))}
-
-    b, _, responses = script.rollout(model, lm, tokenizer, torch.tensor([eos]), get_rewards, batch, args)
-    assert b["lengths"].tolist() == [3, 2, 3, 4, 4]
-    assert b["stopped"].tolist() == [True, True, False, True, False]
-    assert responses == [tokenizer.decode(row) for row in ([7, 8], [7], [7, 8, 9], [7, 8, 9], [7, 8, 9, 7])]
-
-
-@pytest.mark.parametrize("name", PPO)
-def test_distinct_bigrams(scripts, name):
-    """Pairs never span two texts, and case does not count. Without a pair: 0."""
-    script = scripts[name]
-    count = getattr(script, "distinct_bigrams", None) or (lambda texts: script.distinct_ngrams(texts, 2))
-    assert count(["a b A B", "b a", "c"]) == 2 / 4
-    assert count(["one", "", "two"]) == 0
-
-
-def test_draw_batch(script, monkeypatch):
-    """Prompt lengths and limits are uniform with both ends, independent of each other, and new each time."""
-    args = script.Args(
-        seed=5, query_min_length=2, query_max_length=4, response_min_length=3, response_length=7
-    )
-    prompts = [[10, 11, 12, 13], [20, 21, 22, 23], [30, 31]]  # the last one is shorter than most draws
-    rows = torch.tensor([2, 0, 1] * 1000)
-    reviews = [{"ids": prompts[row]} for row in rows.tolist()]
-    monkeypatch.setattr(script, "stream_rows", lambda *inputs: range(3000))  # in order
-    batch = script.draw_batch(reviews, 0, 3000, args, 6)
-    lengths, limits = batch["mask"].sum(1), batch["max_new_tokens"]
-    assert batch["ids"].shape == (3000, 4) and batch["uniforms"].shape == (3000, 7)
-    for row, ids, mask in zip(rows.tolist(), batch["ids"], batch["mask"]):
-        n = mask.sum().item()
-        assert mask.tolist() == [False] * (4 - n) + [True] * n
-        assert ids[mask].tolist() == prompts[row][:n]
-    assert (lengths[rows == 2] == 2).all()
-    for numbers, values in ((lengths[rows != 2], [2, 3, 4]), (limits, [3, 4, 5, 6, 7])):
-        found, counts = numbers.unique(return_counts=True)
-        assert found.tolist() == values
-        assert (counts / len(numbers) - 1 / len(values)).abs().max() < 0.03
-    long = rows != 2
-    pairs = torch.stack([lengths[long].float(), limits[long].float(), batch["uniforms"][long, 0]])
-    assert (torch.corrcoef(pairs) - torch.eye(3)).abs().max() < 0.1
-    again = script.draw_batch(reviews, 0, 3000, args, 6)
-    for name in ("ids", "mask", "max_new_tokens", "uniforms"):
-        assert torch.equal(batch[name], again[name])
-    for purpose in (7, "held-out"):
-        other = script.draw_batch(reviews, 0, 3000, args, purpose)
-        for name in ("mask", "max_new_tokens", "uniforms"):
-            assert not torch.equal(batch[name], other[name])
-
-
-def test_draw_prompts(dialog_script):
-    """Left-padded to the longest; random numbers depend on seed and purpose."""
-    turns = [dialog_script.Turn({}, 1, [], "", None, ids, []) for ids in ([5], [6, 7, 8], [9, 4])]
-    args = dialog_script.Args(seed=5, response_length=6)
-    batch = dialog_script.draw_prompts(turns, 0, 3, args, 2)
-    tokens = [turn.prompt_tokens for turn in batch["turns"]]
-    assert sorted(tokens) == [[5], [6, 7, 8], [9, 4]]
-    assert batch["mask"].tolist() == [[False] * (3 - len(ids)) + [True] * len(ids) for ids in tokens]
-    assert [row[m].tolist() for row, m in zip(batch["ids"], batch["mask"])] == tokens
-    assert batch["uniforms"].shape == (3, 6) and batch["uniforms"].unique().numel() == 18
-    uniforms = [batch["uniforms"]]
-    for seed, purpose in ((5, 3), (6, 2), (5, "held-out")):
-        args.seed = seed
-        uniforms.append(dialog_script.draw_prompts(turns, 0, 3, args, purpose)["uniforms"])
-    assert not any(torch.equal(uniforms[0], other) for other in uniforms[1:])
 
 
 def test_which_stop_tokens(script):
@@ -909,17 +817,16 @@ def test_which_stop_tokens(script):
     assert found(7, stop_token_id=4, stop_token=None) == [4]
 
 
-@pytest.mark.parametrize("name", PPO)
-def test_which_split_is_held_out(scripts, tmp_path, name):
+def test_which_split_is_held_out(script, tmp_path):
     """test; without it validation; without both every tenth row of train, which is then not trained on."""
     rows = [dict(text=f"row {i}") for i in range(25)]
     splits = dict(train=rows, validation=[dict(text="v")], test=[dict(text="t1"), dict(text="t2")])
     for i, (missing, expected) in enumerate([((), ["t1", "t2"]), (("test",), ["v"])]):
         kept = {split: x for split, x in splits.items() if split not in missing}
-        train, held_out = scripts[name].load_splits(write_rows(tmp_path / str(i), **kept))
+        train, held_out = script.load_splits(write_rows(tmp_path / str(i), **kept))
         assert train == rows
         assert [row["text"] for row in held_out] == expected
-    train, held_out = scripts[name].load_splits(write_rows(tmp_path / "last", train=rows))
+    train, held_out = script.load_splits(write_rows(tmp_path / "last", train=rows))
     assert held_out == [rows[0], rows[10], rows[20]]
     assert train == [row for row in rows if row not in held_out]
 
@@ -935,5 +842,11 @@ def test_more_prompts_are_asked_for_than_there_are(scripts, small, tmp_path, nam
     count = 5 if name == "ppo_sentiment" else 4
     _, folder = scripts[name].train(small(name, dataset_name=data, num_eval_prompts=50, total_episodes=8))
     samples = rows_of(folder, "evaluation_samples.jsonl")
-    assert json.loads((folder / "evaluation.json").read_text())["n"] == len(samples) == count
+    assert evaluation_of(folder)["n"] == len(samples) == count
     assert len({row.get("prompt") or (row["last"], row["reference"]) for row in samples}) == count
+
+
+@pytest.mark.parametrize("name", RL)
+def test_no_samples_no_file(scripts, small, name):
+    _, folder = scripts[name].train(small(name, num_sample_generations=0))
+    assert not (folder / "samples.jsonl").exists() and not (folder / "tokens.jsonl").exists()

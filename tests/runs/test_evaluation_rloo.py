@@ -6,28 +6,33 @@ different lengths, some rows cannot be used, and some responses stop but not all
 
 import contextlib
 import io
-import json
 import math
 import statistics
 from dataclasses import replace
 from functools import partial
+from statistics import fmean as mean
 from types import SimpleNamespace
 
 import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import EOS
 from run_fixtures import handlers_kept
 from run_tools import (
+    bigram_share,
     distance,
     eos_prone,
+    evaluation_of,
     forget_reward_files,
+    grouped,
     maker,
+    plain_logprobs,
     reward_file,
+    rows_by_hand,
     rows_of,
     spy,
     stop_after,
+    wordy,
     write_rows,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,6 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rloo_tldr import generator_for
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "rloo_tldr"
 T, K, P, EPOCHS = 9, 3, 4, 3  # tokens per response, responses per prompt, prompts per update, epochs
 FLAGS = dict(  # of the run that most tests look at; 20 episodes are rounded up to 2 updates of 12
     total_episodes=20,
@@ -99,28 +105,11 @@ def asymmetric_data(folder):
     return write_rows(folder, train=train, validation=validation, test=test)
 
 
-def wordy(folder):
-    """Bias a model towards three words, so that its responses repeat some, and that few end. -> its folder"""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for word, bias in ((" this", 3), (" movie", 3), (" with", 3), (EOS, -2)):
-        [token] = tokenizer(word).input_ids
-        model.transformer.ln_f.bias.data += bias * model.lm_head.weight[token].detach()
-    model.save_pretrained(folder)
-    return folder
-
-
 def calls_of(path):
     """The recorded calls of a reward or judge function. -> list of lists of (prompt, response, score)"""
     if not path.exists():
         return []
     return [list(zip(*call)) for call in rows_of(path.parent, path.name)]
-
-
-@pytest.fixture
-def script(scripts):
-    """rloo_tldr.py as a module."""
-    return scripts["rloo_tldr"]
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +147,8 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
         tokenizer = AutoTokenizer.from_pretrained(run.lm)
         parts = {}
         for name, (inputs, (b, responses)) in zip(names, rollouts, strict=True):
-            parts[name] = rows_by_hand(tokenizer, b, prompts_of(inputs, responses), responses)
+            parts[name] = rows_by_hand(tokenizer, b, responses, args.temperature)
+            assert [row.prompt for row in parts[name]] == prompts_of(inputs, responses)
         return SimpleNamespace(
             args=args,
             model=model,
@@ -166,7 +156,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             screen=screen.getvalue(),
             tables=[inputs[1:] for inputs, _ in tables],  # title, rows
             metrics=rows_of(run_folder),
-            table=json.loads((run_folder / "evaluation.json").read_text()),
+            table=evaluation_of(run_folder),
             samples=rows_of(run_folder, "evaluation_samples.jsonl"),
             lines=rows_of(run_folder, "tokens.jsonl"),
             parts=parts,
@@ -181,62 +171,6 @@ def prompts_of(inputs, responses):
     """The prompt of each response of a call of rollout_groups. Those of a prompt are neighbors."""
     posts = inputs[5]["examples"]
     return [post["prompt"] for post in posts for _ in range(len(responses) // len(posts))]
-
-
-def rows_by_hand(tokenizer, b, prompts, responses):
-    """What was sampled, row by row, in plain lists. Only the token ids and the texts are the script's."""
-    rows = []
-    for i, (ids, sampled) in enumerate(zip(b["ids"], b["sampling_logprobs"], strict=True)):
-        prompt, response = prompts[i], responses[i]
-        assert tokenizer.decode(ids[:-T][b["mask"][i, :-T]]) == prompt
-        tokens = ids[-T:].tolist()
-        ended = tokenizer.eos_token_id in tokens
-        if ended:
-            tokens = tokens[: tokens.index(tokenizer.eos_token_id) + 1]
-        text = tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=True)
-        assert response == text
-        rows.append(
-            SimpleNamespace(
-                prompt=prompt,
-                response=response,
-                ids=tokenizer(prompt).input_ids,
-                tokens=tokens,
-                ended=ended,
-                sampled=sampled[: len(tokens)],
-            )
-        )
-    return rows
-
-
-def plain_logprobs(model, row, temperature):
-    """Log-probabilities of a response and entropies, by plain transformers, without padding. -> [T] each"""
-    logits = model(torch.tensor([row.ids + row.tokens])).logits[0, len(row.ids) - 1 : -1]
-    log_p = (logits / temperature).log_softmax(-1)
-    entropies = -(log_p.exp() * log_p).sum(-1)
-    return log_p[range(len(row.tokens)), row.tokens], entropies
-
-
-def mean(numbers):
-    """Of a list of numbers."""
-    return sum(numbers) / len(numbers)
-
-
-def bigram_share(texts):
-    """Different pairs of neighboring words / all pairs."""
-    pairs = []
-    for text in texts:
-        words = text.lower().split()
-        pairs += [(words[i], words[i + 1]) for i in range(len(words) - 1)]
-    return len(set(pairs)) / len(pairs)
-
-
-def grouped(rows, values):
-    """The values of each prompt. -> list of lists of K"""
-    groups = {}
-    for row, value in zip(rows, values):
-        groups.setdefault(row.prompt, []).append(value)
-    assert all(len(group) == K for group in groups.values())
-    return list(groups.values())
 
 
 def rewards_by_hand(args, rows, raw_scores, kl):
@@ -259,10 +193,10 @@ def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
     old, old_entropies, ref, gaps = [], [], [], []
     for row in rows:
         with torch.no_grad():
-            logprobs, row_entropies = plain_logprobs(policy, row, args.temperature)
+            logprobs, row_entropies = plain_logprobs(policy, row)
             old.append(logprobs)
             old_entropies.append(row_entropies)
-            ref.append(plain_logprobs(reference, row, args.temperature)[0])
+            ref.append(plain_logprobs(reference, row)[0])
         gaps += (row.sampled - old[-1]).abs().tolist()
     kl = [(x - y).sum().item() for x, y in zip(old, ref)]
     scores, rewards = rewards_by_hand(args, rows, raw_scores, kl)
@@ -280,7 +214,7 @@ def update_by_hand(run, number, rows, policy, reference, optimizer, lr):
         for minibatch in order.split(P // args.num_mini_batches):
             optimizer.zero_grad()
             for i in [K * prompt + j for prompt in minibatch.tolist() for j in range(K)]:
-                logprobs, row_entropies = plain_logprobs(policy, rows[i], args.temperature)
+                logprobs, row_entropies = plain_logprobs(policy, rows[i])
                 log_ratio = logprobs.sum() - old[i].sum()
                 ratio = log_ratio.exp()
                 bounded = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
@@ -432,19 +366,6 @@ def test_every_training_post_is_used_once_per_epoch(trained):
     assert seen != usable
 
 
-def test_clocks(trained):
-    """Seconds of rollout and training add up, and speeds are what they say."""
-    run = trained()
-    for number in (1, 2):
-        row = run.metrics[number - 1]
-        parts = row["perf/rollout_seconds"] + row["perf/train_seconds"]
-        assert row["perf/seconds"] == pytest.approx(parts)
-        tokens = sum(len(r.tokens) for r in run.parts[f"update {number}"])
-        assert row["perf/tokens_per_second"] * row["perf/seconds"] == pytest.approx(tokens)
-        assert row["eps"] * row["perf/seconds"] == pytest.approx(12, rel=0.2)
-        assert min(row["perf/rollout_seconds"], row["perf/train_seconds"], row["perf/peak_memory_mb"]) > 0
-
-
 def test_the_gap_between_sampling_and_training_is_measured(rloo, script, monkeypatch):
     """Mean and maximum of the differences of log-probabilities, over the tokens of the responses only."""
     sample_responses = script.sample_responses
@@ -488,8 +409,8 @@ def test_the_final_table_by_hand(trained, part):
     kl, ref_logprobs = [], []
     for row in rows:
         with torch.no_grad():
-            ours, _ = plain_logprobs(policy, row, 0.8)
-            theirs, _ = plain_logprobs(reference, row, 0.8)
+            ours, _ = plain_logprobs(policy, row)
+            theirs, _ = plain_logprobs(reference, row)
         assert torch.allclose(ours, row.sampled, atol=1e-4)  # this policy wrote it, at this temperature
         kl.append((ours - theirs).sum().item())
         ref_logprobs += theirs.tolist()
@@ -506,6 +427,7 @@ def test_the_final_table_by_hand(trained, part):
         "ties": mean([x == 0.5 for x in verdicts]),
         "no verdict": 0.0,
         "score mean": mean(raw_scores),
+        "score mean, +-": 1.96 * statistics.pstdev(raw_scores) / math.sqrt(6),
         "score median": statistics.median(raw_scores),
         "KL, nats per response": mean(kl),
         "ended by itself": mean([row.ended for row in rows]),
@@ -522,10 +444,7 @@ def test_the_final_table_by_hand(trained, part):
 
 
 def test_what_is_on_the_screen(trained):
-    """The batch, the progress, the responses to the first post of each batch, and the final tables.
-
-    The rest of evaluation.json.
-    """
+    """The responses to the first post of each batch, and the final tables; the rest of evaluation.json."""
     run = trained()
     comparison = [
         dict(metric=name, before=x, after=run.table["after"][name]) for name, x in run.table["before"].items()
@@ -542,13 +461,6 @@ def test_what_is_on_the_screen(trained):
     assert run.table["decoding"] == "sampling, temperature 0.8, at most 9 tokens"
     for name in ("KL, nats per response", "perplexity under the reference", "score mean"):
         assert abs(run.table["before"][name] - run.table["after"][name]) > 1e-3, name
-    assert f"judge: {run.args.judge_fn}; sampling, temperature 0.8, at most 9 tokens" in run.screen
-    row = run.metrics[-1]
-    numbers = row["objective/scores"], row["objective/kl"], row["completions/clipped_ratio"]
-    score, kl, not_ended = (f"{x:.3g}" for x in numbers)
-    assert f"\nupdate 2/2  score {score}  KL {kl}  not ended {not_ended}\n" in run.screen
-    batch = "3 responses per pass x 4 accumulated x 1 minibatches x 1 processes = 12 episodes = 4 prompts x 3"
-    assert f"\nbatch: {batch}; 2 updates x 3 epochs x 1 minibatches = 6 optimizer steps\n" in run.screen
 
 
 def test_the_posts_of_the_evaluation(trained):
@@ -595,26 +507,19 @@ def test_the_same_random_numbers_before_and_after(trained):
     assert any(both.get(row["prompt"], row["before"]) != row["before"] for row in other.samples)
 
 
-def test_the_reward_is_the_judge_if_nobody_else_is(trained):
-    """Without --judge-fn and --judge-model, the win rate compares raw rewards; evaluation.json says so."""
+def test_a_run_without_a_judge(trained):
+    """Without --judge-fn and --judge-model, there is no win rate; evaluation.json says so."""
     run = trained(judge_fn=None)
-    assert [run.table["judge"]] == run.args.reward_fn
+    assert run.table["judge"] == "none" and "win rate" not in run.table["after"]
     assert "judge/scores" not in run.metrics[0]
-    score_of = {(prompt, text): x for call in run.reward_calls for prompt, text, x in call}
-    verdicts = []
-    for row in run.samples:
-        ours, theirs = score_of[row["prompt"], row["after"]], score_of[row["prompt"], row["reference"]]
-        verdicts.append(1.0 if ours > theirs else 0.5 if ours == theirs else 0.0)
-    assert run.table["after"]["win rate"] == pytest.approx(mean(verdicts))
-    assert run.table["after"]["ties"] == pytest.approx(mean([x == 0.5 for x in verdicts]))
 
 
 def test_the_live_adapter_is_what_is_saved(rloo, script, monkeypatch):
     """LoRA: the last evaluation and model/, in plain transformers, give the same log-probabilities."""
     rollouts = spy(monkeypatch, script, "rollout_groups")
-    loaded = spy(monkeypatch, script, "load_policy_and_reference")
+    loaded = spy(monkeypatch, script, "load_reference")
     _, folder, rows = rloo(lora_r=4, learning_rate=0.05)
-    [(_, (_, reference))] = loaded
+    [(_, reference)] = loaded
     assert reference is None  # the policy without its adapter: the KL starts at 0
     assert rows[0]["objective/kl"] == 0 and abs(rows[1]["objective/kl"]) > 1e-3
     merged = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
@@ -623,64 +528,14 @@ def test_the_live_adapter_is_what_is_saved(rloo, script, monkeypatch):
     for inputs, (b, responses) in (rollouts[0], rollouts[-1]):
         for i, prompt in enumerate(prompts_of(inputs, responses)):
             n = b["lengths"][i]
-            row = SimpleNamespace(ids=tokenizer(prompt).input_ids, tokens=b["ids"][i, -6:][:n].tolist())
+            tokens = b["ids"][i, -6:][:n].tolist()
+            row = SimpleNamespace(ids=tokenizer(prompt).input_ids, tokens=tokens, temperature=0.7)
             with torch.no_grad():
-                gaps.append((plain_logprobs(merged, row, 0.7)[0] - b["logprobs"][i, :n]).abs().max().item())
+                gaps.append((plain_logprobs(merged, row)[0] - b["logprobs"][i, :n]).abs().max().item())
     assert max(gaps[4:]) < 1e-3 < 1e-2 < max(gaps[:4])
 
 
 # ---- The data ----------------------------------------------------------------------------------------------
-
-
-def test_posts_that_can_be_used(script, tiny_lm):
-    """Text of at most max_prompt_length tokens, in the order of the data, each with its own reference."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    rows = [post("Train", i) for i in range(6)]
-    lengths = [len(tokenizer(row["prompt"]).input_ids) for row in rows]
-    limit = lengths[2]  # rows 3 is longer; rows 0, 1, 4 and 5 are shorter
-    assert lengths[3] > limit > max(lengths[1], lengths[4], lengths[5])
-    rows[1]["completion"] = None
-    rows.insert(3, dict(prompt=None, completion=" none"))
-    rows.insert(1, dict(prompt="", completion=" empty"))
-    posts = script.load_posts(rows, tokenizer, script.Args(max_prompt_length=limit))
-    texts = [tokenizer.decode(x["ids"]) for x in posts]
-    assert texts == [x["prompt"] for x in posts] == [post("Train", i)["prompt"] for i in (0, 1, 2, 4, 5)]
-    references = [post("Train", i)["completion"] for i in (0, 1, 2, 4, 5)]
-    assert [x["reference"] for x in posts] == [references[0], "", *references[2:]]
-    assert [x["columns"] for x in posts] == [row for row in rows if row["prompt"] in texts]
-
-
-def test_the_chosen_posts(script):
-    """That many different posts with a reference, for every seed others; all of them if there are few."""
-    posts = [dict(ids=[i], reference=f" {i}" if i % 3 else "") for i in range(30)]
-    chosen = {}
-    for seed in (1, 2):
-        result = script.choose_held_out(posts, script.Args(num_eval_prompts=7, seed=seed))
-        chosen[seed] = [x["ids"][0] for x in result]
-        assert all(x["reference"] == f" {x['ids'][0]}" for x in result)
-        assert len(set(chosen[seed])) == 7
-        assert chosen[seed] != sorted(chosen[seed])
-    assert set(chosen[1]) != set(chosen[2])
-    assert len(script.choose_held_out(posts, script.Args(num_eval_prompts=99))) == 20
-    no_references = [dict(ids=[i], reference="") for i in range(5)]
-    assert len(script.choose_held_out(no_references, script.Args(num_eval_prompts=4))) == 4
-
-
-def test_drawn_posts(script):
-    """Padding is on the left. Random numbers depend on seed and purpose, and differ in every place."""
-    first, second, third = dict(ids=[5]), dict(ids=[7, 8, 9]), dict(ids=[3, 4])
-    posts = [third, second, first, third]
-    args = script.Args(response_length=4, seed=1)
-    drawn = script.draw_groups(posts, 3, args, 5)
-    assert drawn["ids"].tolist() == [[0, 3, 4], [7, 8, 9], [0, 0, 5], [0, 3, 4]]
-    mask = [[False, True, True], [True, True, True], [False, False, True], [False, True, True]]
-    assert drawn["mask"].tolist() == mask
-    assert drawn["uniforms"].shape == (4, 3, 4)
-    assert len(set(drawn["uniforms"].flatten().tolist())) == 4 * 3 * 4
-    assert torch.equal(drawn["uniforms"], script.draw_groups([first] * 4, 3, args, 5)["uniforms"])
-    for other, purpose in ((args, 6), (args, "held-out"), (replace(args, seed=2), 5)):
-        again = script.draw_groups(posts, 3, other, purpose)
-        assert not set(again["uniforms"].flatten().tolist()) & set(drawn["uniforms"].flatten().tolist())
 
 
 def test_a_response_that_completes_a_character(script):
@@ -699,32 +554,7 @@ def test_a_response_that_completes_a_character(script):
     assert responses == ["€hi", "hi"]
 
 
-def test_a_model_whose_tokenizer_has_no_eos(script):
-    """The end of generation_config is enough. Without any, the run ends with one line."""
-    tokenizer = SimpleNamespace(eos_token_id=None)
-    policy = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=4))
-    assert script.find_stop_tokens(script.Args(), tokenizer, policy).tolist() == [4]
-    policy.generation_config.eos_token_id = None
-    with pytest.raises(script.UserError, match="use --stop-token-id"):
-        script.find_stop_tokens(script.Args(), tokenizer, policy)
-
-
 # ---- Judges ------------------------------------------------------------------------------------------------
-
-
-def test_the_win_rate_by_hand(script):
-    """Missing verdicts are no losses: rate, interval and ties are of the posts with a verdict."""
-    none = math.nan
-    verdicts = torch.tensor([none, 1.0, 0.5, 1.0, none, 0.0, 1.0, none, 1.0, 0.5])
-    given = [1.0, 0.5, 1.0, 0.0, 1.0, 1.0, 0.5]
-    assert script.win_rate(verdicts) == {
-        "win rate": pytest.approx(5 / 7),
-        "+- (95 % interval)": pytest.approx(1.96 * statistics.pstdev(given) / math.sqrt(7)),
-        "ties": pytest.approx(2 / 7),
-        "no verdict": pytest.approx(0.3),
-    }
-    with pytest.raises(script.UserError, match="no verdict at all"):
-        script.win_rate(torch.tensor([none] * 4))
 
 
 def test_both_evaluations_judge_the_same_posts(trained, tmp_path):
@@ -765,26 +595,20 @@ def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script, tiny_lm):
         pairs = list(zip(prompts, completions))
         return [None if "?" in prompt else prompt.count(text.strip()) for prompt, text in pairs]
 
-    def rounded(prompts, completions, **columns):
-        return [1e-5 * number for number in range(len(prompts))]
-
     posts = [
         dict(prompt=x, reference=" y", columns={}) for x in ("x x y", "y y x", "x y", "z y y", "x", "x ?")
     ]
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    verdicts = []
-    for functions in ({"score": score}, {"score": score, "rounded": rounded}):
-        get_scores = partial(script.score_responses, functions, None, torch.device("cpu"))
-        verdicts.append(script.compare_scores(get_scores, tokenizer, None, posts, [" x"] * 6))
-    assert verdicts[0].tolist()[:5] == [1.0, 0.0, 0.5, 0.0, 1.0] and verdicts[0][5].isnan()
-    assert torch.equal(verdicts[1][:5], verdicts[0][:5]) and verdicts[1][5] == 0.5
+    get_scores = partial(script.score_responses, {"score": score}, None, torch.device("cpu"))
+    verdicts = script.compare_scores(get_scores, tokenizer, posts, [" x"] * 6)
+    assert verdicts.tolist()[:5] == [1.0, 0.0, 0.5, 0.0, 1.0] and verdicts[5].isnan()
 
 
 def test_a_chat_judge_reads_the_text_of_a_chat(script, chat_with):
     """Not the list of messages as Python writes it."""
     flags, asked = chat_with(lambda question: "A")
     messages = [dict(role="system", content="Be brief."), dict(role="user", content="What is\n2 + 3?")]
-    judge, _ = script.load_judge(script.Args(**flags), None, None, None, None)
+    judge, _ = script.load_judge(script.Args(**flags), None, None, None)
     judge([dict(prompt=messages, reference="5")], ["It is 5."])
     [(question, _)] = asked
     assert "system: Be brief.\n\nuser: What is\n2 + 3?" in question and "{" not in question
@@ -818,7 +642,7 @@ def test_a_paid_judge_is_asked_once(script, small, chat_with, monkeypatch):
     assert asked == []
     _, folder = script.train(script.parse_args(["--resume", args.output_dir]))
     assert len(asked) == 2 * args.num_eval_prompts == 8
-    assert json.loads((folder / "evaluation.json").read_text())["judge"] == f"m at {flags['judge_url']}/"
+    assert evaluation_of(folder)["judge"] == f"m at {flags['judge_url']}/"
 
 
 def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, monkeypatch, capsys):
@@ -826,14 +650,14 @@ def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, m
     run = trained()
     for part, policy in (("before", trained.lm), ("after", str(run.folder / "model"))):
         (tmp_path / part).mkdir()
-        forget_reward_files(tmp_path)
-        [judge] = reward_file(tmp_path / part, CALLS.format(score=JUDGE.strip()))
-        flags = dict(judge_fn=judge, sft_model_path=policy, output_dir=None, reward_fn=["no.py:f"])
-        args = replace(run.args, **flags)
-        result = script.judge_policy(args)
+        [judge] = reward_file(tmp_path / part, CALLS.format(score=JUDGE.strip()), f"judge_{part}")
+        flags = dict(judge_fn=judge, output_dir=None, reward_fn=["no.py:f"], sft_model_path=policy)
+        with pytest.raises(script.UserError, match="which model"):
+            script.judge_policy(replace(run.args, **flags, model_name_or_path=trained.lm))
+        result = script.judge_policy(replace(run.args, **flags, model_name_or_path=None))
         assert set(result) == {"win rate", "+- (95 % interval)", "ties", "no verdict"}
         assert result == {name: pytest.approx(run.table[part][name]) for name in result}
-        ours, theirs = calls_of(tmp_path / part / "reward.py.calls")
+        ours, theirs = calls_of(tmp_path / part / f"judge_{part}.py.calls")
         assert [text for _, text, _ in ours] == [row[part] for row in run.samples]
         assert [text for _, text, _ in theirs] == [row["reference"] for row in run.samples]
         line = f"Model win rate: {result['win rate']:.2%} +- {result['+- (95 % interval)']:.2%} ("

@@ -1,21 +1,17 @@
 """What somebody meets who runs a script for the first time: a bare machine, a lone copy, models and data of
 their own."""
 
-import json
-import pickle
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
 from accelerate import Accelerator
-from run_tools import ALL, ROOT, reward_file, rows_of, spy, without_check_of_models, write_rows
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from run_tools import ALL, ROOT, evaluation_of, reward_file, rows_of, spy, without_check_of_models, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
 
@@ -34,8 +30,11 @@ def test_a_script_alone(tmp_path):
 
 # ---- Flags -------------------------------------------------------------------------------------------------
 
-MODEL_FLAGS = [(name, "model_name_or_path") for name in ALL]
-MODEL_FLAGS += [("rloo_tldr", "sft_model_path"), ("sft", "from_config")]
+MODEL_FLAGS = [
+    ("ppo_sentiment", "model_name_or_path"),
+    ("rloo_tldr", "sft_model_path"),
+    ("sft", "from_config"),
+]
 
 
 @pytest.mark.parametrize("name, field", MODEL_FLAGS)
@@ -51,43 +50,6 @@ def test_a_named_model_means_the_published_defaults(scripts, name, field):
     assert script.parse_args([f"--{field}", "gpt2"]) != replace(tiny, **{field: "gpt2"})
     assert script.parse_args(["tiny", f"--{field}", "gpt2"]) == replace(tiny, **{field: "gpt2"})
     assert script.parse_args([]) == tiny
-
-
-# ---- Models of others --------------------------------------------------------------------------------------
-
-
-def as_bin(folder, copy):
-    """A copy of a model folder whose weights are pytorch_model.bin. -> its path, a str"""
-    shutil.copytree(folder, copy)
-    torch.save(load_file(copy / "model.safetensors"), copy / "pytorch_model.bin")
-    (copy / "model.safetensors").unlink()
-    return str(copy)
-
-
-def test_weights_in_pytorch_model_bin(scripts, ppo, world, tmp_path):
-    """Folders without safetensors load as policy, reward and critic, with the same result."""
-    flags = dict(learning_rate=0.0, num_sample_generations=0)
-    _, _, expected = ppo("safetensors", value_model_path=world.lm(), **flags)
-    lm = as_bin(world.lm(), tmp_path / "lm")
-    classifier = as_bin(world.classifier(), tmp_path / "classifier")
-    changes = dict(model_name_or_path=lm, value_model_path=lm, reward_model_path=classifier)
-    _, _, rows = ppo("bin", **changes, **flags)
-    for name in ("objective/scores", "objective/entropy", "objective/kl"):
-        assert rows[0][name] == expected[0][name]
-
-
-def test_a_bin_file_runs_no_code(scripts, world, tmp_path, capsys):
-    """pytorch_model.bin is read with weights_only, so a pickled call is refused."""
-    lm = Path(as_bin(world.lm(), tmp_path / "lm"))
-
-    class Bad:
-        def __reduce__(self):
-            return Path.touch, (tmp_path / "was-here",)
-
-    torch.save({"transformer.wte.weight": Bad()}, lm / "pytorch_model.bin")
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        scripts["sft"].load_model(AutoModelForCausalLM, str(lm))
-    assert not (tmp_path / "was-here").exists()
 
 
 # ---- BOS ---------------------------------------------------------------------------------------------------
@@ -177,7 +139,7 @@ def test_bos_in_an_evaluation_of_sft(sft, bos_lm, bos_tokenizer, tmp_path, kind)
         model_name_or_path=bos_lm, dataset_name=data, num_train_rows=None, num_eval_prompts=8, num_samples=8
     )
     tokenizer = assert_saved_as(bos_lm, folder / "model")
-    evaluation = json.loads((folder / "evaluation.json").read_text())
+    evaluation = evaluation_of(folder)
     prompts = []
     for part, lm in (("before", bos_lm), ("after", folder / "model")):
         model = AutoModelForCausalLM.from_pretrained(lm).eval()
@@ -200,107 +162,22 @@ def test_bos_in_an_evaluation_of_sft(sft, bos_lm, bos_tokenizer, tmp_path, kind)
     assert sorted(row["prompt"] for row in samples) == sorted(set(prompts)) and len(samples) == 8
 
 
-def test_bos_in_a_classifier(scripts, reward, bos_lm, tmp_path, monkeypatch):
-    """The outputs for held-out texts are those of model/ and its tokenizer, which cuts long texts alike."""
-    rows = {split: texts_of_lengths(split, 12) for split in ("train", "test")}
-    data = write_rows(tmp_path / "data", **rows)
-    calls = spy(monkeypatch, scripts["reward_model"], "evaluate_labels")
-    flags = dict(label_names="bad,good", max_length=14, num_eval_prompts=12, num_train_epochs=3.0)
-    _, folder, _ = reward(model_name_or_path=bos_lm, dataset_name=data, **flags)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    model = AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
-    assert model.config.pad_token_id == tokenizer.pad_token_id
-    model.config.pad_token_id = None  # one text has no pads
-    expected, lengths = [], []
-    for row in rows["test"]:
-        lengths.append(len(tokenizer(row["text"]).input_ids))
-        with torch.no_grad():
-            logits = model(**tokenizer(row["text"], truncation=True, return_tensors="pt")).logits[0]
-        expected.append([*logits.tolist(), row["label"]])
-    assert min(lengths) < 14 < max(lengths)
-    [((logits, loaded, _), _)] = calls
-    ours = [[*x.tolist(), row.label] for x, row in zip(logits, loaded, strict=True)]
-    for one, other in zip(sorted(ours), sorted(expected), strict=True):
-        assert one == pytest.approx(other, abs=1e-4)
-
-
-def test_bos_in_preferences(reward, bos_lm, tmp_path):
-    """BOS is read once, in front, even if a prompt is cut: alike for both responses. Margin and offset are
-    those of model/.
-    """
-    rows = {"train": [], "test": []}
-    for split, count in (("train", 10), ("test", 7)):
-        for i in range(count):
-            pair = dict(chosen=" sun" * (1 + i % 4), rejected=" rain" * (1 + 3 * i % 5))
-            rows[split].append(dict(prompt=f"{split} {i}:", **pair))
-    data = write_rows(tmp_path / "data", **rows)
-    _, folder, _ = reward(model_name_or_path=bos_lm, dataset_name=data, max_length=20, num_eval_prompts=7)
-    tokenizer = assert_saved_as(bos_lm, folder / "model")
-    model = AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
-    cuts = set()
-
-    def score(row, column):
-        bos, *prompt = tokenizer(row["prompt"]).input_ids
-        assert bos == tokenizer.bos_token_id
-        ends = {
-            name: [*tokenizer(row[name]).input_ids[1:], tokenizer.eos_token_id]
-            for name in ("chosen", "rejected")
-        }
-        room = 20 - 1 - max(map(len, ends.values()))
-        cuts.add(len(prompt) > room)
-        ids = [bos, *prompt[-room:], *ends[column]]
-        model.config.pad_token_id = None  # one text has no pads
-        with torch.no_grad():
-            return model(torch.tensor([ids])).logits.item()
-
-    evaluation = json.loads((folder / "evaluation.json").read_text())
-    margins = [score(row, "chosen") - score(row, "rejected") for row in rows["test"]]
-    assert cuts == {True, False}
-    assert evaluation["margin"] == pytest.approx(sum(margins) / 7, abs=1e-4)
-    assert evaluation["accuracy"] == pytest.approx(sum(x > 0 for x in margins) / 7)
-    offset = sum(score(row, "chosen") for row in rows["train"]) / 10
-    assert evaluation["reward_offset"] == pytest.approx(offset, abs=1e-4)
-
-
-# ---- Data of one's own -------------------------------------------------------------------------------------
-
-
-def test_short_texts_are_used(scripts, tiny_lm):
-    """Texts of 40 characters are enough: the default of --min-text-length is 0."""
-    script = scripts["ppo_sentiment"]
-    rows = [dict(text=f"A short review, number {i}, of a film.") for i in range(30)]
-    reviews = script.load_reviews(rows, AutoTokenizer.from_pretrained(tiny_lm()), script.Args())
-    assert len(reviews) == 30
-
-
-@pytest.mark.parametrize("recipe", ["gpt2-imdb", "gpt2-imdb-lora"])
-def test_the_published_recipes_still_skip_short_reviews(scripts, recipe):
-    """TRL's example uses reviews of more than 200 characters."""
-    assert scripts["ppo_sentiment"].RECIPES[recipe].min_text_length == 200
-
-
-def test_rloo_with_own_data_and_reward(scripts, rloo, tmp_path):
-    """Without references there is no win rate, and no judge."""
-    rows = [dict(prompt=f"Post {i}.\n\nTL;DR:") for i in range(12)]
-    data = write_rows(tmp_path / "data", train=rows[:8], test=rows[8:])
-    function = reward_file(tmp_path, "return [float(len(r)) for r in completions]")
-    _, folder, _ = rloo(dataset_name=data, reward_fn=function, reward_model_path=None)
-    table = json.loads((folder / "evaluation.json").read_text())
-    assert "win rate" not in table["before"] and "no references" in table["judge"]
-
-
 # ---- Trackers ----------------------------------------------------------------------------------------------
 
 
-def test_tensorboard_has_the_evaluation(ppo):
-    """The final numbers are under eval/."""
+def test_tensorboard(ppo):
+    """The metrics are under train/, the final numbers under eval/."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    _, folder, _ = ppo(log_with="tensorboard", total_episodes=16, num_sample_generations=2)
+    _, folder, rows = ppo(log_with="tensorboard", total_episodes=16, num_sample_generations=2)
     files = [EventAccumulator(str(path)).Reload() for path in folder.rglob("events.out.tfevents.*")]
     tags = {tag for file in files for tag in file.Tags()["scalars"]}
-    after = json.loads((folder / "evaluation.json").read_text())["after"]
+    after = evaluation_of(folder)["after"]
     assert {f"eval/{name}" for name in after} <= tags
+    [points] = [
+        file.Scalars("train/objective/kl") for file in files if "train/objective/kl" in file.Tags()["scalars"]
+    ]
+    assert [point.value for point in points] == pytest.approx([row["objective/kl"] for row in rows], rel=1e-5)
 
 
 def test_wandb_names_the_run(ppo, monkeypatch, tmp_path):
@@ -351,15 +228,15 @@ def test_a_gradient_that_is_not_finite_ends_the_run(scripts, small, monkeypatch,
 # ---- Long texts --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["ppo_sentiment", "ppo_dialog"])
-def test_a_long_text_loses_its_beginning(scripts, tiny_classifier, tmp_path, name):
+def test_a_long_text_loses_its_beginning(scripts, tiny_classifier, tmp_path):
     """The classifier reads the end of a text that is too long: the response is there."""
     folder = tmp_path / "classifier"
     shutil.copytree(tiny_classifier(), folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.model_max_length = 5
     tokenizer.save_pretrained(folder)
-    classify, _ = scripts[name].load_classifier(scripts[name].Args(), str(folder), torch.device("cpu"))
+    script = scripts["ppo_sentiment"]
+    classify, _ = script.load_classifier(script.Args(), str(folder), torch.device("cpu"))
     end = " superb and clever and warm in every way"
     same_end = classify(["The film is bad" + end, "What a day it was" + end])
     assert torch.allclose(same_end[0], same_end[1], atol=1e-6)

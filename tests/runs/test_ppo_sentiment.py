@@ -3,19 +3,16 @@
 Some tests also run ppo_dialog.py and rloo_tldr.py, where all three must behave alike.
 """
 
-import json
 import math
-from pydoc import locate
 
 import peft
 import pytest
 import torch
 import transformers
-from conftest import EOS, RL
+from conftest import RL
 from run_tools import (
     distance,
     eos_prone,
-    reward_file,
     rows_of,
     same,
     spy,
@@ -24,17 +21,11 @@ from run_tools import (
     without_check_of_models,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
-LENGTH_SCORE = "return [float(len(r) % 7) - 3 for r in completions]"  # a reward that varies
+SCRIPT = "ppo_sentiment"
 SGD = dict(optimizer="torch.optim.SGD")
-
-
-@pytest.fixture
-def script(scripts):
-    """ppo_sentiment.py as a module."""
-    return scripts["ppo_sentiment"]
 
 
 def build(script, args):
@@ -86,31 +77,6 @@ def test_learning_rate_0_changes_nothing(ppo, tiny_lm):
     assert not model.value_head.weight.any()
 
 
-def test_other_splits_of_the_batch_sample_the_same_tokens(ppo, script, monkeypatch):
-    """Other micro-batches and rollout batches: the same tokens, and a ratio within 1e-5 of 1."""
-    tokens, scores = [], []
-    splits = [(8, 4, 1, 2), (3, 2, 2, 2), (1, 1, 8, 1)]
-    for i, (rollout_size, n, accumulation, minibatches) in enumerate(splits):
-        seen = first_rollout(
-            ppo,
-            script,
-            monkeypatch,
-            f"run{i}",
-            learning_rate=0.0,
-            local_rollout_forward_batch_size=rollout_size,
-            per_device_train_batch_size=n,
-            gradient_accumulation_steps=accumulation,
-            num_mini_batches=minibatches,
-        )
-        assert abs(seen["metrics"]["val/ratio"] - 1) < 1e-5
-        assert abs(seen["metrics"]["objective/kl"]) < 1e-5
-        tokens.append(seen["tokens"])
-        scores.append(seen["metrics"]["objective/scores"])
-    assert len(tokens[0]) == 8
-    assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
-    assert scores[1:] == pytest.approx([scores[0]] * 2, abs=1e-5)
-
-
 @pytest.mark.parametrize("script", RL)
 def test_a_model_that_changes_between_calls_ends_the_run(scripts, small, monkeypatch, script):
     """Before the first step the ratio must be 1. If rollout and update differ, the run ends."""
@@ -130,21 +96,7 @@ def test_a_model_that_changes_between_calls_ends_the_run(scripts, small, monkeyp
         module.train(small(script))
 
 
-@pytest.mark.parametrize("name", RL)
-def test_samples_of_the_whole_evaluation_and_the_gap_to_the_sampler(scripts, small, name):
-    """evaluation_samples.jsonl has every held-out prompt, and in fp32 generation agrees with the update."""
-    _, folder = scripts[name].train(small(name))
-    table = json.loads((folder / "evaluation.json").read_text())
-    rows = rows_of(folder, "evaluation_samples.jsonl")
-    rows = [row for row in rows if row.get("set") != "greedy"]  # of grpo_math.py, with the same tasks
-    assert len(rows) == table["n"] == 4
-    assert len({json.dumps(row) for row in rows}) == 4
-    metrics = rows_of(folder)[0]
-    assert 0 < metrics["sampling/logprob_gap_mean"] <= metrics["sampling/logprob_gap_max"] < 1e-4
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
-def test_the_sampled_distribution_is_the_scored_one(script, tiny_lm, temperature):
+def test_the_sampled_distribution_is_the_scored_one(script, tiny_lm, temperature=0.7):
     """Tokens come from softmax(logits / temperature), and all log-probabilities are of that distribution."""
     model = AutoModelForCausalLM.from_pretrained(tiny_lm()).eval()
     torch.manual_seed(3)
@@ -171,8 +123,7 @@ def test_the_sampled_distribution_is_the_scored_one(script, tiny_lm, temperature
         assert torch.equal(script.sample_tokens(logp.exp(), uniforms[i]), tokens[i])
         torch.testing.assert_close(logp.gather(1, tokens[i][:, None])[:, 0], scored[i], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(-(logp.exp() * logp).sum(1), entropies[i], atol=1e-4, rtol=1e-4)
-        if temperature != 1:
-            assert not torch.equal(script.sample_tokens(logits.softmax(-1), uniforms[i]), tokens[i])
+        assert not torch.equal(script.sample_tokens(logits.softmax(-1), uniforms[i]), tokens[i])
 
 
 def test_responses_keep_their_first_space(ppo, script, metaspace_lm, monkeypatch):
@@ -187,35 +138,28 @@ def test_responses_keep_their_first_space(ppo, script, metaspace_lm, monkeypatch
     assert any(response.startswith(" ") for response in responses)
 
 
-# ---- Architectures -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("script", RL)
+def test_nothing_after_the_end_is_read(scripts, small, monkeypatch, tiny_lm, tmp_path, script):
+    """Traps 4 and 5: put large numbers at all pads in the hidden states. Not a bit changes."""
+    module = scripts[script]
+    lm = eos_prone(tiny_lm, tmp_path / "lm")
+    flags = dict(model_name_or_path=lm, total_episodes=16)
+    if script != "grpo_math":
+        flags["whiten_rewards"] = True
+    _, clean = module.train(small(script, "clean", **flags))
+    hidden_states = module.hidden_states
 
+    def with_large_numbers(body, ids, mask, cache=None):
+        hidden = hidden_states(body, ids, mask, cache)
+        return hidden.masked_fill(~mask[:, -ids.shape[1] :, None], 1e4)
 
-@pytest.mark.parametrize("arch", ["gpt2", "gpt_neo", "gpt_neox", "opt", "llama", "qwen2"])
-def test_architectures(ppo, tiny_lm, arch):
-    """One update moves the weights, and model/ in plain transformers is the trained policy."""
-    model, folder, metrics = ppo(model_name_or_path=tiny_lm(arch))
-    assert metrics[0]["objective/kl"] == 0
-    assert metrics[0]["val/ratio"] != 1
-    before, after = weights(tiny_lm(arch)), weights(folder / "model")
-    changed = [name for name in before if not torch.equal(before[name], after[name])]
-    assert len(changed) >= 0.8 * len(before)
-    assert model.value_head.weight.abs().min() > 0
-    plain = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
-    ids = random_inputs()[0]
-    with torch.no_grad():
-        torch.testing.assert_close(plain(ids).logits, model.policy.eval()(ids).logits)
-
-
-def test_the_trained_model_writes_text_in_plain_transformers(ppo):
-    """The snippet of the README: load model/ and continue a prompt."""
-    _, folder, _ = ppo()
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    torch.manual_seed(0)
-    inputs = tokenizer("The film was", return_tensors="pt")
-    output = model.generate(**inputs, max_new_tokens=12, do_sample=True, pad_token_id=0)
-    text = tokenizer.decode(output[0], skip_special_tokens=True)
-    assert text.startswith("The film was") and len(text) > len("The film was") + 4
+    without_check_of_models(monkeypatch, module)
+    monkeypatch.setattr(module, "hidden_states", with_large_numbers)
+    _, torn = module.train(small(script, "torn", **flags))
+    rows = rows_of(clean)
+    assert timeless(rows) == timeless(rows_of(torn))
+    assert same(weights(clean / "model"), weights(torn / "model"))
+    assert rows[0]["completions/min_length"] < rows[0]["completions/max_length"]
 
 
 # ---- LoRA --------------------------------------------------------------------------------------------------
@@ -253,84 +197,7 @@ def test_lora_trains_only_the_adapter(ppo, script, tiny_lm, monkeypatch):
         torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_lora_on_a_trained_adapter_starts_at_kl_0(ppo, script, small, tiny_lm, tmp_path):
-    """The reference is the model that training starts from, with its first adapter, not the base."""
-    torch.manual_seed(2)
-    base = AutoModelForCausalLM.from_pretrained(tiny_lm())
-    config = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
-    adapted = peft.get_peft_model(base, config).eval()
-    adapted.save_pretrained(tmp_path / "start")
-    AutoTokenizer.from_pretrained(tiny_lm()).save_pretrained(tmp_path / "start")
-    flags = dict(model_name_or_path=str(tmp_path / "start"), **LORA)
-
-    model, reference = build(script, small("ppo_sentiment", **flags))
-    inputs = random_inputs()
-    with torch.no_grad():
-        ours, theirs = model.policy(inputs[0]).logits, adapted(inputs[0]).logits
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-        with adapted.disable_adapter():
-            assert (ours - adapted(inputs[0]).logits).abs().max() > 0.1
-        assert torch.equal(model(*inputs)[0], script.reference_logprobs(reference, model.policy, *inputs))
-
-    _, folder, metrics = ppo(total_episodes=16, **flags)
-    assert metrics[0]["objective/kl"] == 0 and metrics[1]["objective/kl"] != 0
-    merged = script.load_model(AutoModelForCausalLM, folder / "model")
-    stacked = script.load_model(AutoModelForCausalLM, folder / "adapter")  # it names the first adapter
-    assert distance(merged.state_dict(), stacked.state_dict()) < 1e-5
-
-
-def test_number_of_parameters_that_lora_trains(script):
-    """GPT-2 with rank 16 on c_attn and a value head: 590,593 of 125,030,401 parameters."""
-    with torch.device("meta"):
-        policy = transformers.GPT2LMHeadModel(transformers.GPT2Config())
-        policy = script.add_lora(policy, script.Args(lora_r=16))
-        model = script.PolicyAndValue(policy)
-    assert sum(p.numel() for p in script.trainable(model).values()) == 590_593
-    assert sum(p.numel() for p in model.parameters()) == 125_030_401
-
-
 # ---- Optimizers and learning rates -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name", ["torch.optim.AdamW", "bitsandbytes.optim.Adam8bit", "bitsandbytes.optim.Lion"]
-)
-def test_optimizers(ppo, tiny_lm, monkeypatch, name):
-    """The optimizer with this dotted name is the one that steps, and it moves the weights."""
-    optimizer_class = locate(name)
-    step = optimizer_class.step
-    steps = []
-
-    def counted(self, *args, **kwargs):
-        steps.append(type(self))
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(optimizer_class, "step", counted)
-    _, folder, _ = ppo(optimizer=name, learning_rate=1e-3)
-    assert steps == [optimizer_class] * 4
-    before, after = weights(tiny_lm()), weights(folder / "model")
-    assert sum(not torch.equal(before[key], after[key]) for key in before) >= 0.8 * len(before)
-
-
-def test_the_learning_rate_is_set_once_per_update(ppo, tmp_path):
-    """It rises in two updates of warm-up, then falls as transformers' cosine schedule."""
-    _, _, rows = ppo(
-        total_episodes=10,
-        per_device_train_batch_size=2,
-        num_mini_batches=1,
-        lr_scheduler_type="cosine",
-        warmup_ratio=0.4,
-        reward_fn=reward_file(tmp_path, LENGTH_SCORE),
-    )
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
-    scheduler = transformers.get_scheduler("cosine", optimizer, 2, 5)
-    expected = [0.5e-2, 1e-2]  # the warm-up begins at 1 / its length, so that the first update trains
-    for update in range(5):
-        if update >= 2:
-            expected += scheduler.get_last_lr()
-        optimizer.step()
-        scheduler.step()
-    assert [row["lr"] for row in rows] == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
 def test_a_run_that_is_made_longer_follows_the_longer_schedule(ppo, script):
@@ -430,18 +297,6 @@ def test_gradient_checkpointing(ppo, lora):
     assert distance(*trained) < 1e-6
 
 
-def test_bf16(ppo):
-    """Matmuls in bf16: numbers close to those of fp32, but not equal. Weights stay in fp32."""
-    _, _, full = ppo("full", learning_rate=0.0)
-    model, folder, half = ppo("half", learning_rate=0.0, dtype="bfloat16")
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert {p.dtype for p in weights(folder / "model").values()} == {torch.float32}
-    entropies = [rows[0]["objective/entropy"] for rows in (full, half)]
-    assert entropies[0] != entropies[1] and entropies[0] == pytest.approx(entropies[1], rel=0.1)
-    assert half[0]["val/ratio"] == pytest.approx(1, abs=1e-2)
-    assert half[0]["objective/kl"] == 0
-
-
 @pytest.mark.parametrize("name", RL)
 def test_bf16_in_the_whole_run(scripts, small, monkeypatch, name):
     """Evaluations, rollouts and updates all use the precision of the flag."""
@@ -520,80 +375,6 @@ def test_the_value_head_survives_saving(ppo, script, small):
     assert set(load_file(folder / "model/value_head.safetensors")) == {"weight", "bias"}
 
 
-# ---- Rewards -----------------------------------------------------------------------------------------------
-
-
-def test_the_reward_function_gets_texts(ppo, tmp_path):
-    """It gets two lists of str of equal length, and what it returns is the logged score."""
-    body = """with open(os.path.dirname(__file__) + '/seen', 'a') as file:
-    for pair in zip(prompts, completions):
-        file.write(repr(pair) + '\\n')
-return [float(i) for i in range(len(prompts))]"""
-    _, folder, metrics = ppo(reward_fn=reward_file(tmp_path, body))
-    seen = [eval(line) for line in (tmp_path / "seen").read_text().splitlines()]
-    assert len(seen) == 4 + 8 + 4  # held-out prompts, one update, held-out prompts
-    assert [p for p, _ in seen[:4]] == [p for p, _ in seen[12:]]
-    assert all(isinstance(p, str) and isinstance(r, str) and p for p, r in seen)
-    assert metrics[0]["objective/scores"] == metrics[0]["env/reward_mean"] == 3.5
-    samples = rows_of(folder, "samples.jsonl")
-    assert [(row["prompt"], row["response"]) for row in samples] == seen[4:8]
-
-
-TEXTS = (
-    ["The film", "An old sailor", "I", "What a day it was"],
-    [" was clever and warm.", "", " felt bored", " for us all"],
-)
-
-
-def scores_of(script, small, **changes):
-    """The rewards of TEXTS with these flags."""
-    [function] = script.load_reward(small("ppo_sentiment", **changes), torch.device("cpu")).values()
-    return torch.tensor(function(*TEXTS))
-
-
-def plain_logits(folder, texts):
-    """A classifier's logits in plain transformers, one text at a time. -> [texts, labels]"""
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    with torch.no_grad():
-        return torch.cat([model(**tokenizer(text, return_tensors="pt")).logits for text in texts])
-
-
-def with_swapped_labels(folder, target):
-    """The same classifier with its labels in the other order. -> str"""
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
-    for p in model.classifier.parameters():
-        p.data = p.data.flip(0)
-    names = [model.config.id2label[1], model.config.id2label[0]]
-    model.config.id2label = dict(enumerate(names))
-    model.config.label2id = {name: i for i, name in enumerate(names)}
-    model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(target)
-    return str(target)
-
-
-def test_reward_label(script, small, tiny_classifier, tmp_path):
-    """The reward is the label's logit: by name in any case, by number, and in both orders of the labels."""
-    logits = plain_logits(tiny_classifier(), [p + r for p, r in zip(*TEXTS)])
-    for label, column in {"positive": 1, "Positive": 1, "1": 1, "NEGATIVE": 0, "0": 0}.items():
-        scores = scores_of(script, small, reward_label=label)
-        torch.testing.assert_close(scores, logits[:, column], atol=1e-5, rtol=1e-5)
-    other = with_swapped_labels(tiny_classifier(), tmp_path / "swapped")
-    scores = scores_of(script, small, reward_label="positive", reward_model_path=other)
-    torch.testing.assert_close(scores, logits[:, 1], atol=1e-5, rtol=1e-5)
-
-
-def test_a_reward_model_with_another_tokenizer(ppo, tiny_lm, tiny_classifier):
-    """Responses are decoded and tokenized again: the score is that of the text, whatever the ids are."""
-    other = tiny_classifier("other")
-    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (tiny_lm(), other)]
-    assert tokenizers[0]("The film").input_ids != tokenizers[1]("The film").input_ids
-    _, folder, _ = ppo(reward_model_path=other)
-    rows = rows_of(folder, "samples.jsonl")
-    logits = plain_logits(other, [row["prompt"] + row["response"] for row in rows])
-    assert [row["score"] for row in rows] == pytest.approx(logits[:, 1].tolist(), rel=1e-5, abs=1e-5)
-
-
 # ---- Padding -----------------------------------------------------------------------------------------------
 
 
@@ -630,163 +411,17 @@ def test_the_pad_token_does_not_matter(ppo, tiny_lm, tmp_path, change):
 # ---- Stop tokens, penalties, clipping ----------------------------------------------------------------------
 
 
-def test_missing_eos_penalty(ppo, script, tiny_lm, tmp_path, monkeypatch):
-    """The penalty is subtracted from the scores of responses without EOS, and from no others."""
-    lm = eos_prone(tiny_lm, tmp_path / "lm")
-    flags = dict(model_name_or_path=lm, reward_fn=reward_file(tmp_path, LENGTH_SCORE))
-    plain = first_rollout(ppo, script, monkeypatch, "run-1", **flags)
-    penalized = first_rollout(ppo, script, monkeypatch, "run-2", missing_eos_penalty=10.0, **flags)
-    eos = AutoTokenizer.from_pretrained(lm).eos_token_id
-    last_tokens = plain["tokens"].gather(1, plain["lengths"][:, None] - 1).squeeze(1)
-    stopped = last_tokens == eos
-    assert 0 < stopped.sum() < 8
-    assert plain["metrics"]["val/num_eos_tokens"] == stopped.sum()
-    assert plain["metrics"]["completions/clipped_ratio"] == pytest.approx(1 - stopped.float().mean().item())
-    assert torch.equal(plain["scores"] - penalized["scores"], torch.where(stopped, 0.0, 10.0))
-    metrics = penalized["metrics"]
-    assert metrics["objective/scores"] == pytest.approx(penalized["scores"].mean().item())
-    assert metrics["env/reward_mean"] == plain["metrics"]["env/reward_mean"]
-
-
-def test_another_stop_token(ppo, script, tmp_path, monkeypatch):
-    """--stop-token-id ends responses, which then count as ended: they get no penalty."""
-    flags = dict(
-        reward_fn=reward_file(tmp_path, LENGTH_SCORE), response_min_length=6, missing_eos_penalty=100.0
-    )
-    free = first_rollout(ppo, script, monkeypatch, "run-1", stop_token=None, **flags)
-    assert (free["scores"] < -50).all()
-    stop = free["tokens"][0, 2].item()
-    ended = first_rollout(ppo, script, monkeypatch, "run-2", stop_token_id=stop, **flags)
-    assert ended["lengths"][0] <= 3
-    for i, old_tokens in enumerate(free["tokens"].tolist()):
-        length = ended["lengths"][i].item()
-        assert length == (old_tokens.index(stop) + 1 if stop in old_tokens else 6)
-        assert ended["tokens"][i, :length].tolist() == old_tokens[:length]
-        assert (ended["scores"][i] > -50) == (stop in old_tokens)
-
-
-def test_no_stop_token(ppo, script, tiny_lm, tmp_path, monkeypatch):
-    """With --stop-token None, responses go on after EOS, up to their length limit."""
-    lm = eos_prone(tiny_lm, tmp_path / "lm")
-    flags = dict(model_name_or_path=lm, stop_token=None, response_min_length=6)
-    seen = first_rollout(ppo, script, monkeypatch, **flags)
-    eos = AutoTokenizer.from_pretrained(lm).eos_token_id
-    assert (seen["tokens"][:, :-1] == eos).any()
-    assert (seen["lengths"] == 6).all()
-    assert seen["metrics"]["val/num_eos_tokens"] == 0
-
-
-def test_length_limits_are_drawn_at_random(ppo, script, monkeypatch):
-    """They lie between response_min_length and response_length, both included."""
-    seen = first_rollout(
-        ppo,
-        script,
-        monkeypatch,
-        stop_token=None,
-        per_device_train_batch_size=16,
-        response_min_length=2,
-        response_length=4,
-    )
-    assert seen["lengths"].unique().tolist() == [2, 3, 4]
-    metrics = seen["metrics"]
-    assert (metrics["completions/min_length"], metrics["completions/max_length"]) == (2, 4)
-    assert metrics["completions/mean_length"] == pytest.approx(seen["lengths"].float().mean().item())
-
-
-def test_scores_are_clipped_before_the_penalty(ppo, script, tmp_path, monkeypatch):
-    """--score-clip does not clip the penalty. The logged reward is what the function returned."""
-    body = "return [10.0 * (-1) ** i for i in range(len(prompts))]"
-    flags = dict(reward_fn=reward_file(tmp_path, body), stop_token=None)
-    seen = first_rollout(ppo, script, monkeypatch, score_clip=1.5, missing_eos_penalty=2.0, **flags)
-    assert seen["scores"].tolist() == [1.5 - 2, -1.5 - 2] * 4
-    assert seen["metrics"]["env/reward_mean"] == 0 and seen["metrics"]["env/reward_std"] == 10
-
-
-@pytest.mark.parametrize("on", [False, True])
-def test_whiten_rewards(ppo, script, monkeypatch, on):
+def test_whiten_rewards(ppo, script, monkeypatch):
     """The rewards of valid tokens get a standard deviation of 1 and keep their mean."""
-    seen = first_rollout(ppo, script, monkeypatch, whiten_rewards=on)
+    seen = first_rollout(ppo, script, monkeypatch, whiten_rewards=True)
     valid = torch.arange(6) < seen["lengths"][:, None]
     raw, used = seen["rewards"][valid], seen["used_rewards"][valid]
-    if not on:
-        assert torch.equal(raw, used)
-        return
     assert raw.std(correction=0).item() != pytest.approx(1, abs=1e-2)
     assert used.std(correction=0).item() == pytest.approx(1, abs=1e-4)
     assert used.mean().item() == pytest.approx(raw.mean().item(), abs=1e-6)
 
 
-# ---- KL ----------------------------------------------------------------------------------------------------
-
-
-def test_fixed_kl_coefficient(ppo):
-    """Without kl_target the coefficient does not change, whatever the KL is."""
-    _, _, rows = ppo(kl_target=None, kl_coef=0.3, total_episodes=24, learning_rate=0.05)
-    assert [row["objective/kl_coef"] for row in rows] == [0.3] * 3
-    assert rows[-1]["objective/kl"] > 0.01
-
-
-def test_adaptive_kl_coefficient(ppo):
-    """With kl_target it follows the formula of Ziegler et al. from each update to the next."""
-    _, _, rows = ppo(kl_target=0.5, kl_horizon=100, kl_coef=0.3, total_episodes=32, learning_rate=0.01)
-    assert rows[0]["objective/kl_coef"] == 0.3
-    for row, next_row in zip(rows, rows[1:]):
-        error = min(max(row["objective/kl"] / 0.5 - 1, -0.2), 0.2)
-        expected = row["objective/kl_coef"] * (1 + error * 8 / 100)
-        assert next_row["objective/kl_coef"] == pytest.approx(expected, rel=1e-6)
-    assert rows[1]["objective/kl_coef"] == pytest.approx(0.3 * (1 - 0.2 * 8 / 100))
-
-
-def test_the_logged_kl_is_the_kl_of_the_reward(ppo, script, tmp_path, monkeypatch):
-    """non_score_reward is -kl_coef * kl, and the rewards were made from the same numbers."""
-    calls = spy(monkeypatch, script, "token_rewards")
-    reward_fn = reward_file(tmp_path, LENGTH_SCORE)
-    _, _, rows = ppo(kl_coef=0.3, total_episodes=16, learning_rate=0.05, reward_fn=reward_fn)
-    assert len(rows) == len(calls) == 2
-    for row, ((scores, kl, lengths, _), rewards) in zip(rows, calls):
-        valid = torch.arange(kl.shape[1]) < lengths[:, None]
-        kl_per_response = torch.where(valid, kl, 0).sum(1).mean().item()
-        non_score_reward = row["objective/non_score_reward"]
-        assert row["objective/kl"] == pytest.approx(kl_per_response, abs=1e-6)
-        assert row["objective/scores"] == pytest.approx(scores.mean().item(), abs=1e-6)
-        assert non_score_reward == pytest.approx(-0.3 * row["objective/kl"], rel=2e-7, abs=1e-7)
-        assert row["objective/rlhf_reward"] == pytest.approx(
-            row["objective/scores"] + non_score_reward, abs=1e-6
-        )
-        assert row["objective/rlhf_reward"] == pytest.approx(rewards.sum(1).mean().item(), abs=1e-5)
-    assert rows[0]["objective/kl"] == 0
-    assert abs(rows[1]["objective/kl"]) > 1e-3
-
-
 # ---- Optimizer steps ---------------------------------------------------------------------------------------
-
-
-def count_sgd_steps(monkeypatch):
-    """A list that grows with every step of torch.optim.SGD."""
-    steps = []
-    step = torch.optim.SGD.step
-
-    def counted(self, *args, **kwargs):
-        steps.append(1)
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.optim.SGD, "step", counted)
-    return steps
-
-
-@pytest.mark.parametrize("minibatches, epochs, accumulation", [(1, 1, 1), (4, 3, 1), (2, 2, 2)])
-def test_number_of_steps(ppo, monkeypatch, minibatches, epochs, accumulation):
-    """num_mini_batches * num_ppo_epochs steps per update. Accumulation adds none."""
-    steps = count_sgd_steps(monkeypatch)
-    ppo(
-        total_episodes=2 * minibatches * accumulation,
-        per_device_train_batch_size=2,
-        num_mini_batches=minibatches,
-        num_ppo_epochs=epochs,
-        gradient_accumulation_steps=accumulation,
-        **SGD,
-    )
-    assert len(steps) == minibatches * epochs
 
 
 def test_the_gradient_does_not_depend_on_micro_batches(ppo, tiny_lm):
@@ -830,22 +465,6 @@ def test_max_grad_norm(ppo, tiny_lm):
     assert length.item() == pytest.approx(1e-2, rel=1e-2)
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run(ppo, script, monkeypatch, tmp_path):
-    """Nothing is saved for that update, not even if only one micro-batch had such a gradient."""
-    policy_loss = script.clipped_policy_loss
-    calls = []
-
-    def nan_in_update_2(*args):
-        calls.append(1)
-        return policy_loss(*args) * (math.nan if len(calls) == 6 else 1)
-
-    monkeypatch.setattr(script, "clipped_policy_loss", nan_in_update_2)
-    with pytest.raises(script.UserError, match="update 2 is not saved, not finite: .*grad_norm"):
-        ppo(total_episodes=24, save_every=1)
-    assert [row["update"] for row in rows_of(tmp_path / "run")] == [1]
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["000001"]
-
-
 def test_a_metric_that_is_not_finite_ends_the_run(ppo, script, monkeypatch, tmp_path):
     """It is named, and nothing is saved for that update."""
     value_loss = script.clipped_value_loss
@@ -869,70 +488,7 @@ def test_a_metric_that_is_not_finite_ends_the_run(ppo, script, monkeypatch, tmp_
 # ---- The run folder ----------------------------------------------------------------------------------------
 
 
-def test_run_folder(ppo, script):
-    """The files in a run folder, and what they hold."""
-    _, folder, metrics = ppo(total_episodes=16)
-    assert {path.name for path in folder.iterdir()} == {
-        "args.json",
-        "metrics.jsonl",
-        "samples.jsonl",
-        "tokens.jsonl",
-        "evaluation.json",
-        "evaluation_samples.jsonl",
-        "model",
-        "checkpoints",
-    }
-    about = json.loads((folder / "args.json").read_text())
-    assert script.Args(**about["args"]).total_episodes == 16
-    assert about["world_size"] == 1 and "torch" in about["versions"]
-    table = json.loads((folder / "evaluation.json").read_text())
-    assert table["before"].keys() == table["after"].keys()
-    assert table["before"] != table["after"]
-    assert table["before"]["KL, nats per response"] == 0
-    assert table["n"] == 4
-    samples = rows_of(folder, "evaluation_samples.jsonl")
-    for name, column in (("before", "score"), ("after", "score after")):
-        mean = sum(row[column] for row in samples) / len(samples)
-        assert table[name]["score mean"] == pytest.approx(mean, abs=1e-6)
-    assert [row["episode"] for row in metrics] == [8, 16]
-    tokens = rows_of(folder, "tokens.jsonl")
-    for row in tokens:
-        numbers = [row[name] for name in "logprob entropy kl reward value return advantage ids".split()]
-        assert len({len(x) for x in numbers}) == 1
-        assert AutoTokenizer.from_pretrained(folder / "model").decode(row["ids"]) in row["response"] + EOS
-    texts = [{name: row[name] for name in ("update", "prompt", "response", "score")} for row in tokens]
-    assert rows_of(folder, "samples.jsonl") == texts
-
-
 def test_old_checkpoints_are_deleted(ppo):
     """The newest keep_checkpoints stay."""
     _, folder, _ = ppo(total_episodes=40, save_every=1, keep_checkpoints=2, num_ppo_epochs=1)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["000004", "000005"]
-
-
-def test_tensorboard(ppo):
-    """The event file has the metrics under train/."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    _, folder, rows = ppo(log_with="tensorboard", total_episodes=16)
-    file = next(folder.rglob("events.out.tfevents.*"))
-    points = EventAccumulator(str(file.parent)).Reload().Scalars("train/objective/kl")
-    assert [point.step for point in points] == [1, 2]
-    assert [point.value for point in points] == pytest.approx([row["objective/kl"] for row in rows], rel=1e-5)
-
-
-# ---- Rows that are skipped ---------------------------------------------------------------------------------
-
-
-def test_columns_stay_with_their_reviews(script, small, tiny_lm):
-    """Rows that are too short, empty or no text are skipped, and their columns with them."""
-    texts = ["", "A long review of a film, number one", None, "x", "A long review of a film, number two", "y"]
-    rows = [{"text": text, "number": number} for number, text in enumerate(texts)]
-    args = small("ppo_sentiment", min_text_length=5)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    reviews = script.load_reviews(rows, tokenizer, args)
-    assert [review["columns"]["number"] for review in reviews] == [1, 4]
-    for review in reviews:
-        ids = tokenizer(review["columns"]["text"], add_special_tokens=False).input_ids
-        assert review["ids"] == ids[: args.query_max_length]
-        assert review["columns"]["text"] == texts[review["columns"]["number"]]

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from statistics import fmean as mean
 
 import pytest
 import torch
@@ -95,11 +96,6 @@ def function_file(folder, text, *names):
     return [f"{path}:{name}" for name in names]
 
 
-def mean(numbers):
-    """Of a list of numbers."""
-    return sum(numbers) / len(numbers)
-
-
 # ---- What a function gets ----------------------------------------------------------------------------------
 
 RECORD = """import json
@@ -173,15 +169,15 @@ def test_a_function_gets_the_columns_of_its_rows(recorded, bang_lm, tmp_path, na
         assert set(calls[1]["turn"]) == {1, 2}
 
 
-@pytest.mark.parametrize("name", RL)
-def test_a_function_is_called_by_name(scripts, name):
+def test_a_function_is_called_by_name(scripts):
     """The order of its parameters does not matter, and defaults of other parameters stay."""
 
     def mine(number, completions, missing=7, **kwargs):
         return [n + missing + len(text) for n, text in zip(number, completions)]
 
     rows, inputs = [dict(number=10), dict(number=20)], (["p", "q"], ["a", "bb"], [[1], [2, 2]])
-    rewards = scripts[name].call_reward_functions({"mine": mine}, None, torch.device("cpu"), rows, *inputs)
+    call = scripts["ppo_sentiment"].call_reward_functions
+    rewards = call({"mine": mine}, None, torch.device("cpu"), rows, *inputs)
     assert rewards["mine"].tolist() == [18, 29]
 
 
@@ -193,66 +189,12 @@ def test_a_file_named_like_a_module_is_refused(scripts, tmp_path, stem):
     for file in files:
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
-    for script in (scripts[name] for name in RL):
-        function = script.load_functions([f"{files[1]}:one"])["one"]
-        assert function.__code__.co_filename == str(files[1])
-        for file in (files[0], files[2]):
-            with pytest.raises(script.UserError, match=f"there is another module {file.stem}"):
-                script.load_functions([f"{file}:one"])
-
-
-# ---- Functions of others -----------------------------------------------------------------------------------
-
-IN_THE_STYLE_OF_TRL = r'''
-import re
-
-
-def boxed_answer(completions, ground_truth, **kwargs):
-    """Does the text in \\boxed{} equal the column ground_truth?"""
-    rewards = []
-    for completion, truth in zip(completions, ground_truth):
-        found = re.search(r"\\boxed\{(.*?)\}", completion)
-        rewards.append(1.0 if found and found.group(1) == truth else 0.0)
-    return rewards
-
-
-def many_tokens(completion_ids, **kwargs):
-    """More points for longer completions."""
-    return [float(len(ids)) for ids in completion_ids]
-
-
-def math_only(prompts, completions, task, **kwargs):
-    """Only for rows whose column task is "math"."""
-    return [float(len(c)) if t == "math" else None for c, t in zip(completions, task)]
-
-
-def harder_later(completions, trainer_state, **kwargs):
-    """A limit that grows during training."""
-    limit = 1 + trainer_state.global_step
-    return [1.0 if len(completion) >= limit else 0.0 for completion in completions]
-'''
-TRL_NAMES = ("boxed_answer", "many_tokens", "math_only", "harder_later")
-
-
-def test_functions_in_the_style_of_trl(recorded, tmp_path):
-    """What TRL's page on GRPO shows for strings: **kwargs, a column, completion_ids, None, trainer_state."""
-    kinds = ("math", "code")
-    rows = []
-    for i in range(12):
-        rows.append(dict(prompt=f"Solve {i}:", ground_truth=str(i), task=kinds[i % 2]))
-    data = write_rows(tmp_path / "data", train=rows[:8], test=rows[8:])
-    functions = function_file(tmp_path, IN_THE_STYLE_OF_TRL, *TRL_NAMES)
-    folder, rollouts = recorded("rloo_tldr", dataset_name=data, reward_fn=functions)
-    for i, row in enumerate(rows_of(folder)):
-        (*_, batch), (b, responses) = rollouts[i + 1]
-        tasks = [post["columns"]["task"] for post in batch["examples"] for _ in range(2)]
-        lengths = [len(text) for text, task in zip(responses, tasks) if task == "math"]
-        assert len(lengths) in (2, 4, 6)
-        assert row["rewards/boxed_answer/mean"] == 0
-        assert row["rewards/many_tokens/mean"] == mean((b["lengths"] - b["stopped"].long()).tolist())
-        assert row["rewards/math_only/mean"] == pytest.approx(mean(lengths))
-        reached = mean([len(text) >= i + 1 for text in responses])
-        assert row["rewards/harder_later/mean"] == pytest.approx(reached)
+    script = scripts["ppo_sentiment"]
+    function = script.load_functions([f"{files[1]}:one"])["one"]
+    assert function.__code__.co_filename == str(files[1])
+    for file in (files[0], files[2]):
+        with pytest.raises(script.UserError, match=f"there is another module {file.stem}"):
+            script.load_functions([f"{file}:one"])
 
 
 # ---- Scores ------------------------------------------------------------------------------------------------
@@ -267,21 +209,19 @@ def letters(completions, **kwargs):
 """
 
 
-@pytest.mark.parametrize("weights", [None, [0.5, -2.0]])
 @pytest.mark.parametrize("name", RL)
-def test_scores_are_weighted_sums(recorded, scripts, monkeypatch, tmp_path, name, weights):
+def test_scores_are_weighted_sums(recorded, scripts, monkeypatch, tmp_path, name):
     """Weights belong to the functions in the order of --reward-fn. Means are logged without them."""
-    flags = dict(reward_fn=function_file(tmp_path, TWO, "letters", "length"), reward_weights=weights)
+    flags = dict(reward_fn=function_file(tmp_path, TWO, "letters", "length"), reward_weights=[0.5, -2.0])
     if name == "ppo_dialog":
         flags |= dict(intent_weight=0.25, meteor_weight=3.0)
     credits = spy(monkeypatch, scripts[name], CREDIT[name])
     folder, rollouts = recorded(name, kl_coef=0.0, **NO_PENALTY[name], **flags)
     _, result = rollouts[1]
     b, responses = result[0], texts_of(result)
-    of_letters, of_length = weights or [1, 1]
     lengths, letters = [len(text) for text in responses], [len(set(text)) for text in responses]
     assert lengths != letters
-    expected = of_letters * torch.tensor(letters).float() + of_length * torch.tensor(lengths)
+    expected = 0.5 * torch.tensor(letters) - 2.0 * torch.tensor(lengths)
     if name == "ppo_dialog":
         expected = expected + 0.25 * b["intent"] + 3 * b["meteor"]
     torch.testing.assert_close(b[SCORES[name]], expected)
@@ -303,16 +243,7 @@ def test_scores_are_weighted_sums(recorded, scripts, monkeypatch, tmp_path, name
     elif name != "ppo_dialog":
         for row in samples:
             text = row["before"]
-            score = of_letters * len(set(text)) + of_length * len(text)
-            assert row["score"] == pytest.approx(score)
-
-
-def test_the_reward_model_has_a_mean(rloo, ppo):
-    """Without --reward-fn, rewards/NAME/mean is that of the model."""
-    _, _, rows = rloo("rloo")
-    assert [row["rewards/reward_model/mean"] for row in rows] == [row["env/reward_mean"] for row in rows]
-    _, _, rows = ppo("ppo")
-    assert [row["rewards/classifier/mean"] for row in rows] == [row["env/reward_mean"] for row in rows]
+            assert row["score"] == pytest.approx(0.5 * len(set(text)) - 2.0 * len(text))
 
 
 NONE = """
@@ -383,45 +314,6 @@ def test_the_judge_of_an_update_gets_what_the_reward_gets(recorded, tmp_path):
         assert judged[name] == rewarded[name]
     [row] = rows_of(folder)
     assert row["judge/scores"] == pytest.approx(mean([len(text) % 5 for text in judged["completions"]]))
-
-
-def test_the_weighted_sum_is_the_judge(recorded, tmp_path):
-    """Without a judge, the win rate of rloo_tldr.py compares weighted sums."""
-    rows = []
-    for i in range(12):
-        rows.append(
-            dict(prompt=f"{i} cats.\n\nTL;DR:", completion=" abcdefgh"[: 1 + i % 8] + " aaaaaaaaaaaa")
-        )
-    data = write_rows(tmp_path / "data", train=rows[:4], test=rows[4:])
-    functions = function_file(tmp_path, TWO, "length", "letters")
-    flags = dict(dataset_name=data, num_eval_prompts=8, reward_fn=functions)
-    found = []
-    for weights in ([1.0, -2.0], [-1.0, 2.0]):
-        folder, _ = recorded("rloo_tldr", f"run{weights}", reward_weights=weights, **flags)
-        verdicts = []
-        for row in rows_of(folder, "evaluation_samples.jsonl"):
-            ours, theirs = (
-                weights[0] * len(text) + weights[1] * len(set(text))
-                for text in (row["before"], row["reference"])
-            )
-            verdicts.append(1.0 if ours > theirs else 0.5 if ours == theirs else 0.0)
-        before = json.loads((folder / "evaluation.json").read_text())["before"]
-        assert before["win rate"] == pytest.approx(mean(verdicts))
-        assert before["ties"] == pytest.approx(mean([verdict == 0.5 for verdict in verdicts]))
-        found.append(before["win rate"])
-    assert found[0] != found[1]
-
-
-def test_weights_are_not_for_other_judges(recorded, tiny_preference_model, tmp_path):
-    """A reward model as judge decides by its own score, whatever --reward-weights is."""
-    functions = function_file(tmp_path, TWO, "length", "letters")
-    tables = []
-    for weights in ([1.0, 1.0], [-1.0, 1.0]):
-        flags = dict(reward_weights=weights, reward_fn=functions, judge_model=tiny_preference_model("llama"))
-        folder, _ = recorded("rloo_tldr", f"run{weights}", num_eval_prompts=7, **flags)
-        tables.append(json.loads((folder / "evaluation.json").read_text())["before"])
-    assert tables[0]["win rate"] == tables[1]["win rate"] != 0.5
-    assert tables[0]["score mean"] != tables[1]["score mean"]
 
 
 # ---- A chat model as the reward ----------------------------------------------------------------------------

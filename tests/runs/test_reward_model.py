@@ -1,17 +1,586 @@
-"""Runs of reward_model.py on tiny models: what is learned from labels and dialog acts, files, options."""
+"""reward_model.py: every number of a run computed again by transformers, one text at a time; labels, pairs,
+rankings, the new head, the offset, options."""
 
 import json
 import math
+from collections import Counter
+from functools import partial
 
+import peft
 import pytest
+import tokenizers
 import torch
+import torch.nn.functional as F
 import transformers
-from conftest import ACTS
-from run_tools import rows_of, same, weights, write_rows
+from conftest import ACTS, EOS, byte_level_tokenizer
+from run_tools import (
+    adamw_step,
+    assert_weights_of,
+    evaluation_of,
+    linear,
+    number_in,
+    posts_of,
+    rows_of,
+    same,
+    spy,
+    texts_of,
+    three_splits,
+    weights,
+    write_rows,
+)
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "reward_model"
+close = dict(rel=1e-3, abs=2e-5)
+
+
+def labeled_of(split, count):
+    """Rows with the columns text and label, of which about one in three is 1."""
+    return [row | dict(label=int(i % 3 == 1)) for i, row in enumerate(texts_of(split, count))]
+
+
+def pairs_of(split, count):
+    """Rows with the columns prompt, chosen, rejected and margin. No two margins are equal."""
+    rows = []
+    for i, row in enumerate(posts_of(split, count, longest=8)):
+        rejected = f" no {i}" + " snow" * (3 * i % 5)
+        margin = 0.25 * i - 0.5
+        rows.append(dict(prompt=row["prompt"], chosen=row["completion"], rejected=rejected, margin=margin))
+    return rows
+
+
+def rankings_of(split, count):
+    """Rows with the columns prompt and responses, of which there are 3, 2, 4, 3, 2, ..., best first."""
+    rows = []
+    for i in range(count):
+        responses = [f" {word}" + " sun" * (i * k % 5) for k, word in enumerate(("aa", "b", "cc", "d"))]
+        rows.append(dict(prompt=f"{split} text {i}:", responses=responses[: (3, 2, 4)[i % 3]]))
+    return rows
+
+
+def classifier(folder):
+    """A folder's model and tokenizer, loaded by transformers."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+# ---- Labels ------------------------------------------------------------------------------------------------
+
+
+def training_texts(calls, tokenizer):
+    """The decoded texts of each row in calls of collate_texts."""
+    return sum([decoded(batch, tokenizer) for (batch, *_), _ in calls], [])
+
+
+def scored_texts(call, tokenizer):
+    """The decoded texts of each row in a call of score_rows."""
+    (_, rows, _), _ = call
+    return decoded(rows, tokenizer)
+
+
+def decoded(rows, tokenizer):
+    return [[tokenizer.decode(ids) for ids in row.texts] for row in rows]
+
+
+def logits_alone(model, ids):
+    """The outputs of one text, by transformers."""
+    model.config.pad_token_id = None  # one text has no pads
+    return model(torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.parametrize("min_prefix_length", [0, 3])
+def test_every_number_of_a_classifier(
+    reward, scripts, tiny_classifier, tmp_path, monkeypatch, capsys, min_prefix_length
+):
+    """Metrics of each update, the confusion matrix of the held-out rows, and the weights in model/."""
+    data, train, test = three_splits(tmp_path / "data", labeled_of)
+    calls = spy(monkeypatch, scripts["reward_model"], "collate_texts")
+    scored = spy(monkeypatch, scripts["reward_model"], "score_rows")
+    _, folder, metrics = reward(
+        dataset_name=data,
+        min_prefix_length=min_prefix_length,
+        max_length=18,
+        num_eval_prompts=7,
+        num_train_epochs=1.4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=3,
+        learning_rate=5e-3,
+        lr_scheduler_type="linear",
+        warmup_ratio=0.4,
+        adam_eps=1e-3,
+        max_grad_norm=0.5,
+        label_names="negative,positive",
+    )
+    model, tokenizer = classifier(tiny_classifier())
+    all_train = [tokenizer(row["text"]).input_ids[:18] for row in train]
+    assert len({len(ids) for ids in all_train}) > 3
+    assert len(metrics) == 3 and len(calls) == 3 * 3
+    order = []
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3)
+    for update, row in enumerate(metrics, start=1):
+        losses, right, lengths = [], 0, []
+        for (batch, *_), _ in calls[3 * update - 3 : 3 * update]:
+            for item in batch:
+                [ids] = item.texts
+                found = [i for i, whole in enumerate(all_train) if whole[: len(ids)] == ids]
+                label = item.label
+                assert label in [train[i]["label"] for i in found]
+                assert min_prefix_length > 0 or len(found) == 1 and ids in all_train
+                order += found
+                logits = logits_alone(model, ids)
+                losses.append(F.cross_entropy(logits, torch.tensor(label)))
+                right += int(logits.argmax().item() == label)
+                lengths.append(len(ids))
+        assert len(losses) == 6 and lengths == sorted(lengths)  # texts of similar length together
+        loss = torch.stack(losses).mean()
+        rate = linear(5e-3, update, 3, warmup=2)
+        expected = dict(
+            update=update,
+            epoch=6 * update / 13,
+            lr=rate,
+            loss=loss.item(),
+            accuracy=right / 6,
+            grad_norm=adamw_step(model, optimizer, loss, rate, max_norm=0.5),
+        )
+        assert {name: row[name] for name in expected} == pytest.approx(expected, **close)
+    if min_prefix_length == 0:
+        assert set(Counter(order).values()) <= {1, 2} and len(set(order)) == 13
+    assert_weights_of(folder, model)
+
+    # Evaluation: seven test rows, whole.
+    held_out = [number_in(text, "test") for [text] in scored_texts(*scored, tokenizer)]
+    assert len(set(held_out)) == len(held_out) == 7
+    confusion = [[0, 0], [0, 0]]
+    for i in held_out:
+        with torch.no_grad():
+            predicted = logits_alone(model, tokenizer(test[i]["text"]).input_ids[:18]).argmax().item()
+        confusion[test[i]["label"]][predicted] += 1
+    accuracy = (confusion[0][0] + confusion[1][1]) / 7
+    names = ["negative", "positive"]
+    expected = dict(accuracy=pytest.approx(accuracy), confusion=confusion, labels=names, n=7)
+    assert evaluation_of(folder) == expected
+    lines = capsys.readouterr().out
+    assert f"7 held-out rows, accuracy {accuracy:.4f}" in lines
+    num_cut = sum(len(tokenizer(row["text"]).input_ids) > 18 for row in train)
+    assert f"training: 13 of 13 rows, {num_cut} cut to 18 tokens" in lines and num_cut > 0
+    assert AutoTokenizer.from_pretrained(folder / "model").model_max_length == 18
+
+
+def test_names_give_words_their_numbers(scripts, tmp_path):
+    """--label-names puts words in its own order, and names numbers. Without it, the words are sorted."""
+    script = scripts["reward_model"]
+    words, numbers = ["sad", "glad", "mixed", "glad"], [1, 0, 2, 0]
+
+    def classes(labels, names):
+        return script.find_classes([dict(label=label) for label in labels], script.Args(label_names=names))
+
+    for labels, names, expected, order in (
+        (words, "sad,mixed,glad", ["sad", "mixed", "glad"], [0, 2, 1, 2]),
+        (words, None, ["glad", "mixed", "sad"], [2, 0, 1, 0]),
+        (numbers, "sad,mixed,glad", ["sad", "mixed", "glad"], [1, 0, 2, 0]),
+        ([7, 3, 5, 3], None, ["3", "5", "7"], [2, 0, 1, 0]),
+    ):
+        found, class_of = classes(labels, names)
+        assert found == expected and [class_of[label] for label in labels] == order
+
+
+@pytest.mark.parametrize(
+    "columns, learned",
+    [
+        ("dialog act text label", "labels"),
+        ("text label prompt chosen rejected", "labels"),
+        ("text prompt chosen rejected", "pairs"),
+        ("prompt chosen rejected responses", "rankings"),
+        ("responses", "rankings"),
+        ("text dialog prompt chosen", None),
+    ],
+)
+def test_which_columns_decide(scripts, small, world, tmp_path, columns, learned):
+    """Acts before labels, labels before rankings, rankings before pairs. A prompt is optional."""
+    script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(world.lm())
+    values = dict(text="a", label=0, dialog=["b", "c"], act=[1, 2], prompt="d", chosen="e", rejected="f")
+    values["responses"] = ["g", "h", "i"]
+    rows = [{column: values[column] for column in columns.split()} for _ in range(4)]
+    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    args = small("reward_model", dataset_name=data, label_names="x,y")
+    if learned is None:
+        with pytest.raises(script.UserError, match="no columns text and label, or dialog and act"):
+            script.load_data(args, tokenizer)
+        return
+    loaded = script.load_data(args, tokenizer)
+    assert loaded["label_names"] == (["x", "y"] if learned == "labels" else None)
+    assert len(loaded["train"][0].texts) == dict(labels=1, pairs=2, rankings=3)[learned]
+
+
+def test_a_row_without_text_takes_its_label_with_it(scripts):
+    """Wherever it is; also with the tokenizer of an encoder, which marks the ends of an empty text too."""
+    script, tokenizer = scripts["reward_model"], byte_level_tokenizer()
+    mark = [(EOS, tokenizer.eos_token_id)]
+    template = tokenizers.processors.TemplateProcessing(f"$A {EOS}", special_tokens=mark)
+    tokenizer.backend_tokenizer.post_processor = template
+    texts = ["", "one", " ", "two", None, "three", "four"]
+    rows = [dict(text=text, label=label) for text, label in zip(texts, "dabcabd", strict=True)]
+    loaded, counts = script.load_labeled_rows(dict(a=0, b=1, c=2, d=3), rows, tokenizer, script.Args())
+    found = [(tokenizer.decode(row.texts[0]), row.label) for row in loaded]
+    assert found == [(f"one{EOS}", 0), (f"two{EOS}", 2), (f"three{EOS}", 1), (f"four{EOS}", 3)]
+    assert counts == "4 of 7 rows, 0 cut to 512 tokens"
+
+
+# ---- Which rows --------------------------------------------------------------------------------------------
+
+
+def loaded_numbers(scripts, small, tokenizer, **flags):
+    """The numbers of the rows that reward_model.py trains on, and of those that it evaluates."""
+    data = scripts["reward_model"].load_data(small("reward_model", **flags), tokenizer)
+    numbers = []
+    for name, split in (("train", "train"), ("held_out", "test")):
+        numbers.append([number_in(tokenizer.decode(row.texts[0]), split) for row in data[name]])
+    return numbers
+
+
+@pytest.mark.parametrize("make", [labeled_of, pairs_of, rankings_of])
+def test_rows_of_a_reward_model(scripts, small, world, tmp_path, make):
+    """All training rows in their order, and test rows that are drawn at random: another seed, others."""
+    train, test = make("train", 30), make("test", 20)
+    data = write_rows(tmp_path / "data", train=train, test=test, validation=make("validation", 5))
+    tokenizer = AutoTokenizer.from_pretrained(world.lm())
+    drawn = []
+    for seed in (1, 2):
+        flags = dict(dataset_name=data, seed=seed, num_eval_prompts=6, max_length=200)
+        numbers, held_out = loaded_numbers(scripts, small, tokenizer, **flags)
+        assert numbers == list(range(30))
+        assert len(set(held_out)) == len(held_out) == 6 and set(held_out) != set(range(6))
+        drawn.append(held_out)
+    assert set(drawn[0]) != set(drawn[1])
+    flags = dict(dataset_name=data, num_eval_prompts=99, max_length=200)
+    _, held_out = loaded_numbers(scripts, small, tokenizer, **flags)
+    assert sorted(held_out) == list(range(20))
+
+
+def test_shards_are_parts_of_the_shuffled_rows(scripts, small, world, tmp_path):
+    """Whatever the seeds of their runs: disjoint, complete, and mixed though the file is sorted by label."""
+    train = labeled_of("train", 30)
+    for i, row in enumerate(train):
+        row["label"] = int(i >= 15)
+    test = labeled_of("test", 8)
+    data = write_rows(tmp_path / "data", train=train, test=test)
+    tokenizer = AutoTokenizer.from_pretrained(world.classifier())
+    for parts in (2, 3):
+        shards = []
+        for part in range(parts):
+            flags = dict(dataset_name=data, train_shard=f"{part}/{parts}", seed=part + 1)
+            numbers, held_out = loaded_numbers(scripts, small, tokenizer, **flags, num_eval_prompts=8)
+            assert sorted(held_out) == list(range(8))  # shards are of training rows only
+            assert len(numbers) == 30 // parts
+            assert 2 <= sum(number >= 15 for number in numbers) <= len(numbers) - 2
+            assert sorted(numbers) not in (
+                list(range(part, 30, parts)),
+                list(range(part * 30 // parts, (part + 1) * 30 // parts)),
+            )
+            shards += numbers
+        assert sorted(shards) == list(range(30))
+
+
+def test_answers_are_not_cut_to_prefixes(scripts, small, world, tiny_pairs):
+    """An answer that is cut off would keep its act, and so would a response its rank."""
+    script = scripts["reward_model"]
+    for data in (world.dialogs, tiny_pairs):
+        args = small("reward_model", dataset_name=data, min_prefix_length=3)
+        with pytest.raises(script.UserError, match="--min-prefix-length is only for"):
+            script.load_data(args, AutoTokenizer.from_pretrained(world.lm()))
+
+
+def test_prefixes_by_hand(scripts):
+    """Of all lengths from the shortest to the whole text, with its label. Each update cuts anew."""
+    script = scripts["reward_model"]
+    tokenizer = byte_level_tokenizer()
+    args = script.Args(min_prefix_length=4, seed=3)
+    texts = [[100 * i + k for k in range(10)] for i in range(1, 81)]
+    rows = [script.Row([ids], number % 3) for number, ids in enumerate(texts)]
+    rows += [script.Row([[7, 8, 9]], 2)]  # shorter than the shortest
+    cuts = [script.cut_to_prefixes(rows, tokenizer, args, update) for update in (1, 1, 2)]
+    assert cuts[0] == cuts[1] != cuts[2]
+    for prefixes in cuts:
+        assert prefixes[-1] == script.Row([[7, 8, 9]], 2)
+        lengths = Counter(len(row.texts[0]) for row in prefixes[:-1])
+        assert sorted(lengths) == list(range(4, 11)) and max(lengths.values()) < 30
+        for row, prefix in zip(rows, prefixes, strict=True):
+            [ids], [whole] = prefix.texts, row.texts
+            assert ids == whole[: len(ids)] and prefix.label == row.label
+    assert [row.texts[0] for row in rows[:-1]] == texts  # the training rows stay whole
+    other = script.cut_to_prefixes(rows, tokenizer, script.Args(min_prefix_length=4, seed=4), 1)
+    assert other != cuts[0]
+
+
+@pytest.mark.parametrize("name", ["sep_token", "eos_token"])
+def test_prefixes_that_end_in_a_mark(scripts, name):
+    """[SEP] or EOS takes the last place of a prefix, whose length it does not change."""
+    script = scripts["reward_model"]
+    tokenizer = byte_level_tokenizer()
+    mark = tokenizer.eos_token_id
+    tokenizer.eos_token = None
+    setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(mark))
+    args = script.Args(min_prefix_length=4)
+    rows = [script.Row([[*range(10, 19), mark]], i % 2) for i in range(60)]
+    prefixes = [row.texts[0] for row in script.cut_to_prefixes(rows, tokenizer, args, 1)]
+    assert {len(ids) for ids in prefixes} == set(range(4, 11))
+    assert all(ids == [*range(10, 9 + len(ids)), mark] for ids in prefixes)
+
+
+# ---- Preferences -------------------------------------------------------------------------------------------
+
+
+def response_ids(tokenizer, prompt, responses, max_length):
+    """The ids of prompt, response and EOS, without those in front if there are too many."""
+    start = tokenizer(prompt).input_ids
+    ids = [start + tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in responses]
+    return [text[-max_length:] for text in ids]
+
+
+def pair_losses(scores, margin):
+    """-log sigmoid(difference - margin) of every pair of a ranking, and the differences."""
+    differences = []
+    for i, better in enumerate(scores):
+        differences += [better - worse for worse in scores[i + 1 :]]
+    losses = [torch.log1p(torch.exp(margin - x)) for x in differences]
+    return losses, [x.item() for x in differences]
+
+
+def calibration_by_hand(differences):
+    """Five parts, of equal size but for one pair, of the pairs sorted by the size of their difference."""
+    by_size = sorted(differences, key=abs)
+    size, larger = divmod(len(by_size), 5)
+    table, start = [], 0
+    for i in range(5):
+        part = by_size[start : start + size + (i < larger)]
+        start += len(part)
+        table.append({
+            "score difference": f"{abs(part[0]):.2f} to {abs(part[-1]):.2f}",
+            "pairs": len(part),
+            "accuracy": pytest.approx(sum(x > 0 for x in part) / len(part)),
+            "expected": pytest.approx(sum(1 / (1 + math.exp(-abs(x))) for x in part) / len(part), abs=1e-4),
+        })  # fmt: skip
+    return table
+
+
+@pytest.mark.parametrize("make", [pairs_of, rankings_of])
+def test_every_number_of_a_preference_model(
+    reward, scripts, tiny_preference_model, tmp_path, monkeypatch, capsys, make
+):
+    """Metrics of each update, accuracy, margin and calibration of held-out rows, offset and weights."""
+    max_length = 200
+    data, train, test = three_splits(tmp_path / "data", make)
+    calls = spy(monkeypatch, scripts["reward_model"], "collate_texts")
+    scored = spy(monkeypatch, scripts["reward_model"], "score_rows")
+    _, folder, metrics = reward(
+        model_name_or_path=tiny_preference_model(),
+        dataset_name=data,
+        max_length=max_length,
+        num_eval_prompts=7,
+        num_train_epochs=1.4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=3,
+        learning_rate=5e-3,
+        lr_scheduler_type="linear",
+        warmup_ratio=0.4,
+        adam_eps=1e-3,
+        max_grad_norm=0.5,
+    )
+    del calls[:2]  # of can_share_prompts
+    assert len(calls) == 9 and all(shares_prompts for (_, _, shares_prompts), _ in calls)
+    model, tokenizer = classifier(tiny_preference_model())
+
+    def scores_of(row):
+        """The scores of all responses of a data row, best first."""
+        responses = row["responses"] if make is rankings_of else [row["chosen"], row["rejected"]]
+        texts = response_ids(tokenizer, row["prompt"], responses, max_length)
+        return [logits_alone(model, ids)[0] for ids in texts]
+
+    assert len(metrics) == 3
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3)
+    order = []
+    for update, row in enumerate(metrics, start=1):
+        texts = training_texts(calls[3 * update - 3 : 3 * update], tokenizer)
+        numbers = [number_in(responses[0], "train") for responses in texts]
+        assert len(numbers) == 6
+        order += numbers
+        losses, shares, margins, rewards = [], [], [], []
+        for i in numbers:
+            scores = scores_of(train[i])
+            of_pairs, differences = pair_losses(scores, train[i].get("margin", 0.0))
+            losses.append(torch.stack(of_pairs).mean())
+            shares.append(sum(x > 0 for x in differences) / len(differences))
+            margins.append(sum(differences) / len(differences))
+            rewards += [x.item() for x in scores]
+        loss = torch.stack(losses).mean()
+        rate = linear(5e-3, update, 3, warmup=2)
+        expected = dict(
+            update=update,
+            epoch=6 * update / 13,
+            lr=rate,
+            loss=loss.item(),
+            accuracy=sum(shares) / 6,
+            margin=sum(margins) / 6,
+            min_reward=min(rewards),
+            mean_reward=sum(rewards) / len(rewards),
+            max_reward=max(rewards),
+            grad_norm=adamw_step(model, optimizer, loss, rate, max_norm=0.5),
+        )
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    assert len(set(order[:12])) == 12 and len(set(order)) == 13
+    assert_weights_of(folder, model)
+
+    # Evaluation: seven test rows, and all training rows for the offset.
+    held_out, references = [scored_texts(call, tokenizer) for call in scored]
+    numbers = [number_in(responses[0], "test") for responses in held_out]
+    assert len(set(numbers)) == len(numbers) == 7
+    assert all(len(texts) == 1 for texts in references)
+    assert sorted(number_in(text, "train") for [text] in references) == list(range(13))
+    with torch.no_grad():
+        by_row = [pair_losses(scores_of(test[i]), 0.0)[1] for i in numbers]
+        best = [scores_of(row)[0].item() for row in train]
+    differences = sum(by_row, [])
+    evaluation = evaluation_of(folder)
+    assert set(evaluation) == {"accuracy", "margin", "calibration", "n", "reward_offset"}
+    assert evaluation["n"] == 7
+    shares = [sum(x > 0 for x in pairs) / len(pairs) for pairs in by_row]
+    assert evaluation["accuracy"] == pytest.approx(sum(shares) / 7)
+    assert evaluation["margin"] == pytest.approx(sum(sum(x) / len(x) for x in by_row) / 7, **close)
+    assert evaluation["calibration"] == calibration_by_hand(differences)
+    assert evaluation["reward_offset"] == pytest.approx(sum(best) / 13, **close)
+    config = json.loads((folder / "model/config.json").read_text())
+    assert config["reward_offset"] == evaluation["reward_offset"]
+    lines = capsys.readouterr().out
+    assert f"7 held-out rows, accuracy {evaluation['accuracy']:.4f}" in lines
+    offset = f"{evaluation['reward_offset']:.3f}"
+    assert f"mean score of 13 references, saved as reward_offset: {offset}" in lines
+
+
+def test_evaluation_of_few_pairs(scripts):
+    """Four pairs are a table of four. Equal texts are not a pair, here as in training."""
+    script = scripts["reward_model"]
+    rows = [script.Row([[1], [2]]), script.Row([[1], [2], [1]]), script.Row([[1], [2]])]
+    metrics, table = script.evaluate_pairs(torch.tensor([1.0, 0.0, 0.0, 2.0, 0.0, 3.5, 0.0]), rows)
+    assert [row["pairs"] for row in table] == [1, 1, 1, 1]
+    assert metrics["accuracy"] == pytest.approx((1 + 1 / 2 + 1) / 3)
+
+
+def test_scores_stay_with_their_rows(scripts, small, tiny_preference_model):
+    """Rankings of unequal lengths, scored by length in passes of 64 texts: as each text alone."""
+    script = scripts["reward_model"]
+    model, _ = classifier(tiny_preference_model())
+    rows = []
+    for i in range(40):
+        texts = [[3 + (7 * i + k) % 900] * (1 + (11 * i + 5 * k) % 17) for k in range(2 + i % 3)]
+        rows.append(script.Row(texts))
+    accelerator = script.start_accelerator(small("reward_model"))
+    scores = script.score_rows(model.to(accelerator.device), rows, accelerator)
+    model.to("cpu")
+    with torch.no_grad():
+        alone = [logits_alone(model, ids).item() for row in rows for ids in row.texts]
+    assert scores.squeeze(1).tolist() == pytest.approx(alone, abs=1e-4)
+
+
+def test_margins_stay_with_their_pairs(scripts, world):
+    """Rows that are skipped take their margins with them. Rankings and pairs without a column have 0."""
+    script = scripts["reward_model"]
+    tokenizer = AutoTokenizer.from_pretrained(world.lm())
+    rows = pairs_of("train", 6)
+    rows[1]["rejected"], rows[3]["chosen"] = "", None
+    rows[4]["rejected"] = rows[4]["chosen"]
+    loaded, counts = script.load_preference_rows(rows, tokenizer, script.Args())
+    assert counts == "3 of 6 rows, 0 cut to 512 tokens, 1 pairs of equal texts left out"
+    kept = [row for i, row in enumerate(rows) if i not in (1, 3, 4)]
+    assert [row.margin for row in loaded] == [row["margin"] for row in kept]
+    for row, data_row in zip(loaded, kept, strict=True):
+        pair = [data_row["chosen"], data_row["rejected"]]
+        assert row.texts == response_ids(tokenizer, data_row["prompt"], pair, 512)
+    rankings = rankings_of("train", 4)
+    loaded, _ = script.load_preference_rows(rankings, tokenizer, script.Args())
+    assert [len(row.texts) for row in loaded] == [3, 2, 4, 3]
+    assert [row.margin for row in loaded] == [0.0] * 4
+
+
+# ---- Models ------------------------------------------------------------------------------------------------
+
+
+def test_a_new_head_is_drawn_by_the_seed(reward, tiny_lm, tmp_path):
+    """With standard deviation 1 / sqrt(d + 1); the rest is the language model."""
+    data, _, _ = three_splits(tmp_path / "data", pairs_of)
+    heads = []
+    for name, seed in (("one", 1), ("again", 1), ("other", 2)):
+        flags = dict(model_name_or_path=tiny_lm("llama"), dataset_name=data, seed=seed, learning_rate=0.0)
+        _, folder, _ = reward(name, **flags, num_train_epochs=0.1)
+        saved, start = weights(folder / "model"), weights(tiny_lm("llama"))
+        heads.append(saved.pop("score.weight"))
+        start.pop("lm_head.weight", None)
+        assert same(saved, start)
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+    both = torch.cat([heads[0], heads[2]])
+    assert both.std().item() == pytest.approx(33**-0.5, rel=0.3)  # not 0.02 or 0.2
+
+
+def test_the_pipeline_finds_the_pad(reward, tiny_lm, tmp_path):
+    """config.json names the tokenizer's pad, also if the language model's config named another or none."""
+    lm = tmp_path / "lm"
+    folder = tiny_lm("gpt2", "eos")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model.config.pad_token_id = None
+    model.save_pretrained(lm)
+    tokenizer.save_pretrained(lm)
+    _, folder, _ = reward(model_name_or_path=str(lm), num_train_epochs=0.1, label_names="bad,good")
+    config = transformers.AutoConfig.from_pretrained(folder / "model")
+    assert config.pad_token_id == tokenizer.eos_token_id
+    assert config.id2label == {0: "bad", 1: "good"} and config.num_labels == 2
+
+
+def test_texts_for_an_encoder(scripts):
+    """Prompt and response are one text, with [CLS] and [SEP] as the tokenizer sets them."""
+    tokenizer = byte_level_tokenizer()
+    text = tokenizer("A film, a good one").input_ids
+    sep, cls = 300, 301
+    tokenizer.cls_token, tokenizer.sep_token = tokenizer.convert_ids_to_tokens([cls, sep])
+    marks = [(tokenizer.cls_token, cls), (tokenizer.sep_token, sep)]
+    template = f"{tokenizer.cls_token} $A {tokenizer.sep_token}"
+    processor = tokenizers.processors.TemplateProcessing(template, special_tokens=marks)
+    tokenizer.backend_tokenizer.post_processor = processor
+    ids_for = scripts["reward_model"].preference_ids
+    assert ids_for(tokenizer, "A film,", [" a good one"], 64) == [[cls, *text, sep]]
+    assert ids_for(tokenizer, "A film,", [" a good one"], 5) == [[cls, *text[-3:], sep]]
+
+
+def layers_with_adapter(model):
+    """The names of the layers that LoRA trains, without what is the same in all of them."""
+    names = [name for name, p in model.named_parameters() if "lora_A" in name and p.requires_grad]
+    return {name.split(".lora_A")[0].split(".")[-1] for name in names}
+
+
+@pytest.mark.parametrize(
+    "kind, layers, adapted, head",
+    [
+        ("gpt2", "c_attn, c_fc", {"c_attn", "c_fc"}, {"score"}),
+        ("gpt2", "all-linear", {"c_attn", "c_proj", "c_fc"}, {"score"}),
+        ("distilbert", "q_lin", {"q_lin"}, {"pre_classifier", "classifier"}),
+        (
+            "distilbert",
+            "all-linear",
+            {"q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"},
+            {"pre_classifier", "classifier"},
+        ),
+    ],
+)
+def test_which_layers_lora_trains(scripts, tiny_lm, tiny_classifier, kind, layers, adapted, head):
+    """Adapters in the named layers, or in all linear layers of the transformer; and the whole head."""
+    script = scripts["reward_model"]
+    folder = tiny_lm() if kind == "gpt2" else tiny_classifier()
+    args = script.Args(model_name_or_path=folder, lora_r=2, lora_target_modules=layers, max_length=32)
+    model, _ = script.build_classifier(args, AutoTokenizer.from_pretrained(folder), [], ["bad", "good"])
+    assert layers_with_adapter(model) == adapted
+    assert {name.split(".")[0] for name in script.trainable(model) if "lora_" not in name} == head
+
+
 SHORT = [
     "The film was warm and clever from the first scene to the last, and I would see it again.",
     "A dull story, badly told: I left after an hour and nobody in the room was sad to go.",
@@ -31,17 +600,6 @@ DIALOGS = [  # some can be used, some in part, some not at all
     dict(dialog=["One.", "Two.", "Three."], act=[1, None, 4]),
     dict(dialog=["Four.", "Five."], act=[1, None]),
 ]
-
-
-def evaluation_of(folder):
-    """evaluation.json of a run."""
-    return json.loads((folder / "evaluation.json").read_text())
-
-
-def classifier(folder):
-    """The same of a classifier."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
 
 
 def assert_same_as_pipeline(scripts, folder, names):
@@ -94,33 +652,6 @@ def test_decoders_as_classifiers(reward, scripts, tiny_lm, arch, pad):
     assert_same_as_pipeline(scripts, folder / "model", ["negative", "positive"])
 
 
-def test_a_reward_model_for_ppo(reward, scripts, small):
-    """What reward_model.py saves is a reward for ppo_sentiment.py: the logit of its label."""
-    _, folder, _ = reward(label_names="negative,positive")
-    args = small("ppo_sentiment", reward_model_path=str(folder / "model"))
-    functions = scripts["ppo_sentiment"].load_reward(args, torch.device("cpu"))
-    model, tokenizer = classifier(folder / "model")
-    with torch.no_grad():
-        logits = [model(**tokenizer(text, return_tensors="pt")).logits[0, 1] for text in SHORT]
-    scores = functions["classifier"]([text[:30] for text in SHORT], [text[30:] for text in SHORT])
-    assert scores == pytest.approx(torch.stack(logits).tolist(), abs=1e-5)
-
-
-def test_words_as_labels(reward, tiny_reviews, tmp_path):
-    """Three labels that are words: the classes have their names, in alphabetical order."""
-    rows = rows_of(tiny_reviews, "train.jsonl")
-    rows = [dict(text=row["text"], label=("sad", "mixed", "glad")[i % 3]) for i, row in enumerate(rows)]
-    held_out = [row for i, row in enumerate(rows[36:]) if i not in (0, 3, 1)]  # 2 sad, 3 mixed, 4 glad
-    model, folder, metrics = reward(
-        dataset_name=write_rows(tmp_path / "data", train=rows[:36], test=held_out),
-        num_eval_prompts=12,
-    )
-    assert model.config.num_labels == 3
-    assert metrics[0]["loss"] == pytest.approx(math.log(3), abs=0.3)
-    assert evaluation_of(folder)["labels"] == ["glad", "mixed", "sad"]
-    assert [sum(row) for row in evaluation_of(folder)["confusion"]] == [4, 3, 2]
-
-
 # ---- Options -----------------------------------------------------------------------------------------------
 
 
@@ -161,15 +692,6 @@ def test_lora_trains_berts_pooler_as_a_whole(reward, tiny_classifier, tmp_path, 
     assert sorted(map(tuple, shapes)) == [(32,), (32, 32)]
 
 
-def test_a_model_in_bfloat16(reward, scripts, tiny_lm, tmp_path):
-    """The scripts load it in float32: the same numbers, rounded."""
-    model = AutoModelForSequenceClassification.from_pretrained(tiny_lm(), num_labels=1)
-    model.bfloat16().save_pretrained(tmp_path)
-    loaded = scripts["reward_model"].load_model(AutoModelForSequenceClassification, str(tmp_path))
-    assert all(p.dtype == torch.float32 for p in loaded.parameters())
-    assert same(weights(tmp_path), {name: x.bfloat16() for name, x in loaded.state_dict().items()})
-
-
 def test_answers_and_acts(scripts, tiny_lm):
     """Trick 38: acts count from 1, classes from 0. The text is the utterance before and the answer."""
     script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(tiny_lm())
@@ -179,31 +701,6 @@ def test_answers_and_acts(scripts, tiny_lm):
     assert rows == expected + [{}] * 6  # for the answers without an act, or in a dialog with a gap
     loaded, counts = script.load_labeled_rows(dict.fromkeys(range(4), 0), rows, tokenizer, script.Args())
     assert len(loaded) == 3 and counts.startswith("3 of 9 rows")
-
-
-def test_a_classifier_of_acts_for_ppo_dialog(reward, dialog, scripts, small, tiny_dialogs, tiny_lm):
-    """Its four classes have names, and ppo_dialog.py reads the intent with it."""
-    flags = dict(dataset_name=tiny_dialogs, label_names=",".join(ACTS), num_eval_prompts=100)
-    _, folder, rows = reward(model_name_or_path=tiny_lm(), **flags)
-    evaluation = evaluation_of(folder)
-    assert evaluation["labels"] == list(ACTS)
-    assert sum(map(sum, evaluation["confusion"])) == 100
-    assert rows[0]["loss"] > 1 and len(rows) == 38  # 301 answers in batches of 8
-    model, tokenizer = classifier(folder / "model")
-    script = scripts["ppo_dialog"]
-    args = small("ppo_dialog", reward_model_path=str(folder / "model"))
-    reward_parts, acts = script.load_reward_parts(args, torch.device("cpu"), None)
-    assert len(acts) == 4
-    turns, expected = [], []
-    for act, text in enumerate(SHORT, start=1):
-        turns.append(script.Turn({}, 1, [f"{text} "], "", act, [], []))
-        with torch.no_grad():
-            logits = model(**tokenizer(f"{text} I will.", return_tensors="pt")).logits[0]
-        expected.append(logits.softmax(-1)[act - 1])
-    parts = reward_parts(turns, ["I will."] * 4, [[]] * 4)
-    torch.testing.assert_close(parts["intent"], torch.stack(expected), atol=1e-5, rtol=1e-5)
-    _, _, metrics = dialog("ppo", reward_model_path=str(folder / "model"))
-    assert 0 < metrics[0]["intent"] < 1
 
 
 def test_a_long_dialog_keeps_its_answer(scripts, small, world, tmp_path):
@@ -218,3 +715,172 @@ def test_a_long_dialog_keeps_its_answer(scripts, small, world, tmp_path):
         [ids] = row.texts
         assert len(ids) == 16
         assert tokenizer.decode(ids).endswith(f" The answer {i}.")
+
+
+CHOSEN = [" yes, it is", " a fine day", " all is well"]
+REJECTED = [" no no no no", " who knows what", " bad"]
+
+
+@pytest.fixture
+def pairs(reward, tiny_lm, tiny_pairs):
+    """pairs(folder="run", **changes): a run on pairs. -> model, folder, rows of metrics"""
+    flags = dict(model_name_or_path=tiny_lm("gpt_neox"), dataset_name=tiny_pairs, max_length=200)
+    return lambda folder="run", **changes: reward(folder, **flags | changes)
+
+
+def score(folder, prompt, response):
+    """The score of one text, by transformers alone."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(prompt).input_ids + tokenizer(response).input_ids + [tokenizer.eos_token_id]
+    model.config.pad_token_id = None
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits.item()
+
+
+# ---- Learning ----------------------------------------------------------------------------------------------
+
+
+def test_pairs_with_a_common_beginning(pairs, tmp_path):
+    """As in HH, the two texts begin with the prompt. They are learned as if the prompt had its own column."""
+    joined, separate = [], []
+    for chosen, rejected in zip(CHOSEN, REJECTED):
+        joined.append(dict(chosen=f"Human: hi{chosen}", rejected=f"Human: hi{rejected}"))
+        separate.append(dict(prompt="Human: hi", chosen=chosen, rejected=rejected))
+    flags = dict(num_train_epochs=20.0, learning_rate=3e-3)
+    data = write_rows(tmp_path / "hh", train=joined * 4, test=joined)
+    _, folder, rows = pairs(dataset_name=data, **flags)
+    assert rows[-1]["accuracy"] == evaluation_of(folder)["accuracy"] == 1
+    assert evaluation_of(folder)["n"] == 3
+    data = write_rows(tmp_path / "split", train=separate * 4, test=separate)
+    _, _, others = pairs("split", dataset_name=data, **flags)
+    losses = [row["loss"] for row in rows]
+    assert [row["loss"] for row in others] == pytest.approx(losses, rel=1e-3, abs=1e-4)
+
+
+# ---- Token ids ---------------------------------------------------------------------------------------------
+
+
+def test_all_stages_tokenize_alike(scripts, tiny_lm, small):
+    """Tricks 7 and 9: three scripts read the same ids for a prompt and a finished completion."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    prompt, completion = "A post about a dog.\n\nTL;DR:", " My dog barks. What now?"
+    rows = [dict(prompt=prompt, completion=completion)]
+    [(trained, _)], _ = scripts["sft"].load_documents(rows, tokenizer, small("sft"))
+    [scored] = scripts["reward_model"].preference_ids(tokenizer, prompt, [completion], 100)
+    [post] = scripts["rloo_tldr"].load_posts(rows, tokenizer, small("rloo_tldr"))
+    completion_ids = tokenizer(completion).input_ids + [tokenizer.eos_token_id]
+    assert list(trained) == scored == post["ids"] + completion_ids
+
+
+def test_a_prompt_is_cut_once_per_row(script, tiny_lm):
+    """All texts of a row lose as many tokens of the prompt as the longest must. BOS and EOS stay."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    prompt, responses = "one two three four five six", [" seven", " eight nine ten", " a"]
+    whole = script.preference_ids(tokenizer, prompt, responses, 100)
+    longest = max(map(len, whole))
+    cut = script.preference_ids(tokenizer, prompt, responses, longest - 3)
+    assert cut == [ids[3:] for ids in whole]
+    assert script.preference_ids(tokenizer, prompt, responses, longest) == whole
+    bos = tokenizer.bos_token_id
+    assert script.preference_ids(tokenizer, EOS + prompt, responses, longest - 3) == [
+        [bos, *ids[4:]] for ids in whole
+    ]
+    # What is longer than max_length without its prompt loses more.
+    for ids, all_ids in zip(script.preference_ids(tokenizer, prompt, responses, 4), whole, strict=True):
+        assert len(ids) <= 4 and ids == all_ids[-len(ids) :]
+        assert ids[-1] == tokenizer.eos_token_id
+
+
+def test_pairs_that_are_equal_after_the_cut(pairs, script, tiny_lm, tmp_path, capsys):
+    """They leave, and the run says how many there are, and how many prompts were cut."""
+    rows = [
+        dict(prompt="Say.", chosen=" Yes" + " and so on" * 20, rejected=" No" + " and so on" * 20),
+        dict(prompt="Say.", chosen=" no", rejected=" no"),
+        dict(prompt="Say it" + " again" * 20, chosen=" a", rejected=" b"),
+        dict(prompt="Say.", responses=[" a", " b", " a"]),
+    ]
+    data = write_rows(tmp_path / "data", train=rows, test=rows[2:])
+    pairs(dataset_name=data, max_length=16, num_train_epochs=0.1)
+    lines = capsys.readouterr().out
+    assert "training: 2 of 4 rows, 1 cut to 16 tokens, 3 pairs of equal texts left out" in lines
+    assert "held out: 2 of 2 rows, 1 cut to 16 tokens, 1 pairs of equal texts left out" in lines
+
+
+# ---- Head and offset ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def build(script, tiny_lm):
+    """build(folder, labels=None) -> what build_classifier makes of a model, and whether its head is new"""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+
+    def run(folder, labels=None):
+        args = script.Args(model_name_or_path=str(folder), max_length=64)
+        return script.build_classifier(args, tokenizer, [], labels)
+
+    return run
+
+
+def test_a_head_of_another_size_is_replaced(build, tiny_lm, tmp_path):
+    """A decoder with 2 labels gets a new head for pairs, with the standard deviation of a new head."""
+    config = AutoConfig.from_pretrained(tiny_lm("llama"), num_labels=2)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    model, is_new = build(tmp_path)
+    assert is_new and model.score.weight.shape == (1, 32)
+    assert model.score.weight.std().item() == pytest.approx(33**-0.5, rel=0.4)
+    _, is_new = build(tmp_path, ["bad", "good"])
+    assert not is_new
+
+
+def test_standard_deviation_of_a_new_head(script, build, tiny_lm, tmp_path):
+    """1 / sqrt(d + 1) for a language model. A head that was saved is kept (trick 35)."""
+    config = AutoConfig.from_pretrained(
+        tiny_lm("gpt_neox"), hidden_size=512, num_hidden_layers=1, intermediate_size=64
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "lm")
+    load = partial(script.load_model, AutoModelForSequenceClassification)
+    with pytest.raises(script.UserError, match="missing from the checkpoint, such as score.weight"):
+        load(str(tmp_path / "lm"), num_labels=1)
+    model, is_new = build(tmp_path / "lm")
+    assert is_new and model.score.weight.std().item() == pytest.approx(513**-0.5, rel=0.15)
+    model.save_pretrained(tmp_path / "rm")
+    again, is_new = build(tmp_path / "rm")
+    assert not is_new and torch.equal(again.score.weight, model.score.weight)
+
+
+@pytest.mark.parametrize("task", ["SEQ_CLS", None])
+def test_a_run_can_start_from_an_adapter(build, tiny_lm, tmp_path, task):
+    """peft saves the head with a classifier's adapter (trick 35). Those that our scripts save have none."""
+    auto_class = AutoModelForSequenceClassification if task == "SEQ_CLS" else AutoModelForCausalLM
+    model = auto_class.from_pretrained(tiny_lm("llama"), **dict(num_labels=1) if task == "SEQ_CLS" else {})
+    config = peft.LoraConfig(task_type=task, r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model, config)
+    if task == "SEQ_CLS":
+        model.base_model.model.score.modules_to_save["default"].weight.data.fill_(0.5)
+    model.save_pretrained(tmp_path)
+    built, is_new = build(tmp_path)
+    assert is_new == (task is None) and (built.score.weight == 0.5).all() != is_new
+    merged = model.merge_and_unload().base_model.state_dict()
+    for name, x in built.base_model.state_dict().items():
+        torch.testing.assert_close(x, merged[name])
+
+
+@pytest.mark.parametrize("references", ["given", "chosen"])
+def test_references_have_the_mean_score_0(pairs, scripts, tiny_posts, tiny_pairs, references):
+    """Trick 24: after reloading. References are --center-dataset-name, or else the chosen responses."""
+    if references == "given":
+        data, column = tiny_posts, "completion"
+        _, folder, _ = pairs(center_dataset_name=data, max_length=256)
+    else:
+        data, column = tiny_pairs, "chosen"
+        _, folder, _ = pairs(max_length=256)  # nothing is cut
+    rows = rows_of(data, "train.jsonl")
+    script = scripts["rloo_tldr"]
+    score_all = script.load_reward_model(script.Args(), str(folder / "model"), torch.device("cpu"))
+    scores = score_all([row["prompt"] for row in rows], [row[column] for row in rows])
+    assert sum(scores) / len(scores) == pytest.approx(0, abs=1e-4)
+    offset = json.loads((folder / "model/config.json").read_text())["reward_offset"]
+    assert offset == pytest.approx(evaluation_of(folder)["reward_offset"]) and abs(offset) > 1e-3
+    alone = score(folder / "model", rows[0]["prompt"], rows[0][column])
+    assert scores[0] == pytest.approx(alone - offset, abs=1e-4)

@@ -1,21 +1,17 @@
 """Whole runs of rloo_tldr.py on tiny models: groups, rewards, ratios of responses, judges, TRL's commands."""
 
-import json
 import math
 import shlex
-import subprocess
 import time
-import urllib.request
 from dataclasses import replace
-from types import SimpleNamespace
 
 import openai
 import pytest
 import torch
 import transformers
 from run_tools import (
-    distance,
     eos_prone,
+    evaluation_of,
     flags_of,
     free_port,
     one_line,
@@ -23,21 +19,14 @@ from run_tools import (
     rows_of,
     same,
     spy,
-    start_process,
     weights,
     write_rows,
 )
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "rloo_tldr"
 CPU = torch.device("cpu")
-SGD = dict(optimizer="torch.optim.SGD", max_grad_norm=None)
-
-
-@pytest.fixture
-def script(scripts):
-    """rloo_tldr.py as a module."""
-    return scripts["rloo_tldr"]
 
 
 @pytest.fixture
@@ -46,66 +35,7 @@ def rollouts(script, monkeypatch):
     return spy(monkeypatch, script, "rollout_groups")
 
 
-def prompts_of(inputs):
-    """The prompts of a call of rollout_groups."""
-    return [post["prompt"] for post in inputs[5]["examples"]]
-
-
-def table_of(folder):
-    """evaluation.json of a run."""
-    return json.loads((folder / "evaluation.json").read_text())
-
-
-# ---- Learning rate 0 ---------------------------------------------------------------------------------------
-
-
-def test_learning_rate_0_changes_nothing(rloo, tiny_lm):
-    """Trick 10: the ratio of whole responses is 1, the KL is 0, and the weights stay bit-identical."""
-    _, folder, metrics = rloo(learning_rate=0.0)
-    assert len(metrics) == 2
-    for row in metrics:
-        assert abs(row["val/ratio"] - 1) < 1e-5
-        assert row["policy/approxkl_avg"] < 1e-10
-        assert row["policy/clipfrac_avg"] == 0
-        assert row["objective/kl"] == 0
-    assert same(weights(folder / "model"), weights(tiny_lm()))
-
-
-def test_other_splits_of_the_batch_sample_the_same_tokens(rloo, rollouts):
-    """Other micro-batches and rollout batches: the same responses in the same order, and a ratio of 1."""
-    seen = []
-    splits = [(8, 4, 1, 2), (3, 2, 2, 2), (1, 1, 8, 1)]
-    for i, (rollout_size, n, accumulation, minibatches) in enumerate(splits):
-        rollouts.clear()
-        _, _, metrics = rloo(
-            f"run{i}",
-            learning_rate=0.0,
-            local_rollout_forward_batch_size=rollout_size,
-            per_device_train_batch_size=n,
-            gradient_accumulation_steps=accumulation,
-            num_mini_batches=minibatches,
-        )
-        assert abs(metrics[0]["val/ratio"] - 1) < 1e-4
-        assert abs(metrics[0]["objective/kl"]) < 1e-4
-        seen.append([(prompts_of(inputs), responses) for inputs, (_, responses) in rollouts])
-    assert seen[0] == seen[1] == seen[2]
-
-
 # ---- Groups ------------------------------------------------------------------------------------------------
-
-
-def test_a_group_answers_one_prompt(rloo, rollouts):
-    """Trick 25: rows 4 r to 4 r + 3 are the responses to prompt r, and they differ."""
-    rloo(rloo_k=4)
-    inputs, (b, responses) = rollouts[1]
-    tokenizer, prompts = inputs[2], prompts_of(inputs)
-    T = b["logprobs"].shape[1]
-    prompt_ids, mask = b["ids"][:, :-T], b["mask"][:, :-T]
-    assert torch.equal(prompt_ids[::4].repeat_interleave(4, 0), prompt_ids)
-    texts = [tokenizer.decode(ids[m]) for ids, m in zip(prompt_ids, mask)]
-    assert texts == [prompt for prompt in prompts for _ in range(4)]
-    assert len(set(prompts)) == len(prompts) == 2
-    assert len(responses) == 8 and len(set(responses)) > 2
 
 
 def test_the_model_reads_each_prompt_once(script, tiny_lm, monkeypatch):
@@ -116,142 +46,6 @@ def test_the_model_reads_each_prompt_once(script, tiny_lm, monkeypatch):
     calls = spy(monkeypatch, script, "hidden_states")
     script.generate_groups(model, ids, mask, torch.rand(2, 3, 6), torch.tensor([], dtype=torch.long), 1.0)
     assert [tuple(args[1].shape) for args, _ in calls] == [(2, 5)] + [(6, 1)] * 5
-
-
-def test_groups_without_a_signal_are_counted(rloo, tmp_path):
-    """frac_reward_zero_std is the share of prompts whose responses have equal scores."""
-    equal = reward_file(tmp_path, "return [1.0] * len(prompts)", "equal")
-    _, _, rows = rloo("equal", reward_fn=equal)
-    assert rows[0]["frac_reward_zero_std"] == 1
-    one = reward_file(tmp_path, "return [float(i < 3) for i in range(len(prompts))]", "one")
-    _, _, rows = rloo("one", reward_fn=one)
-    # Of the four groups of neighbors, only that of rows 2 and 3 differs.
-    assert rows[0]["frac_reward_zero_std"] == 0.75
-
-
-# ---- Rewards -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        dict(),
-        dict(score_clip=0.01),
-        dict(whiten_rewards=True),
-        dict(kl_estimator="k3"),
-    ],
-    ids=["plain", "clip", "whiten", "KL in the loss"],
-)
-def test_rewards_by_hand(rloo, script, rollouts, monkeypatch, tiny_lm, tmp_path, flags):
-    """Score, clip, EOS penalty, KL, whitening, in this order (tricks 17 to 19)."""
-    advantages = spy(monkeypatch, script, "rloo_advantages")
-    lm = eos_prone(tiny_lm, tmp_path / "lm")
-    _, _, rows = rloo(
-        model_name_or_path=lm, temperature=1.0, kl_coef=0.3, learning_rate=1e-3, response_length=4, **flags
-    )
-    (rewards, k), _ = advantages[1]  # of the second update, in which the KL is not 0
-    b, _ = rollouts[2][1]
-    assert k == 2
-    assert 0 < b["stopped"].sum() < 8
-    expected = []
-    for i in range(8):
-        score = b["raw_scores"][i].item()
-        if "score_clip" in flags:
-            score = min(max(score, -0.01), 0.01)
-        if not b["stopped"][i]:
-            score -= 1.0
-        n = b["lengths"][i].item()
-        kl = sum((b["logprobs"] - b["ref_logprobs"])[i, :n].tolist())
-        assert kl != 0
-        if "kl_estimator" not in flags:
-            score -= 0.3 * kl
-        expected.append(score)
-    expected = torch.tensor(expected)
-    if "whiten_rewards" in flags:
-        expected = expected / expected.std(correction=0)
-    torch.testing.assert_close(rewards, expected, atol=1e-5, rtol=1e-4)
-    row = rows[1]
-    assert row["objective/non_score_reward"] == pytest.approx(-0.3 * row["objective/kl"])
-    rlhf_reward = row["objective/scores"] + row["objective/non_score_reward"]
-    assert row["objective/rlhf_reward"] == pytest.approx(rlhf_reward)
-
-
-def test_a_kl_in_the_loss_pulls_to_the_reference(rloo, script, monkeypatch):
-    """With equal advantages for all responses, a higher kl_coef leaves the policy closer to the reference."""
-    monkeypatch.setattr(script, "rloo_advantages", lambda rewards, k: torch.ones_like(rewards))
-    kl = []
-    for kl_coef in (0.0, 50.0):
-        _, _, rows = rloo(
-            f"run{kl_coef}",
-            kl_estimator="k2",
-            kl_coef=kl_coef,
-            per_device_train_batch_size=8,
-            num_mini_batches=1,
-            num_ppo_epochs=4,
-            total_episodes=32,
-            learning_rate=1e-4,
-            optimizer="torch.optim.SGD",
-            max_grad_norm=1.0,
-        )
-        kl.append(abs(rows[-1]["objective/kl"]))
-    assert kl[1] < kl[0]
-
-
-# ---- Loss and steps ----------------------------------------------------------------------------------------
-
-
-def test_the_gradient_does_not_depend_on_micro_batches(rloo, tiny_lm):
-    """Trick 28: one step of SGD on 8 responses: as 8, as 2 x 4 and as 8 x 1."""
-    trained = []
-    for n, accumulation in ((8, 1), (4, 2), (1, 8)):
-        _, folder, _ = rloo(
-            f"run{n}",
-            per_device_train_batch_size=n,
-            gradient_accumulation_steps=accumulation,
-            num_mini_batches=1,
-            num_ppo_epochs=1,
-            total_episodes=8,
-            kl_estimator="k3",
-            learning_rate=0.1,
-            **SGD,
-        )
-        trained.append(weights(folder / "model"))
-    assert distance(trained[0], trained[1]) < 2e-6
-    assert distance(trained[0], trained[2]) < 2e-6
-    assert distance(trained[0], weights(tiny_lm())) > 1e-3
-
-
-def test_number_of_steps(rloo, monkeypatch):
-    """Trick 27: num_mini_batches * num_ppo_epochs steps per update. Accumulation adds none.
-
-    The metric lr is that of these steps: 2 updates of warm-up, then the schedule.
-    """
-    used = []
-    step = torch.optim.SGD.step
-
-    def recorded(self, *rest):
-        used.append(self.param_groups[0]["lr"])
-        return step(self, *rest)
-
-    monkeypatch.setattr(torch.optim.SGD, "step", recorded)
-    _, _, rows = rloo(
-        total_episodes=40,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        num_ppo_epochs=3,
-        num_mini_batches=2,
-        learning_rate=1e-4,
-        lr_scheduler_type="cosine",
-        warmup_ratio=0.4,
-        optimizer="torch.optim.SGD",
-        response_length=1,
-        num_sample_generations=0,
-    )
-    expected = [0.5e-4, 1e-4, 1e-4, 0.75e-4, 0.25e-4]
-    assert [row["lr"] for row in rows] == pytest.approx(expected)
-    assert used == pytest.approx([x for x in expected for _ in range(6)])
-    assert [row["update"] for row in rows] == [1, 2, 3, 4, 5]
-    assert [row["episode"] for row in rows] == [8, 16, 24, 32, 40]
 
 
 # ---- The reward model --------------------------------------------------------------------------------------
@@ -283,20 +77,6 @@ def test_a_reward_model_with_another_tokenizer(rloo, tiny_classifier, tmp_path):
     _, _, rows = rloo(reward_model_path=str(folder))
     assert math.isfinite(rows[-1]["objective/scores"])
     assert rows[0]["env/reward_std"] > 0
-
-
-def test_responses_keep_their_first_space(rloo, rollouts, metaspace_lm):
-    """Trick 7: prompt + response is the text of all tokens, even if decoding drops the first space."""
-    rloo(model_name_or_path=metaspace_lm)
-    b, responses = rollouts[1][1]
-    tokenizer = AutoTokenizer.from_pretrained(metaspace_lm)
-    T = b["logprobs"].shape[1]
-    tokens = [row[m].tolist() for row, m in zip(b["ids"], b["mask"])]
-    prompt_tokens = [row[:-T][m[:-T]].tolist() for row, m in zip(b["ids"], b["mask"])]
-    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    prompts = tokenizer.batch_decode(prompt_tokens, skip_special_tokens=True)
-    assert [prompt + response for prompt, response in zip(prompts, responses, strict=True)] == texts
-    assert any(response.startswith(" ") for response in responses)
 
 
 def test_another_stop_token(rloo, rollouts, tiny_lm, tmp_path):
@@ -335,20 +115,6 @@ def test_another_stop_token(rloo, rollouts, tiny_lm, tmp_path):
 
 
 # ---- Models ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("arch", ["gpt_neo", "opt", "bloom", "qwen2"])
-def test_architectures(rloo, tiny_lm, tiny_preference_model, arch):
-    """As policy and as reward model: a ratio of 1, and a model that plain transformers loads."""
-    _, folder, rows = rloo(
-        model_name_or_path=tiny_lm(arch),
-        reward_model_path=tiny_preference_model(arch),
-        learning_rate=0.0,
-        total_episodes=8,
-    )
-    assert rows[0]["val/ratio"] == pytest.approx(1, abs=1e-5)
-    assert rows[0]["objective/kl"] == 0
-    AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
 def test_sft_model_path_is_the_policy(rloo, script, tiny_lm, tmp_path):
@@ -433,64 +199,30 @@ def test_commands_of_trls_page(
 # ---- Judges that compare scores ----------------------------------------------------------------------------
 
 
-def test_win_rate_by_a_function(rloo, tmp_path):
-    """1 if the summary scores higher than the reference, 0.5 for a tie, else 0; and the error of the mean."""
-    gold = tmp_path / "gold.py"  # it scores 8 responses of a rollout, or first 4 summaries, then 4 references
-    gold.write_text("""CALLS = []
-def score(prompts, completions, **columns):
-    if len(prompts) == 8:
-        return [3.0] * 8
-    CALLS.append(1)
-    return [1.0, 0.0, 0.0, 0.0] if len(CALLS) % 2 else [0.5, 0.0, 1.0, 1.0]
-""")
-    _, folder, rows = rloo(judge_fn=f"{gold}:score")
-    assert rows[0]["judge/scores"] == 3
-    table = table_of(folder)["before"]
-    assert table["win rate"] == pytest.approx((1 + 0.5 + 0 + 0) / 4)
-    assert table["ties"] == 0.25
-    variance = torch.tensor([1, 0.5, 0, 0]).var(correction=0).item()
-    assert table["+- (95 % interval)"] == pytest.approx(1.96 * math.sqrt(variance / 4))
-
-
 def test_a_named_judge_is_the_judge(rloo, script, tiny_preference_model, monkeypatch):
     """--judge-model comes before the gold score of recipe tiny: a chat model, or a reward model."""
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     tiny = script.parse_args(["--judge-model", "m", "--judge-url", "http://here/v1"])
     assert tiny.judge_fn
-    chat, name = script.load_judge(tiny, None, None, None, CPU)
+    chat, name = script.load_judge(tiny, None, None, CPU)
     assert (chat.func, name) == (script.ask_chat_model, "m at http://here/v1/")
-    _, name = script.load_judge(replace(tiny, judge_url=None), None, None, None, CPU)
+    _, name = script.load_judge(replace(tiny, judge_url=None), None, None, CPU)
     assert name == "m at https://api.openai.com/v1/"
     with pytest.raises(script.UserError, match="--judge-url needs --judge-model"):
-        script.load_judge(replace(tiny, judge_model=None), None, None, None, CPU)
+        script.load_judge(replace(tiny, judge_model=None), None, None, CPU)
 
     args = replace(tiny, judge_model=tiny_preference_model("llama"), judge_url=None)
     tokenizer = AutoTokenizer.from_pretrained(args.judge_model)
-    judge, name = script.load_judge(args, tokenizer, None, None, CPU)
+    judge, name = script.load_judge(args, tokenizer, None, CPU)
     assert name == args.judge_model
     posts = [dict(prompt="a post" * (i % 7), reference=" x", columns={}) for i in range(32)]
     assert judge(posts, [" x"] * 32).tolist() == [0.5] * 32  # equal texts, in batches that round differently
 
     _, folder, _ = rloo(judge_model=args.judge_model)
-    assert table_of(folder)["judge"] == args.judge_model
+    assert evaluation_of(folder)["judge"] == args.judge_model
     rows = rows_of(folder, "evaluation_samples.jsonl")
     ours, theirs = (scores_by_hand(args.judge_model, rows, name) for name in ("after", "reference"))
-    assert table_of(folder)["after"]["win rate"] == pytest.approx(win_rate_by_hand(ours, theirs))
-
-
-def test_only_posts_with_references_are_judged(rloo, tmp_path):
-    """If some rows have no reference, the evaluation is of the others, and n says how many."""
-    train = [dict(prompt=f"Old post {i}.\n\nTL;DR:", completion=f" Old {i}.") for i in range(14)]
-    test = []
-    for i in range(12):
-        completion = f" Summary {i}." if i % 3 == 1 else None
-        test.append(dict(prompt=f"Post {i}.\n\nTL;DR:", completion=completion))
-    data = write_rows(tmp_path / "data", train=train, test=test)
-    _, folder, _ = rloo(dataset_name=data, num_eval_prompts=10)
-    assert table_of(folder)["n"] == 4
-    rows = rows_of(folder, "evaluation_samples.jsonl")
-    expected = {(f"Post {i}.\n\nTL;DR:", f" Summary {i}.") for i in (1, 4, 7, 10)}
-    assert {(row["prompt"], row["reference"]) for row in rows} == expected
+    assert evaluation_of(folder)["after"]["win rate"] == pytest.approx(win_rate_by_hand(ours, theirs))
 
 
 def test_without_references(rloo, tmp_path):
@@ -500,7 +232,7 @@ def test_without_references(rloo, tmp_path):
     _, folder, _ = rloo(dataset_name=write_rows(tmp_path / "data", train=train, test=test))
     rows = rows_of(folder, "evaluation_samples.jsonl")
     assert all(row["prompt"].startswith("Post ") and row["reference"] == "" for row in rows)
-    table = table_of(folder)
+    table = evaluation_of(folder)
     assert "win rate" not in table["after"]
     assert "score mean" in table["after"] and table["n"] == 4
 
@@ -526,7 +258,7 @@ return [float(len(r)) for r in completions]"""
     assert (tmp_path / "run/model/model.safetensors").exists()
     [other] = reward_file(tmp_path, "return [0.0] * len(prompts)", "other")
     _, folder = script.train(script.parse_args(["--resume", args.output_dir, "--judge-fn", other]))
-    assert table_of(folder)["judge"] == other
+    assert evaluation_of(folder)["judge"] == other
 
 
 # ---- Chat models as judges ---------------------------------------------------------------------------------
@@ -534,7 +266,7 @@ return [float(len(r)) for r in completions]"""
 
 def ask(script, flags, posts, responses):
     """The verdicts of a chat model; None where there is none."""
-    judge, _ = script.load_judge(script.Args(**flags), None, None, None, CPU)
+    judge, _ = script.load_judge(script.Args(**flags), None, None, CPU)
     return [None if math.isnan(verdict) else verdict for verdict in judge(posts, responses).tolist()]
 
 
@@ -607,63 +339,6 @@ def test_a_chat_judge_tries_again(script, chat_with, monkeypatch):
 # ---- The verb judge ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def server(tiny_lm, tmp_path):
-    """transformers serve, with a model that always answers " A". -> its address, the name of the model"""
-    folder = tmp_path / "judge"
-    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(folder)
-    config = transformers.AutoConfig.from_pretrained(tiny_lm(), n_positions=1024)
-    model = AutoModelForCausalLM.from_config(config)
-    answer = tokenizer(" A").input_ids[-1]
-    model.generation_config.eos_token_id = answer  # the answer ends with it
-    model.transformer.ln_f.weight.data.zero_()
-    model.transformer.ln_f.bias.data = 10 * model.lm_head.weight[answer].detach()
-    model.save_pretrained(folder)
-
-    port = free_port()
-    words = ["transformers", "serve", folder, "--port", port, "--device", "cpu"]
-    process = start_process(words, folder, HF_HOME=str(folder))
-    try:
-        wait_for_server(process, f"http://localhost:{port}/health")
-        yield f"http://localhost:{port}/v1", str(folder)
-    finally:
-        process.terminate()
-        try:
-            process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def wait_for_server(process, url):
-    """Return when the server answers."""
-    for _ in range(240):
-        time.sleep(0.5)
-        assert process.poll() is None, process.communicate()
-        try:
-            urllib.request.urlopen(url, timeout=5)
-        except OSError:
-            continue
-        return
-    raise AssertionError("the server does not answer")
-
-
-def test_a_real_server_as_judge(script, small, server, capsys, monkeypatch):
-    """The verb judge asks a real server, and prints win rate, interval, n, judge and decoding."""
-    url, name = server
-    monkeypatch.setenv("OPENAI_API_KEY", "any")
-    args = small("rloo_tldr", judge_url=url, judge_model=name, num_eval_prompts=6)
-    script.judge_policy(args)
-    line = capsys.readouterr().out
-    # This judge prefers the first of two. So our summary wins if it comes first.
-    uniforms = torch.rand(6, generator=script.generator_for(args.seed, "order of the two"))
-    expected = (uniforms < 0.5).float().mean().item()
-    assert f"Model win rate: {expected:.2%} +- " in line
-    assert "0.0% without verdict), n = 6, judge " in line
-    assert name in line and "temperature 0.7" in line
-
-
 def test_the_verb_judge(script, capsys, monkeypatch, tiny_lm, tiny_posts, tmp_path):
     """The flags of TRL's judge_tldr.py, here with a judge whose win rate is known; or one that is gone."""
     [judge] = reward_file(tmp_path, "return [float(len(r)) for r in completions]")
@@ -675,7 +350,7 @@ def test_the_verb_judge(script, capsys, monkeypatch, tiny_lm, tiny_posts, tmp_pa
     line = out.splitlines()[-1]
     assert line.startswith(expected) and line.endswith(f", model {flags.split()[1]}, data {tiny_posts}")
     with pytest.raises(script.UserError, match="judge has no --resume"):
-        script.judge_policy(script.Args(resume="latest"))
+        script.judge_policy(script.Args(resume="RUN"))
 
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setenv("OPENAI_API_KEY", "any")
@@ -712,23 +387,21 @@ def with_stop_tokens(folder, target, *ids):
     return str(target)
 
 
-TWO_FUNCTIONS = """import json
+JUDGE_FUNCTION = """import json
 def length(prompts, completions, completion_ids, **columns):
     with open(__file__ + ".ids", "a") as file:
         file.write(json.dumps([completions, completion_ids]) + "\\n")
     return [float(len(text) % 4) for text in completions]
-def letters(completions, **columns):
-    return [float(len(set(text)) % 5) for text in completions]
 """
 
 
-@pytest.mark.parametrize("kind", ["reward model", "functions"])
+@pytest.mark.parametrize("kind", ["reward model", "function"])
 def test_the_verb_judge_takes_the_flags_of_training(
     rloo, script, small, bang_lm, tiny_preference_model, monkeypatch, capsys, tmp_path, kind
 ):
-    """Without a judge, the reward is the judge. Summaries are those of a run with the same flags.
+    """Summaries are those of a run with the same flags.
 
-    The flags are about precision, stop tokens and weights; the tokenizer puts BOS in front of each text.
+    The flags are about precision and stop tokens; the tokenizer puts BOS in front of each text.
     """
     lm = bang_lm(bos=True)
     tokenizer = AutoTokenizer.from_pretrained(lm)
@@ -737,18 +410,17 @@ def test_the_verb_judge_takes_the_flags_of_training(
         model_name_or_path=lm, num_eval_prompts=11, temperature=1.1, response_length=25, learning_rate=0.0
     )
     if kind == "reward model":
-        flags |= dict(reward_model_path=tiny_preference_model(), bf16=True)
+        flags |= dict(judge_model=tiny_preference_model(), bf16=True)
         flags["model_name_or_path"] = with_stop_tokens(lm, tmp_path / "lm", *range(200, 300))
     else:
-        (tmp_path / "two.py").write_text(TWO_FUNCTIONS)
-        names = [f"{tmp_path}/two.py:length", f"{tmp_path}/two.py:letters"]
-        flags |= dict(reward_fn=names, reward_weights=[-1.0, 2.0], stop_token=None, missing_eos_penalty=None)
+        (tmp_path / "one.py").write_text(JUDGE_FUNCTION)
+        flags |= dict(judge_fn=f"{tmp_path}/one.py:length", stop_token=None, missing_eos_penalty=None)
     _, folder, _ = rloo(**flags, total_episodes=8, num_sample_generations=0)
     b, _ = calls[0][1]
     rows = rows_of(folder, "evaluation_samples.jsonl")
 
     calls.clear()
-    (tmp_path / "two.py.ids").unlink(missing_ok=True)
+    (tmp_path / "one.py.ids").unlink(missing_ok=True)
     capsys.readouterr()
     args = small("rloo_tldr", **flags)
     result = script.judge_policy(args)
@@ -760,24 +432,19 @@ def test_the_verb_judge_takes_the_flags_of_training(
     assert first.tolist() == [tokenizer.bos_token_id] * 11
 
     if kind == "reward model":
-        ours, theirs = (
-            scores_by_hand(args.reward_model_path, rows, name) for name in ("before", "reference")
-        )
-        judge, tolerance = args.reward_model_path, 1 / 11  # in bf16, one close verdict may be another
+        ours, theirs = (scores_by_hand(args.judge_model, rows, name) for name in ("before", "reference"))
+        judge = args.judge_model
         last = {ids[mask][-1].item() for ids, mask in zip(judged["ids"], judged["mask"])}
         assert {tokenizer.eos_token_id} < last <= {tokenizer.eos_token_id, *range(200, 300)}
         script.judge_policy(replace(args, bf16=False))
         assert not torch.equal(calls[1][1][0]["sampling_logprobs"], judged["sampling_logprobs"])
     else:
-        ours, theirs = (
-            [2.0 * (len(set(row[name])) % 5) - len(row[name]) % 4 for row in rows]
-            for name in ("before", "reference")
-        )
-        judge, tolerance = ", ".join(names), 0
+        ours, theirs = ([len(row[name]) % 4 for row in rows] for name in ("before", "reference"))
+        judge = args.judge_fn
         assert not judged["stopped"].any()
-        for completions, ids in rows_of(tmp_path, "two.py.ids"):  # without BOS and EOS
+        for completions, ids in rows_of(tmp_path, "one.py.ids"):  # without BOS and EOS
             assert ids == tokenizer(completions, add_special_tokens=False).input_ids
-    assert result["win rate"] == pytest.approx(win_rate_by_hand(ours, theirs), abs=tolerance + 1e-6)
+    assert result["win rate"] == pytest.approx(win_rate_by_hand(ours, theirs), abs=1e-6)
     assert 0 < result["win rate"] < 1
     assert f"n = 11, judge {judge}, sampling, temperature 1.1, at most 25 tokens" in capsys.readouterr().out
 
@@ -795,32 +462,4 @@ def test_the_verb_judge_needs_references(script, small, capsys, tmp_path):
     assert "n = 4, judge " in capsys.readouterr().out
     words = ["judge", *flags_of(small("rloo_tldr", dataset_name=none, **flags))]
     line = one_line(script, words, capsys)
-    assert f"{none}: judge needs the column completion" in line
-
-
-def test_only_the_main_process_asks_the_judge(script, monkeypatch, capsys):
-    """The others are done before they load anything."""
-    monkeypatch.setattr(script, "start_accelerator", lambda args: SimpleNamespace(is_main_process=False))
-    assert script.judge_policy(script.Args(model_name_or_path="/no/such/model")) is None
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("verb", ["train", "judge"])
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_a_prompt_that_fills_the_context(script, small, capsys, tmp_path, split, verb):
-    """The longest prompt of both splits counts; for the verb judge only the held-out ones."""
-    posts = [dict(prompt=f"Post {i}.\n\nTL;DR:", completion=" Yes.") for i in range(12)]
-    rows = dict(train=posts, test=posts)
-    rows[split] = [*posts, dict(prompt="a b c d " * 62, completion=" No.")]
-    data = write_rows(tmp_path / "data", **rows)
-    judge = reward_file(tmp_path, "return [0.0] * len(prompts)")[0]
-    args = small("rloo_tldr", dataset_name=data, max_prompt_length=999, response_length=9, judge_fn=judge)
-    args = replace(args, num_eval_prompts=13)
-    if verb == "judge" and split == "train":
-        script.main(["judge", *flags_of(args)])
-        assert "win rate: 50.00%" in capsys.readouterr().out
-    else:
-        words = [] if verb == "train" else ["judge"]
-        line = one_line(script, [*words, *flags_of(args)], capsys)
-        assert "reads fewer tokens than the 258 of prompt and response together" in line
-        assert not (tmp_path / "run").exists()
+    assert "judge needs --judge-model or --judge-fn, and a column completion" in line

@@ -1,17 +1,334 @@
-"""Runs of sft.py on tiny models: what each option does to losses, weights and files."""
+"""sft.py: every number of a run computed again by transformers, one text at a time; documents, options."""
 
 import json
 import math
+from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import EOS
-from run_tools import BY_HEART, distance, rows_of, same, weights, write_rows
+from conftest import EOS, byte_level_tokenizer, ids_of
+from run_tools import (
+    adamw_step,
+    assert_weights_of,
+    distance,
+    evaluation_of,
+    linear,
+    number_in,
+    posts_of,
+    rows_of,
+    same,
+    spy,
+    texts_of,
+    three_splits,
+    weights,
+    write_rows,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+close = dict(rel=1e-3, abs=2e-5)
+
+
+def language_model(folder):
+    """A folder's model and tokenizer, loaded by transformers."""
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+# ---- Rows, tables and files --------------------------------------------------------------------------------
+
+
+def document_of(tokenizer, row, max_length):
+    """The ids of a row with prompt and completion, and how many of them are not learned."""
+    prompt = tokenizer(row["prompt"]).input_ids
+    ids = prompt + tokenizer(row["completion"]).input_ids + [tokenizer.eos_token_id]
+    return ids[:max_length], len(prompt)
+
+
+def sums_of(model, documents):
+    """Sum of losses, number of right predictions, number of labels. documents: (ids, unlabeled tokens)"""
+    loss, right, count = 0, 0, 0
+    for ids, unlabeled in documents:
+        logits = model(torch.tensor([ids])).logits[0, unlabeled - 1 : -1]
+        labels = torch.tensor(ids[unlabeled:])
+        loss = loss + F.cross_entropy(logits, labels, reduction="sum")
+        right += (logits.argmax(-1) == labels).sum().item()
+        count += len(labels)
+    return loss, right, count
+
+
+def means_of(model, documents):
+    """The three numbers of a table of sft.py."""
+    with torch.no_grad():
+        loss, right, count = sums_of(model, documents)
+    loss = loss.item() / count
+    return dict(loss=loss, mean_token_accuracy=right / count, perplexity=math.exp(loss))
+
+
+def filled_rows(documents, max_length):
+    """How many rows these documents fill, if each one goes into the fullest row that has room for it."""
+    rooms = []
+    for length in sorted((len(ids) for ids, _ in documents), reverse=True):
+        room = min((room for room in rooms if room >= length), default=None)
+        if room is not None:
+            rooms.remove(room)
+        rooms.append((room or max_length) - length)
+    return len(rooms)
+
+
+def collated(calls, split, tokenizer):
+    """The numbers of the data rows in calls of collate_rows, for each of their rows a list."""
+    numbers = []
+    for (rows, _), _ in calls:
+        numbers += [[number_in(tokenizer.decode(ids), split) for ids, _ in row] for row in rows]
+    return numbers
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_number_of_sft(sft, scripts, tiny_lm, tmp_path, monkeypatch, capsys, packing):
+    """Metrics of each update, the table before and after, the samples, and the weights in model/."""
+    data, train, test = three_splits(tmp_path / "data", posts_of, 11)
+    model, tokenizer = language_model(tiny_lm())
+    all_train = [document_of(tokenizer, row, 96) for row in train[:11]]
+    all_test = [document_of(tokenizer, row, 96) for row in test]
+    assert len(all_train[4][0]) == 96 and all_train[4][0][-1] != tokenizer.eos_token_id
+    num_rows = filled_rows(all_train, 96) if packing else 11
+    assert num_rows < 8 or not packing
+    calls = spy(monkeypatch, scripts["sft"], "collate_rows")
+    _, folder, metrics = sft(
+        dataset_name=data,
+        packing=packing,
+        max_length=96,
+        num_train_rows=11,
+        num_eval_prompts=7,
+        num_samples=2,
+        num_train_epochs=12.4 / num_rows,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=2e-2,
+        lr_scheduler_type="linear",
+        warmup_ratio=0.4,
+        adam_eps=1e-3,
+        max_grad_norm=0.5,
+    )
+
+    # Evaluation: the same seven test rows before and after, in passes of two packed rows.
+    updates = 3
+    half = (len(calls) - 2 * updates) // 2
+    assert half > 1 and all(len(result["ids"]) <= 2 for _, result in calls)
+    before, in_training, after = calls[:half], calls[half:-half], calls[-half:]
+    held_out = sum(collated(before, "test", tokenizer), [])
+    assert held_out == sum(collated(after, "test", tokenizer), [])
+    assert len(set(held_out)) == len(held_out) == 7
+    documents = [all_test[i] for i in held_out]
+    evaluation = evaluation_of(folder)
+    assert evaluation["before"] == pytest.approx(means_of(model, documents), **close)
+    assert evaluation["n"] == 7
+
+    # Updates: each packed row once in an epoch, and the mean over all labels of the batch.
+    assert len(metrics) == updates and len(in_training) == 2 * updates
+    batches = collated(in_training, "train", tokenizer)
+    assert len(batches) == 4 * updates
+    seen = Counter(sum(batches[:num_rows], []))
+    assert seen == Counter(range(11))
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3)
+    for update, row in enumerate(metrics, start=1):
+        numbers = sum(batches[4 * update - 4 : 4 * update], [])
+        loss, right, count = sums_of(model, [all_train[i] for i in numbers])
+        rate = linear(2e-2, update, updates, warmup=2)
+        expected = dict(
+            update=update,
+            epoch=4 * update / num_rows,
+            lr=rate,
+            loss=loss.item() / count,
+            mean_token_accuracy=right / count,
+            perplexity=math.exp(loss.item() / count),
+            grad_norm=adamw_step(model, optimizer, loss / count, rate, max_norm=0.5),
+        )
+        assert expected["grad_norm"] > 0.5
+        assert {name: row[name] for name in expected} == pytest.approx(expected, **close)
+        assert row["perf/tokens_per_second"] * row["perf/seconds"] == pytest.approx(count)
+    assert_weights_of(folder, model)
+
+    # Afterwards: the table, and the samples of the first of the same rows.
+    assert evaluation["after"] == pytest.approx(means_of(model, documents), **close)
+    assert abs(evaluation["after"]["loss"] - evaluation["before"]["loss"]) > 0.01
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "7 held-out documents" in lines
+    for name in ("loss", "mean_token_accuracy", "perplexity"):
+        cells = [f"{evaluation[part][name]:.3f}" for part in ("before", "after")]
+        assert any([word for word in line.split() if word != "│"] == [name, *cells] for line in lines), name
+    samples = rows_of(folder, "samples.jsonl")
+    prompts = [row["prompt"] for row in samples]
+    assert prompts == [test[i]["prompt"] for i in held_out[:2]] or packing  # which orders by length
+    assert set(prompts) <= {test[i]["prompt"] for i in held_out}
+    assert [row["update"] for row in samples] == [updates] * 2
+
+
+def test_held_out_documents_are_drawn_at_random(sft, scripts, tiny_lm, tmp_path, monkeypatch):
+    """Another seed draws others, and another order of the training rows. Validation rows are not used."""
+    data, _, _ = three_splits(tmp_path / "data", texts_of, 8)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    held_out, orders = [], []
+    for seed in (1, 2, 3):
+        with monkeypatch.context() as patch:
+            calls = spy(patch, scripts["sft"], "collate_rows")
+            sft(
+                f"run{seed}",
+                dataset_name=data,
+                seed=seed,
+                packing=False,
+                num_train_rows=8,
+                num_train_epochs=2.0,
+                num_samples=0,
+            )
+        held_out.append(tuple(sum(collated(calls[:1], "test", tokenizer), [])))
+        order = sum(collated(calls[1:5], "train", tokenizer), [])
+        assert sorted(order[:8]) == sorted(order[8:]) == list(range(8))
+        assert order[:8] != order[8:]  # another order in each epoch
+        orders.append(tuple(order))
+    assert len({frozenset(numbers) for numbers in held_out} | {frozenset(range(4))}) >= 3
+    assert all(sorted(numbers) != [0, 1, 2, 3] for numbers in held_out)
+    assert len(set(orders)) == len(set(held_out)) == 3
+
+
+def test_samples_are_drawn_from_all_tokens(scripts, tiny_lm):
+    """Not only the 50 likeliest (transformers' default). 40 tokens, or a stop token."""
+    model, tokenizer = language_model(tiny_lm())
+    model.lm_head.weight.data *= 0.3  # flatter
+    stops = [tokenizer.eos_token_id, *range(100, 130)]
+    model.generation_config.eos_token_id = stops
+    ids = tokenizer("The film was").input_ids
+    drawn = []
+    multinomial = torch.multinomial
+
+    def recorded(probs, count):
+        token = multinomial(probs, count)
+        drawn[-1].append((token.item(), (probs > probs[token]).sum().item()))  # token, rank
+        return token
+
+    torch.manual_seed(0)
+    ranks, lengths = [], []
+    for _ in range(6):
+        drawn.append([])
+        torch.multinomial = recorded
+        try:
+            [row] = scripts["sft"].write_samples(model, tokenizer, [(ids + [7], [-100] * len(ids) + [7])])
+        finally:
+            torch.multinomial = multinomial
+        tokens = [token for token, _ in drawn[-1]]
+        assert row == dict(prompt="The film was", completion=tokenizer.decode(tokens))
+        assert not set(tokens[:-1]) & set(stops)
+        assert len(tokens) == 40 or tokens[-1] in stops
+        lengths.append(len(tokens))
+        ranks += [rank for _, rank in drawn[-1]]
+    assert len(set(lengths)) > 1
+    assert 0.1 < sum(rank >= 50 for rank in ranks) / len(ranks) < 0.99
+
+
+def test_dropout_is_on_in_training_only(sft, tmp_path):
+    """Random weights keep the dropout of their config. Both evaluations, and model/, have none."""
+    data, train, test = three_splits(tmp_path / "data", posts_of)
+    shape = f"{TINY_GPT2} resid_pdrop=0.5 embd_pdrop=0.5"
+    flags = dict(dataset_name=data, num_eval_prompts=9, learning_rate=0.0, num_samples=0)
+    _, folder, [metrics] = sft(
+        from_config=shape, **flags, num_train_rows=4, packing=False, num_train_epochs=1.0
+    )
+    model, tokenizer = language_model(folder / "model")
+    means = means_of(model, [document_of(tokenizer, row, 128) for row in test])
+    evaluation = evaluation_of(folder)
+    assert evaluation["before"] == evaluation["after"] == pytest.approx(means, **close)
+    without = means_of(model, [document_of(tokenizer, row, 128) for row in train[:4]])
+    assert abs(metrics["loss"] - without["loss"]) > 1e-4
+
+
+def test_lora_is_merged_as_it_was_trained(sft, tiny_lm):
+    """model/ is W + lora_alpha / lora_r * B A, with A and B of the last checkpoint."""
+    _, folder, _ = sft(lora_r=2, lora_alpha=6, packing=False, num_train_rows=8)
+    [checkpoint] = (folder / "checkpoints").iterdir()
+    trained = load_file(checkpoint / "trained.safetensors")
+    before, after = weights(tiny_lm()), weights(folder / "model")
+    names = [name for name in before if "c_attn.weight" in name]
+    for name in names:
+        [A] = [x for key, x in trained.items() if name.removesuffix("weight") + "lora_A" in key]
+        [B] = [x for key, x in trained.items() if name.removesuffix("weight") + "lora_B" in key]
+        assert B.abs().max() > 1e-3
+        torch.testing.assert_close(after[name], before[name] + 3 * (B @ A).T)  # GPT-2 has W transposed
+    assert len(names) == 2
+
+
+# ---- Documents ---------------------------------------------------------------------------------------------
+
+
+def documents_of(scripts, tokenizer, *examples, **flags):
+    """sft.load_documents of these rows of a data set, without the text."""
+    script = scripts["sft"]
+    documents, _ = script.load_documents(examples, tokenizer, script.Args(**flags))
+    return [(list(ids), list(labels)) for ids, labels in documents]
+
+
+def pairs_of(prompts, completions):
+    """Rows with the columns prompt and completion."""
+    return [dict(prompt=prompt, completion=completion) for prompt, completion in zip(prompts, completions)]
+
+
+def test_damaged_rows_are_skipped(scripts):
+    """Each completion stays with its prompt. Rows without a text, a prompt or a completion are skipped."""
+    tokenizer = byte_level_tokenizer()
+    prompts = ["one", None, "two", "", "three", "four"]
+    completions = [" a", " b", None, " c", "", " d"]
+    documents = documents_of(scripts, tokenizer, *pairs_of(prompts, completions))
+    assert [tokenizer.decode(ids) for ids, _ in documents] == [f"one a{EOS}", f"four d{EOS}"]
+    learned = [tokenizer.decode([label for label in labels if label != -100]) for _, labels in documents]
+    assert learned == [f" a{EOS}", f" d{EOS}"]
+    texts = [dict(text=text) for text in ("one", None, "", "two", "three")]
+    documents = documents_of(scripts, tokenizer, *texts, {})
+    assert [tokenizer.decode(ids) for ids, _ in documents] == [text + EOS for text in ("one", "two", "three")]
+
+
+def test_the_column_text_comes_first(scripts):
+    """A data set that has text, and prompt and completion too, is one of texts."""
+    tokenizer = byte_level_tokenizer()
+    [(ids, labels)] = documents_of(scripts, tokenizer, dict(prompt="one", completion=" two", text="three"))
+    assert tokenizer.decode(ids) == f"three{EOS}" and labels == [-100, *ids[1:]]
+
+
+# ---- Models from a config ----------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_that_would_be_replaced_is_refused(scripts):
+    """transformers loads a Qwen2 model with its own way to split texts."""
+    tokenizer = byte_level_tokenizer(["1234567 sun"] * 9)  # 1234567 is one token; Qwen2 splits it into digits
+    script = scripts["sft"]
+    with pytest.raises(script.UserError, match="with a qwen2 model, transformers would load"):
+        sizes = "hidden_size=8 num_hidden_layers=1 num_attention_heads=1 num_key_value_heads=1"
+        script.model_from_config(f"qwen2 {sizes}", tokenizer)
+    script.model_from_config(TINY_GPT2, tokenizer)
+
+
+def test_a_name_that_a_config_does_not_have_is_refused(scripts):
+    """transformers would ignore it: n_layers=1 would make a GPT-2 of twelve layers."""
+    script = scripts["sft"]
+    with pytest.raises(script.UserError, match="a config of type gpt2 has no n_layers"):
+        script.model_from_config("gpt2 n_embd=8 n_layers=1", byte_level_tokenizer())
+
+
+def test_random_weights_follow_the_seed(sft):
+    """And the config has the ids of the tokenizer's special tokens."""
+    folders = []
+    for name, seed in (("one", 1), ("again", 1), ("other", 2)):
+        flags = dict(from_config=TINY_GPT2, seed=seed, learning_rate=0.0, num_train_epochs=0.1)
+        _, folder, _ = sft(name, **flags)
+        folders.append(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    config = json.loads((folders[0] / "config.json").read_text())
+    assert {name: config[name] for name in ids_of(tokenizer)} == ids_of(tokenizer)
+    one, again, other = (weights(folder) for folder in folders)
+    name = "transformer.h.0.attn.c_attn.weight"
+    assert same(one, again) and not torch.equal(one[name], other[name])
+
+
 SHORT = [
     "The film was warm and clever from the first scene to the last, and I would see it again.",
     "A dull story, badly told: I left after an hour and nobody in the room was sad to go.",
@@ -35,73 +352,7 @@ SGD = dict(optimizer="torch.optim.SGD", max_grad_norm=None, lr_scheduler_type="c
 both_ends = pytest.mark.parametrize("end", ["eos", " <EOU>"])
 
 
-def evaluation_of(folder):
-    """evaluation.json of a run."""
-    return json.loads((folder / "evaluation.json").read_text())
-
-
-def language_model(folder):
-    """A folder's model and tokenizer, loaded by transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
-
-
 # ---- Losses and labels -------------------------------------------------------------------------------------
-
-
-def mean_loss(model, documents):
-    """The mean loss of documents, one at a time, by transformers. documents: (ids, unlabeled tokens) each"""
-    losses = []
-    for ids, unlabeled in documents:
-        start = max(1, unlabeled)  # the first token is never predicted
-        with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0]
-        losses.append(F.cross_entropy(logits[start - 1 : -1], torch.tensor(ids[start:]), reduction="none"))
-    return torch.cat(losses).mean().item()
-
-
-def test_loss_of_texts(sft, tiny_lm, tmp_path):
-    """On every token but the first, and on EOS. A text that is cut has no EOS."""
-    texts = [SHORT[0], SHORT[1] * 9]
-    data = write_rows(tmp_path / "data", train=SHORT_ROWS, test=[dict(text=text) for text in texts])
-    _, folder, _ = sft(dataset_name=data, max_length=64)
-    model, tokenizer = language_model(tiny_lm())
-    eos = tokenizer.eos_token_id
-    documents = [((tokenizer(text).input_ids + [eos])[:64], 0) for text in texts]
-    assert evaluation_of(folder)["before"]["loss"] == pytest.approx(mean_loss(model, documents), rel=1e-4)
-
-
-def test_loss_of_completions(sft, tiny_lm, tmp_path):
-    """With prompt and completion, on the completion and its EOS only."""
-    rows = [dict(prompt=text[:20], completion=text[20:]) for text in SHORT]
-    data = write_rows(tmp_path / "data", train=rows[2:], test=rows[:2])
-    _, folder, _ = sft(dataset_name=data)
-    model, tokenizer = language_model(tiny_lm())
-    documents = []
-    for row in rows[:2]:
-        prompt, completion = tokenizer(row["prompt"]).input_ids, tokenizer(row["completion"]).input_ids
-        documents.append((prompt + completion + [tokenizer.eos_token_id], len(prompt)))
-    assert evaluation_of(folder)["before"]["loss"] == pytest.approx(mean_loss(model, documents), rel=1e-4)
-
-
-@both_ends
-def test_loss_of_dialogs(sft, tiny_lm, tmp_path, end):
-    """On every token but the first, end marks and EOS included."""
-    data = write_rows(tmp_path / "data", train=DIALOGS[4:], test=DIALOGS[:4])
-    _, folder, _ = sft(dataset_name=data, utterance_end=end)
-    model, tokenizer = language_model(tiny_lm())
-    eos = [tokenizer.eos_token_id]
-    documents = []
-    for texts in (["Who are you?", "I am Leo.", "Then come in."], ["Is it?", "It is."]):
-        ids = []
-        for text in texts:
-            ids += (
-                tokenizer(f" {text}").input_ids + eos
-                if end == "eos"
-                else tokenizer(f" {text}{end}").input_ids
-            )
-        documents.append((ids if end == "eos" else ids + eos, 0))
-    assert evaluation_of(folder)["before"]["loss"] == pytest.approx(mean_loss(model, documents), rel=1e-4)
 
 
 @both_ends
@@ -177,57 +428,7 @@ def test_eos_is_learned(sft, tiny_lm, tmp_path, pad):
     assert len(by_heart) >= 3
 
 
-@both_ends
-def test_the_end_of_an_utterance_is_learned(sft, talker, end):
-    """Learned by heart: EOS after each utterance; or a mark after each, and EOS after the last."""
-    folder = talker.model
-    if end == "eos":
-        flags = dict(num_train_epochs=80.0, packing=False, per_device_train_batch_size=5, num_samples=0)
-        _, run_folder, _ = sft(dataset_name=talker.data, utterance_end="eos", **flags)
-        folder = run_folder / "model"
-    model, tokenizer = language_model(folder)
-    eos = [tokenizer.eos_token_id]
-    for texts, _ in BY_HEART:
-        if end == "eos":
-            utterances = [tokenizer(f" {text}").input_ids + eos for text in texts]
-        else:
-            utterances = [tokenizer(f" {text}{end}").input_ids for text in texts]
-            utterances[-1] += eos
-        ids = sum(utterances, [])
-        with torch.no_grad():
-            predicted = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
-        start = len(utterances[0]) - 1  # the end of the first utterance
-        assert predicted[start - 1 : -1] == ids[start:]
-
-
-@pytest.mark.parametrize("arch", ["gpt_neo", "gpt_neox", "opt", "bloom", "llama", "qwen2"])
-def test_architectures(sft, tiny_lm, arch):
-    """Each architecture learns, with packing if it can pack, and model/ is what was trained."""
-    flags = dict(packing=arch not in ("bloom", "opt"), learning_rate=5e-3)
-    model, folder, _ = sft(model_name_or_path=tiny_lm(arch), **flags)
-    evaluation = evaluation_of(folder)
-    assert evaluation["after"]["loss"] < evaluation["before"]["loss"]
-    saved, _ = language_model(folder / "model")
-    ids = torch.arange(18).view(2, 9)
-    with torch.no_grad():
-        torch.testing.assert_close(saved(ids).logits, model.eval()(ids).logits)
-
-
 # ---- Options -----------------------------------------------------------------------------------------------
-
-
-def test_from_config(sft, tiny_lm):
-    """Random weights for the tokenizer of model_name_or_path. The loss falls, on held-out texts too."""
-    model, folder, rows = sft(from_config=TINY_GPT2, num_train_rows=None, num_train_epochs=4.0)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(tiny_lm()).get_vocab()
-    assert len(tokenizer) == model.config.vocab_size
-    assert (model.config.n_embd, model.config.n_layer) == (32, 2)
-    assert rows[0]["loss"] == pytest.approx(math.log(len(tokenizer)), abs=0.3)
-    assert rows[0]["perplexity"] == pytest.approx(math.exp(rows[0]["loss"]))
-    assert rows[-1]["loss"] < rows[0]["loss"] - 1
-    evaluation = evaluation_of(folder)
-    assert evaluation["after"]["loss"] < evaluation["before"]["loss"] - 1
 
 
 def test_from_config_of_a_model_that_lists_its_layers(sft):
@@ -263,18 +464,6 @@ def test_samples_fit_the_context(scripts, tiny_lm):
     model.register_forward_hook(lambda module, inputs, outputs: calls.append(inputs[0].shape[1]))
     scripts["sft"].write_samples(model, tokenizer, [(ids, [-100] * (context - 2) + ids[-2:])])
     assert calls == [context - 2, context - 1]
-
-
-def test_sft_lora(sft, tiny_lm):
-    """Only the layers with an adapter differ in model/, which plain transformers loads."""
-    _, folder, _ = sft(lora_r=4)
-    before, after = weights(tiny_lm()), weights(folder / "model")
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if "c_attn.weight" in name}
-    [checkpoint] = (folder / "checkpoints").iterdir()
-    trained = load_file(checkpoint / "trained.safetensors")
-    assert trained and all("lora_" in name for name in trained)
-    language_model(folder / "model")
 
 
 def test_dropout_is_seeded_in_every_update(sft):

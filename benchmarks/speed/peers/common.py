@@ -106,6 +106,21 @@ class Clock:
         self.start()
 
 
+def batches(clock, steps=1):
+    """A callback for a trainer: a batch ends after so many optimizer steps."""
+    from transformers import TrainerCallback
+
+    class Batches(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            clock.start()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step % steps == 0:
+                clock.end_batch()
+
+    return Batches()
+
+
 def report(clock, *packages, **extra):
     """The line of JSON that compare.py reads."""
     versions = {package.__name__: package.__version__ for package in (torch, *packages)}

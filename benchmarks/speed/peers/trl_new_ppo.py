@@ -12,13 +12,12 @@ import torch
 import transformers
 import trl
 import trl.experimental.ppo.ppo_trainer as module
-from common import Clock, parse, read_prompts, report, response_tokens
+from common import Clock, batches, parse, read_prompts, report, response_tokens
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    TrainerCallback,
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
@@ -51,16 +50,8 @@ def counted(*inputs):
 module.batch_generation, module.forward = counted, clock.until_training(module.forward)
 
 
-class Batches(TrainerCallback):
-    def on_train_begin(self, *args, **kwargs):
-        clock.start()
-
-    def on_step_end(self, *args, **kwargs):
-        clock.end_batch()
-
-
 rows = Dataset.from_dict({"input_ids": tokenizer(read_prompts(args.prompts)).input_ids})
 trainer = PPOTrainer(args=config, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=reward_model,
-                     train_dataset=rows, value_model=critic, eval_dataset=rows.select(range(8)), callbacks=[Batches()])  # fmt: skip
+                     train_dataset=rows, value_model=critic, eval_dataset=rows.select(range(8)), callbacks=[batches(clock)])  # fmt: skip
 trainer.train()
 report(clock, trl, transformers)

@@ -7,13 +7,12 @@ the older trainer.
 import torch
 import transformers
 import trl
-from common import Clock, parse, read_prompts, report
+from common import Clock, batches, parse, read_prompts, report
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    TrainerCallback,
 )
 from trl import RLOOConfig, RLOOTrainer
 
@@ -48,15 +47,6 @@ trainer._generate = counted
 trainer._generate_and_score_completions = clock.timed("rollout", trainer._generate_and_score_completions)
 
 
-class Batches(TrainerCallback):
-    def on_train_begin(self, *args, **kwargs):
-        clock.start()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step % steps_a_batch == 0:
-            clock.end_batch()
-
-
-trainer.add_callback(Batches())
+trainer.add_callback(batches(clock, steps_a_batch))
 trainer.train()
 report(clock, trl, transformers)

@@ -7,9 +7,9 @@
 import torch
 import transformers
 import trl
-from common import Clock, parse, report
+from common import Clock, batches, parse, report
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 args = parse(rows="", max_length=512, accumulation=1, packing="bfd")
@@ -38,14 +38,6 @@ def counted(model, inputs, *rest):
 trainer.training_step = counted
 
 
-class Batches(TrainerCallback):
-    def on_train_begin(self, *args, **kwargs):
-        clock.start()
-
-    def on_step_end(self, *args, **kwargs):
-        clock.end_batch()
-
-
-trainer.add_callback(Batches())
+trainer.add_callback(batches(clock))
 trainer.train()
 report(clock, trl, transformers)

@@ -3,13 +3,12 @@
 import transformers
 import trl
 import trl.trainer.ppov2_trainer as module
-from common import Clock, parse, read_prompts, report, response_tokens
+from common import Clock, batches, parse, read_prompts, report, response_tokens
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    TrainerCallback,
 )
 from trl import PPOv2Config, PPOv2Trainer
 
@@ -43,16 +42,8 @@ def counted(*inputs):
 module.batch_generation, module.forward = counted, clock.until_training(module.forward)
 
 
-class Batches(TrainerCallback):
-    def on_train_begin(self, *args, **kwargs):
-        clock.start()
-
-    def on_step_end(self, *args, **kwargs):
-        clock.end_batch()
-
-
 rows = Dataset.from_dict({"input_ids": tokenizer(read_prompts(args.prompts)).input_ids})
 trainer = PPOv2Trainer(config=config, tokenizer=tokenizer, policy=policy, ref_policy=reference, reward_model=reward_model,
-                       train_dataset=rows, value_model=critic, callbacks=[Batches()])  # fmt: skip
+                       train_dataset=rows, value_model=critic, callbacks=[batches(clock)])  # fmt: skip
 trainer.train()
 report(clock, trl, transformers)
