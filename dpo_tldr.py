@@ -201,13 +201,16 @@ RECIPES = {
 # ---- Training ----------------------------------------------------------------------------------------------
 #
 # Shapes: B pairs per update, n in a micro-batch, N in the whole data set. C positions of the prompt, T of the
-# response, V tokens in the vocabulary, H hidden units. The two responses to a prompt are neighbors, the
-# chosen one first. A row is a left-padded prompt and a right-padded response, here with C = 4 and T = 5:
+# response, V tokens in the vocabulary, H hidden units. A micro-batch has 2n rows, because the two responses
+# to a prompt are neighbors, the chosen one first. A row is a left-padded prompt and a right-padded response,
+# here with C = 4 and T = 5:
 #
 #     pad    pad    TL;    DR:   | My     cat    EOS    pad    pad       chosen
 #     pad    pad    TL;    DR:   | A      pet    is     ill    EOS       rejected
 #
 # The hidden state of each token predicts the next one: "DR:" predicts "My" and "A".
+#
+# Outside of train, B and T are the sizes of what a function gets; B counts rows there.
 
 
 def train(args):
@@ -224,8 +227,8 @@ def train(args):
     tokenizer = load_tokenizer(args.model_name_or_path)
     train_rows, held_out_rows = load_splits(args.dataset_name)
     train_pairs, train_counts = load_pairs(train_rows, tokenizer, args)
+    held_out_rows = choose_rows(held_out_rows, args.num_eval_pairs, args.seed)
     held_out_pairs, held_out_counts = load_pairs(held_out_rows, tokenizer, args)
-    held_out_pairs = choose_rows(held_out_pairs, args.num_eval_pairs, args.seed)
     posts = choose_rows(load_eval_posts(held_out_pairs, tokenizer, args), args.num_eval_prompts, args.seed)
     updates = max(1, round(args.num_train_epochs * len(train_pairs) / B))
     # What the progress bar shows: label -> metric.
@@ -294,7 +297,7 @@ def train(args):
                 # We want the sum, but DDP averages over processes and accelerate over micro-batches.
                 accelerator.backward(loss * world * args.gradient_accumulation_steps)
 
-            if update == 1:  # no optimizer step yet, so the policy is the reference
+            if update == 1:  # no optimizer step yet, so the policy is the reference, but for rounding
                 gap = (logprobs - mb_ref_logprobs).abs().sum() / mask[:, -T:].sum()  # per token
                 assert gap < 0.02, "policy and reference differ, or nan"
             unreduced = {"loss": losses} | pair_metrics(logprobs, mb_ref_logprobs, args.beta)
@@ -992,9 +995,10 @@ def load_pairs(rows, tokenizer, args):
         if is_short:
             pairs.append(pair)
     if not pairs:
+        columns = ", ".join(rows[0]) if rows else "none"
         raise UserError(
             f"{args.dataset_name}: no row has two different responses (chosen and rejected, or responses) of "
-            f"at most {args.max_length} tokens with their prompt; its columns are {', '.join(rows[0])}"
+            f"at most {args.max_length} tokens with their prompt; its columns are {columns}"
         )
     return pairs, f"{len(pairs)} of {len(rows)} rows, {num_too_long} have more than {args.max_length} tokens"
 
@@ -1036,8 +1040,13 @@ def load_eval_posts(pairs, tokenizer, args):
     if args.eval_dataset_name is None:
         return [pair | {"responses": pair["responses"][:1]} for pair in pairs]
     _, rows = load_splits(args.eval_dataset_name)
-    posts = [tokenize_pair(tokenizer, row["prompt"], [row["completion"]]) for row in rows]
-    return [post for post in posts if text_length(post) <= args.max_length]
+    posts = [tokenize_pair(tokenizer, row["prompt"], [row["completion"]]) for row in rows if row["prompt"]]
+    posts = [post for post in posts if text_length(post) <= args.max_length]
+    limit = f"with a prompt and at most {args.max_length} tokens"
+    accelerate.PartialState().print(f"{args.eval_dataset_name}: {len(posts)} of {len(rows)} rows, {limit}")
+    if not posts:
+        raise UserError(f"--eval-dataset-name {args.eval_dataset_name}: it has no row {limit}")
+    return posts
 
 
 def choose_rows(rows, count, seed):

@@ -92,16 +92,30 @@ def test_rows_that_are_left_out_are_counted(script, tokenizer):
     assert counts == f"1 of 10 rows, 2 have more than {longest} tokens"
 
 
-def test_posts_of_the_evaluation(script, tokenizer, tmp_path):
-    """Those of --eval-dataset-name that are short enough, or the prompts of the pairs."""
+def test_no_rows(script, tokenizer):
+    with pytest.raises(script.UserError, match="no row has two different responses.*columns are none"):
+        load(script, tokenizer)
+
+
+def test_posts_of_the_evaluation(script, tokenizer, tmp_path, capsys):
+    """Those of --eval-dataset-name that have a prompt and are short enough, or the prompts of the pairs."""
     rows = [dict(prompt="P:", completion=" a"), dict(prompt="P:" * 400, completion=" a")]
+    rows += [dict(prompt="", completion=" a"), dict(prompt=None, completion=" a")]
     data = write_rows(tmp_path / "posts", train=rows, test=rows)
     args = script.Args(eval_dataset_name=data, max_length=300)
     [post] = script.load_eval_posts([], tokenizer, args)
     assert texts_of(post, tokenizer) == ["P:", " a<|endoftext|>"]
+    assert "1 of 4 rows, with a prompt and at most 300 tokens" in capsys.readouterr().out
     pairs, _ = script.load_pairs([dict(prompt="Q:", chosen=" c", rejected=" d")], tokenizer, args)
     [post] = script.load_eval_posts(pairs, tokenizer, script.Args())
     assert texts_of(post, tokenizer) == ["Q:", " c<|endoftext|>"]
+
+
+def test_no_posts(script, tokenizer, tmp_path):
+    rows = [dict(prompt="", completion=" a")]
+    args = script.Args(eval_dataset_name=write_rows(tmp_path / "posts", train=rows, test=rows))
+    with pytest.raises(script.UserError, match="has no row with a prompt"):
+        script.load_eval_posts([], tokenizer, args)
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
@@ -264,6 +278,13 @@ def test_the_responses_before_are_those_of_rloo(dpo, rloo):
     for row, other in zip(ours, theirs, strict=True):
         assert [row[name] for name in ("prompt", "before")] == [other[name] for name in ("prompt", "before")]
         assert row["reference"] == other["reference"]
+
+
+def test_only_the_held_out_rows_that_are_used_are_read(dpo, script, monkeypatch):
+    calls = spy(monkeypatch, script, "load_pairs")
+    _, folder, _ = dpo(num_eval_pairs=3)
+    assert len(calls[1][0][0]) == 3
+    assert evaluation_of(folder)["number of pairs"] == 3
 
 
 def test_without_a_judge_and_without_other_posts(dpo):
