@@ -411,6 +411,28 @@ ppo_sentiment.call_reward_functions: a reward that is not finite is accepted
   faults/test_bad_input.py::test_wrong_rewards
   - if not all(score is None or math.isfinite(score) for score in scores):
   + if False:
+ppo_dialog.weighted_score: a part without a weight is ignored
+  runs/test_ppo_dialog.py::test_a_part_of_the_reward_needs_a_weight
+  - weights[name]
+  + weights.get(name, 0.0)
+ppo_sentiment.Run.on_signal: a signal makes a tensor (TypeError)
+  runs/test_resume.py::test_a_signal_makes_no_tensor
+  - self.got_signal = True
+  + self.accelerator.set_trigger()
+ppo_sentiment.load_label_scorer: a judge with one label is always certain
+  math/test_classifiers.py::test_one_label_is_as_likely_as_its_sigmoid
+  -  if len(labels) > 1 else logits.sigmoid()
+  +
+reward_model.sequence_logits: the logits of a BERT are rounded to bf16
+  math/test_classifiers.py::test_the_logits_of_a_bert_are_not_rounded
+  - ids.device.type, enabled=False):  # bf16 would round the logits
+  -             return
+  + ids.device.type, enabled=True):
+  +             return
+ppo_sentiment.load_policy_and_value: a critic reads the tokens as other words
+  math/test_log_probabilities.py::test_a_critic_must_have_the_vocabulary_of_the_policy
+  - critic.config.vocab_size != policy.config.vocab_size
+  + False
 ppo_dialog.weighted_score: METEOR's weight is not used (trap 39)
   runs/test_evaluation_ppo.py::test_every_metric_of_every_update[dialogs_run]
   - args.meteor_weight

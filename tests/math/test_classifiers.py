@@ -187,6 +187,26 @@ def test_a_label_is_scored_by_its_logit_and_its_probability(classifier_folder):
     close(probabilities, theirs.softmax(-1)[:, 1], **near)
 
 
+def test_one_label_is_as_likely_as_its_sigmoid(tiny_classifier):
+    """A softmax over one label would always be 1."""
+    folder = tiny_classifier(labels=("good",))
+    score_label = ppo.load_label_scorer(ppo.Args(reward_label="good"), folder, CPU)
+    logits, probabilities = score_label(TEXTS, [""] * 3)
+    close(logits, logits_of_texts(folder, TEXTS)[:, 0], **near)
+    close(probabilities, 1 / (1 + (-logits).exp()), **near)
+
+
+def test_the_logits_of_a_bert_are_not_rounded(classifier_folder):
+    """Autocast would round them to 8 bits, so that two close scores would be equal."""
+    model = ppo.load_model(
+        transformers.AutoModelForSequenceClassification, classifier_folder("distilbert")
+    ).eval()
+    ids, mask = torch.arange(2, 14).view(2, 6), torch.ones(2, 6, dtype=torch.bool)
+    expected = reward.sequence_logits(model, ids, mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(reward.sequence_logits(model, ids, mask), expected)
+
+
 @pytest.mark.parametrize(
     "labels, names, number",
     [

@@ -2,6 +2,7 @@
 and which models are refused because theirs differ."""
 
 import copy
+import dataclasses
 import json
 
 import peft
@@ -251,6 +252,17 @@ def test_a_critic_must_not_see_later_tokens(tiny_lm, tiny_classifier):
     ppo.check_critic(ppo.load_model(transformers.AutoModel, tiny_lm()), "a")
     with pytest.raises(ppo.UserError, match="sees later tokens"):
         ppo.check_critic(ppo.load_model(transformers.AutoModel, tiny_classifier()), "b")
+
+
+def test_a_critic_must_have_the_vocabulary_of_the_policy(tiny_lm, tmp_path):
+    """Otherwise it would read the tokens as other words."""
+    other = transformers.AutoModelForCausalLM.from_pretrained(tiny_lm("llama"))
+    other.resize_token_embeddings(other.config.vocab_size + 8)
+    other.save_pretrained(tmp_path)
+    args = ppo.Args(dtype="float32", model_name_or_path=tiny_lm(), value_model_path=tiny_lm("llama"))
+    ppo.load_policy_and_value(args, "cpu")
+    with pytest.raises(ppo.UserError, match="it has another vocabulary"):
+        ppo.load_policy_and_value(dataclasses.replace(args, value_model_path=str(tmp_path)), "cpu")
 
 
 # ---- References: LoRA and shared layers --------------------------------------------------------------------

@@ -211,6 +211,15 @@ def test_intent_by_hand(script, small, tiny_intents, kind):
     assert torch.equal(found["match"]["intent"], match)
 
 
+def test_a_part_of_the_reward_needs_a_weight(script):
+    """A part that you add to get_reward_parts and forget in weighted_score would teach nothing."""
+    parts = {"meteor": torch.tensor([0.5, 0.1]), "rewards/mine": torch.tensor([math.nan, 3.0])}
+    args = script.Args(meteor_weight=2.0, reward_weights=[-1.0])
+    torch.testing.assert_close(script.weighted_score(parts, args), torch.tensor([1.0, -2.8]))
+    with pytest.raises(KeyError, match="length"):
+        script.weighted_score(parts | {"length": torch.tensor([1.0, 2.0])}, args)
+
+
 def test_intent_texts_are_those_the_classifier_learned(script, scripts, tiny_lm, tiny_dialogs):
     """reward_model.py makes the same texts of the same dialogs; its label is the act minus 1."""
     reward_model = scripts["reward_model"]

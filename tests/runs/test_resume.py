@@ -60,6 +60,18 @@ def test_sigterm_then_resume(scripts, small, monkeypatch, capsys, name):
     assert_same_run(whole, parts)
 
 
+def test_a_signal_makes_no_tensor(script, small, monkeypatch):
+    """It may come while a GPU records a token step, which a copy to the GPU would end with an error."""
+    args = small(SCRIPT)
+    run = script.Run(args, script.start_accelerator(args), 1, {})
+    handler = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(script.torch, "tensor", None)
+        run.on_signal(signal.SIGTERM, None)
+    signal.signal(signal.SIGTERM, handler)
+    assert run.got_signal
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_what_came_after_the_checkpoint_is_forgotten(scripts, small, monkeypatch, name):
     """A run that dies in update 3 goes on after update 2. The lines of update 3 are not there twice."""
