@@ -159,8 +159,8 @@ def test_pairs_that_are_equal_after_the_cut(pairs, script, tiny_lm, tmp_path, ca
     data = write_rows(tmp_path / "data", train=rows, test=rows[2:])
     pairs(dataset_name=data, max_length=16, num_train_epochs=0.1)
     lines = capsys.readouterr().out
-    assert "training: 2 of 4 rows, 1 cut to 16 tokens, 3 pairs of equal texts left out" in lines
-    assert "held out: 2 of 2 rows, 1 cut to 16 tokens, 1 pairs of equal texts left out" in lines
+    assert "training: 2 of 4 rows, 1 at the limit of 16 tokens, 3 pairs of equal texts left out" in lines
+    assert "held out: 2 of 2 rows, 1 at the limit of 16 tokens, 1 pairs of equal texts left out" in lines
 
 
 # ---- Errors ------------------------------------------------------------------------------------------------

@@ -366,6 +366,17 @@ def test_a_template_of_an_empty_column(scripts, tiny_lm):
     assert tasks[0]["columns"]["answer"] is None
 
 
+def test_a_prompt_that_begins_the_answer(scripts, tiny_lm):
+    """In a rollout, it is one message with the rest; two messages would be another text."""
+    script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(tiny_lm())
+    tokenizer.chat_template = CHATML
+    prompt = [dict(role="user", content="2 + 3?"), dict(role="assistant", content="It is")]
+    good, bad = [[dict(role="assistant", content=text)] for text in (" 5.", " 6.")]
+    with pytest.raises(script.UserError, match="a prompt ends with the assistant"):
+        rows = [dict(prompt=prompt, chosen=good, rejected=bad)]
+        script.load_preference_rows(rows, tokenizer, script.Args())
+
+
 def test_a_prompt_beside_chats(scripts, tiny_lm):
     """If chosen and rejected hold only the answers, the column prompt is the user's message."""
     script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(tiny_lm())

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import RL
+from conftest import ACTS, RL
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -114,7 +114,8 @@ def test_the_side_to_cut_is_that_of_the_data(scripts, tiny_pairs, tiny_classifie
     for side, of_side in folders.items():
         for folder in of_side:
             tokenizer.truncation_side = "right" if side == "left" else "left"
-            script.load_data(script.Args(dataset_name=folder), tokenizer)
+            names = None if folder == tiny_pairs else ",".join(ACTS[: 2 if side == "right" else 4])
+            script.load_data(script.Args(dataset_name=folder, label_names=names), tokenizer)
             assert tokenizer.truncation_side == side
 
 

@@ -7,6 +7,7 @@ import copy
 import importlib.util
 import io
 import json
+import shutil
 import sys
 import types
 
@@ -453,8 +454,10 @@ def test_chats(scripts, small, tmp_path, world):
     """From a chat template to a model for chats, which two scripts then train on chats."""
     train_rows = [json.loads(line) for line in open(ROOT / "data/arithmetic-sft/train.jsonl")][:24]
     data = write_rows(tmp_path / "chats", train=train_rows, test=train_rows[:6])
-    template = str(ROOT / "tests/data/templates/qwen2_5.jinja")
-    flags = dict(model_name_or_path=world.lm("qwen2"), chat_template_path=template, num_train_rows=4)
+    lm = tmp_path / "lm"
+    shutil.copytree(world.lm("qwen2"), lm)
+    shutil.copy(ROOT / "tests/data/templates/qwen2_5.jinja", lm / "chat_template.jinja")
+    flags = dict(model_name_or_path=str(lm), num_train_rows=4)
     flags |= dict(dataset_name=data, max_length=250, num_samples=2, packing=False)
     model = train(scripts["sft"], small("sft", "sft", **flags)) / "model"
     flags = dict(model_name_or_path=str(model), total_episodes=8, max_prompt_length=230)

@@ -206,8 +206,9 @@ def test_every_number_of_a_classifier(
     assert evaluation_of(folder) == expected
     lines = capsys.readouterr().out
     assert f"7 held-out rows, accuracy {accuracy:.4f}" in lines
-    num_cut = sum(len(tokenizer(row["text"]).input_ids) > 18 for row in train)
-    assert f"training: 13 of 13 rows, {num_cut} cut to 18 tokens" in lines and num_cut > 0
+    num_full = sum(len(tokenizer(row["text"]).input_ids) >= 18 for row in train)
+    assert f"training: 13 of 13 rows, {num_full} at the limit of 18 tokens" in lines and num_full > 0
+    assert "the head that was saved with the model; classes 0, 1, ...: negative, positive" in lines
     assert AutoTokenizer.from_pretrained(folder / "model").model_max_length == 18
 
 
@@ -282,7 +283,7 @@ def test_a_row_without_text_takes_its_label_with_it(scripts):
     loaded, counts = script.load_labeled_rows(dict(a=0, b=1, c=2, d=3), rows, tokenizer, script.Args())
     found = [(tokenizer.decode(row.texts[0]), row.label) for row in loaded]
     assert found == [(f"one{EOS}", 0), (f"two{EOS}", 2), (f"three{EOS}", 1), (f"four{EOS}", 3)]
-    assert counts == "4 of 7 rows, 0 cut to 512 tokens"
+    assert counts == "4 of 7 rows, 0 at the limit of 512 tokens"
 
 
 def test_labels_that_cannot_be_learned(scripts):
@@ -367,6 +368,21 @@ def test_shards_are_parts_of_the_shuffled_rows(scripts, small, world, tmp_path):
         assert sorted(shards) == list(range(30))
 
 
+def test_shards_have_no_dialog_in_common(scripts, small, world, tmp_path):
+    """Two answers of one dialog would have an utterance in common."""
+    rows = [dict(dialog=[f"train text {3 * i + k}: sun." for k in range(3)], act=[1, 2, 3]) for i in range(8)]
+    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    tokenizer = AutoTokenizer.from_pretrained(world.intents())
+    shards = []
+    for shard in ("0/2", "1/2"):
+        flags = dict(dataset_name=data, train_shard=shard, label_names=",".join(ACTS))
+        loaded = scripts["reward_model"].load_data(small("reward_model", **flags), tokenizer)["train"]
+        texts = [tokenizer.decode(row.texts[0]) for row in loaded]
+        shards.append(Counter(number_in(text, "train") // 3 for text in texts))
+    assert sorted(shards[0] | shards[1]) == list(range(8)) and not shards[0] & shards[1]
+    assert set((shards[0] + shards[1]).values()) == {2}  # both answers of each
+
+
 def test_answers_of_dialogs_are_drawn_from_the_test_dialogs(scripts, small, world, tmp_path):
     """Each with its own act, and the utterance before it."""
 
@@ -398,6 +414,19 @@ def test_answers_are_not_cut_to_prefixes(scripts, small, world, tiny_pairs):
         args = small("reward_model", dataset_name=data, min_prefix_length=3)
         with pytest.raises(script.UserError, match="--min-prefix-length is only for"):
             script.load_data(args, AutoTokenizer.from_pretrained(world.lm()))
+
+
+def test_a_prefix_of_special_tokens_is_refused(scripts, small, world, tmp_path):
+    """[CLS] and [SEP] alone are an empty text."""
+    script, tokenizer = scripts["reward_model"], byte_level_tokenizer()
+    marks = [(EOS, tokenizer.eos_token_id)]
+    template = tokenizers.processors.TemplateProcessing(f"{EOS} $A {EOS}", special_tokens=marks)
+    tokenizer.backend_tokenizer.post_processor = template
+    data, _, _ = three_splits(tmp_path / "data", labeled_of)
+    for shortest in (1, 2):
+        with pytest.raises(script.UserError, match="must be more than 2"):
+            script.load_data(small("reward_model", dataset_name=data, min_prefix_length=shortest), tokenizer)
+    script.load_data(small("reward_model", dataset_name=data, min_prefix_length=3), tokenizer)
 
 
 def test_prefixes_by_hand(scripts):
@@ -685,7 +714,7 @@ def test_margins_stay_with_their_pairs(scripts, world):
     rows[1]["rejected"], rows[3]["chosen"] = "", None
     rows[4]["rejected"] = rows[4]["chosen"]
     loaded, counts = script.load_preference_rows(rows, tokenizer, script.Args())
-    assert counts == "3 of 6 rows, 0 cut to 512 tokens, 1 pairs of equal texts left out"
+    assert counts == "3 of 6 rows, 0 at the limit of 512 tokens, 1 pairs of equal texts left out"
     kept = [row for i, row in enumerate(rows) if i not in (1, 3, 4)]
     assert [row.margin for row in loaded] == [row["margin"] for row in kept]
     for row, data_row in zip(loaded, kept, strict=True):

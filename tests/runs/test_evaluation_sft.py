@@ -196,7 +196,8 @@ def test_every_number_of_sft(sft, scripts, tiny_lm, tmp_path, monkeypatch, capsy
         )
         assert expected["grad_norm"] > 0.5
         assert {name: row[name] for name in expected} == pytest.approx(expected, **close)
-        assert row["perf/tokens_per_second"] * row["perf/seconds"] == pytest.approx(count)
+        num_tokens = sum(len(all_train[i][0]) for i in numbers)
+        assert row["perf/tokens_per_second"] * row["perf/seconds"] == pytest.approx(num_tokens)
     assert_weights_of(folder, model)
 
     # Afterwards: the table, and the samples of the first of the same rows.
@@ -364,23 +365,27 @@ def with_bos(tokenizer):
 
 
 def test_damaged_rows_are_skipped(scripts):
-    """Each completion stays with its prompt. Rows without a text, a prompt or a completion are skipped."""
+    """Each completion stays with its prompt. Rows without a text, a prompt or a completion are skipped. A
+    prompt may be empty."""
     tokenizer = byte_level_tokenizer()
     prompts = ["one", None, "two", "", "three", "four"]
     completions = [" a", " b", None, " c", "", " d"]
     documents = documents_of(scripts, tokenizer, *pairs_of(prompts, completions))
-    assert [tokenizer.decode(ids) for ids, _ in documents] == [f"one a{EOS}", f"four d{EOS}"]
+    assert [tokenizer.decode(ids) for ids, _ in documents] == [f"one a{EOS}", f" c{EOS}", f"four d{EOS}"]
     learned = [tokenizer.decode([label for label in labels if label != -100]) for _, labels in documents]
-    assert learned == [f" a{EOS}", f" d{EOS}"]
+    assert learned == [f" a{EOS}", EOS, f" d{EOS}"]  # nothing predicts the first token of a document
     texts = [dict(text=text) for text in ("one", None, "", "two", "three")]
     documents = documents_of(scripts, tokenizer, *texts, {})
     assert [tokenizer.decode(ids) for ids, _ in documents] == [text + EOS for text in ("one", "two", "three")]
 
 
-def test_the_column_text_comes_first(scripts):
-    """A data set that has text, and prompt and completion too, is one of texts."""
+def test_two_kinds_of_columns_are_refused(scripts):
+    """text, and prompt and completion too: one of them would be ignored. Other columns may be there."""
     tokenizer = byte_level_tokenizer()
-    [(ids, labels)] = documents_of(scripts, tokenizer, dict(prompt="one", completion=" two", text="three"))
+    with pytest.raises(scripts["sft"].UserError, match="has text and completion; keep one of them"):
+        documents_of(scripts, tokenizer, dict(prompt="one", completion=" two", text="three"))
+    example = dict(text="three", prompt="one", completion=None, label=1)
+    [(ids, labels)] = documents_of(scripts, tokenizer, example)
     assert tokenizer.decode(ids) == f"three{EOS}" and labels == [-100, *ids[1:]]
 
 
@@ -417,7 +422,7 @@ def test_a_first_token_alone_is_nothing_to_learn(scripts):
     assert [tokenizer.decode(ids) for ids, _ in documents] == ["ac", "bd"]
     for examples in (pairs, [dict(text="a"), dict(text="b")]):
         for completion_only in (True, False):
-            with pytest.raises(script.UserError, match="2 rows without anything to learn"):
+            with pytest.raises(script.UserError, match="2 examples without anything to learn"):
                 flags = dict(max_length=1, completion_only_loss=completion_only)
                 documents_of(scripts, tokenizer, *examples, **flags)
 
@@ -499,12 +504,11 @@ def test_what_a_run_prints(sft, tmp_path, capsys):
         **flags,
     )
     out = capsys.readouterr().out
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    lengths = [len(document_of(tokenizer, row, 64)[0]) for row in train[:8] if row["completion"]]
     rows = round(6 * len(metrics) / metrics[-1]["epoch"])
-    left_out = "1 cut to --max-length 64, 1 rows without anything to learn"
-    assert f"training: 7 of 8 rows ({left_out}), held out: 4 of 4 rows (nothing left out or cut)" in out
-    assert f"{rows} rows of up to 64 tokens, {sum(lengths) / rows / 64:.0%} full" in out
+    left_out = "1 cut to --max-length 64, 1 examples without anything to learn"
+    assert f"for training: 7 of 8 examples ({left_out})" in out
+    assert "held out: 4 of 4 examples (nothing left out or cut)" in out
+    assert f"packed for training: {rows} rows of up to 64 tokens" in out
     batch = f"2 rows per pass x 3 accumulated x 1 processes = 6 rows; {len(metrics)} updates"
     assert f"batch: {batch} of one optimizer step each" in out
     shown = [f"{row['prompt']}[{row['completion']}{EOS}]" for row in train]

@@ -170,15 +170,16 @@ def test_a_model_in_bfloat16(reward, scripts, tiny_lm, tmp_path):
     assert same(weights(tmp_path), {name: x.bfloat16() for name, x in loaded.state_dict().items()})
 
 
-def test_answers_and_acts(scripts, tiny_lm):
+def test_answers_and_acts(scripts, tiny_lm, capsys):
     """Trick 38: acts count from 1, classes from 0. The text is the utterance before and the answer."""
     script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(tiny_lm())
-    rows = script.load_answers(DIALOGS)
+    rows = script.load_answers([*DIALOGS, dict(note="no dialog")])
     texts = ["Who are you? I am Leo.", "I am Leo. Then come in.", "Two. Three."]
     expected = [dict(text=text, label=label) for text, label in zip(texts, (0, 2, 3), strict=True)]
-    assert rows == expected + [{}] * 6  # for the answers without an act, or in a dialog with a gap
+    assert rows == expected  # none for answers without an act, or in a dialog with a gap
+    assert "answers with an act: 3, in dialogs with 17 utterances" in capsys.readouterr().out
     loaded, counts = script.load_labeled_rows(dict.fromkeys(range(4), 0), rows, tokenizer, script.Args())
-    assert len(loaded) == 3 and counts.startswith("3 of 9 rows")
+    assert len(loaded) == 3 and counts.startswith("3 of 3 rows")
 
 
 def test_a_classifier_of_acts_for_ppo_dialog(reward, dialog, scripts, small, tiny_dialogs, tiny_lm):

@@ -109,7 +109,7 @@ def test_documents_of_dialogs(scripts, small, tiny_lm, end):
     """Each utterance after a space and with its mark. One EOS at the very end, unless it was cut off."""
     script, tokenizer = scripts["sft"], AutoTokenizer.from_pretrained(tiny_lm())
     documents, left_out = script.load_documents(DIALOGS, tokenizer, small("sft", utterance_end=end))
-    assert left_out == "4 rows without anything to learn"
+    assert left_out == "4 examples without anything to learn"
     mark, last = (EOS, "") if end == "eos" else (end, EOS)
     used = [
         ["Who are you?", "I am Leo.", "Then come in."],
