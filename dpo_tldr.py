@@ -1028,7 +1028,7 @@ def tokenize_pair(tokenizer, prompt, responses):
 
 
 def with_eos(ids, tokenizer):
-    """Token ids with EOS at the end, unless the text brings one."""
+    """Token ids with EOS at the end, unless the text already ends in one."""
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 

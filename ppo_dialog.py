@@ -1669,7 +1669,7 @@ def load_dialogs(rows):
     """
     dialogs = []
     for row in rows:
-        utterances, acts = row["dialog"], row.get("act")
+        utterances, acts = row.get("dialog"), row.get("act")
         if not isinstance(utterances, list) or not all(isinstance(text, str) for text in utterances):
             continue
         utterances = [text.strip() for text in utterances]  # DailyDialog's end with a space

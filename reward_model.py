@@ -3,15 +3,17 @@
 If you know how to train a text classifier, this is what its use as a reward adds:
 
 1. The columns of the data decide what is learned. With labels, the model is an ordinary classifier, and the
-   logit of one label is the reward. With preferences or rankings, it has one output, the score, and learns
-   that the better of two responses to the same prompt has the higher score (Bradley-Terry).
+   reward is the logit of one label (ppo_sentiment.py's --reward-label). With preferences or rankings, it has
+   one output, the score, and learns that the better of two responses to the same prompt has the higher score
+   (Bradley-Terry).
 
        text, label                     a classifier of texts
        dialog, act                     a classifier of answers by intent: the reward in ppo_dialog.py
        [prompt,] chosen, rejected      one score; without the column prompt, both texts contain it
        [prompt,] responses             one score; the responses are ranked, best first
 
-   A column margin says by how much the better score should be higher.
+   act has a number for each utterance, its intent: 1 is the first of --label-names. A column margin says by
+   how much the better score should be higher.
 
    Prompts and responses are texts, or chats (lists of messages).
 
@@ -19,17 +21,18 @@ If you know how to train a text classifier, this is what its use as a reward add
    miss a real EOS, because many tokenizers use EOS as the padding token.
 3. A prompt and its response are tokenized as in the rollouts: prompt, response, EOS. (A chat ends as its chat
    template ends it. BERT's family: [CLS] ... [SEP].) If they are too long, the prompt loses its first tokens,
-   but not BOS, and the same ones for all responses. A labeled text stays as the tokenizer writes it, and
-   loses its end; an answer in a dialog loses its beginning.
+   but not BOS, and the same ones for all responses. A labeled text is tokenized as it is. If it is too long,
+   it loses its end; an utterance with its answer loses its beginning.
 4. The new head of a decoder starts with weights of standard deviation 1 / sqrt(d + 1), so the first scores
    are about 1 in size (N+ paper, detail 11).
 5. All responses to a prompt are in the same forward pass, which reads the prompt only once if the model can
    (`can_share_prompts`). Each pair of them is a term of the loss, and the weights of these pairs add up to 1.
    So a prompt with many responses counts no more than one with two (InstructGPT).
-6. Preferences say nothing about where 0 is. The mean score of reference responses is saved as reward_offset
+6. Preferences say nothing about where 0 is. The mean score of good responses is saved as reward_offset
    in config.json, and rloo_tldr.py subtracts it (N+ paper, detail 15). Plain transformers ignores it.
 7. ppo_sentiment.py scores the first words of a review. --min-prefix-length cuts the training texts at random
-   tokens, so that a classifier of texts learns to judge beginnings too.
+   tokens, so that a classifier of texts learns to judge beginnings too. The final accuracy is that of whole
+   texts.
 8. Models are trained without dropout, as in the other scripts.
 
     python reward_model.py                       # recipe tiny: how checkpoints/reviews-sentiment was made
@@ -134,11 +137,11 @@ class Args:
 
     # Data
     dataset_name: str = "stanfordnlp/imdb"  # columns text, label | chosen, rejected | responses | dialog, act
-    train_shard: str = "0/1"  # i/n: train on part i of n of the shuffled rows; 0/2 and 1/2 are two halves
-    center_dataset_name: str | None = None  # completions whose mean score is saved; None: the best responses
+    train_shard: str = "0/1"  # i/n: only part i of n of the rows; 0/2 for a reward, 1/2 for its judge
+    center_dataset_name: str | None = None  # reward_offset: mean score of its completions; None: of the best
     label_names: str | None = None  # comma-separated names of classes 0, 1, ...; None: the labels themselves
     max_length: int = 512  # in tokens; a longer text (column text) loses its end, all others their beginning
-    min_prefix_length: int = 0  # column text: cut training texts to a random length, at least this (0: never)
+    min_prefix_length: int = 0  # column text: cut training texts at random, to N tokens or more (0: never)
     num_eval_prompts: int = 25_000  # held-out rows to score at the end, at most
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes
@@ -264,44 +267,47 @@ RECIPES = {
 #     0     a > b > c   0, 1, 2    (0, 1), (0, 2), (1, 2)    1/3 each
 #     1     d > e       3, 4       (3, 4)                    1
 #
-# (In functions about one text per row, such as hidden_states and sequence_logits, B is their number.)
+# Inside hidden_states and sequence_logits, B is the number of texts.
 
 
 def train(args):
     """The whole run, from the flags to the final table. -> (model, run folder)"""
-    check_positive(args, "num_train_epochs", "max_length", "num_eval_prompts", "max_grad_norm")
+    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
+    check_positive(args, "max_length", "num_eval_prompts", "max_grad_norm")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n = args.per_device_train_batch_size
     B = n * args.gradient_accumulation_steps * world  # rows per update
 
-    # It may append EOS to every text: good for labeled texts; load_preference_rows refuses it.
-    tokenizer = load_tokenizer(args.model_name_or_path, for_prompts=False)
+    tokenizer = load_tokenizer(args.model_name_or_path, for_prompts=False)  # it may append EOS to texts
     data = load_data(args, tokenizer)
     train_rows, label_names = data["train"], data["label_names"]
     has_labels = label_names is not None
+    if not has_labels and tokenizer.cls_token_id is None:
+        load_tokenizer(args.model_name_or_path)  # refuses EOS between prompt and response
     updates = max(1, round(args.num_train_epochs * len(train_rows) / B))
     # What the progress bar shows: label -> metric.
     run = Run(args, accelerator, updates, status={"loss": "loss", "accuracy": "accuracy"})
 
     classifier, has_new_head = build_classifier(args, tokenizer, train_rows, label_names)
-    model = ClassLogits(classifier).to(device)
-    shares_prompts = not has_labels and can_share_prompts(model, args, accelerator)
+    wrapper = ClassLogits(classifier).to(device)
+    shares_prompts = not has_labels and can_share_prompts(wrapper, args, accelerator)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
     head = "a new head" if has_new_head else "the head that was saved with the model"
+    outputs = f"classes 0, 1, ...: {', '.join(label_names)}" if has_labels else "one score"
     accelerator.print(
         f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
-        f"{head} for {', '.join(label_names) if has_labels else 'preferences'}\n"
+        f"{head}; {outputs}\n"
         f"{data['counts']}\n"
         f"batch: {n} rows per pass x {args.gradient_accumulation_steps} accumulated x {world} processes "
         f"= {B} rows; {updates} optimizer steps"
     )
 
-    # `classifier`, inside `model`, scores the held-out rows. `learner` is trained. They share their weights,
-    # unless FSDP2 or ZeRO-3 shards them: then the learner is a sharded copy, and copy_weights copies its
-    # weights back at the end.
-    learner, optimizer = make_learner(model, args, accelerator)
+    # `classifier`, inside `wrapper`, is evaluated and saved, `learner` is trained. They share their weights,
+    # unless FSDP2 or ZeRO-3 shards them: then the learner is a sharded copy, and `wrapper` waits on the CPU
+    # until the end of the run.
+    learner, optimizer = make_learner(wrapper.cpu(), args, accelerator)
     state = run.start(B)  # update 0 in a new run
 
     for update in range(state["update"] + 1, updates + 1):
@@ -324,8 +330,8 @@ def train(args):
         lengths = torch.tensor([max(len(ids) for ids in row.texts) for row in batch])  # [B]
         with accelerator.split_between_processes(torch.arange(B)) as share:
             share = share[lengths[share].argsort(stable=True)]  # similar lengths: less padding
-        for numbers in share.split(n):
-            rows = [batch[i] for i in numbers.tolist()]
+        for mb_places in share.split(n):  # places in the batch
+            rows = [batch[i] for i in mb_places.tolist()]
             prompts, ids, mask, row_of_text = collate_texts(rows, device, shares_prompts)
 
             # Before the last micro-batch, this keeps processes from exchanging gradients.
@@ -340,8 +346,8 @@ def train(args):
                 else:
                     scores = logits.squeeze(-1)  # [texts]
                     all_scores.extend(scores.tolist())
-                    better, worse, weight, margin = pair_table(rows, device)  # [N] each
-                    losses = pair_loss(scores[better], scores[worse], margin)
+                    better, worse, weight, min_difference = pair_table(rows, device)  # [N] each
+                    losses = pair_loss(scores[better], scores[worse], min_difference)
                     differences = scores[better] - scores[worse]  # [N]
                     unreduced = {"loss": losses, "accuracy": differences > 0, "margin": differences}
                 loss = (weight * losses).sum() / B
@@ -365,7 +371,8 @@ def train(args):
             "lr": optimizer.param_groups[0]["lr"],
             **{name: x / B for name, x in metric_sums.items()},  # loss, accuracy, margin
             "grad_norm": unshard(grad_norm),  # before clipping
-            **performance_metrics(start_time, start_time, num_tokens, device),  # there is no rollout
+            # There is no rollout, so it ends when the update starts.
+            **performance_metrics(start_time, start_time, num_tokens, device),
         }
         if not has_labels:
             all_scores = accelerate.utils.gather_object(all_scores)
@@ -374,10 +381,11 @@ def train(args):
             metrics["max_reward"] = max(all_scores)
         run.log(metrics)
         run.checkpoint({"update": update, "batch_size": B})
-    copy_weights(learner, model)
 
-    # 5. Evaluate on held-out rows. The mean score of the references, completions of center_dataset_name or
-    #    chosen responses, is what rloo_tldr.py will subtract.
+    # 5. Evaluate on held-out rows. rloo_tldr.py will subtract the mean score of the references, which are
+    #    completions of center_dataset_name, or the best responses of training rows.
+    copy_weights(learner, wrapper)  # does nothing if they share their weights
+    wrapper.to(device)
     with autocast:
         logits = score_rows(classifier, data["held_out"], accelerator)  # [texts, classes or 1]
     if has_labels:
@@ -394,8 +402,8 @@ def train(args):
     if accelerator.is_main_process:
         run.table(f"{evaluation['n']} held-out rows, accuracy {evaluation['accuracy']:.4f}", table)
         (run.folder / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
-        numbers = {f"eval/{name}": x for name, x in evaluation.items() if isinstance(x, (int, float))}
-        accelerator.log(numbers, step=updates)
+        scalars = {f"eval/{name}": x for name, x in evaluation.items() if isinstance(x, (int, float))}
+        accelerator.log(scalars, step=updates)
         save_reward_model(classifier, tokenizer, args, run.folder / "model")
     run.finish()
     return classifier, run.folder
@@ -529,10 +537,13 @@ def collate_texts(rows, device, shares_prompts=False):
 def preference_ids(tokenizer, prompt, responses, max_length):
     """Token ids of a prompt with each of its responses, by the same rule in training and in rollouts.
 
-    A str prompt and str responses: each begins with its space and gets EOS at the end, even if it was cut off
-    at its length limit, because the score is read there. Lists of messages: together they are a chat, which
-    ends as its template ends it. If a text is longer than max_length, the prompt loses its first tokens, but
-    not BOS; the same ones for all responses, so that they are compared after the same prompt.
+    Texts: a response begins with its own space. EOS comes after it, even if it was cut off at its length
+    limit, because the score is read there. Lists of messages: prompt and response are one chat, which ends as
+    its template ends it. If a text is longer than max_length, the prompt loses its first tokens, but not BOS;
+    the same ones for all responses, so that they are compared after the same prompt. With max_length 5:
+
+        BOS p q r a EOS        ->    BOS r a EOS
+        BOS p q r b c EOS      ->    BOS r b c EOS
     -> list of lists
     """
     if is_chat(responses[0]):
@@ -554,7 +565,7 @@ def preference_ids(tokenizer, prompt, responses, max_length):
 
 
 def with_eos(ids, tokenizer):
-    """Token ids with EOS at the end, unless the text brings one."""
+    """Token ids with EOS at the end, unless the text already ends in one."""
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
@@ -615,12 +626,12 @@ def hidden_states(body, ids, mask, cache=None):
 
 
 @torch.no_grad()
-def can_share_prompts(model, args, accelerator):
+def can_share_prompts(wrapper, args, accelerator):
     """True if the scores stay the same when the common beginning of two texts is read once."""
-    classifier = model.model
-    # BERT's family reads in both directions. A checkpointed layer cannot use a cache. And FSDP2 gathers a
-    # layer for the backward pass when its output gets a gradient. For a prompt, the output of the last layer
-    # gets none, only its keys and values.
+    classifier = wrapper.model
+    # BERT's family reads in both directions. A checkpointed layer cannot use a cache. FSDP2 gathers a layer
+    # for the backward pass when its output gets a gradient. For a prompt, the output of the last layer gets
+    # none, only its keys and values, so FSDP2 would not gather that layer.
     is_decoder = hasattr(classifier, "score")
     if not is_decoder or args.gradient_checkpointing or accelerator.distributed_type == "FSDP":
         return False
@@ -632,8 +643,10 @@ def can_share_prompts(model, args, accelerator):
     vocab_size = classifier.config.get_text_config().vocab_size
     prompt = [i % vocab_size for i in range(args.max_length - 2)]
     rows = [Row([[*prompt, 5, 6], [*prompt, 7]]), Row([[9, 8, 7], [9, 4]])]
-    alone, shared = [model.eval()(*collate_texts(rows, classifier.device, x)) for x in (False, True)]
-    return torch.allclose(alone, shared, 0.01, 0.01)
+    wrapper.eval()
+    alone = wrapper(*collate_texts(rows, classifier.device, shares_prompts=False))
+    shared = wrapper(*collate_texts(rows, classifier.device, shares_prompts=True))
+    return torch.allclose(alone, shared, rtol=0.01, atol=0.01)  # TF32 rounds by about 0.001
 
 
 @torch.no_grad()
@@ -672,7 +685,7 @@ def pair_table(rows, device):
     """All pairs of different responses to the same prompt (Ouyang et al. 2022, eq. 1). -> four tensors [N]
 
     better, worse: numbers of texts (the texts of all rows are numbered consecutively); weight: the weights of
-    a row's pairs are equal and add up to 1, so that all rows count alike; margin: that of the row
+    a row's pairs are equal and add up to 1, so that all rows count alike; min_difference: the row's margin
     """
     table = []
     first = 0  # the number of the row's first text
@@ -685,8 +698,8 @@ def pair_table(rows, device):
 
 def different_pairs(texts):
     """All pairs of different texts, best first. -> list of (number of the better text, of the worse one)"""
-    numbers = itertools.combinations(range(len(texts)), 2)
-    return [(better, worse) for better, worse in numbers if texts[better] != texts[worse]]
+    pairs = itertools.combinations(range(len(texts)), 2)
+    return [(better, worse) for better, worse in pairs if texts[better] != texts[worse]]
 
 
 def pair_loss(better, worse, margin=0.0):
@@ -970,11 +983,18 @@ def load_data(args, tokenizer):
     is_text = {"text", "label"} <= columns and not is_dialog
     if args.min_prefix_length and not is_text:
         raise UserError("--min-prefix-length is only for the columns text and label: a response stays whole")
+    num_special = tokenizer.num_special_tokens_to_add()  # BERT's [CLS] and [SEP]
+    if 0 < args.min_prefix_length <= num_special:
+        raise UserError(f"--min-prefix-length must be more than {num_special}, the number of special tokens")
+    if is_dialog and args.label_names is None:
+        raise UserError("--label-names is missing: the names of the acts 1, 2, ...")
+    if args.center_dataset_name is not None and (is_text or is_dialog):
+        raise UserError("--center-dataset-name is only for preferences: labels need no reward_offset")
     # What is too long loses its beginning, because a response, or an answer, is at the end.
     tokenizer.truncation_side = "right" if is_text else "left"
+    train = select_shard(train, args.train_shard)  # whole dialogs, so that no two shards share one
     if is_dialog:
         train, held_out = load_answers(train), load_answers(held_out)
-    train = select_shard(train, args.train_shard)
     order = torch.randperm(len(held_out), generator=generator_for(args.seed, "held-out"))
     held_out = [held_out[i] for i in order[: args.num_eval_prompts].tolist()]
 
@@ -1006,13 +1026,20 @@ def load_labeled_rows(class_of, rows, tokenizer, args):
     if not with_text:
         raise UserError(f"{args.dataset_name}: no row has a text")
     texts = [row["text"] for row in with_text]
-    num_cut = sum(len(ids) > args.max_length for ids in tokenizer(texts).input_ids)
+    texts = tokenizer(texts, truncation=True, max_length=args.max_length).input_ids
     labeled = []
-    for row, ids in zip(with_text, tokenizer(texts, truncation=True, max_length=args.max_length).input_ids):
-        if row.get("label") not in class_of:
-            raise UserError(f"{args.dataset_name}: label {row.get('label')!r} is none of {list(class_of)}")
-        labeled.append(Row([ids], class_of[row["label"]]))
-    return labeled, f"{len(labeled)} of {len(rows)} rows, {num_cut} cut to {args.max_length} tokens"
+    for row, ids in zip(with_text, texts):
+        label = row.get("label")
+        if label not in class_of:
+            raise UserError(
+                f"{args.dataset_name}: label {label!r} is none of {list(class_of)} (of a dialog: act - 1)"
+            )
+        labeled.append(Row([ids], class_of[label]))
+    num_full = sum(len(ids) == args.max_length for ids in texts)
+    return (
+        labeled,
+        f"{len(labeled)} of {len(rows)} rows, {num_full} at the limit of {args.max_length} tokens",
+    )
 
 
 def find_classes(rows, args):
@@ -1043,7 +1070,7 @@ def load_dialogs(rows):
     """
     dialogs = []
     for row in rows:
-        utterances, acts = row["dialog"], row.get("act")
+        utterances, acts = row.get("dialog"), row.get("act")
         if not isinstance(utterances, list) or not all(isinstance(text, str) for text in utterances):
             continue
         utterances = [text.strip() for text in utterances]  # DailyDialog's end with a space
@@ -1062,20 +1089,19 @@ def intent_texts(previous, answers):
 def load_answers(rows):
     """The answers in dialogs. -> list of dict: text is the last utterance and the answer, label is the act
 
-    Acts count from 1, classes from 0. An answer without an act is an empty dict.
+    Acts count from 1, classes from 0. Answers without an act are left out.
     """
-    previous, answers, labels = [], [], []
+    answers = []
     for _, utterances, acts in load_dialogs(rows):
         for last, answer, act in zip(utterances, utterances[1:], (acts or [])[1:]):
             if act is not None:
-                if act not in range(1, 1000):
-                    raise UserError(f"data: act {act}; acts are numbers from 1 on")
-                previous.append(last)
-                answers.append(answer)
-                labels.append(int(act) - 1)
-    count = sum(max(len(row.get("dialog") or []) - 1, 0) for row in rows)
-    answers = rows_of({"text": intent_texts(previous, answers), "label": labels})
-    return answers + [{}] * (count - len(answers))
+                [text] = intent_texts([last], [answer])
+                answers.append({"text": text, "label": act - 1})
+    count = sum(len(row.get("dialog") or []) for row in rows)
+    accelerate.PartialState().print(
+        f"answers with an act: {len(answers)}, in dialogs with {count} utterances"
+    )
+    return answers
 
 
 def is_chat(value):
@@ -1101,47 +1127,45 @@ def render_chat(tokenizer, messages, is_prompt=False):
 
 def load_preference_rows(rows, tokenizer, args):
     """The rows with two or more different responses. -> list of Row, and their number as a text"""
-    last, last_of_word = [tokenizer("word", add_special_tokens=x).input_ids[-1] for x in (True, False)]
-    if last_of_word != last == tokenizer.eos_token_id and tokenizer.cls_token_id is None:
-        raise UserError("the tokenizer appends EOS to every text, prompts too; set add_eos_token to false")
-    preferences, num_cut, num_equal = [], 0, 0
+    preferences, num_full, num_equal = [], 0, 0
     for row in rows:
         responses = row.get("responses") or [row.get("chosen"), row.get("rejected")]
         if not isinstance(responses, list) or len(responses) < 2 or not all(responses):
             continue
+        # Without a column prompt, a text column that is not a response is probably the prompt.
         has_prompt = "prompt" in row or (is_chat(responses[0]) and responses[0][0]["role"] != "assistant")
-        others = [name for name, value in row.items() if isinstance(value, (str, list))]
-        if not has_prompt and not {"chosen", "rejected", "responses"}.issuperset(others):
+        texts = [name for name, value in row.items() if isinstance(value, (str, list))]
+        if not has_prompt and not {"chosen", "rejected", "responses"}.issuperset(texts):
             raise UserError(
                 f"{args.dataset_name} has no column prompt; its columns are {', '.join(row)}. Rename the one "
                 "with the prompts; if the responses contain them, add an empty one"
             )
-        texts, is_cut = response_texts(row.get("prompt"), responses, tokenizer, args)
+        texts = response_texts(row.get("prompt"), responses, tokenizer, args)
         num_pairs = len(different_pairs(texts))
         num_equal += math.comb(len(texts), 2) - num_pairs
         if num_pairs > 0:
-            num_cut += is_cut
+            num_full += max(len(ids) for ids in texts) == args.max_length
             preferences.append(Row(texts, margin=float(row.get("margin") or 0.0)))
     if not preferences:
         raise UserError(
             f"{args.dataset_name} has no columns text and label, or dialog and act, and no row with two "
             f"different responses (chosen and rejected, or responses); its columns are {', '.join(rows[0])}"
         )
-    counts = f"{len(preferences)} of {len(rows)} rows, {num_cut} cut to {args.max_length} tokens"
+    counts = f"{len(preferences)} of {len(rows)} rows, {num_full} at the limit of {args.max_length} tokens"
     return preferences, f"{counts}, {num_equal} pairs of equal texts left out"
 
 
 def response_texts(prompt, responses, tokenizer, args):
-    """Token ids of a prompt with each of its responses. -> list of lists; True if they were too long"""
+    """Token ids of a prompt with each of its responses. -> list of lists"""
     if not is_chat(responses[0]):
         prompt = prompt or ""
     elif not is_chat(prompt):
         # A text before chats is the user's message, unless they have one already, as most do.
         has_user = any(message["role"] == "user" for message in responses[0])
         prompt = [] if has_user or not prompt else [{"role": "user", "content": prompt}]
-    texts = preference_ids(tokenizer, prompt, responses, args.max_length)
-    is_full = max(len(ids) for ids in texts) == args.max_length
-    return texts, is_full and texts != preference_ids(tokenizer, prompt, responses, 2 * args.max_length)
+    elif prompt[-1]["role"] == "assistant":  # in a rollout, the two would be one message
+        raise UserError(f"{args.dataset_name}: a prompt ends with the assistant: move that to the responses")
+    return preference_ids(tokenizer, prompt, responses, args.max_length)
 
 
 def load_reference_rows(train_rows, tokenizer, args):
@@ -1158,8 +1182,7 @@ def load_reference_rows(train_rows, tokenizer, args):
     for i in torch.randperm(len(rows), generator=generator)[:1000].tolist():
         prompt, completion = rows[i].get("prompt"), rows[i].get("completion")
         if prompt and completion:
-            texts, _ = response_texts(prompt, [completion], tokenizer, args)
-            references.append(Row(texts))
+            references.append(Row(response_texts(prompt, [completion], tokenizer, args)))
     if not references:
         raise UserError(
             f"--center-dataset-name {args.center_dataset_name}: no row has a prompt and a completion"
@@ -1465,11 +1488,6 @@ def load_trained(models, folder):
         for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load
-
-
-def rows_of(columns):
-    """A dict of lists -> a list of dicts."""
-    return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
 # ---- Command line ------------------------------------------------------------------------------------------

@@ -1447,10 +1447,13 @@ def load_reward_model(args, name, device):
 def preference_ids(tokenizer, prompt, responses, max_length):
     """Token ids of a prompt with each of its responses, by the same rule in training and in rollouts.
 
-    A str prompt and str responses: each begins with its space and gets EOS at the end, even if it was cut off
-    at its length limit, because the score is read there. Lists of messages: together they are a chat, which
-    ends as its template ends it. If a text is longer than max_length, the prompt loses its first tokens, but
-    not BOS; the same ones for all responses, so that they are compared after the same prompt.
+    Texts: a response begins with its own space. EOS comes after it, even if it was cut off at its length
+    limit, because the score is read there. Lists of messages: prompt and response are one chat, which ends as
+    its template ends it. If a text is longer than max_length, the prompt loses its first tokens, but not BOS;
+    the same ones for all responses, so that they are compared after the same prompt. With max_length 5:
+
+        BOS p q r a EOS        ->    BOS r a EOS
+        BOS p q r b c EOS      ->    BOS r b c EOS
     -> list of lists
     """
     if is_chat(responses[0]):
@@ -1472,7 +1475,7 @@ def preference_ids(tokenizer, prompt, responses, max_length):
 
 
 def with_eos(ids, tokenizer):
-    """Token ids with EOS at the end, unless the text brings one."""
+    """Token ids with EOS at the end, unless the text already ends in one."""
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 

@@ -3,7 +3,7 @@
 If you know nanoGPT's train.py, this is what differs:
 
 1. The data are documents, not one long stream of tokens, and an epoch visits each of them once. Each ends in
-   EOS (or a chat's end of turn), which is learned like any other token. A model that never saw EOS as a
+   EOS (or a chat's end of turn), which has a label like any other token. A model that never saw EOS as a
    label never ends a response in PPO.
 2. A row holds several whole documents (packing), but they do not see each other: positions start at 0 in
    each document, and transformers makes a block-diagonal attention mask of that. nanoGPT's rows are random
@@ -33,7 +33,7 @@ If you know nanoGPT's train.py, this is what differs:
     python sft.py qwen-0.5b-chat                       # a chat model: Qwen2.5-0.5B on trl-lib/Capybara
     python sft.py --learning-rate 1e-3                 # tiny with one change; every field of Args is a flag
     python sft.py --model-name-or-path gpt2 --dataset-name my_folder --lora-r 16
-    python sft.py --from-config "llama hidden_size=256 num_hidden_layers=4" --dataset-name my_folder
+    python sft.py --from-config "llama hidden_size=256" --model-name-or-path my_tokenizer  # random weights
     torchrun --nproc_per_node 2 sft.py                 # two processes, twice the batch
     python sft.py --resume RUN_FOLDER                  # continue a stopped run; on a CPU, bit for bit
 
@@ -106,7 +106,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @dataclass
 class Args:
-    """The defaults fine-tune GPT-2 on IMDB, as for lvwerra/gpt2-imdb."""
+    """The defaults fine-tune GPT-2 on IMDB, as for lvwerra/gpt2-imdb.
+
+    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
+    """
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
@@ -116,7 +119,7 @@ class Args:
     save_every: int = 100  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
-    num_eval_prompts: int = 500  # held-out documents for the before / after table, drawn at random
+    num_eval_prompts: int = 500  # held-out documents for the before / after table (named as in other scripts)
     num_samples: int = 4  # how many of them the trained model continues at the end, as samples
 
     # Model
@@ -130,11 +133,10 @@ class Args:
 
     # Data
     dataset_name: str = "stanfordnlp/imdb"  # columns text | prompt, completion | messages | dialog
-    num_train_rows: int | None = None  # train on only N rows, drawn at random before packing; None: all
+    num_train_rows: int | None = None  # train on N examples of the data, drawn at random; None: on all
     max_length: int = 512  # tokens per row; longer documents are cut, and lose their EOS
     packing: bool = True  # fill rows with several documents that do not see each other
-    completion_only_loss: bool = True  # False: learn the prompt too (if it is a chat: the assistant's turns)
-    chat_template_path: str | None = None  # file with a chat template, instead of the tokenizer's own
+    completion_only_loss: bool = True  # False: labels on the prompt too (in a chat: on the assistant's turns)
     utterance_end: str = " <EOU>"  # text after each utterance, as in RL4LMs; eos: EOS, as in DialoGPT
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes, in packed rows
@@ -273,15 +275,13 @@ RECIPES = {
 # ---- Training ----------------------------------------------------------------------------------------------
 #
 # Shapes: B packed rows, n in a micro-batch, L positions in a row, V tokens in the vocabulary, H hidden units,
-# N positions with a label. In functions that get fewer rows, B is the number of those.
+# N positions with a label. Inside a function, B is the number of rows it is given.
 
 
 def train(args):
     """The whole run, from the flags to the final table. -> transformers model, run folder"""
     check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
     check_positive(args, "max_length", "num_train_rows", "num_eval_prompts", "max_grad_norm")
-    if not args.utterance_end.strip():
-        raise UserError("--utterance-end must not be empty: nobody could tell where an utterance ends")
     if args.from_config is not None and args.lora_r:
         raise UserError("--lora-r: an adapter needs a trained model, so give --model-name-or-path")
     accelerator = start_accelerator(args)
@@ -290,8 +290,6 @@ def train(args):
     B = n * args.gradient_accumulation_steps * world  # rows per optimizer step
 
     tokenizer = load_tokenizer(args.model_name_or_path)
-    if args.chat_template_path is not None:
-        tokenizer.chat_template = Path(resolve_path(args.chat_template_path)).read_text(encoding="utf-8")
     train_examples, held_out_examples = load_splits(args.dataset_name)
     if args.num_train_rows is not None:  # the same ones for every --seed
         train_examples = random.Random(0).sample(
@@ -313,20 +311,20 @@ def train(args):
     check_language_model(model.lm, args)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
-    num_tokens = sum(len(ids) for ids, _ in documents)
+    name = args.model_name_or_path
+    if args.from_config is not None:
+        name = f"random weights ({args.from_config}; tokenizer of {name})"
     accelerator.print(
-        f"recipe {args.recipe}: {args.from_config or args.model_name_or_path} on {args.dataset_name}, "
-        f"{device}, bf16: {is_bf16}\n"
-        f"documents for training: {len(documents):,} of {len(train_examples):,} rows ({left_out}), "
-        f"held out: {len(all_held_out):,} of {len(held_out_examples):,} rows ({held_out_left_out})\n"
-        f"packed for training: {len(rows):,} rows of up to {args.max_length} tokens, "
-        f"{num_tokens / (len(rows) * args.max_length):.0%} full\n"
+        f"recipe {args.recipe}: {name} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
+        f"documents for training: {len(documents):,} of {len(train_examples):,} examples ({left_out}), "
+        f"held out: {len(all_held_out):,} of {len(held_out_examples):,} examples ({held_out_left_out})\n"
+        f"packed for training: {len(rows):,} rows of up to {args.max_length} tokens\n"
         f"batch: {n} rows per pass x {args.gradient_accumulation_steps} accumulated x {world} processes "
         f"= {B} rows; {updates} updates of one optimizer step each"
     )
     show_labels(run, tokenizer, documents[0])
 
-    # Before run.start, which may load a checkpoint: with --resume too, this is the model before training.
+    # This must come before run.start, which may load a checkpoint: `before` is always the untrained model.
     with autocast:
         before = held_out_metrics(model, held_out_rows, accelerator, args)
 
@@ -347,18 +345,20 @@ def train(args):
                 micro_batches.append(collate_rows([rows[i] for i in numbers], device))
         num_labels = sum((mb["labels"] != -100).sum() for mb in micro_batches)
         num_labels = accelerator.reduce(num_labels)  # in the batch of all processes
+        num_tokens = sum(len(ids) for i in row_numbers for ids, _ in rows[i])  # also without a label
 
         # 2. Gradient. The loss is the sum over this process's labels, divided by the number of labels on all
         #    processes. So, without dropout, the gradient does not depend on how the batch is split.
         learner.train()  # dropout, in models that have it
         for group in optimizer.param_groups:  # not later: DeepSpeed takes its step in the last backward pass
             group["lr"] = learning_rate(args, update, updates)
-        loss_sum, correct_sum = torch.zeros(2, device=device)
+        loss_sum = 0.0
+        correct_sum = 0
         for mb in micro_batches:
             # Before the last micro-batch, this keeps processes from exchanging gradients.
             with accelerator.accumulate(learner):
                 with autocast:
-                    mb_loss_sum, mb_correct_sum = learner(mb["ids"], mb["labels"], mb["positions"])
+                    mb_loss_sum, mb_correct_sum = learner(**mb)
                 loss = mb_loss_sum / num_labels
                 # We want the sum, but DDP averages over processes and accelerate over micro-batches.
                 accelerator.backward(loss * world * args.gradient_accumulation_steps)
@@ -380,7 +380,8 @@ def train(args):
             "mean_token_accuracy": accelerator.reduce(correct_sum) / num_labels,
             "perplexity": perplexity(mean_loss),
             "grad_norm": unshard(grad_norm),  # before clipping
-            **performance_metrics(start_time, start_time, num_labels, device),  # there is no rollout
+            # There is no rollout, so it ends when the update starts.
+            **performance_metrics(start_time, start_time, num_tokens, device),
         }
         run.log(metrics)
         run.checkpoint({"update": update, "batch_size": B})
@@ -407,17 +408,15 @@ def held_out_metrics(model, rows, accelerator, args):
     """Loss in nats per token, token accuracy and perplexity. Each process takes its share of the rows."""
     model.eval()
     n = args.per_device_train_batch_size
-    loss_sum, correct_sum, num_labels = torch.zeros(3, device=accelerator.device)
+    sums = torch.zeros(3, device=accelerator.device)  # of losses, correct tokens and labels
     with accelerator.split_between_processes(rows) as share:
         for start in range(0, len(share), n):
             batch = collate_rows(share[start : start + n], accelerator.device)
-            batch_loss_sum, batch_correct_sum = model(batch["ids"], batch["labels"], batch["positions"])
-            loss_sum += batch_loss_sum
-            correct_sum += batch_correct_sum
-            num_labels += (batch["labels"] != -100).sum()
-    num_labels = accelerator.reduce(num_labels)
-    loss = (accelerator.reduce(loss_sum) / num_labels).item()
-    accuracy = (accelerator.reduce(correct_sum) / num_labels).item()
+            loss_sum, correct_sum = model(**batch)
+            sums += torch.stack([loss_sum, correct_sum, (batch["labels"] != -100).sum()])
+    loss_sum, correct_sum, num_labels = accelerator.reduce(sums)
+    loss = (loss_sum / num_labels).item()
+    accuracy = (correct_sum / num_labels).item()
     return {"loss": loss, "mean_token_accuracy": accuracy, "perplexity": perplexity(loss)}
 
 
@@ -425,17 +424,18 @@ def held_out_metrics(model, rows, accelerator, args):
 def write_samples(lm, tokenizer, documents):
     """Continue each prompt by sampling, up to 40 tokens. -> one dict(prompt, completion) per document
 
-    The prompt is all that comes before the completion, or before the last learned answer of a chat. A text
-    has no prompt, so it is continued after its first 8 tokens.
+    The prompt is all that comes before the completion, or before the last answer of a chat. A document that
+    has labels from its second token on, such as a text or a dialog, is continued after its first 8 tokens.
     """
     samples = []
     for ids, labels in documents:
-        prompt_length = max(i for i, label in enumerate(labels) if label != -100)
-        while labels[prompt_length - 1] != -100:  # the first token has no label
-            prompt_length -= 1
-        if prompt_length == 1:
-            prompt_length = min(8, len(ids) - 1)
+        # Walk back from the last label to the first one of its run, which is where the completion begins.
+        first = max(i for i, label in enumerate(labels) if label != -100)
+        while labels[first - 1] != -100:  # this ends, because the first token has no label
+            first -= 1
+        prompt_length = first if first > 1 else min(8, len(ids) - 1)
         tokens = torch.tensor([ids[:prompt_length]], device=lm.device)  # [1, L]
+        # Not lm.generate, which would follow the model's generation_config: top-k, penalties, ...
         for _ in range(min(40, context_length(lm.config) - prompt_length)):
             probs = lm(tokens, use_cache=False).logits[0, -1].float().softmax(-1)  # [V]
             token = torch.multinomial(probs, 1)
@@ -453,8 +453,8 @@ def write_samples(lm, tokenizer, documents):
 class LanguageModel(nn.Module):
     """A causal language model whose forward pass returns the loss.
 
-    DDP, FSDP2 and DeepSpeed wrap this module, and act when it is called. So everything that reads weights is
-    in this forward pass: the call of the body, and head.weight.
+    DDP, FSDP2 and DeepSpeed wrap this module. They only intervene in its forward pass, so the body and
+    head.weight must be used there, not in train().
     """
 
     def __init__(self, lm):
@@ -491,10 +491,11 @@ def next_token_loss(hidden, weight, labels, bias=None):
     """The sum of the labels' cross-entropies in nats, and how often the model's likeliest token was right.
 
     hidden [N, H], weight [V, H], labels [N], bias [V] or None -> two scalars. The logits of all N labels may
-    need more memory than the model, so no more than 128 rows are computed at once.
+    need more memory than the model, so they are computed for at most 128 positions at once.
     """
     with torch.autocast(hidden.device.type, enabled=False):  # logits in bf16 would be too coarse
         hidden, weight = hidden.float(), weight.float()
+        # chunking_method None: always these 128 positions, not a number that PyTorch chooses.
         chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=128, chunking_method=None)
         # As F.cross_entropy(F.linear(hidden, weight, bias), labels), but the gradient of a chunk is computed
         # right after its loss, so its logits need not be kept.
@@ -535,8 +536,8 @@ def learning_rate(args, update, updates):
 
 # ---- Documents: token ids and labels -----------------------------------------------------------------------
 #
-# An example is a row of the data set (a dict), a document is a pair of arrays, ids and labels. Two documents,
-# each with a prompt and a completion, packed into a row:
+# An example is one entry of the data set (a dict), a document is a pair of arrays, ids and labels. Two
+# documents, each with a prompt and a completion, packed into a row (a pad keeps its position in the row, 10):
 #
 #     ids          Was    it     good   ?      Yes    EOS    Really ?      No     EOS    pad
 #     labels       -100   -100   -100   -100   Yes    EOS    -100   -100   No     EOS    -100
@@ -554,10 +555,10 @@ def load_documents(examples, tokenizer, args):
     for example in examples:
         ids, labels = make_document(example, tokenizer, args, counts)
         is_cut = len(ids) > args.max_length
-        # Label -100: nothing to learn here. Nothing predicts the first token.
+        # -100 means no label. Nothing predicts the first token.
         ids, labels = ids[: args.max_length], [-100, *labels[1 : args.max_length]]
         if all(label == -100 for label in labels):
-            counts["rows without anything to learn"] += 1
+            counts["examples without anything to learn"] += 1
         else:
             # Arrays of 4-byte numbers: lists would need ten times the memory.
             documents.append((array("i", ids), array("i", labels)))
@@ -573,6 +574,9 @@ def load_documents(examples, tokenizer, args):
 
 def make_document(example, tokenizer, args, counts):
     """-> ids, labels; both are empty if the example has no text. counts: see chat_document"""
+    columns = [name for name in ("text", "completion", "messages", "dialog") if example.get(name)]
+    if len(columns) > 1:
+        raise UserError(f"{args.dataset_name}: an example has {' and '.join(columns)}; keep one of them")
     if example.get("tools"):
         raise UserError(f"{args.dataset_name}: chats with the column tools are not supported")
     prompt, completion = example.get("prompt"), example.get("completion")
@@ -581,10 +585,10 @@ def make_document(example, tokenizer, args, counts):
         return ids, ids
     if example.get("messages"):
         return chat_document(example["messages"], 0, tokenizer, counts)
-    if prompt and completion and is_chat(prompt):
-        first_learned = len(prompt) if args.completion_only_loss else 0
-        return chat_document(prompt + completion, first_learned, tokenizer, counts)
-    if prompt and completion:
+    if is_chat(completion) and prompt is not None:
+        first_labeled = len(prompt) if args.completion_only_loss else 0
+        return chat_document(prompt + completion, first_labeled, tokenizer, counts)
+    if completion and prompt is not None:  # it may be ""
         return completion_document(prompt, completion, tokenizer, args)
     if example.get("dialog"):
         return dialog_document(example, tokenizer, args)
@@ -592,7 +596,7 @@ def make_document(example, tokenizer, args, counts):
 
 
 def with_eos(ids, tokenizer):
-    """Token ids with EOS at the end, unless the text brings one."""
+    """Token ids with EOS at the end, unless the text already ends in one."""
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
@@ -610,39 +614,38 @@ def completion_document(prompt, completion, tokenizer, args):
     return prompt + completion, prompt_labels + completion
 
 
-def chat_document(messages, first_learned, tokenizer, counts):
+def chat_document(messages, first_labeled, tokenizer, counts):
     r"""A list of messages, written by the chat template and tokenized as one text. -> ids, labels
 
-    Labels are on what a policy would generate: the assistant's answers, from message number first_learned on,
+    Labels are on what a policy would generate: the assistant's answers, from message number first_labeled on,
     each with the end of its turn. In ChatML, for example:
 
-        not learned    <|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n
-        learned        It is 5.<|im_end|>
-        not learned    \n
+        no labels    <|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n
+        labels       It is 5.<|im_end|>
+        no labels    \n
 
-    Some templates write no token that ends a turn. Then EOS is put after the last answer that is learned; the
-    others are learned without an end. counts: a Counter of answers that cannot be learned
+    Some templates write no token that ends a turn. Then EOS is put after the last answer with labels; the
+    others are learned without an end. counts: a Counter of answers that cannot have labels
     """
     if any(message.get("content") is None for message in messages):
-        return [], []  # a call of a tool, for example; some templates would write "None"
+        return [], []  # a tool call, for example; some templates would write "None"
     text = render_chat(tokenizer, messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)  # the template has BOS
     ids = encoded.input_ids
-    first_characters = [first for first, _ in encoded.offset_mapping]  # of each token, in the text
+    first_characters = [first for first, _ in encoded.offset_mapping]  # of each token: its place in the text
     labels = [-100] * len(ids)
-    end = 0  # of the last answer that is learned
-    for i in range(first_learned, len(messages)):
+    end = 0  # of the last answer with labels
+    for i in range(first_labeled, len(messages)):
         if messages[i]["role"] != "assistant":
             continue
         prompt, last_character = find_answer(tokenizer, messages[: i + 1], text)
-        if prompt is None:
-            counts["answers not learned (the template writes them differently in a rollout)"] += 1
-        elif ids[: len(prompt)] != prompt:
-            counts["answers not learned (a token spans the end of their prompt, such as a space)"] += 1
-        else:
-            start = len(prompt)
-            end = max(start, bisect.bisect(first_characters, last_character))
-            labels[start:end] = ids[start:end]
+        if prompt is None or ids[: len(prompt)] != prompt:
+            counts["answers not learned (no rollout could give them: see docs/sft.md)"] += 1
+            continue
+        start = len(prompt)
+        # The answer ends with the last token that begins at its last character or before it.
+        end = max(start, bisect.bisect(first_characters, last_character))
+        labels[start:end] = ids[start:end]
     if end > 0 and ids[end - 1] not in special_ids(tokenizer):
         # There is no token that ends the turn: put EOS after the answer, and drop what follows.
         ids = ids[:end] + [tokenizer.eos_token_id]
@@ -651,11 +654,11 @@ def chat_document(messages, first_learned, tokenizer, counts):
 
 
 def find_answer(tokenizer, messages, text):
-    """The prompt of a rollout that could end with the last of these messages, an answer of the assistant.
+    """Where the last of these messages, an answer of the assistant, is in the text of the whole chat.
 
-    text: of the whole chat -> the prompt's token ids, and the last character of the answer in the text. None,
-    None if the text does not begin with them: templates of thinking models drop the thoughts of all but the
-    last answer, for example.
+    -> the token ids of its prompt in a rollout, and the place of its last character in the text. None, None
+    if it has no prompt, or if the text does not begin with prompt and answer: templates of thinking models
+    drop the thoughts of all but the last answer, for example.
     """
     if len(messages) == 1 or messages[-2]["role"] == "assistant":
         return None, None  # there is no message that it answers
@@ -669,12 +672,15 @@ def find_answer(tokenizer, messages, text):
 
 def dialog_document(example, tokenizer, args):
     """Column dialog: each utterance with its end mark, then EOS; all have labels. -> ids, labels"""
+    dialogs = load_dialogs([example])
+    if not dialogs:  # an utterance is blank, for example
+        return [], []
+    [(_, utterances, _)] = dialogs
     ids = list(tokenizer("").input_ids)  # [BOS], or nothing for GPT-2
-    for _, utterances, _ in load_dialogs([example]):  # no dialog if an utterance is blank
-        for utterance in utterance_ids(tokenizer, utterances, args.utterance_end):
-            ids.extend(utterance)
-        if args.utterance_end != "eos":  # otherwise the last utterance ends in EOS already
-            ids.append(tokenizer.eos_token_id)
+    for utterance in utterance_ids(tokenizer, utterances, args.utterance_end):
+        ids.extend(utterance)
+    if args.utterance_end != "eos":  # otherwise the last utterance ends in EOS already
+        ids.append(tokenizer.eos_token_id)
     return ids, ids
 
 
@@ -923,7 +929,8 @@ def load_language_model(args, tokenizer, documents):
         if getattr(lm, "is_quantized", False):
             raise UserError(f"{args.model_name_or_path}: quantized weights cannot be trained here")
     end_tokens = find_end_tokens(lm, tokenizer, documents, args.max_length)
-    if not lm.generation_config.do_sample:  # transformers would not save a temperature without it
+    if not lm.generation_config.do_sample:
+        # A greedy config that still has a temperature cannot be saved, so start from an empty one.
         special_tokens = dict(bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id)
         lm.generation_config = transformers.GenerationConfig(**special_tokens)
     lm.generation_config.eos_token_id = end_tokens
@@ -936,39 +943,38 @@ def load_language_model(args, tokenizer, documents):
 
 @torch.no_grad()
 def check_language_model(lm, args):
-    """Refuse a model whose losses would differ from ours.
+    """Raise if what we compute for a document differs from what the model itself computes for it alone.
 
-    Its own logits must be the product of its last hidden states and the output layer. They are not with a
-    soft cap (Gemma 2) or a scale (Granite). The states of a document must not depend on what follows, as they
-    do in an encoder; or on a packed document before it, as they do with a recurrent state (Mamba), with a
+    Its logits must be the product of its last hidden states and the output layer. They are not with a soft
+    cap (Gemma 2) or a scale (Granite). The states of a document must not depend on what follows, as they do
+    in an encoder; or on a packed document before it, as they do with a recurrent state (Mamba), with a
     convolution (LFM2), and in models that ignore the positions (BLOOM, OPT, Falcon).
     """
     name, length = args.from_config or args.model_name_or_path, args.max_length
     if length > context_length(lm.config):
         raise UserError(f"--max-length {length}: the context of {name} is {context_length(lm.config)} tokens")
-    body, head = body_and_head(lm)
+    # Two rows of random tokens, with the same document in the same place.
     size = min(length // 2, 64)
-    start = size if args.packing else 0  # where the second document of a row begins
+    start = size if args.packing else 0  # if packed, it is the second document of its row
+    document = slice(start, start + size)
     vocab_size = lm.config.get_text_config().vocab_size
-    rows = torch.randint(vocab_size, (3, length), generator=generator_for(0, "check")).to(lm.device)
-    alone, rows = rows[:1, :size], rows[1:]
-    rows[:, start : start + size] = alone  # in the same place, with something else before and after it
+    ids = torch.randint(vocab_size, (2, length), generator=generator_for(0, "check")).to(lm.device)
+    ids[1, document] = ids[0, document]
     positions = torch.arange(length, device=lm.device).repeat(2, 1)
     positions[:, start:] -= start
 
+    body, head = body_and_head(lm)
+    lm.train(not args.from_config)  # noise that load_model has missed shows; a new model may have dropout
+    one, other = document_states(body, ids, positions)[:, document]  # [size, H] each
     # A soft cap shows only in large logits. So the output layer multiplies by 64, and we divide by 64.
     hook = head.register_forward_hook(lambda module, inputs, logits: 64 * logits)
-    own_logits = lm.eval()(alone, use_cache=False).logits.float() / 64  # [1, size, V]
+    own_logits = lm.eval()(ids[:1, document], use_cache=False).logits[0].float() / 64  # [size, V]
     hook.remove()
-    lm.train(not args.from_config)  # noise that load_model has missed shows; a new model may have dropout
-    states = document_states(body, alone, positions[:1, start : start + size])  # [1, size, H]
-    if differ(F.linear(states, head.weight, head.bias), own_logits, 1e-2):
-        raise UserError(f"{name} does not work here: its own losses differ from ours")
-    one, other = document_states(body, rows, positions)[:, None, start : start + size]  # [1, size, H] each
-    # The second limit is tight, because with random weights what a model must not see changes little.
-    if differ(one, states, 1e-2) or differ(one, other, 1e-4):
-        hint = ": use --no-packing" if args.packing else ""
-        raise UserError(f"{name}: what is learned of a document depends on what is before or after it{hint}")
+    is_other_loss = differ(F.linear(one, head.weight, head.bias), own_logits, 1e-2)
+    # The rows differ only around the document. An untrained model reacts little to that: the limit is tight.
+    if is_other_loss or differ(one, other, 1e-4):
+        hint = " (perhaps with --no-packing)" if args.packing else ""
+        raise UserError(f"{name} does not work here{hint}: its own loss of a document differs from ours")
 
 
 def differ(found, expected, limit):
@@ -1086,7 +1092,7 @@ def load_dialogs(rows):
     """
     dialogs = []
     for row in rows:
-        utterances, acts = row["dialog"], row.get("act")
+        utterances, acts = row.get("dialog"), row.get("act")
         if not isinstance(utterances, list) or not all(isinstance(text, str) for text in utterances):
             continue
         utterances = [text.strip() for text in utterances]  # DailyDialog's end with a space

@@ -172,6 +172,16 @@ def test_a_chat_in_prompt_and_completion(scripts, family):
     )
 
 
+def test_a_turn_without_a_prompt_is_not_learned(scripts):
+    """Before any message, or after another turn of the assistant. It is counted."""
+    script, tokenizer = scripts["sft"], build_tokenizer("llama3")
+    started = chat((ASSISTANT, "Hello."), *TURNS, (ASSISTANT, "Sure."))
+    documents, left_out = script.load_documents([{"messages": started}], tokenizer, script.Args())
+    answers = ["It is 5.<|eot_id|>", "That is 8, two times 4.<|eot_id|>"]
+    assert learned(tokenizer, documents[0][1]) == answers
+    assert left_out == "2 answers not learned (no rollout could give them: see docs/sft.md)"
+
+
 def test_a_template_without_an_end_of_turn(scripts):
     """Then EOS ends the last turn, so that the model learns to stop."""
     tokenizer = build_tokenizer("qwen2_5")
@@ -193,7 +203,7 @@ def test_a_prompt_that_ends_in_a_space(scripts):
     for end, start in (("assistant:", " The"), ("assistant: ", None)):
         tokenizer.chat_template = WITHOUT_END.replace("assistant:", end)
         if start is None:
-            with pytest.raises(script.UserError, match="1 answers not learned .a token spans the end"):
+            with pytest.raises(script.UserError, match="1 answers not learned .no rollout could give them"):
                 documents_of(script, tokenizer, {"messages": messages})
         else:
             [(_, labels)] = documents_of(script, tokenizer, {"messages": messages})
@@ -229,7 +239,7 @@ def test_answers_that_cannot_be_learned_are_counted(scripts):
         documents_of(script, tokenizer, {"messages": chat(*TURNS)})
     rows = [{"messages": chat(*TURNS)}] * 3
     _, left_out = script.load_documents(rows, build_tokenizer("qwen3"), script.Args(max_length=256))
-    assert left_out == "3 answers not learned (the template writes them differently in a rollout)"
+    assert left_out == "3 answers not learned (no rollout could give them: see docs/sft.md)"
 
 
 def test_messages_that_cannot_be_learned(scripts):
@@ -239,7 +249,7 @@ def test_messages_that_cannot_be_learned(scripts):
     foreign = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
     rows = [{"messages": messages} for messages in (call, foreign, chat(*TURNS), [], None)]
     documents, left_out = script.load_documents(rows, tokenizer, script.Args(max_length=256))
-    assert len(documents) == 1 and left_out == "4 rows without anything to learn"
+    assert len(documents) == 1 and left_out == "4 examples without anything to learn"
     with pytest.raises(script.UserError, match="column tools"):
         documents_of(script, tokenizer, {"messages": chat(*TURNS), "tools": [{"name": "weather"}]})
 
@@ -391,16 +401,6 @@ def test_a_message_that_the_assistant_has_begun(scripts, family, name):
     if family == "qwen3":  # its template writes an empty thought before the last answer
         plain += "<think>\n\n</think>\n\n"
     assert begun == plain + "It is"
-
-
-def test_a_template_for_a_tokenizer_without_one(sft, tiny_lm, tmp_path):
-    """--chat-template-path gives it one, which is saved."""
-    rows = [{"messages": chat(*TURNS)}] * 20
-    data = write_rows(tmp_path / "data", train=rows, test=rows[:2])
-    template = str(TEMPLATES / "llama3.jinja")
-    _, folder, _ = sft(dataset_name=data, chat_template_path=template, num_train_epochs=1.0, max_length=256)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    assert "start_header_id" in tokenizer.chat_template
 
 
 # ---- Rollouts ----------------------------------------------------------------------------------------------

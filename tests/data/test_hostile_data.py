@@ -162,7 +162,7 @@ STRINGS = BLANK | {
 }
 SKIPPED_STRINGS = {  # script, kind -> column -> the strings whose row is skipped
     ("sft", "text"): dict(text=["empty"]),
-    ("sft", "completion"): dict(prompt=["empty", "long"], completion=["empty"]),  # "long": nothing fits
+    ("sft", "completion"): dict(prompt=["long"], completion=["empty"]),  # "long": nothing fits
     ("reward_model", "text"): dict(text=[*BLANK]),
     ("reward_model", "pairs"): dict(prompt=[], chosen=["empty"], rejected=["empty"]),
     ("ppo_sentiment", "text"): dict(text=["empty"]),
@@ -341,11 +341,11 @@ ACTS = {  # value for three utterances -> the answers that reward_model uses, an
     "null": (None, 5, 5),
     "with null": ([1, None, 1], 6, 6),
     "missing": (..., 5, 5),
-    "zero": ([1, 0, 1], "act 0;", "act 0, but"),
+    "zero": ([1, 0, 1], "label -1 is none", "act 0, but"),
     "large": ([1, 9, 1], "label 8 is none", "act 9, but"),
     "floats": ([1.0, 2.0, 1.0], 7, 7),
-    "decimals": ([1, 1.5, 1], "act 1.5;", "act 1.5, but"),
-    "words": (["inform"] * 3, "act inform;", "act inform, but"),
+    "decimals": ([1, 1.5, 1], "label 0.5 is none", "act 1.5, but"),
+    "words": (["inform"] * 3, "unsupported operand", "act inform, but"),
     "number": (1, 5, 5),
 }
 

@@ -145,13 +145,15 @@ REFUSED = {
     },
     "sft": {
         "context": (dict(max_length=257), "context"),
+        "empty texts": (dict(dataset_name="DATA/empty"), "examples without anything to learn"),
         "blank dialogs": (dict(dataset_name="DATA/blank"), "DATA/blank"),
-        "blank end": (dict(utterance_end=" "), "--utterance-end must not be empty"),
     },
     "reward_model": {
         "context": (dict(max_length=257), "--max-length 257"),
         "held-out labels": (dict(dataset_name="DATA/no-held-out-labels"), "None is none of"),
         "one label": (dict(label_names="only"), "needs two labels or more"),
+        "acts without names": (dict(dataset_name="DATA/act-3"), "--label-names is missing"),
+        "center data, labels": (dict(center_dataset_name="DATA/pairs"), "only for preferences"),
         "acts": (dict(dataset_name="DATA/act-5", label_names=",".join(ACTS)), "4 is none of"),
         "blank dialogs": (dict(dataset_name="DATA/blank", label_names=",".join(ACTS)), "DATA/blank"),
         "no pairs": (dict(dataset_name="DATA/empty-pairs"), "two different responses"),

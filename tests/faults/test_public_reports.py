@@ -18,7 +18,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import GROUPS, RL
+from conftest import ACTS, GROUPS, RL
 from run_tools import flags_of, reward_file, rows_of, spy, weights, write_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -274,6 +274,17 @@ def test_a_text_that_ends_with_eos(scripts, tiny_lm):
         document, labels = sft.make_document(row, tokenizer, sft.Args(), {})
         assert document == ids + expected and labels == [-100] * len(ids) + expected
     assert reward_model.preference_ids(tokenizer, " good", responses, 99) == [ids + expected] * 2
+
+
+def test_a_prompt_that_begins_the_answer(scripts, tiny_lm):
+    """In a rollout, it is one message with the rest; two messages would be another text."""
+    script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(tiny_lm())
+    tokenizer.chat_template = CHATML
+    prompt = [dict(role="user", content="2 + 3?"), dict(role="assistant", content="It is")]
+    good, bad = [[dict(role="assistant", content=text)] for text in (" 5.", " 6.")]
+    with pytest.raises(script.UserError, match="a prompt ends with the assistant"):
+        rows = [dict(prompt=prompt, chosen=good, rejected=bad)]
+        script.load_preference_rows(rows, tokenizer, script.Args())
 
 
 def test_a_prompt_beside_chats(scripts, tiny_lm):
@@ -574,7 +585,8 @@ def test_the_side_to_cut_is_that_of_the_data(scripts, tiny_pairs, tiny_classifie
     for side, of_side in folders.items():
         for folder in of_side:
             tokenizer.truncation_side = "right" if side == "left" else "left"
-            script.load_data(script.Args(dataset_name=folder), tokenizer)
+            names = None if folder == tiny_pairs else ",".join(ACTS[: 2 if side == "right" else 4])
+            script.load_data(script.Args(dataset_name=folder, label_names=names), tokenizer)
             assert tokenizer.truncation_side == side
 
 

@@ -85,13 +85,12 @@ def test_packed_documents_do_not_see_each_other(language_model, arch):
             start += len(ids)
 
 
-CAP = "does not work here: its own losses differ from ours"
-LEAK = "what is learned of a document depends on what is before or after it"
-USE = LEAK + ": use --no-packing"
-OTHER_MODELS = {  # what is wrong with a document alone, and with documents in a row
-    "gemma2 head_dim=16": (CAP, CAP),
-    "granite logits_scaling=4.0": (CAP, CAP),
-    "bert-generation": (LEAK, USE),  # an encoder
+ALONE = "does not work here: its own loss of a document differs from ours"
+USE = "does not work here (perhaps with --no-packing): its own loss of a document differs from ours"
+OTHER_MODELS = {  # what is said about a document alone, and about documents in a row
+    "gemma2 head_dim=16": (ALONE, USE),
+    "granite logits_scaling=4.0": (ALONE, USE),
+    "bert-generation": (ALONE, USE),  # an encoder
     "bloom": (None, USE),  # ALiBi of whole rows
     "falcon alibi=true": (None, USE),
     "falcon alibi=false": (None, USE),
@@ -132,7 +131,7 @@ def test_models_are_checked(model, packing):
 def test_noise_of_a_loaded_model_is_refused():
     """Falcon reads its dropout from the config, where load_model does not look for it."""
     settings = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=300)
-    for dropout, said in ((0.0, None), (0.1, CAP)):
+    for dropout, said in ((0.0, None), (0.1, ALONE)):
         model = model_from("falcon", hidden_dropout=dropout, **settings)
         assert check(model, packing=False, from_config=None) == said
         assert check(model, packing=False) is None
@@ -270,7 +269,7 @@ def test_a_cut_document_has_no_eos(tiny_lm):
     long_ids = tokenizer(long_text).input_ids
     examples = [dict(text=long_text), dict(text=""), dict(text=None), {}, dict(text="No.")]
     documents, left_out = sft.load_documents(examples, tokenizer, sft.Args(max_length=10))
-    assert left_out == "1 cut to --max-length 10, 3 rows without anything to learn"
+    assert left_out == "1 cut to --max-length 10, 3 examples without anything to learn"
     assert len(documents) == 2
     assert [list(x) for x in documents[0]] == [long_ids[:10], [-100, *long_ids[1:10]]]
     assert documents[1][0][-1] == tokenizer.eos_token_id

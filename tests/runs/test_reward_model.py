@@ -163,8 +163,9 @@ def test_every_number_of_a_classifier(
     assert evaluation_of(folder) == expected
     lines = capsys.readouterr().out
     assert f"7 held-out rows, accuracy {accuracy:.4f}" in lines
-    num_cut = sum(len(tokenizer(row["text"]).input_ids) > 18 for row in train)
-    assert f"training: 13 of 13 rows, {num_cut} cut to 18 tokens" in lines and num_cut > 0
+    num_full = sum(len(tokenizer(row["text"]).input_ids) >= 18 for row in train)
+    assert f"training: 13 of 13 rows, {num_full} at the limit of 18 tokens" in lines and num_full > 0
+    assert "the head that was saved with the model; classes 0, 1, ...: negative, positive" in lines
     assert AutoTokenizer.from_pretrained(folder / "model").model_max_length == 18
 
 
@@ -225,7 +226,7 @@ def test_a_row_without_text_takes_its_label_with_it(scripts):
     loaded, counts = script.load_labeled_rows(dict(a=0, b=1, c=2, d=3), rows, tokenizer, script.Args())
     found = [(tokenizer.decode(row.texts[0]), row.label) for row in loaded]
     assert found == [(f"one{EOS}", 0), (f"two{EOS}", 2), (f"three{EOS}", 1), (f"four{EOS}", 3)]
-    assert counts == "4 of 7 rows, 0 cut to 512 tokens"
+    assert counts == "4 of 7 rows, 0 at the limit of 512 tokens"
 
 
 # ---- Which rows --------------------------------------------------------------------------------------------
@@ -281,6 +282,34 @@ def test_shards_are_parts_of_the_shuffled_rows(scripts, small, world, tmp_path):
             )
             shards += numbers
         assert sorted(shards) == list(range(30))
+
+
+def test_shards_have_no_dialog_in_common(scripts, small, world, tmp_path):
+    """Two answers of one dialog would have an utterance in common."""
+    rows = [dict(dialog=[f"train text {3 * i + k}: sun." for k in range(3)], act=[1, 2, 3]) for i in range(8)]
+    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    tokenizer = AutoTokenizer.from_pretrained(world.intents())
+    shards = []
+    for shard in ("0/2", "1/2"):
+        flags = dict(dataset_name=data, train_shard=shard, label_names=",".join(ACTS))
+        loaded = scripts["reward_model"].load_data(small("reward_model", **flags), tokenizer)["train"]
+        texts = [tokenizer.decode(row.texts[0]) for row in loaded]
+        shards.append(Counter(number_in(text, "train") // 3 for text in texts))
+    assert sorted(shards[0] | shards[1]) == list(range(8)) and not shards[0] & shards[1]
+    assert set((shards[0] + shards[1]).values()) == {2}  # both answers of each
+
+
+def test_a_prefix_of_special_tokens_is_refused(scripts, small, world, tmp_path):
+    """[CLS] and [SEP] alone are an empty text."""
+    script, tokenizer = scripts["reward_model"], byte_level_tokenizer()
+    marks = [(EOS, tokenizer.eos_token_id)]
+    template = tokenizers.processors.TemplateProcessing(f"{EOS} $A {EOS}", special_tokens=marks)
+    tokenizer.backend_tokenizer.post_processor = template
+    data, _, _ = three_splits(tmp_path / "data", labeled_of)
+    for shortest in (1, 2):
+        with pytest.raises(script.UserError, match="must be more than 2"):
+            script.load_data(small("reward_model", dataset_name=data, min_prefix_length=shortest), tokenizer)
+    script.load_data(small("reward_model", dataset_name=data, min_prefix_length=3), tokenizer)
 
 
 def test_answers_are_not_cut_to_prefixes(scripts, small, world, tiny_pairs):
@@ -491,7 +520,7 @@ def test_margins_stay_with_their_pairs(scripts, world):
     rows[1]["rejected"], rows[3]["chosen"] = "", None
     rows[4]["rejected"] = rows[4]["chosen"]
     loaded, counts = script.load_preference_rows(rows, tokenizer, script.Args())
-    assert counts == "3 of 6 rows, 0 cut to 512 tokens, 1 pairs of equal texts left out"
+    assert counts == "3 of 6 rows, 0 at the limit of 512 tokens, 1 pairs of equal texts left out"
     kept = [row for i, row in enumerate(rows) if i not in (1, 3, 4)]
     assert [row.margin for row in loaded] == [row["margin"] for row in kept]
     for row, data_row in zip(loaded, kept, strict=True):
@@ -692,15 +721,16 @@ def test_lora_trains_berts_pooler_as_a_whole(reward, tiny_classifier, tmp_path, 
     assert sorted(map(tuple, shapes)) == [(32,), (32, 32)]
 
 
-def test_answers_and_acts(scripts, tiny_lm):
+def test_answers_and_acts(scripts, tiny_lm, capsys):
     """Trick 38: acts count from 1, classes from 0. The text is the utterance before and the answer."""
     script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(tiny_lm())
-    rows = script.load_answers(DIALOGS)
+    rows = script.load_answers([*DIALOGS, dict(note="no dialog")])
     texts = ["Who are you? I am Leo.", "I am Leo. Then come in.", "Two. Three."]
     expected = [dict(text=text, label=label) for text, label in zip(texts, (0, 2, 3), strict=True)]
-    assert rows == expected + [{}] * 6  # for the answers without an act, or in a dialog with a gap
+    assert rows == expected  # none for answers without an act, or in a dialog with a gap
+    assert "answers with an act: 3, in dialogs with 17 utterances" in capsys.readouterr().out
     loaded, counts = script.load_labeled_rows(dict.fromkeys(range(4), 0), rows, tokenizer, script.Args())
-    assert len(loaded) == 3 and counts.startswith("3 of 9 rows")
+    assert len(loaded) == 3 and counts.startswith("3 of 3 rows")
 
 
 def test_a_long_dialog_keeps_its_answer(scripts, small, world, tmp_path):
@@ -803,8 +833,8 @@ def test_pairs_that_are_equal_after_the_cut(pairs, script, tiny_lm, tmp_path, ca
     data = write_rows(tmp_path / "data", train=rows, test=rows[2:])
     pairs(dataset_name=data, max_length=16, num_train_epochs=0.1)
     lines = capsys.readouterr().out
-    assert "training: 2 of 4 rows, 1 cut to 16 tokens, 3 pairs of equal texts left out" in lines
-    assert "held out: 2 of 2 rows, 1 cut to 16 tokens, 1 pairs of equal texts left out" in lines
+    assert "training: 2 of 4 rows, 1 at the limit of 16 tokens, 3 pairs of equal texts left out" in lines
+    assert "held out: 2 of 2 rows, 1 at the limit of 16 tokens, 1 pairs of equal texts left out" in lines
 
 
 # ---- Head and offset ---------------------------------------------------------------------------------------

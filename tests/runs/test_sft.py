@@ -148,7 +148,8 @@ def test_every_number_of_sft(sft, scripts, tiny_lm, tmp_path, monkeypatch, capsy
         )
         assert expected["grad_norm"] > 0.5
         assert {name: row[name] for name in expected} == pytest.approx(expected, **close)
-        assert row["perf/tokens_per_second"] * row["perf/seconds"] == pytest.approx(count)
+        num_tokens = sum(len(all_train[i][0]) for i in numbers)
+        assert row["perf/tokens_per_second"] * row["perf/seconds"] == pytest.approx(num_tokens)
     assert_weights_of(folder, model)
 
     # Afterwards: the table, and the samples of the first of the same rows.
@@ -274,23 +275,27 @@ def pairs_of(prompts, completions):
 
 
 def test_damaged_rows_are_skipped(scripts):
-    """Each completion stays with its prompt. Rows without a text, a prompt or a completion are skipped."""
+    """Each completion stays with its prompt. Rows without a text, a prompt or a completion are skipped. A
+    prompt may be empty."""
     tokenizer = byte_level_tokenizer()
     prompts = ["one", None, "two", "", "three", "four"]
     completions = [" a", " b", None, " c", "", " d"]
     documents = documents_of(scripts, tokenizer, *pairs_of(prompts, completions))
-    assert [tokenizer.decode(ids) for ids, _ in documents] == [f"one a{EOS}", f"four d{EOS}"]
+    assert [tokenizer.decode(ids) for ids, _ in documents] == [f"one a{EOS}", f" c{EOS}", f"four d{EOS}"]
     learned = [tokenizer.decode([label for label in labels if label != -100]) for _, labels in documents]
-    assert learned == [f" a{EOS}", f" d{EOS}"]
+    assert learned == [f" a{EOS}", EOS, f" d{EOS}"]  # nothing predicts the first token of a document
     texts = [dict(text=text) for text in ("one", None, "", "two", "three")]
     documents = documents_of(scripts, tokenizer, *texts, {})
     assert [tokenizer.decode(ids) for ids, _ in documents] == [text + EOS for text in ("one", "two", "three")]
 
 
-def test_the_column_text_comes_first(scripts):
-    """A data set that has text, and prompt and completion too, is one of texts."""
+def test_two_kinds_of_columns_are_refused(scripts):
+    """text, and prompt and completion too: one of them would be ignored. Other columns may be there."""
     tokenizer = byte_level_tokenizer()
-    [(ids, labels)] = documents_of(scripts, tokenizer, dict(prompt="one", completion=" two", text="three"))
+    with pytest.raises(scripts["sft"].UserError, match="has text and completion; keep one of them"):
+        documents_of(scripts, tokenizer, dict(prompt="one", completion=" two", text="three"))
+    example = dict(text="three", prompt="one", completion=None, label=1)
+    [(ids, labels)] = documents_of(scripts, tokenizer, example)
     assert tokenizer.decode(ids) == f"three{EOS}" and labels == [-100, *ids[1:]]
 
 
@@ -360,7 +365,7 @@ def test_documents_of_dialogs(scripts, small, tiny_lm, end):
     """Each utterance after a space and with its mark. One EOS at the very end, unless it was cut off."""
     script, tokenizer = scripts["sft"], AutoTokenizer.from_pretrained(tiny_lm())
     documents, left_out = script.load_documents(DIALOGS, tokenizer, small("sft", utterance_end=end))
-    assert left_out == "4 rows without anything to learn"
+    assert left_out == "4 examples without anything to learn"
     mark, last = (EOS, "") if end == "eos" else (end, EOS)
     used = [
         ["Who are you?", "I am Leo.", "Then come in."],
