@@ -3,7 +3,8 @@
 If you know PPO from CleanRL's ppo.py, this is what language changes: the state is a text and the action is
 the next token; the critic is a linear layer on the policy's transformer; a classifier scores the finished
 text; every token is penalized for moving away from the reference model (the policy before PPO); responses
-have different lengths, so every tensor needs a mask.
+have different lengths, so every tensor needs a mask. There is no entropy bonus: the KL penalty keeps the
+policy from collapsing. Some names are those of TRL, Hugging Face's library for RLHF.
 
     python ppo_minimal.py                 # minutes on a CPU; models and data are in this repository
     python ppo_minimal.py --kl-target 8   # every field of Args is a flag
@@ -13,7 +14,8 @@ the same responses (tests/runs/test_ppo_minimal.py). Read that one next. What it
 
 - checks: some models handle padding or the cache differently, and would silently train on wrong numbers
 - a run folder with curves and samples for report.py, and checkpoints: a killed run goes on, bit for bit
-- several processes and GPUs, accumulated gradients, bf16, LoRA, 8-bit weights: for larger models
+- for larger models: GPUs (this script runs on a CPU), several processes, accumulated gradients, bf16, LoRA,
+  8-bit weights
 - the output layer sees only valid tokens, in chunks: 50,000 logits per token fill a GPU's memory
 - your own reward functions, stop tokens, a temperature, a separate critic, schedules and optimizers
 - a second classifier that PPO never sees, and a measure of repetition (distinct bigrams): a policy may learn
@@ -25,7 +27,6 @@ import math
 import random
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,10 +45,12 @@ class Args:
     dataset_name: str = "data/reviews"  # a folder with train.jsonl and test.jsonl, with a column text
     query_min_length: int = 2  # shortest prompt, in tokens
     query_max_length: int = 5  # longest prompt, in tokens; lengths are drawn uniformly, both ends included
-    response_min_length: int = 8  # each response draws a length limit uniformly from here ...
-    response_length: int = 24  # ... to here, both ends included, in tokens; EOS may end it earlier
-    total_episodes: int = 25_600  # number of responses in the whole run
-    per_device_train_batch_size: int = 32  # responses per minibatch; the name is TRL's
+    response_min_length: int = 8  # each response draws a limit of its length from here ...
+    response_length: int = (
+        24  # ... to here, in tokens, so that lengths differ. Its limit ends it, as EOS does
+    )
+    total_episodes: int = 25_600  # number of responses in the whole run, rounded up to whole batches
+    per_device_train_batch_size: int = 32  # responses per minibatch
     num_mini_batches: int = 4  # minibatches per batch: also the number of optimizer steps per epoch
     num_ppo_epochs: int = 4  # epochs over each batch
     kl_coef: float = 0.2  # KL penalty coefficient at first; it adapts to the target
@@ -75,20 +78,21 @@ def train(args):
     T = args.response_length
     B = args.per_device_train_batch_size * args.num_mini_batches  # episodes per update
     updates = math.ceil(args.total_episodes / B)
+    assert args.query_min_length > 0
+    assert B < 5 * args.kl_horizon  # otherwise adaptive_kl_coef may return a number below 0
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     # eval() switches dropout off, also for the update: otherwise the ratio would not start at 1.
     model = PolicyAndValue(AutoModelForCausalLM.from_pretrained(args.model_name_or_path)).eval()
     ref_model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path).eval()
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
-    # Only the beginnings of the reviews, from which prompts are cut: one review per episode, in order of use.
+    # Row i has the first C tokens of the review for episode i: its prompt is the beginning of that.
     train_reviews = load_reviews("train", updates * B, tokenizer, args)  # [updates * B, C]
     held_out_reviews = load_reviews("test", args.num_eval_prompts, tokenizer, args)  # [num_eval_prompts, C]
-    # rollout without the four arguments that never change. What is left comes from draw_batch.
-    respond = partial(rollout, model, ref_model, tokenizer, load_label_scorer(args))
+    score_label = load_label_scorer(args)
 
     # The evaluations before and after training use the same prompts and random numbers.
     held_out = draw_batch(held_out_reviews, args, "held-out")
-    before = respond(*held_out)
+    before = rollout(model, ref_model, tokenizer, score_label, *held_out)
     kl_coef = args.kl_coef
     history = []
 
@@ -96,7 +100,8 @@ def train(args):
         # 1. Rollout. The beginnings of the next B reviews are the prompts. With them come a length limit for
         #    each response, and the random numbers to sample it with.
         prompt_batch = draw_batch(train_reviews[(update - 1) * B : update * B], args, update)
-        b = respond(*prompt_batch)  # a dict, see rollout; its tensors have no gradient
+        # b: ids, mask, lengths, texts, raw_scores, logprobs, ref_logprobs, values. None has a gradient.
+        b = rollout(model, ref_model, tokenizer, score_label, *prompt_batch)
         valid = length_mask(b["lengths"], T)  # [B, T]
 
         # 2. Scores: clip.
@@ -157,7 +162,7 @@ def train(args):
         kl_coef = adaptive_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, B)
 
     # 8. Evaluate on the same held-out prompts again, and save the model.
-    after = respond(*held_out)
+    after = rollout(model, ref_model, tokenizer, score_label, *held_out)
     for old, new in zip(before["texts"][:4], after["texts"]):
         print(f"\nbefore  {old}\nafter   {new}")
     score_before, score_after = before["raw_scores"].mean(), after["raw_scores"].mean()
@@ -172,21 +177,21 @@ def train(args):
 
 
 def load_reviews(split, count, tokenizer, args):
-    """The first query_max_length tokens of `count` reviews, from shuffled epochs of the data. -> [count, C]
+    """The first query_max_length tokens of `count` reviews, from shuffled passes over the data. -> [count, C]
 
     All reviews must have that many tokens.
     """
     with open(Path(args.dataset_name, f"{split}.jsonl"), encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file]
     reviews = torch.tensor([ids[: args.query_max_length] for ids in tokenizer(texts).input_ids])
-    epochs = math.ceil(count / len(reviews))
-    generators = [generator_for(args.seed, "pass", epoch) for epoch in range(epochs)]
+    passes = math.ceil(count / len(reviews))
+    generators = [generator_for(args.seed, "pass", number) for number in range(passes)]
     rows = torch.cat([torch.randperm(len(reviews), generator=generator) for generator in generators])
     return reviews[rows[:count]]
 
 
 def draw_batch(reviews, args, purpose):
-    """Cut prompts to random lengths, and draw the length limits of the responses, which are random as in TRL.
+    """Cut prompts to random lengths, and draw the length limits of the responses.
 
     All draws depend only on the seed and the purpose: the number of the update, or "held-out". So do the
     random numbers that responses are sampled with.
@@ -386,7 +391,7 @@ def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
     assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
     log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=40))  # an infinite ratio times an advantage of 0 is nan
+    ratio = torch.exp(log_ratio.clamp(max=40))  # exp must stay finite: 0 times inf is nan
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped)

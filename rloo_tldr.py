@@ -91,7 +91,7 @@ from transformers.cache_utils import DynamicLayer
 # ============================================================================================================
 
 
-NUM_EXAMPLES = tyro.conf.arg(aliases=["--num-examples"])  # its name in TRL's judge_tldr.py
+NUM_EXAMPLES = tyro.conf.arg(aliases=["--num-examples"])  # TRL's name of num_eval_prompts
 
 
 @dataclass
@@ -271,7 +271,7 @@ def train(args):
     ref_model = load_reference(args, policy, policy_name, device)
     max_tokens = max(len(post["ids"]) for post in train_posts + held_out_posts) + T
     check_group_model(policy, policy_name, max_tokens)
-    model = Policy(policy)
+    model = Policy(policy)  # the same weights; its forward pass is that of the update
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     get_scores = partial(score_responses, load_summary_reward(args, device), trainer_state, device)
@@ -281,9 +281,10 @@ def train(args):
     if args.judge_fn is not None:
         get_judge_scores = partial(score_responses, load_functions([args.judge_fn]), trainer_state, device)
     judge, judge_name = None, "none"
-    # The main process only, so that a judge on a server is asked only once. It compares with references.
-    if accelerator.is_main_process and held_out_posts[0]["reference"]:
+    if accelerator.is_main_process:  # so that a judge on a server is asked only once
         judge, judge_name = load_judge(args, tokenizer, trainer_state, device)
+    if judge is not None and not held_out_posts[0]["reference"]:  # choose_held_out: all have one, or none
+        raise UserError(f"{args.dataset_name}: the judge needs references, a column completion")
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 
@@ -331,7 +332,9 @@ def train(args):
         if get_judge_scores is not None:
             posts = [post for post in prompt_share["examples"] for _ in range(k)]
             b["judge_scores"] = score_texts(get_judge_scores, tokenizer, posts, responses)
-        b = accelerator.gather(b)  # rollouts of all processes: a dict of tensors, [B, ...] each
+        # Rollouts of all processes. ids, mask [B, C + T]; lengths, stopped, raw_scores, rewards/NAME [B];
+        # logprobs, ref_logprobs, entropies, sampling_logprobs [B, T].
+        b = accelerator.gather(b)
         C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
         valid = length_mask(b["lengths"], T)  # [B, T]
         rollout_end = time.time()
@@ -614,9 +617,10 @@ def rollout_groups(model, ref_model, tokenizer, stop_ids, get_scores, batch, arg
     b, responses = sample_responses(model.policy, tokenizer, stop_ids, get_scores, batch, args)
     scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
 
-    # The same forward pass, and as many rows at a time, as in the update. Dropout is 0, so the ratio is 1
-    # until the first optimizer step, up to rounding. The log-probabilities from generation differ more, and
-    # the sum over a response adds the differences up, so they are only logged.
+    # The same forward pass, and as many rows at a time, as in the update (which reads each prompt more than
+    # once with gradient checkpointing). Dropout is 0, so the ratio is 1 until the first optimizer step, up to
+    # rounding. The log-probabilities from generation differ more, and the sum over a response adds the
+    # differences up, so they are only logged.
     P, k, T = batch["uniforms"].shape
     C = b["ids"].shape[1] - T
     logprobs, entropies, ref_logprobs = torch.zeros(3, P * k, T, device=stop_ids.device)
@@ -962,7 +966,7 @@ def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
     assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
     log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=40))  # an infinite ratio times an advantage of 0 is nan
+    ratio = torch.exp(log_ratio.clamp(max=40))  # exp must stay finite: 0 times inf is nan
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped)
@@ -1527,7 +1531,7 @@ def load_judge(args, tokenizer, trainer_state, device):
         return None, "none"
     if args.judge_model is None:
         functions = load_functions([args.judge_fn])
-    elif args.judge_url is None and any(Path(folder, name).is_dir() for folder in ("", HERE)):
+    elif args.judge_url is None and Path(resolve_path(name)).is_dir():
         # In fp32: bf16 rounds so much that equal texts would not be a tie.
         functions = {"judge": load_reward_model(replace(args, dtype="float32"), name, device)}
     else:
@@ -2110,6 +2114,8 @@ def report_summaries(run, judge, judge_name, posts, before, after):
         row = {"prompt": old["prompt"], "reference": post["reference"]}
         row |= {"before": old["response"], "score": old["score"]}
         rows.append(row | {"after": new["response"], "score after": new["score"]})
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
     if judge is not None:
         # Both evaluations are judged here, at the end, so that a run that is resumed asks a paid judge once.
         verdicts = [judge(posts, [row[name] for row in rows]) for name in ("before", "after")]
@@ -2126,8 +2132,6 @@ def report_summaries(run, judge, judge_name, posts, before, after):
     about = {"before": metrics_before, "after": metrics_after, "n": len(rows)}
     about |= {"judge": judge_name, "decoding": decoding}
     (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
-    lines = [json.dumps(row) + "\n" for row in rows]
-    (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
     run.accelerator.log({f"eval/{name}": x for name, x in metrics_after.items()}, step=run.updates)
 
 

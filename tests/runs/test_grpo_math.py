@@ -270,7 +270,6 @@ def test_some_rows_are_trained_on(grpo, rollouts, tmp_path):
     "flags, names",
     [
         (dict(), ["held-out", "harder"]),
-        (dict(dataset_name="OTHER"), ["held-out", "harder"]),
         (dict(dataset_name="OTHER", hard_dataset_name="OTHER"), ["held-out", "harder"]),
         (dict(hard_dataset_name=None), ["held-out"]),
     ],
