@@ -11,10 +11,10 @@ its own order of the first 3,008 pairs, 94 updates. TRL reads them in that order
 
 import gzip
 import json
-import statistics
 import sys
 import tempfile
 from pathlib import Path
+from statistics import fmean, stdev
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results/parity/dpo.jsonl"
@@ -32,14 +32,8 @@ def make_data(folder):
     return folder
 
 
-def train_ours(dpo, args):
-    """-> the trained language model, and its metrics in each update"""
-    model, folder = dpo.train(args)
-    return model.policy, [json.loads(line) for line in open(folder / "metrics.jsonl")]
-
-
 def train_trl(dpo, args, folder):
-    """The same for TRL's DPOTrainer."""
+    """-> the model that TRL's DPOTrainer trained, and its metrics in each update"""
     import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
@@ -94,17 +88,16 @@ def run(seed):
         held_out, _ = dpo.load_pairs(dpo.load_splits(args.dataset_name)[1], tokenizer, args)
         accelerator = dpo.start_accelerator(args)
         start = dpo.pair_logprobs(dpo.Policy(dpo.load_lm(args)), held_out, args, accelerator)
-        sides = {"ours": lambda: train_ours(dpo, args), "TRL": lambda: train_trl(dpo, args, folder)}
-        for side, train in sides.items():
-            lm, updates = train()
+        model, run_folder = dpo.train(args)
+        ours = model.policy, dpo.read_rows(run_folder / "metrics.jsonl")
+        for side, (lm, updates) in (("ours", ours), ("TRL", train_trl(dpo, args, folder))):
             logprobs = dpo.pair_logprobs(dpo.Policy(lm), held_out, args, accelerator)
             metrics = dpo.pair_metrics(logprobs, start, args.beta)
-            line = {"seed": seed, "side": side}
-            line["held_out"] = {name: x.mean().item() for name, x in metrics.items()}
-            line["updates"] = {name: [float(f"{row[name]:.6g}") for row in updates] for name in CURVES}
+            held_out_means = {name: [x.mean().item()] for name, x in metrics.items()}
+            curves = {name: [float(f"{row[name]:.6g}") for row in updates] for name in CURVES}
+            line = {"seed": seed, "side": side, "held out": held_out_means, "updates": curves}
             with open(RESULTS, "a") as file:
                 file.write(json.dumps(line) + "\n")
-            print(seed, side, line["held_out"], flush=True)
 
 
 def table():
@@ -113,21 +106,17 @@ def table():
     ours, theirs = [[line for line in lines if line["side"] == side] for side in ("ours", "TRL")]
     assert [line["seed"] for line in ours] == [line["seed"] for line in theirs]
     t = {3: 4.303, 4: 3.182, 5: 2.776}[len(ours)]  # Student's t, one degree of freedom less than seeds
-    rows = [
-        f"| {len(ours)} seeds | ours | TRL 1.16 | ours - TRL | largest difference |",
-        "|---|---|---|---|---|",
-    ]
-    names = [("held out", name) for name in ours[0]["held_out"]] + [("updates", name) for name in CURVES]
+    head = f"| {len(ours)} seeds | ours | TRL 1.16 | ours - TRL | largest difference |"
+    rows = [head, "|---|---|---|---|---|"]
+    names = [("held out", name) for name in ours[0]["held out"]] + [("updates", name) for name in CURVES]
     for part, name in names:
-        # One list of numbers per seed: one number, or that of each update.
-        x, y = [[line[part.replace(" ", "_")][name] for line in side] for side in (ours, theirs)]
-        x, y = [[row if part == "updates" else [row] for row in rows] for rows in (x, y)]
-        differences = [[p - q for p, q in zip(*pair)] for pair in zip(x, y)]
-        means = [statistics.fmean(row) for row in differences]
-        error = t * statistics.stdev(means) / len(means) ** 0.5
-        numbers = [statistics.fmean(map(statistics.fmean, side)) for side in (x, y)]
-        largest = max(abs(gap) for row in differences for gap in row)
-        cells = f"{numbers[0]:.4f} | {numbers[1]:.4f} | {statistics.fmean(means):.0e} +- {error:.0e} | {largest:.0e}"
+        x, y = [[line[part][name] for line in side] for side in (ours, theirs)]  # a list of numbers per seed
+        gaps = [[p - q for p, q in zip(*pair)] for pair in zip(x, y)]
+        mean_gaps = [fmean(row) for row in gaps]
+        error = t * stdev(mean_gaps) / len(gaps) ** 0.5
+        means = [fmean(map(fmean, side)) for side in (x, y)]
+        largest = max(abs(gap) for row in gaps for gap in row)
+        cells = f"{means[0]:.4f} | {means[1]:.4f} | {fmean(mean_gaps):.0e} +- {error:.0e} | {largest:.0e}"
         rows.append(f"| {part}: {name} | {cells} |")
     return "\n".join(rows)
 
