@@ -203,6 +203,7 @@ def test_the_logits_of_a_bert_are_not_rounded(classifier_folder):
     ).eval()
     ids, mask = torch.arange(2, 14).view(2, 6), torch.ones(2, 6, dtype=torch.bool)
     expected = reward.sequence_logits(model, ids, mask)
+    assert expected.dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(reward.sequence_logits(model, ids, mask), expected)
 
