@@ -1952,8 +1952,9 @@ def parse_args(argv):
     args = replace(parse(default=Args(**saved)), output_dir=str(folder))
     if names_recipe and recipe != saved["recipe"]:
         raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
-    # These must fit the checkpoint.
-    for name in ("optimizer", "adam_eps", "kl_coef", "rloo_k", "num_generations"):
+    # A checkpoint of the run goes with these.
+    fixed = ("model_name_or_path", "sft_model_path", "optimizer", "adam_eps", "kl_coef")
+    for name in (*fixed, "rloo_k", "num_generations"):
         if saved.get(name) != asdict(args).get(name):
             raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
     return args
