@@ -281,10 +281,11 @@ def train(args):
     if args.judge_fn is not None:
         get_judge_scores = partial(score_responses, load_functions([args.judge_fn]), trainer_state, device)
     judge, judge_name = None, "none"
-    if accelerator.is_main_process:  # so that a judge on a server is asked only once
-        judge, judge_name = load_judge(args, tokenizer, trainer_state, device)
-    if judge is not None and not held_out_posts[0]["reference"]:  # choose_held_out: all have one, or none
+    has_references = bool(held_out_posts[0]["reference"])  # choose_held_out: all posts have one, or none has
+    if args.judge_model is not None and not has_references:
         raise UserError(f"{args.dataset_name}: the judge needs references, a column completion")
+    if accelerator.is_main_process and has_references:  # only one process asks a judge on a server
+        judge, judge_name = load_judge(args, tokenizer, trainer_state, device)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 

@@ -202,8 +202,8 @@ FAULTS = {  # what is wrong -> script, part of its source, what it becomes, what
     ),
     "an accumulator on the CPU": (
         "sft",
-        "loss_sum, correct_sum = torch.zeros(2, device=device)",
-        "loss_sum, correct_sum = torch.zeros(2)",
+        "loss_sum = 0.0",
+        "loss_sum = torch.zeros(())",
         "aten.add_.Tensor: tensors on cpu (), cuda:0 (), at sft.py:",
     ),
 }
