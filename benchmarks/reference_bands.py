@@ -28,7 +28,7 @@ SHOWN_IN_DOCS = {  # script -> folder with some of the seeds
     "rloo_tldr": "rloo-tiny",
     "grpo_math": "grpo-math-tiny",
 }
-SCRIPTS = [*SHOWN_IN_DOCS, "reward_model"]
+SCRIPTS = [*SHOWN_IN_DOCS, "reward_model", "sft"]
 LEFT_OUT = ("perf/", "eps", "episode", "epoch")  # of the machine, or the same in all runs
 
 
