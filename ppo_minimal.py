@@ -45,15 +45,16 @@ class Args:
     dataset_name: str = "data/reviews"  # a folder with train.jsonl and test.jsonl, with a column text
     query_min_length: int = 2  # shortest prompt, in tokens
     query_max_length: int = 5  # longest prompt, in tokens; lengths are drawn uniformly, both ends included
-    response_min_length: int = 8  # each response draws a limit of its length from here ...
-    response_length: int = (
-        24  # ... to here, in tokens, so that lengths differ. Its limit ends it, as EOS does
-    )
+    # EOS ends a response, or else a limit that each response draws: from response_min_length to
+    # response_length. Almost every response reaches it here, because reviews are longer. The policy does not
+    # know its limit, so it learns to write text that could go on.
+    response_min_length: int = 8  # smallest limit, in tokens
+    response_length: int = 24  # largest limit, in tokens
     total_episodes: int = 25_600  # number of responses in the whole run, rounded up to whole batches
     per_device_train_batch_size: int = 32  # responses per minibatch
     num_mini_batches: int = 4  # minibatches per batch: also the number of optimizer steps per epoch
     num_ppo_epochs: int = 4  # epochs over each batch
-    kl_coef: float = 0.2  # KL penalty coefficient at first; it adapts to the target
+    kl_coef: float = 0.2  # KL penalty coefficient at first; then it adapts (0 stays 0)
     kl_target: float = 4.0  # hold the KL near this, in nats per response
     kl_horizon: float = 5_000  # time scale of the adaptation, in episodes
     score_clip: float = 4.0  # clip scores to [-score_clip, score_clip]
@@ -66,11 +67,13 @@ class Args:
     max_grad_norm: float = 1.0  # clip the gradient to this norm
 
 
-# Shapes: B responses, n in a minibatch, C positions of the prompt, T positions of the response, V tokens in
-# the vocabulary, H hidden units. A row of C + T tokens is a left-padded prompt and a right-padded response,
-# here with C = 4 and T = 5:
+# Shapes: B responses, n in a minibatch, C = query_max_length positions of the prompt, T = response_length
+# positions of the response, V tokens in the vocabulary, H hidden units. A row of C + T tokens is a
+# left-padded prompt and a right-padded response, here with C = 4 and T = 5:
 #
 #     pad    pad    The    film  | was    good   EOS    pad    pad       length of the response: 3
+#
+# A pad may be any token: the mask hides it from the tokens after it, and from the loss.
 
 
 def train(args):
@@ -207,7 +210,8 @@ def draw_batch(reviews, args, purpose):
     uniforms = torch.rand(B, T, generator=generator_for(args.seed, "tokens", purpose))
     mask = length_mask(prompt_lengths, C).flip(1)  # [B, C], prompts end in the last column
     ids = torch.zeros(B, C, dtype=torch.long)  # 0 only fills the row: the mask hides it
-    ids[mask] = reviews[length_mask(prompt_lengths, C)]  # moves the beginnings of the rows to the right
+    # Moves the beginning of each row to the right: both masks are True prompt_lengths[i] times in row i.
+    ids[mask] = reviews[length_mask(prompt_lengths, C)]
     return ids, mask, max_new_tokens, uniforms
 
 
@@ -325,6 +329,8 @@ def response_logprobs(lm, ids, mask, T):
 
 
 # ---- Math: pure functions of tensors -----------------------------------------------------------------------
+#
+# They are those of ppo_sentiment.py. They mask what they get, so that each can be used alone.
 
 
 def sample_tokens(probs, uniforms):
