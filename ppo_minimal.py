@@ -210,7 +210,8 @@ def draw_batch(reviews, args, purpose):
     uniforms = torch.rand(B, T, generator=generator_for(args.seed, "tokens", purpose))
     mask = length_mask(prompt_lengths, C).flip(1)  # [B, C], prompts end in the last column
     ids = torch.zeros(B, C, dtype=torch.long)  # 0 only fills the row: the mask hides it
-    # Moves the beginning of each row to the right: both masks are True prompt_lengths[i] times in row i.
+    # Boolean indexing goes row by row, and row i of both masks has prompt_lengths[i] times True. So the first
+    # prompt_lengths[i] tokens move to the end of row i.
     ids[mask] = reviews[length_mask(prompt_lengths, C)]
     return ids, mask, max_new_tokens, uniforms
 
@@ -330,7 +331,8 @@ def response_logprobs(lm, ids, mask, T):
 
 # ---- Math: pure functions of tensors -----------------------------------------------------------------------
 #
-# They are those of ppo_sentiment.py. They mask what they get, so that each can be used alone.
+# They are those of ppo_sentiment.py. token_rewards, masked_whiten and gae mask what they get. The two losses
+# do not: train masks and averages them.
 
 
 def sample_tokens(probs, uniforms):
