@@ -262,7 +262,7 @@ def train(args):
     state = run.start(B)  # update 0 in a new run
 
     for update in range(state["update"] + 1, updates + 1):
-        # 1. Batch: the next B pairs of an endless stream of shuffled epochs. For a given B, the result does
+        # 1. Batch: the next B pairs of an endless stream of shuffled passes. For a given B, the result does
         #    not depend on the number of processes, up to rounding.
         start_time = time.time()
         row_numbers = stream_rows(len(train_pairs), (update - 1) * B, B, args.seed)  # [B]
@@ -811,7 +811,8 @@ def load_lm(args):
     if args.lora_r:
         lm = add_lora(lm, args)
     if args.gradient_checkpointing:
-        lm.activation_checkpointing_enable(dict(use_reentrant=False))  # its new name
+        # transformers' new name of gradient_checkpointing_enable
+        lm.activation_checkpointing_enable(dict(use_reentrant=False))
     return lm
 
 

@@ -1139,7 +1139,7 @@ def add_lora(model, args):
 def freeze_layers(policy, count):
     """Freeze the policy's embeddings and first layers. load_reference shares them."""
     layers = transformer_layers(policy)
-    if count > len(layers):
+    if not 0 < count <= len(layers):
         raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
     embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
     for module in (*embeddings, *layers[:count]):

@@ -311,7 +311,7 @@ def train(args):
     state = run.start(B)  # update 0 in a new run
 
     for update in range(state["update"] + 1, updates + 1):
-        # 1. Batch: the next B rows of an endless stream of shuffled epochs. For a given B, the result does
+        # 1. Batch: the next B rows of an endless stream of shuffled passes. For a given B, the result does
         #    not depend on the number of processes, up to rounding.
         start_time = time.time()
         row_numbers = stream_rows(len(train_rows), (update - 1) * B, B, args.seed)
@@ -899,7 +899,8 @@ def build_classifier(args, tokenizer, train_rows, label_names):
     ends_with_pad = any(ids[-1] == tokenizer.pad_token_id for row in train_rows for ids in row.texts)
     model.config.pad_token_id = None if ends_with_pad else tokenizer.pad_token_id
     if args.gradient_checkpointing:
-        model.activation_checkpointing_enable(dict(use_reentrant=False))  # its new name
+        # transformers' new name of gradient_checkpointing_enable
+        model.activation_checkpointing_enable(dict(use_reentrant=False))
     if args.lora_r:  # for the transformer only; the head is trained as a whole, and BERT's pooler with it
         setattr(model, model.base_model_prefix, add_lora(model.base_model, args))
         for key, p in model.named_parameters():

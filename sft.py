@@ -334,7 +334,7 @@ def train(args):
     state = run.start(B)  # update 0 in a new run
 
     for update in range(state["update"] + 1, updates + 1):
-        # 1. Batch. Row numbers come from shuffled epochs, and are the same on every process. Each process
+        # 1. Batch. Row numbers come from shuffled passes, and are the same on every process. Each process
         #    takes its share of them, in micro-batches of n rows.
         start_time = time.time()
         set_global_seed(args.seed, update, accelerator.process_index)  # for dropout, in models that have it
@@ -937,7 +937,8 @@ def load_language_model(args, tokenizer, documents):
     if args.lora_r:
         lm = add_lora(lm, args)
     if args.gradient_checkpointing:
-        lm.activation_checkpointing_enable(dict(use_reentrant=False))  # its new name
+        # transformers' new name of gradient_checkpointing_enable
+        lm.activation_checkpointing_enable(dict(use_reentrant=False))
     return lm
 
 
