@@ -225,6 +225,7 @@ def train(args):
     B = n * args.gradient_accumulation_steps * world  # pairs per update
 
     tokenizer = load_tokenizer(args.model_name_or_path)
+    refuse_appended_eos(tokenizer, args.model_name_or_path)
     train_rows, held_out_rows = load_splits(args.dataset_name)
     train_pairs, train_counts = load_pairs(train_rows, tokenizer, args)
     held_out_rows = choose_rows(held_out_rows, args.num_eval_pairs, args.seed)
@@ -310,7 +311,7 @@ def train(args):
         optimizer.zero_grad()
 
         # 4. Log and save. The metrics have the names of TRL's DPOTrainer.
-        metric_sums = accelerator.reduce(dict(metric_sums))  # it cannot reduce a defaultdict
+        metric_sums = accelerator.reduce(dict(metric_sums), "sum")  # it cannot reduce a defaultdict
         num_tokens = sum(len(pair["ids"]) + sum(map(len, pair["responses"])) for pair in batch)
         metrics = {
             "update": update,
@@ -594,13 +595,12 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     Both are differentiable: the loss may contain an entropy bonus.
 
     The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
-    On a CPU, a chunk has 128 rows. Those within the first 2**25 logits (128 MiB) stay in memory for the
-    backward pass; the others are computed again there. A GPU is faster with few large products: a chunk has
-    2**26 logits, and the first one stays.
+    Chunks within the budget stay in memory for the backward pass; the others are computed again there. On a
+    CPU, a chunk has 128 rows. A GPU is faster with few large products, so one chunk fills the budget.
     """
     is_cuda = hidden.device.type == "cuda"
-    max_logits = 2**26 if is_cuda else 2**25
-    rows_at_once = max_logits // len(weight) if is_cuda else 128
+    budget = 2**26 if is_cuda else 2**25  # logits: 256 or 128 MiB
+    rows_at_once = budget // len(weight) if is_cuda else 128
 
     def logprobs_of_chunk(hidden, tokens):
         logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
@@ -608,7 +608,7 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
     outputs = []
     for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
-        if (i + 1) * rows_at_once * len(weight) <= max_logits:
+        if (i + 1) * rows_at_once * len(weight) <= budget:
             outputs.append(logprobs_of_chunk(*chunk))
         else:
             outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
@@ -733,8 +733,8 @@ def resolve_path(name):
 
 
 def load_model(auto_class, name, new_head=False, **kwargs):
-    """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model. Some kinds
-    of layers are replaced by faster ones that compute the same.
+    """A model in fp32 without dropout. If the folder holds a LoRA adapter, it is merged into its base model.
+    Some kinds of layers are replaced by faster equivalents.
 
     Weights that are missing from the checkpoint would be random, so they are refused. new_head: accept it if
     those of the head are missing.
@@ -781,20 +781,21 @@ def context_length(config):
     return context if context > 0 else 1_000_000
 
 
-def load_tokenizer(name, for_prompts=True):
-    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad.
-
-    for_prompts: refuse one that appends EOS to every text, because a prompt does not end there.
-    """
+def load_tokenizer(name):
+    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_path(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     # Without tokenizer files, transformers returns a tokenizer with nothing but special and added tokens.
     if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
         raise UserError(f"{name} has no tokenizer")
-    last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
-    if for_prompts and last == tokenizer.eos_token_id and last != last_of_text:
-        raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
+
+
+def refuse_appended_eos(tokenizer, name):
+    """Raise if the tokenizer appends EOS to every text, because a prompt does not end there."""
+    last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
+    if last == tokenizer.eos_token_id and last != last_of_text:
+        raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
 
 
 def load_lm(args):
@@ -1113,7 +1114,7 @@ def start_accelerator(args):
         ],
     )
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        raise UserError("accelerate connects no processes here: on an Apple GPU, only one can train")
+        raise UserError("accelerate cannot run several processes here: on an Apple GPU, use one")
     if accelerator.distributed_type == "DEEPSPEED":
         # Batch, clipping and precision follow the flags, not what the config of DeepSpeed says.
         accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
@@ -1173,12 +1174,14 @@ def copy_weights(learner, model):
 
 
 def unshard(x):
-    """The whole tensor of which FSDP2 has shards; anything else as it is."""
+    """Gather a tensor that FSDP2 has cut into shards; return anything else unchanged."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def performance_metrics(start_time, rollout_end, num_tokens, device):
     """Speed of an update that started at start_time and whose rollout ended at rollout_end; peak memory."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # wait for what is still running
     now = time.time()
     if device.type == "cuda":
         peak_memory = torch.cuda.max_memory_allocated() / 2**20
@@ -1198,11 +1201,11 @@ def performance_metrics(start_time, rollout_end, num_tokens, device):
 
 
 class Run:
-    """The run folder (args.json, metrics.jsonl, samples.jsonl, checkpoints/, ...), the screen, and resuming.
+    """The run folder (args.json, metrics.jsonl, checkpoints/, ...), the screen, and resuming.
 
     Only the main process writes and prints. (With DeepSpeed and FSDP2, all write checkpoints.) Checkpoints
-    and args.json get their names when they are complete. The logs grow; resuming cuts off what came after the
-    checkpoint. So a run can be killed at any time.
+    and args.json are renamed into place once they are complete. The logs grow; resuming cuts off what came
+    after the checkpoint. So a run can be killed at any time.
     """
 
     def __init__(self, args, accelerator, updates, status):
@@ -1224,7 +1227,7 @@ class Run:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def logs(self):
-        """The files of this run that grow."""
+        """The files of this run that grow. (Some scripts write only the first.)"""
         names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
@@ -1282,7 +1285,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # A worker process that your code forks ends at these signals as usual.
+            # Worker processes that your code forks still end at these signals.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1294,6 +1297,8 @@ class Run:
             self.accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
+        if state["update"] > self.updates:
+            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -1303,7 +1308,7 @@ class Run:
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
             "world_size": self.accelerator.num_processes,
         }
-        if self.args.resume:  # keep those of the beginning
+        if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
@@ -1326,10 +1331,10 @@ class Run:
     def on_signal(self, number, frame):
         """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
         signal.signal(number, signal.SIG_DFL)
-        self.got_signal = True  # no tensors here: a GPU may be recording
+        self.got_signal = True  # only a flag, because a signal may come at any moment
 
     def checkpoint(self, state):
-        """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit.
+        """If a checkpoint is due, save all that the rest of the run depends on. After a signal: save, exit.
 
         state: update, batch_size, and anything else that json can hold
         """
@@ -1432,6 +1437,14 @@ def check_positive(args, *names):
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
 
 
+# Flags of all scripts that may change when a run is resumed:
+MAY_CHANGE = (
+    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations", "judge_model"),
+    *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("local_rollout_forward_batch_size", "gradient_checkpointing"),
+)
+
+
 def parse_args(argv):
     """The command line: an optional recipe, then flags. -> Args
 
@@ -1451,18 +1464,15 @@ def parse_args(argv):
     if args.resume is None:
         return args
 
-    # The flags of that run, changed by those that are given now.
-    folder = Path(args.resume)
-    saved = json.loads((folder / "args.json").read_text())["args"]
-    args = replace(parse(default=Args(**saved)), output_dir=str(folder))
-    if names_recipe and recipe != saved["recipe"]:
-        raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
-    # A checkpoint of the run goes with these.
-    fixed = ("model_name_or_path", "sft_model_path", "optimizer", "adam_eps", "kl_coef")
-    for name in (*fixed, "rloo_k", "num_generations"):
-        if saved.get(name) != asdict(args).get(name):
-            raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
-    return args
+    # The flags of that run. Those may change that leave each update as it is.
+    saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
+    args = parse(default=Args(**saved))
+    if names_recipe:
+        args.recipe = recipe
+    for name, value in asdict(args).items():
+        if value != saved[name] and name not in MAY_CHANGE:
+            raise UserError(f"--resume cannot change {name}: it is {saved[name]} in that run")
+    return replace(args, output_dir=args.resume)
 
 
 def main(argv=None):

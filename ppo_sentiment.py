@@ -90,8 +90,8 @@ from transformers.cache_utils import DynamicLayer
 
 @dataclass
 class Args:
-    """The defaults follow TRL's GPT-2 IMDB sentiment example; recipe gpt2-imdb also sets min_text_length.
-    (TRL's largest lengths are excluded, so they are 7 and 15 there.)
+    """The defaults follow TRL's GPT-2 IMDB sentiment example; recipe gpt2-imdb also sets min_text_length. One
+    difference: prompts have 2 to 8 tokens and responses 4 to 16; in TRL, 2 to 7 and 4 to 15.
 
     A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
     """
@@ -219,7 +219,7 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "film" predicts "was".
 #
-# Outside of train, B and T are the sizes of what a function gets.
+# Every other function names the sizes of its own arguments: learner(...) is called with t, and calls it T.
 #
 # score: one number per response, from the classifier or --reward-fn. reward: one number per token, the KL
 # penalty, plus the score on the last one. (In TRL's names, such as reward functions, rewards/NAME and
@@ -246,10 +246,12 @@ def train(args):
     run = Run(args, accelerator, updates, status={"score": "objective/scores", "KL": "objective/kl"})
 
     tokenizer = load_tokenizer(args.model_name_or_path)
+    refuse_appended_eos(tokenizer, args.model_name_or_path)
     model, ref_model = load_policy_and_value(args, device)
     check_model(model.policy, args.model_name_or_path, C + T)
     stop_ids = find_stop_tokens(args, tokenizer, model.policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
+    # get_scores(data_rows, prompts, responses, response_tokens) -> dict: name of the reward -> [B]
     get_scores = partial(call_reward_functions, load_reward(args, device), trainer_state, device)
     judge = None
     if args.judge_model_path is not None:
@@ -278,6 +280,7 @@ def train(args):
     if num_eval_prompts < world:
         raise UserError(f"{world} processes need as many held-out prompts; there are {num_eval_prompts}")
     held_out = draw_batch(held_out_reviews, 0, num_eval_prompts, args, "held-out")
+    # respond(batch) -> b (a dict of tensors), prompts, responses
     respond = partial(rollout, model, ref_model, tokenizer, stop_ids, get_scores, args=args)
     with autocast:
         before = evaluate(respond, held_out, judge, args, accelerator)
@@ -397,7 +400,7 @@ def train(args):
         # 6. Log. Metrics that TRL also logs keep its names: "objective/scores" is after clipping and penalty,
         #    "env/reward_mean" is before.
         tokens_trained = valid.sum() * args.num_ppo_epochs
-        metric_sums = accelerator.reduce(dict(metric_sums))
+        metric_sums = accelerator.reduce(dict(metric_sums), "sum")
         update_metrics = {name: x / tokens_trained for name, x in metric_sums.items()}
         # var r = E[(r - 1)^2] - (E[r - 1])^2
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
@@ -410,7 +413,6 @@ def train(args):
             "update": update,
             "episode": update * B,
             "lr": optimizer.param_groups[0]["lr"],
-            "eps": B / (time.time() - start_time),  # episodes per second
             "objective/kl": kl_per_response,
             "objective/kl_coef": kl_coef,
             "objective/entropy": -b["logprobs"].sum(1).mean(),  # per response, estimated from its own tokens
@@ -432,9 +434,10 @@ def train(args):
             "sampling/logprob_gap_max": sampling_gap.max(),
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
         }
+        metrics["eps"] = B / metrics["perf/seconds"]  # episodes per second
         metrics = run.log(metrics)  # tensors become numbers; raises if one is not finite
         if (scores == scores[0]).all():
-            accelerator.print("all scores are equal (perhaps by --score-clip): the reward teaches nothing")
+            accelerator.print("all scores are equal (because of --score-clip?): the reward teaches nothing")
         if args.num_sample_generations and update % max(1, updates // args.num_sample_generations) == 0:
             token_columns = {
                 "ids": b["ids"][:, C:],
@@ -446,7 +449,7 @@ def train(args):
                 "return": returns,
                 "advantage": advantages,
             }
-            # The main process generated the first rows of the batch, so its texts fit the first scores.
+            # The main process generated the first rows of the batch, so its texts match the first scores.
             samples = {"prompt": prompts[:4], "response": responses[:4]}
             samples["score"] = b["raw_scores"][:4].tolist()  # as in the evaluation, before clip and penalty
             log_samples(run, update, rows_of(samples), b["lengths"], token_columns)
@@ -532,7 +535,7 @@ def draw_batch(reviews, start, B, args, purpose):
     The prompts are the beginnings of reviews start to start + B - 1 of an endless stream of shuffled passes.
     All other draws depend only on the seed and the purpose: the number of the update, or "held-out".
 
-    The policy is not told its limit. So it cannot plan for an end there, and learns to write text that could
+    The policy is not told its limit. So it cannot plan to finish by then, and learns to write text that could
     go on. With missing_eos_penalty, set response_min_length to response_length: else responses with a low
     limit are penalized because they had less room to end.
     -> dict: reviews (list of B), ids [B, C], bool mask [B, C], max_new_tokens [B], uniforms [B, T]
@@ -640,52 +643,40 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_ids, temperature)
     [any number]
     -> tokens [B, T] and the log-probabilities they were sampled with, fp32 [B, T]; both 0 after the end
     """
-    (B, C), T = ids.shape, uniforms.shape[1]
+    B, T = uniforms.shape
     body, head = body_and_head(policy)
     cache = transformers.DynamicCache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
+    if can_be_recorded(policy, cache):  # on a GPU, a faster version of the loop below
+
+        def find_ends(rows, tokens):
+            is_last = torch.arange(1, tokens.shape[1] + 1, device=rows.device) >= max_new_tokens[rows, None]
+            return torch.isin(tokens, stop_ids) | is_last
+
+        inputs = policy, cache, hidden, mask, uniforms, temperature, find_ends
+        return generate_recorded(*inputs)[:2]
+
     tokens = torch.zeros(B, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(B, T, device=ids.device)
     rows = torch.arange(B, device=ids.device)  # the rows that are still being written
-    column = torch.full([1], C, device=ids.device)  # of the newest token; step() changes it in place
-
-    # sample and step use the current rows, mask and column of the loop below.
-    def sample(hidden):
-        """Sample the next token of each row. hidden [rows, H]"""
-        t = column - C  # [1]
+    for t in range(T):
+        # Sample the next token of each row.
         probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
         token = sample_tokens(probs, uniforms[rows, t])  # [rows]
         tokens[rows, t] = token
         logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
-
-    def step():
-        """Read the newest token of each row, and sample the next one."""
-        mask.index_fill_(1, column, True)
-        token = tokens[rows, column - C]  # [rows]
-        hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
-        column.add_(1)
-        sample(hidden)
-
-    # Generation goes in rounds. Before a round, finished rows leave, and mask and cache get room for its
-    # tokens. Within a round no shape changes, and nothing is copied to the CPU. So a GPU can record one step
-    # and replay it for the other tokens of the round (see `repeat`). On a CPU, a round is one token.
-    sample(hidden)
-    is_recorded = can_be_recorded(policy, cache)
-    round_length = TOKENS_PER_ROUND if is_recorded else 1
-    for start in range(1, T, round_length):
-        last_round = tokens[rows, max(start - round_length, 0) : start]
-        has_stopped = torch.isin(last_round, stop_ids).any(1)  # [rows]
-        keep = (~has_stopped & (start < max_new_tokens[rows])).nonzero().squeeze(1)
+        # Finished rows leave.
+        is_finished = torch.isin(token, stop_ids) | (t + 1 >= max_new_tokens[rows])  # [rows]
+        keep = (~is_finished).nonzero().squeeze(1)
         if len(keep) == 0:
             break
-        count = min(round_length, T - start)  # tokens of this round
-        rows = rows[keep]
-        L = C + start + count - 1  # columns after the round; the newest token is sampled, but not read yet
-        mask = make_room(cache, mask, keep, L, column if is_recorded else None)
-        repeat(step, count)
-    # Cut off what rows sampled after their end, until their round was over.
-    valid = length_mask(torch.minimum(response_lengths(tokens, stop_ids), max_new_tokens), T)  # [B, T]
-    return tokens.where(valid, 0), logprobs.where(valid, 0.0)
+        if len(keep) < len(rows):
+            cache.batch_select_indices(keep)
+            rows, token, mask = rows[keep], token[keep], mask[keep]
+        # Read the token.
+        mask = F.pad(mask, (0, 1), value=True)
+        hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
+    return tokens, logprobs
 
 
 # ---- Policy, value function, reference ---------------------------------------------------------------------
@@ -792,13 +783,12 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     Both are differentiable: the loss may contain an entropy bonus.
 
     The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
-    On a CPU, a chunk has 128 rows. Those within the first 2**25 logits (128 MiB) stay in memory for the
-    backward pass; the others are computed again there. A GPU is faster with few large products: a chunk has
-    2**26 logits, and the first one stays.
+    Chunks within the budget stay in memory for the backward pass; the others are computed again there. On a
+    CPU, a chunk has 128 rows. A GPU is faster with few large products, so one chunk fills the budget.
     """
     is_cuda = hidden.device.type == "cuda"
-    max_logits = 2**26 if is_cuda else 2**25
-    rows_at_once = max_logits // len(weight) if is_cuda else 128
+    budget = 2**26 if is_cuda else 2**25  # logits: 256 or 128 MiB
+    rows_at_once = budget // len(weight) if is_cuda else 128
 
     def logprobs_of_chunk(hidden, tokens):
         logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
@@ -806,7 +796,7 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
     outputs = []
     for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
-        if (i + 1) * rows_at_once * len(weight) <= max_logits:
+        if (i + 1) * rows_at_once * len(weight) <= budget:
             outputs.append(logprobs_of_chunk(*chunk))
         else:
             outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
@@ -991,8 +981,8 @@ def resolve_path(name):
 
 
 def load_model(auto_class, name, new_head=False, **kwargs):
-    """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model. Some kinds
-    of layers are replaced by faster ones that compute the same.
+    """A model in fp32 without dropout. If the folder holds a LoRA adapter, it is merged into its base model.
+    Some kinds of layers are replaced by faster equivalents.
 
     Weights that are missing from the checkpoint would be random, so they are refused. new_head: accept it if
     those of the head are missing.
@@ -1039,20 +1029,21 @@ def context_length(config):
     return context if context > 0 else 1_000_000
 
 
-def load_tokenizer(name, for_prompts=True):
-    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad.
-
-    for_prompts: refuse one that appends EOS to every text, because a prompt does not end there.
-    """
+def load_tokenizer(name):
+    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_path(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     # Without tokenizer files, transformers returns a tokenizer with nothing but special and added tokens.
     if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
         raise UserError(f"{name} has no tokenizer")
-    last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
-    if for_prompts and last == tokenizer.eos_token_id and last != last_of_text:
-        raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
+
+
+def refuse_appended_eos(tokenizer, name):
+    """Raise if the tokenizer appends EOS to every text, because a prompt does not end there."""
+    last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
+    if last == tokenizer.eos_token_id and last != last_of_text:
+        raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
 
 
 @torch.no_grad()
@@ -1073,7 +1064,7 @@ def check_model(lm, name, max_tokens):
     no_stop, uniforms = torch.tensor([-1], device=device), torch.rand(2, T, device=device)
     tokens, sampled = generate(lm.eval(), ids, mask, lengths, uniforms, no_stop, 1.0)  # [2, T] each
     ids, mask = torch.cat([ids, tokens], 1), torch.cat([mask, length_mask(lengths, T)], 1)
-    # In train mode, so that dropout which is still on shows.
+    # In train mode, so that any dropout that was left on is noticed.
     updated, _, _ = response_logprobs(lm.train(), ids, mask, T, 1.0)  # [2, T]
     compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
 
@@ -1158,7 +1149,7 @@ def load_policy(args, name, device):
     if args.num_shared_layers:
         freeze_layers(policy, args.num_shared_layers)
     if args.gradient_checkpointing:
-        # transformers' new name of gradient_checkpointing_enable
+        # the new name of gradient_checkpointing_enable in transformers
         policy.activation_checkpointing_enable(dict(use_reentrant=False))
     return policy
 
@@ -1254,7 +1245,90 @@ class LogprobsAndEntropies(torch.autograd.Function):
 # ---- Token steps that a GPU records ------------------------------------------------------------------------
 
 
-TOKENS_PER_ROUND = 128  # on a GPU; then finished rows leave, and a step is recorded anew
+TOKENS_PER_ROUND = 128  # then finished rows leave, and a step is recorded anew
+
+
+def can_be_recorded(policy, cache):
+    """Can a GPU record a token step of this model? No shape may change, and nothing may go to the CPU.
+
+    transformers says of each kind of model whether it can read a cache with free columns (GPT-Neo cannot).
+    """
+    body, _ = body_and_head(policy)
+    has_windows = any(type(layer) is not DynamicLayer for layer in cache.layers)  # sliding windows move
+    is_quantized = getattr(policy, "is_quantized", False)
+    return body.device.type == "cuda" and body._can_compile_fullgraph and not has_windows and not is_quantized
+
+
+def generate_recorded(policy, cache, hidden, mask, uniforms, temperature, find_ends):
+    """The loop over tokens on a GPU: the same tokens up to rounding, in less time.
+
+    It goes in rounds. Within a round, all steps are the same for the GPU, so that `repeat` can record one:
+    no shape changes, and nothing is copied to the CPU. Before a round, mask and cache get room for its
+    tokens. After it, finished rows leave.
+
+    cache, mask [B, C]: the prompts; hidden [B, H]: predicts the first token; uniforms [B, T]; find_ends(rows
+    [n], tokens [n, t]) -> bool [n, t], True at a token that ends its response
+    -> tokens, logprobs [B, T], both 0 after the end; lengths [B]; bool [B], True if a response has ended
+    """
+    (B, C), T = mask.shape, uniforms.shape[1]
+    body, head = body_and_head(policy)
+    tokens = torch.zeros(B, T, dtype=torch.long, device=mask.device)
+    logprobs = torch.zeros(B, T, device=mask.device)
+    all_rows = torch.arange(B, device=mask.device)
+    rows = all_rows  # the rows that are still being written
+    column = torch.full([1], C, device=mask.device)  # of the next token
+
+    # step reads the current rows, mask and hidden of the loop below.
+    def step():
+        """The body of the loop over tokens: sample the next token of each row, and read it."""
+        t = column - C  # [1]
+        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
+        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
+        tokens[rows, t] = token
+        logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
+        mask.index_fill_(1, column, True)
+        hidden.copy_(hidden_states(body, token[:, None], mask, cache)[:, -1])
+        column.add_(1)
+
+    for start in range(0, T, TOKENS_PER_ROUND):
+        end = min(start + TOKENS_PER_ROUND, T)
+        L = C + end + -(C + end) % 8  # columns after this round; fast attention needs a multiple of 8
+        mask = F.pad(mask, (0, L - mask.shape[1]))  # False: nothing is written there yet
+        for i, layer in enumerate(cache.layers):  # one by one, so that only one layer is in memory twice
+            cache.layers[i] = FixedSizeLayer(layer, L, column)
+
+        repeat(step, end - start)
+        keep = (~find_ends(rows, tokens[rows, :end]).any(1)).nonzero().squeeze(1)
+        if len(keep) == 0 or end == T:
+            break
+        if len(keep) < len(rows):
+            cache.batch_select_indices(keep)
+            rows, mask, hidden = rows[keep], mask[keep], hidden[keep]
+
+    # Cut off what rows sampled after their end, until their round was over.
+    is_end = find_ends(all_rows, tokens)  # [B, T]
+    stopped = is_end.any(1)
+    lengths = torch.where(stopped, is_end.int().argmax(1) + 1, T)
+    valid = length_mask(lengths, T)
+    return tokens.where(valid, 0), logprobs.where(valid, 0.0), lengths, stopped
+
+
+def repeat(step, count):
+    """Call step() count times. From the second time on, the GPU replays what it recorded of one call.
+
+    Launching a kernel from Python takes longer than running it. A recording (a CUDA graph) is the list of
+    the kernels of one call, with the addresses that they read and write; the GPU starts them by itself. So a
+    step must keep its state in tensors that it changes in place.
+    """
+    step()  # also loads the kernels, which must not happen during a recording
+    if count == 1:
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
+        step()  # only recorded, not executed
+    for _ in range(count - 1):
+        graph.replay()
+    torch.cuda.synchronize()  # before the graph and its memory are freed
 
 
 class FixedSizeLayer(DynamicLayer):
@@ -1284,49 +1358,6 @@ class FixedSizeLayer(DynamicLayer):
         return self.keys.shape[2], 0
 
 
-def can_be_recorded(policy, cache):
-    """Can a GPU record a token step of this model? No shape may change, and nothing may go to the CPU.
-
-    transformers says of each kind of model whether it can read a cache with free columns (GPT-Neo cannot).
-    """
-    body, _ = body_and_head(policy)
-    has_windows = any(type(layer) is not DynamicLayer for layer in cache.layers)  # sliding windows move
-    is_quantized = getattr(policy, "is_quantized", False)
-    return body.device.type == "cuda" and body._can_compile_fullgraph and not has_windows and not is_quantized
-
-
-def make_room(cache, mask, keep, L, column):
-    """Keep these rows of the cache and of the mask, and make room for L columns. -> mask [rows, L or more]
-
-    keep: row numbers; column: where the next token is written, a tensor [1]; None: the cache grows by itself
-    """
-    if len(keep) < len(mask):
-        cache.batch_select_indices(keep)
-    if column is not None:
-        L += -L % 8  # fast attention needs a multiple of 8
-        for i, layer in enumerate(cache.layers):  # one by one, so that only one layer is in memory twice
-            cache.layers[i] = FixedSizeLayer(layer, L, column)
-    return F.pad(mask[keep], (0, L - mask.shape[1]))  # False: nothing is written there yet
-
-
-def repeat(step, count):
-    """Call step() count times. From the second time on, a GPU replays what it recorded of one call.
-
-    Launching a kernel from Python takes longer than running it. A recording (a CUDA graph) is the list of
-    the kernels of one call, with the addresses that they read and write; the GPU starts them by itself. So a
-    step must keep its state in tensors that it changes in place, and must not copy them to the CPU.
-    """
-    step()  # also loads the kernels, which must not happen during a recording
-    if count == 1:
-        return
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
-        step()  # only recorded, not executed
-    for _ in range(count - 1):
-        graph.replay()
-    torch.cuda.synchronize()  # before the graph and its memory are freed
-
-
 # ---- Rewards -----------------------------------------------------------------------------------------------
 
 
@@ -1338,7 +1369,7 @@ def load_classifier(args, name, device):
     model = load_model(AutoModelForSequenceClassification, name).to(device).eval().requires_grad_(False)
     if model.config.model_type in ("xlnet", "ctrl", "modernbert-decoder"):
         raise UserError(f"{name}: {model.config.model_type} reads the last position, which may be padding")
-    tokenizer = load_tokenizer(name, for_prompts=False)
+    tokenizer = load_tokenizer(name)
     tokenizer.truncation_side = "left"  # the response is at the end
     max_length = min(tokenizer.model_max_length, context_length(model.config))
 
@@ -1436,13 +1467,13 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
 
     If prompts are lists of messages, a completion is one too: its text is completion[0]["content"].
     rows: for each response, a dict with the columns of the data. A function gets each column except prompt as
-    a list with one entry per response. trainer_state.global_step is the number of updates so far, max_steps
-    that of all. A function returns one number per response, or None if it does not apply.
+    a list with one entry per response. trainer_state.global_step is the number of updates so far; max_steps
+    is the total. A function returns one number per response, or None if it does not apply.
     -> dict: name of the function -> fp32 [B], nan where it does not apply
     """
     columns = {name for row in rows for name in row} - {"prompt"}
     inputs = {name: [row.get(name) for row in rows] for name in columns}
-    # A data column of one of these names ends in a TypeError here.
+    # A data column with one of these names raises a TypeError here.
     inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
     rewards = {}
     for name, function in functions.items():
@@ -1574,6 +1605,8 @@ def find_stop_tokens(args, tokenizer, policy):
     Chat models have several: the tokenizer's EOS, and the ends of a turn in the model's generation_config.
     """
     if args.stop_token_id is not None:
+        if not 0 <= args.stop_token_id < policy.config.get_text_config().vocab_size:
+            raise UserError(f"--stop-token-id {args.stop_token_id}: the model has no such token")
         return torch.tensor([args.stop_token_id])
     if args.stop_token is None:
         return torch.tensor([-1])  # no token has this id
@@ -1609,7 +1642,7 @@ def start_accelerator(args):
         ],
     )
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        raise UserError("accelerate connects no processes here: on an Apple GPU, only one can train")
+        raise UserError("accelerate cannot run several processes here: on an Apple GPU, use one")
     if accelerator.distributed_type == "DEEPSPEED":
         # Batch, clipping and precision follow the flags, not what the config of DeepSpeed says.
         accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
@@ -1669,12 +1702,14 @@ def copy_weights(learner, model):
 
 
 def unshard(x):
-    """The whole tensor of which FSDP2 has shards; anything else as it is."""
+    """Gather a tensor that FSDP2 has cut into shards; return anything else unchanged."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def performance_metrics(start_time, rollout_end, num_tokens, device):
     """Speed of an update that started at start_time and whose rollout ended at rollout_end; peak memory."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # wait for what is still running
     now = time.time()
     if device.type == "cuda":
         peak_memory = torch.cuda.max_memory_allocated() / 2**20
@@ -1694,11 +1729,11 @@ def performance_metrics(start_time, rollout_end, num_tokens, device):
 
 
 class Run:
-    """The run folder (args.json, metrics.jsonl, samples.jsonl, checkpoints/, ...), the screen, and resuming.
+    """The run folder (args.json, metrics.jsonl, checkpoints/, ...), the screen, and resuming.
 
     Only the main process writes and prints. (With DeepSpeed and FSDP2, all write checkpoints.) Checkpoints
-    and args.json get their names when they are complete. The logs grow; resuming cuts off what came after the
-    checkpoint. So a run can be killed at any time.
+    and args.json are renamed into place once they are complete. The logs grow; resuming cuts off what came
+    after the checkpoint. So a run can be killed at any time.
     """
 
     def __init__(self, args, accelerator, updates, status):
@@ -1720,7 +1755,7 @@ class Run:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def logs(self):
-        """The files of this run that grow."""
+        """The files of this run that grow. (Some scripts write only the first.)"""
         names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
@@ -1778,7 +1813,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # A worker process that your code forks ends at these signals as usual.
+            # Worker processes that your code forks still end at these signals.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1790,6 +1825,8 @@ class Run:
             self.accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
+        if state["update"] > self.updates:
+            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -1799,7 +1836,7 @@ class Run:
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
             "world_size": self.accelerator.num_processes,
         }
-        if self.args.resume:  # keep those of the beginning
+        if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
@@ -1822,10 +1859,10 @@ class Run:
     def on_signal(self, number, frame):
         """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
         signal.signal(number, signal.SIG_DFL)
-        self.got_signal = True  # no tensors here: a GPU may be recording
+        self.got_signal = True  # only a flag, because a signal may come at any moment
 
     def checkpoint(self, state):
-        """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit.
+        """If a checkpoint is due, save all that the rest of the run depends on. After a signal: save, exit.
 
         state: update, batch_size, and anything else that json can hold
         """
@@ -1927,6 +1964,14 @@ def check_positive(args, *names):
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
 
 
+# Flags of all scripts that may change when a run is resumed:
+MAY_CHANGE = (
+    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations", "judge_model"),
+    *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("local_rollout_forward_batch_size", "gradient_checkpointing"),
+)
+
+
 def parse_args(argv):
     """The command line: an optional recipe, then flags. -> Args
 
@@ -1946,18 +1991,15 @@ def parse_args(argv):
     if args.resume is None:
         return args
 
-    # The flags of that run, changed by those that are given now.
-    folder = Path(args.resume)
-    saved = json.loads((folder / "args.json").read_text())["args"]
-    args = replace(parse(default=Args(**saved)), output_dir=str(folder))
-    if names_recipe and recipe != saved["recipe"]:
-        raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
-    # A checkpoint of the run goes with these.
-    fixed = ("model_name_or_path", "sft_model_path", "optimizer", "adam_eps", "kl_coef")
-    for name in (*fixed, "rloo_k", "num_generations"):
-        if saved.get(name) != asdict(args).get(name):
-            raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
-    return args
+    # The flags of that run. Those may change that leave each update as it is.
+    saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
+    args = parse(default=Args(**saved))
+    if names_recipe:
+        args.recipe = recipe
+    for name, value in asdict(args).items():
+        if value != saved[name] and name not in MAY_CHANGE:
+            raise UserError(f"--resume cannot change {name}: it is {saved[name]} in that run")
+    return replace(args, output_dir=args.resume)
 
 
 def main(argv=None):

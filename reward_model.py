@@ -279,12 +279,12 @@ def train(args):
     n = args.per_device_train_batch_size
     B = n * args.gradient_accumulation_steps * world  # rows per update
 
-    tokenizer = load_tokenizer(args.model_name_or_path, for_prompts=False)  # it may append EOS to texts
+    tokenizer = load_tokenizer(args.model_name_or_path)
     data = load_data(args, tokenizer)
     train_rows, label_names = data["train"], data["label_names"]
     has_labels = label_names is not None
     if not has_labels and tokenizer.cls_token_id is None:
-        load_tokenizer(args.model_name_or_path)  # refuses EOS between prompt and response
+        refuse_appended_eos(tokenizer, args.model_name_or_path)  # it would be between prompt and response
     updates = max(1, round(args.num_train_epochs * len(train_rows) / B))
     # What the progress bar shows: label -> metric.
     run = Run(args, accelerator, updates, status={"loss": "loss", "accuracy": "accuracy"})
@@ -363,7 +363,7 @@ def train(args):
         optimizer.zero_grad()
 
         # 4. Log and save. loss, accuracy, margin and *_reward are names of TRL's RewardTrainer.
-        metric_sums = accelerator.reduce(dict(metric_sums))  # it cannot reduce a defaultdict
+        metric_sums = accelerator.reduce(dict(metric_sums), "sum")  # it cannot reduce a defaultdict
         num_tokens = sum(len(ids) for row in batch for ids in row.texts)
         metrics = {
             "update": update,
@@ -768,8 +768,8 @@ def resolve_path(name):
 
 
 def load_model(auto_class, name, new_head=False, **kwargs):
-    """A model in fp32 without dropout. A folder with a LoRA adapter is merged into its base model. Some kinds
-    of layers are replaced by faster ones that compute the same.
+    """A model in fp32 without dropout. If the folder holds a LoRA adapter, it is merged into its base model.
+    Some kinds of layers are replaced by faster equivalents.
 
     Weights that are missing from the checkpoint would be random, so they are refused. new_head: accept it if
     those of the head are missing.
@@ -816,20 +816,21 @@ def context_length(config):
     return context if context > 0 else 1_000_000
 
 
-def load_tokenizer(name, for_prompts=True):
-    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad.
-
-    for_prompts: refuse one that appends EOS to every text, because a prompt does not end there.
-    """
+def load_tokenizer(name):
+    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_path(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     # Without tokenizer files, transformers returns a tokenizer with nothing but special and added tokens.
     if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
         raise UserError(f"{name} has no tokenizer")
-    last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
-    if for_prompts and last == tokenizer.eos_token_id and last != last_of_text:
-        raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
     return tokenizer
+
+
+def refuse_appended_eos(tokenizer, name):
+    """Raise if the tokenizer appends EOS to every text, because a prompt does not end there."""
+    last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
+    if last == tokenizer.eos_token_id and last != last_of_text:
+        raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
 
 
 def trainable(module):
@@ -1221,7 +1222,7 @@ def start_accelerator(args):
         ],
     )
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        raise UserError("accelerate connects no processes here: on an Apple GPU, only one can train")
+        raise UserError("accelerate cannot run several processes here: on an Apple GPU, use one")
     if accelerator.distributed_type == "DEEPSPEED":
         # Batch, clipping and precision follow the flags, not what the config of DeepSpeed says.
         accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
@@ -1268,7 +1269,7 @@ def make_learner(model, args, accelerator):
 
 
 def unshard(x):
-    """The whole tensor of which FSDP2 has shards; anything else as it is."""
+    """Gather a tensor that FSDP2 has cut into shards; return anything else unchanged."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
@@ -1287,6 +1288,8 @@ def copy_weights(learner, model):
 
 def performance_metrics(start_time, rollout_end, num_tokens, device):
     """Speed of an update that started at start_time and whose rollout ended at rollout_end; peak memory."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # wait for what is still running
     now = time.time()
     if device.type == "cuda":
         peak_memory = torch.cuda.max_memory_allocated() / 2**20
@@ -1306,11 +1309,11 @@ def performance_metrics(start_time, rollout_end, num_tokens, device):
 
 
 class Run:
-    """The run folder (args.json, metrics.jsonl, samples.jsonl, checkpoints/, ...), the screen, and resuming.
+    """The run folder (args.json, metrics.jsonl, checkpoints/, ...), the screen, and resuming.
 
     Only the main process writes and prints. (With DeepSpeed and FSDP2, all write checkpoints.) Checkpoints
-    and args.json get their names when they are complete. The logs grow; resuming cuts off what came after the
-    checkpoint. So a run can be killed at any time.
+    and args.json are renamed into place once they are complete. The logs grow; resuming cuts off what came
+    after the checkpoint. So a run can be killed at any time.
     """
 
     def __init__(self, args, accelerator, updates, status):
@@ -1332,7 +1335,7 @@ class Run:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def logs(self):
-        """The files of this run that grow."""
+        """The files of this run that grow. (Some scripts write only the first.)"""
         names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
@@ -1390,7 +1393,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # A worker process that your code forks ends at these signals as usual.
+            # Worker processes that your code forks still end at these signals.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1402,6 +1405,8 @@ class Run:
             self.accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
+        if state["update"] > self.updates:
+            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -1411,7 +1416,7 @@ class Run:
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
             "world_size": self.accelerator.num_processes,
         }
-        if self.args.resume:  # keep those of the beginning
+        if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
         self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
@@ -1434,10 +1439,10 @@ class Run:
     def on_signal(self, number, frame):
         """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
         signal.signal(number, signal.SIG_DFL)
-        self.got_signal = True  # no tensors here: a GPU may be recording
+        self.got_signal = True  # only a flag, because a signal may come at any moment
 
     def checkpoint(self, state):
-        """Save everything that decides the rest of the run, if it is due. After a signal: save, then exit.
+        """If a checkpoint is due, save all that the rest of the run depends on. After a signal: save, exit.
 
         state: update, batch_size, and anything else that json can hold
         """
@@ -1502,6 +1507,14 @@ def check_positive(args, *names):
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
 
 
+# Flags of all scripts that may change when a run is resumed:
+MAY_CHANGE = (
+    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations", "judge_model"),
+    *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("local_rollout_forward_batch_size", "gradient_checkpointing"),
+)
+
+
 def parse_args(argv):
     """The command line: an optional recipe, then flags. -> Args
 
@@ -1521,18 +1534,15 @@ def parse_args(argv):
     if args.resume is None:
         return args
 
-    # The flags of that run, changed by those that are given now.
-    folder = Path(args.resume)
-    saved = json.loads((folder / "args.json").read_text())["args"]
-    args = replace(parse(default=Args(**saved)), output_dir=str(folder))
-    if names_recipe and recipe != saved["recipe"]:
-        raise UserError(f"--resume {folder}: that run has the recipe {saved['recipe']}, not {recipe}")
-    # A checkpoint of the run goes with these.
-    fixed = ("model_name_or_path", "sft_model_path", "optimizer", "adam_eps", "kl_coef")
-    for name in (*fixed, "rloo_k", "num_generations"):
-        if saved.get(name) != asdict(args).get(name):
-            raise UserError(f"--resume cannot change --{name.replace('_', '-')}")
-    return args
+    # The flags of that run. Those may change that leave each update as it is.
+    saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
+    args = parse(default=Args(**saved))
+    if names_recipe:
+        args.recipe = recipe
+    for name, value in asdict(args).items():
+        if value != saved[name] and name not in MAY_CHANGE:
+            raise UserError(f"--resume cannot change {name}: it is {saved[name]} in that run")
+    return replace(args, output_dir=args.resume)
 
 
 def main(argv=None):

@@ -5,7 +5,7 @@
 
 right     the same rollout with steps that are recorded, with steps that are called, and with a cache that grows;
           how far the sampled log-probabilities are from those of the update
-step      milliseconds per token step. recorded: a rollout of 129 tokens / 128, so with prompts and recording;
+step      milliseconds per token step. recorded: a rollout of 128 tokens / 128, so with prompts and recording;
           growing cache (64 and 256 rows): rollouts of 128 and of 64 tokens, their difference / 64
 rollout   256 responses of 512 tokens, with rounds of 64 to 512 tokens
 Exit code 1: recorded steps are not right.
@@ -173,8 +173,8 @@ def time_steps(shape, model):
     """Milliseconds per token step."""
     n = 8 if TOY else 128
     for rows in (8,) if TOY else (64, 256, 512, 1024):
-        generate(model, rows, n + 1, "recorded", n)
-        _, _, _, seconds, gib = generate(model, rows, n + 1, "recorded", n)
+        generate(model, rows, n, "recorded", n)
+        _, _, _, seconds, gib = generate(model, rows, n, "recorded", n)
         values = dict(ms_recorded=seconds / n * 1e3, gib=gib)
         if rows <= 256:  # Python takes most of the time, so more rows take about as long
             generate(model, rows, n, "one token")

@@ -269,9 +269,8 @@ def kv_cache(case, rows, tokens, number):
 
 
 def cache_columns(case):
-    """Of the last token step. The last token is not read. A recorded step needs a multiple of 8."""
-    columns = case.length - 1
-    return columns + -columns % 8 if case.is_recorded else columns
+    """Of the last token step. A recorded step reads the last token too, and needs a multiple of 8."""
+    return case.length + -case.length % 8 if case.is_recorded else case.length - 1
 
 
 def layer_activations(case, rows, tokens):

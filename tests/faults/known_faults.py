@@ -243,21 +243,25 @@ ppo_sentiment.sample_tokens: a cumulative sum in fp32 (trap 12)
   math/test_sampling.py::test_sample_tokens_finds_rare_tokens_after_a_likely_one
   - else torch.float64
   + else torch.float32
-ppo_sentiment.make_room: rows that go on read the cache of others
+ppo_sentiment.generate: rows that go on read the cache of others
   math/test_generation.py::test_generate_samples_from_transformers_softmax
   - cache.batch_select_indices(keep)
   + cache.batch_select_indices(torch.arange(len(keep)))
 
 # Token steps that a GPU records
 
-ppo_sentiment.generate: the column of a recorded step is a number (trap 47)
+ppo_sentiment.generate_recorded: the column of a recorded step is a number (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
-  - token = tokens[rows, column - C]
-  + token = tokens[rows, column.tolist()[0] - C]
-ppo_sentiment.generate: a recorded step asks whether all responses have ended (trap 47)
+  - t = column - C
+  + t = column.tolist()[0] - C
+ppo_sentiment.generate_recorded: a recorded step asks whether all responses have ended (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - column.add_(1)
-  + column.add_(0 if torch.isin(tokens[rows, column - C], stop_ids).all() else 1)
+  + column.add_(0 if find_ends(rows, token[:, None]).all() else 1)
+ppo_sentiment.generate_recorded: a step does not change the hidden states in place (trap 47)
+  math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
+  - hidden.copy_(hidden_states
+  + hidden.clone().copy_(hidden_states
 ppo_sentiment.FixedSizeLayer: a recorded step makes a new tensor for the keys (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - self.keys.index_copy_(2,
@@ -281,18 +285,21 @@ ppo_sentiment.repeat: the call that is recorded counts as a token (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - range(count - 1)
   + range(count - 2)
-rloo_tldr.generate_groups: responses go on until their round is over
+rloo_tldr.generate_recorded: responses go on until their round is over
   math/test_recorded_steps.py::test_all_scripts_record[rloo_tldr]
   - tokens.where(valid, 0), logprobs
   + tokens, logprobs
-ppo_dialog.generate_until: only the last token of a round can end an answer
+ppo_dialog.generate_recorded: only the last token of a round can end an answer
   math/test_recorded_steps.py::test_all_scripts_record[ppo_dialog]
-  - find_ends(start, start + count)
-  + find_ends(start + count - 1, start + count)
-grpo_math.make_room: all rows stay in the cache (RuntimeError)
+  - tokens[rows, :end]).any(1)
+  + tokens[rows, :end])[:, -1]
+grpo_math.generate_recorded: all rows stay in the cache (RuntimeError)
   math/test_recorded_steps.py::test_all_scripts_record[grpo_math]
-  - len(keep) < len(mask)
-  + False
+  - if len(keep) < len(rows):
+  -             cache.batch_select_indices(keep)
+  -             rows
+  + if True:
+  +             rows
 ppo_sentiment.can_be_recorded: sliding windows are recorded
   math/test_recorded_steps.py::test_what_cannot_be_recorded[mistral-False]
   - and not has_windows
@@ -322,7 +329,7 @@ ppo_sentiment.LogprobsAndEntropies: the gradient is that of another row
   + grad_logprobs.roll(1)[:, None])
 ppo_sentiment.token_logprobs: all chunks are kept
   math/test_output_layer.py::test_at_most_2_to_25_numbers_are_kept
-  - (i + 1) * rows_at_once * len(weight) <= max_logits
+  - (i + 1) * rows_at_once * len(weight) <= budget
   + True
 sft.next_token_loss: correct tokens are counted without the bias
   math/test_fine_tuning.py::test_cross_entropy_in_chunks
@@ -397,7 +404,7 @@ ppo_sentiment.load_label_scorer: a label by its place, not by its name (trap 22)
   + return logits.sort(-1).values[:, label]
 ppo_sentiment.load_classifier: the reward model gets the policy's tokenizer (trap 23, IndexError)
   math/test_classifiers.py::test_a_reward_model_may_have_another_tokenizer
-  - load_tokenizer(name, for_prompts=False)
+  - load_tokenizer(name)
   + load_tokenizer("checkpoints/reviews-lm")
 rloo_tldr.load_reward_model: the reward offset is not subtracted (trap 24)
   runs/test_rloo_tldr.py::test_the_score_is_transformers_own

@@ -559,7 +559,7 @@ def test_a_folder_without_a_tokenizer(script, tmp_path, arch):
     """transformers makes one up. It turns each text into nothing, or into the same special tokens."""
     transformers.AutoConfig.for_model(arch).save_pretrained(tmp_path)
     with pytest.raises((script.UserError, IndexError)):
-        script.load_tokenizer(str(tmp_path), for_prompts=arch == "gpt_neox")
+        script.load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -606,10 +606,10 @@ def eos_appender(tiny_lm, copy_of):
 @pytest.mark.parametrize("name", ["sft", *RL])
 def test_a_tokenizer_that_appends_eos(scripts, eos_appender, name):
     """A prompt would end in EOS. A classifier of texts may have such a tokenizer."""
+    tokenizer = scripts[name].load_tokenizer(eos_appender)
+    assert tokenizer("sun").input_ids[-1] == tokenizer.eos_token_id
     with pytest.raises(scripts[name].UserError, match="appends EOS"):
-        scripts[name].load_tokenizer(eos_appender)
-    loaded = scripts[name].load_tokenizer(eos_appender, for_prompts=False)
-    assert loaded("sun").input_ids[-1] == loaded.eos_token_id
+        scripts[name].refuse_appended_eos(tokenizer, eos_appender)
 
 
 def test_a_reward_model_whose_tokenizer_appends_eos(scripts, reward, eos_appender, tiny_pairs):
