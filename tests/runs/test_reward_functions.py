@@ -204,6 +204,7 @@ def test_a_function_that_does_not_apply(recorded, name):
     folder, rollouts = recorded(name, total_episodes=16, **flags)
     rows = rows_of(folder)
     assert len(rows) == 2
+    assert not (folder / "samples.jsonl").exists()  # --num-sample-generations 0
     for row, (_, result) in zip(rows, rollouts[1:3]):
         b, responses = result[0], texts_of(result)
         lengths = [len(text) for text in responses]
