@@ -4,8 +4,9 @@ GRPO is PPO without a value function: each task gets several responses, and a re
 is above the average of its group. If you know RLOO from rloo_tldr.py, this is what changes:
 
 1. Rewards are verifiable: a function compares the final answer of a response with the column `answer`, and
-   returns 1 or 0 (`correct` in data/math_rewards.py). No reward model is trained. There is no penalty for a
-   missing EOS: a response that is cut off before its answer is simply wrong.
+   returns 1 or 0 (`correct` in data/math_rewards.py). A final answer is what stands in <answer> tags, in
+   \\boxed{} or after ####: "<answer>18</answer>" is right if the column ends in "#### 18". No reward model is
+   trained. There is no penalty for a missing EOS: a response that is cut off before its answer is wrong.
 2. The advantage of a response is its reward minus the mean reward of its group, divided by the group's
    standard deviation (`grpo_advantages`). If all rewards of a group are equal, for example because all
    responses are right, the advantages are 0: only a KL penalty, if there is one, still has a gradient.
@@ -285,6 +286,9 @@ def train(args):
     elif args.load_in_8bit and not args.lora_r:
         raise UserError("--load-in-8bit: without LoRA and a reference, no weights are frozen")
     check_group_model(policy, args.model_name_or_path, args.max_prompt_length + T)
+    # Three names for the same weights. `policy`, the Hugging Face model, generates. `model` wraps it: its
+    # forward pass gives log-probabilities. `learner` is what the optimizer trains: `model` itself, DDP around
+    # it or, with FSDP2 and ZeRO-3, a sharded copy. copy_weights copies that back after each update.
     model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
@@ -308,8 +312,6 @@ def train(args):
     with autocast:
         before = evaluate_all(respond, held_out, args, accelerator)
 
-    # `model` generates, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3 shards them:
-    # then the learner is a sharded copy, and copy_weights copies its weights back after each update.
     learner, optimizer = make_learner(model, args, accelerator)
     state = run.start(B)  # update 0 in a new run
     copy_weights(learner, model)  # run.start may have loaded a checkpoint into the learner
@@ -340,8 +342,9 @@ def train(args):
         advantages = grpo_advantages(b["scores"], k)  # [B]
 
         # 3. Train. Minibatches are drawn from the global batch; each process trains on its share, n rows at
-        #    a time. A minibatch and each share of it consist of whole groups, because rows with the same
-        #    prompt are read together. The loss is the sum over this process's tokens, divided by the number
+        #    a time. A minibatch, and each share of it, consists of whole groups, and neighboring rows of a
+        #    group share one pass over their prompt (`group_logprobs`). If a micro-batch cuts a group, its
+        #    prompt is read once more. The loss is the sum over this process's tokens, divided by the number
         #    of tokens in the minibatch on all processes (DAPO). So the gradient does not depend on how a
         #    minibatch is split, up to rounding.
         learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
@@ -405,9 +408,8 @@ def train(args):
                             token_metrics["kl"] = kl_per_token(old_logprobs, ref_logprobs, "k1")
                         for name, x in token_metrics.items():
                             metric_sums[name] += (x * mb_valid).sum()
-                        # No optimizer step since the rollout, so the ratios must be 1. (With one step per
-                        # batch, they are 1 by definition. Then only nan fails here.)
-                        if is_first_step:
+                        # No optimizer step since the rollout: two forward passes of one policy must agree.
+                        if is_first_step and takes_several_steps(args):
                             gap = log_ratio[mb_valid].abs().mean()
                             assert gap < 0.02, "rollout and update differ, or nan"
 
@@ -508,7 +510,7 @@ def evaluate_tasks(respond, tasks, args, accelerator):
     """Solve each task k = num_eval_samples times. Each process takes its share of the tasks.
 
     respond: sample_responses, with everything but the batch and the flags filled in; tasks: list of dict,
-    from load_tasks. A response is right if the first reward function gives it 1 or more.
+    from load_tasks. A response is right if the first reward function that applies to it gives 1 or more.
     -> one dict per task, for the tasks of all processes:
         task          str, the prompt
         responses     k str
@@ -524,8 +526,11 @@ def evaluate_tasks(respond, tasks, args, accelerator):
         if share["examples"]:  # there may be more processes than tasks
             b, responses = respond(share, args)
             scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
-            is_right = next(iter(scores_by_name.values())) >= 1  # [P * k]
-            columns = scores_by_name | {"right": is_right, "ended": b["stopped"], "length": b["lengths"]}
+            first_score = torch.full_like(b["lengths"], math.nan, dtype=torch.float)  # [P * k]
+            for score in scores_by_name.values():
+                first_score = torch.where(first_score.isnan(), score, first_score)
+            columns = scores_by_name | {"right": first_score >= 1}
+            columns |= {"ended": b["stopped"], "length": b["lengths"]}
             for i, task in enumerate(share["examples"]):
                 group = slice(i * k, (i + 1) * k)
                 record = {"task": plain_text(task["prompt"]), "responses": responses[group]}
@@ -1488,7 +1493,7 @@ def read_rows(path):
 
 def load_all_tasks(args, tokenizer):
     """Training tasks (a list, from load_tasks); held-out tasks (a dict: name -> list); how many rows of the
-    data they are (a text for the screen).
+    data were kept (a line to print).
     """
     train_rows, held_out_rows = load_splits(args.dataset_name)
     if args.num_train_rows is not None:  # the same ones for every --seed
@@ -1543,7 +1548,7 @@ def task_prompt(row, tokenizer, args):
         return prompt
     if not is_chat(prompt):
         return f"{args.system_prompt}\n\n{prompt}"
-    if prompt[0]["role"] == "system":  # the data bring their own
+    if prompt[0]["role"] == "system":  # the data have their own system message
         return prompt
     return [{"role": "system", "content": args.system_prompt}, *prompt]
 
