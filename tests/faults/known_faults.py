@@ -289,10 +289,10 @@ rloo_tldr.generate_recorded: responses go on until their round is over
   math/test_recorded_steps.py::test_all_scripts_record[rloo_tldr]
   - tokens.where(valid, 0), logprobs
   + tokens, logprobs
-ppo_dialog.generate_recorded: only the last token of a round can end an answer
+ppo_dialog.generate_recorded: the token that ends a recorded response is cut off
   math/test_recorded_steps.py::test_all_scripts_record[ppo_dialog]
-  - tokens[rows, :end]).any(1)
-  + tokens[rows, :end])[:, -1]
+  - argmax(1) + 1
+  + argmax(1)
 grpo_math.generate_recorded: all rows stay in the cache (RuntimeError)
   math/test_recorded_steps.py::test_all_scripts_record[grpo_math]
   - if len(keep) < len(rows):
@@ -741,8 +741,16 @@ sft.Run.start: a resumed run may have another batch
   + if False:
 ppo_sentiment.parse_args: a resumed run moves to another folder
   runs/test_resume.py::test_flags_of_a_resumed_run
-  - replace(parse(default=Args(**saved)), output_dir=str(folder))
-  + parse(default=Args(**saved | {"output_dir": str(folder)}))
+  - replace(args, output_dir=args.resume)
+  + args
+ppo_sentiment.parse_args: --resume accepts another scale of LoRA
+  runs/test_resume.py::test_flags_of_a_resumed_run
+  - and name not in MAY_CHANGE
+  + and name not in (*MAY_CHANGE, "lora_alpha")
+ppo_sentiment.Run.start: a run goes back to fewer updates
+  runs/test_resume.py::test_resume_with_fewer_updates
+  - if state["update"] > self.updates:
+  + if False:
 ppo_dialog.Run.start: samples after the checkpoint are kept
   runs/test_resume.py::test_what_came_after_the_checkpoint_is_forgotten[ppo_dialog]
   - self.logs()
@@ -828,8 +836,12 @@ grpo_math.train: a reference without a KL penalty
   +         ref_model
 grpo_math.evaluate_tasks: half a point is right
   runs/test_evaluation_grpo.py::test_the_final_table_by_hand[after]
-  - next(iter(scores_by_name.values())) >= 1
-  + next(iter(scores_by_name.values())) > 0
+  - first_score >= 1
+  + first_score > 0
+grpo_math.evaluate_tasks: a task to which the first function does not apply is wrong
+  runs/test_grpo_math.py::test_the_first_function_that_applies_says_what_is_right
+  - first_score.isnan(), score
+  + first_score == first_score, score
 grpo_math.evaluate_tasks: responses of other tasks
   runs/test_evaluation_grpo.py::test_evaluation_samples
   - slice(i * k, (i + 1) * k)

@@ -211,7 +211,7 @@ def test_processes_that_accelerate_does_not_connect(script, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(accelerate, "Accelerator", lambda **options: Accelerator(**options | {"cpu": False}))
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(script.UserError, match="connects no processes here"):
+    with pytest.raises(script.UserError, match="cannot run several processes here"):
         script.start_accelerator(script.Args())
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
