@@ -118,7 +118,7 @@ def test_another_stop_token(rloo, rollouts, tiny_lm, tmp_path):
 
 
 def test_sft_model_path_is_the_policy(rloo, script, capsys, tiny_lm, tmp_path):
-    """As in TRL: the policy comes from sft_model_path, the tokenizer from model_name_or_path. The run says so."""
+    """As in TRL, the tokenizer comes from model_name_or_path. The run says so."""
     torch.manual_seed(5)
     config = transformers.AutoConfig.from_pretrained(tiny_lm())
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "sft")
