@@ -659,8 +659,8 @@ def sorted_groups(groups, lengths, k):
 def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each prompt, and reward them.
 
-    batch: from draw_groups; get_scores(examples, responses, response_tokens) -> dict: name of the reward
-    -> [P * k]. Here it is score_responses, with its first arguments filled in. Returns
+    get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [P * k]
+    batch: from draw_groups. Returns
     - a dict of tensors, in which the responses to a prompt are neighbors: ids, mask [P * k, C + T]; lengths,
       stopped, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
     - the responses, P * k str

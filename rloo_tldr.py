@@ -118,7 +118,7 @@ class Args:
     reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the reward model; called as in TRL
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
-    bf16: bool = False  # TRL's name for --dtype bfloat16, and wins over it
+    bf16: bool = False  # TRL's name for --dtype bfloat16; wins over --dtype
     load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -507,8 +507,8 @@ def evaluate_summaries(respond, batch, args, accelerator):
 
     respond: rollout_groups, with everything but the batch filled in. Each process takes its share of the
     posts.
-    -> metrics (dict of floats); columns: prompt, response, score (before clip and penalty) and more of what
-    the metrics are of, as lists with one entry per post
+    -> metrics: dict of floats; columns: dict of lists with one entry per post, such as prompt, response and
+    score (before clip and penalty)
     """
     # Nothing here uses the global generators, but your own reward function might.
     set_global_seed(args.seed, "held-out", accelerator.process_index)
@@ -604,7 +604,8 @@ def stream_rows(num_rows, start, count, seed):
 def rollout_groups(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each post, score them, and compute old and reference log-probabilities.
 
-    batch: from draw_groups; get_scores: see sample_responses. Returns
+    get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [P * k]
+    batch: from draw_groups. Returns
     - the dict of sample_responses, and raw_scores (the weighted sum of the rewards) [P * k]; logprobs,
       ref_logprobs, entropies [P * k, T]
     - the responses, P * k str
@@ -649,8 +650,8 @@ def sorted_groups(groups, lengths, k):
 def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each prompt, and reward them.
 
-    batch: from draw_groups; get_scores(examples, responses, response_tokens) -> dict: name of the reward
-    -> [P * k]. Here it is score_responses, with its first arguments filled in. Returns
+    get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [P * k]
+    batch: from draw_groups. Returns
     - a dict of tensors, in which the responses to a prompt are neighbors: ids, mask [P * k, C + T]; lengths,
       stopped, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
     - the responses, P * k str
@@ -1612,7 +1613,7 @@ def ask_chat_model(client, args, posts, responses):
 def judge_policy(args):
     """`rloo_tldr.py judge`: a model's win rate against the references, as TRL's judge_tldr.py. -> dict"""
     if args.resume is not None or args.sft_model_path is not None:
-        raise UserError("judge: --model-name-or-path is the model, without --resume and --sft-model-path")
+        raise UserError("judge: --model-name-or-path is the model; use --sft-model-path None and no --resume")
     check_positive(args, "temperature", "num_eval_prompts")
     if args.bf16:
         args = replace(args, dtype="bfloat16")

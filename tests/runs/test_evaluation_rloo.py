@@ -652,7 +652,7 @@ def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, m
         (tmp_path / part).mkdir()
         [judge] = reward_file(tmp_path / part, CALLS.format(score=JUDGE.strip()), f"judge_{part}")
         flags = dict(judge_fn=judge, output_dir=None, reward_fn=["no.py:f"], model_name_or_path=policy)
-        with pytest.raises(script.UserError, match="without --resume and --sft-model-path"):
+        with pytest.raises(script.UserError, match="use --sft-model-path None and no --resume"):
             script.judge_policy(replace(run.args, **flags, sft_model_path=trained.lm))
         result = script.judge_policy(replace(run.args, **flags))
         assert set(result) == {"win rate", "+- (95 % interval)", "ties", "no verdict"}

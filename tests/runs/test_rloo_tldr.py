@@ -360,7 +360,7 @@ def test_the_verb_judge(script, capsys, monkeypatch, tiny_lm, tiny_posts, tmp_pa
     expected = "Model win rate: 0.00% +- 0.00% (0.0% ties, 0.0% without verdict), n = 5, judge "
     line = out.splitlines()[-1]
     assert line.startswith(expected) and line.endswith(f", model {flags.split()[1]}, data {tiny_posts}")
-    with pytest.raises(script.UserError, match="without --resume"):
+    with pytest.raises(script.UserError, match="and no --resume"):
         script.judge_policy(script.Args(resume="RUN"))
     with pytest.raises(script.UserError, match="judge needs --judge-model or --judge-fn"):
         script.judge_policy(script.Args(model_name_or_path=tiny_lm()))
