@@ -464,10 +464,6 @@ rloo_tldr.compare_scores: a tie is a win (trap 40)
   runs/test_evaluation_rloo.py::test_a_judge_of_scores_sees_both_texts_with_their_prompt
   - torch.where(is_tie, 0.5
   + torch.where(is_tie, 1.0
-rloo_tldr.compare_scores: equal texts win by rounding (trap 40)
-  runs/test_evaluation_rloo.py::test_a_judge_of_scores_sees_both_texts_with_their_prompt
-  - is_same_text | (ours == theirs)
-  + ours == theirs
 rloo_tldr.ask_chat_model: a chat judge that prefers a place (trap 40)
   runs/test_rloo_tldr.py::test_a_chat_judge_reads_verdicts
   - float((verdict[1] == "A") == response_is_a)
