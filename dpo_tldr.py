@@ -523,8 +523,8 @@ def reference_group_logprobs(ref_model, policy, *inputs):
 def group_logprobs(lm, ids, mask, T, temperature):
     """Log-probabilities of the last T tokens of each row, 0 after the end of a response.
 
-    The responses of a group share their prompt, so each prompt is read only once. Its keys and values serve
-    all responses to it, and gradients flow back through them: nothing is approximated.
+    The responses of a group share their prompt, so each prompt is read only once per micro-batch. Its keys
+    and values serve all responses to it, and gradients flow back through them: nothing is approximated.
     ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [B, T]
     """
     body, head = body_and_head(lm)

@@ -664,7 +664,8 @@ def sorted_groups(groups, lengths, k):
 def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each prompt, and reward them.
 
-    get_scores: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
+    get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [P * k]
+    batch: from draw_groups. Returns
     - a dict of tensors, in which the responses to a prompt are neighbors: ids, mask [P * k, C + T]; lengths,
       stopped, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
     - the responses, P * k str
@@ -674,14 +675,12 @@ def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     P, k, T = batch["uniforms"].shape
 
     # 1. Generate.
-    tokens = torch.zeros(P, k, T, dtype=torch.long, device=stop_ids.device)
-    sampling_logprobs = torch.zeros(P, k, T, device=stop_ids.device)
+    outputs = []
     groups_at_once = max(1, args.local_rollout_forward_batch_size // k)
     for groups in torch.arange(P, device=stop_ids.device).split(groups_at_once):
         inputs = batch["ids"][groups], batch["mask"][groups], batch["uniforms"][groups]
-        outputs = generate_groups(policy, *inputs, stop_ids, args.temperature)
-        tokens[groups], sampling_logprobs[groups] = outputs
-    tokens, sampling_logprobs = tokens.flatten(0, 1), sampling_logprobs.flatten(0, 1)  # [P * k, T] each
+        outputs.append(generate_groups(policy, *inputs, stop_ids, args.temperature))
+    tokens, sampling_logprobs = [torch.cat(parts) for parts in zip(*outputs)]  # [P * k, T] each
     prompt_ids = batch["ids"].repeat_interleave(k, 0)  # [P * k, C]
     prompt_mask = batch["mask"].repeat_interleave(k, 0)
     lengths = response_lengths(tokens, stop_ids)  # [P * k]
@@ -714,7 +713,8 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     """Sample k responses to each prompt, until a stop token or T tokens. No top-k, no top-p.
 
     Left-padded ids, mask [P, C]; uniforms [P, k, T], one random number per token; stop_ids [any number]
-    -> tokens [P, k, T] and the log-probabilities they were sampled with, fp32 [P, k, T]; both 0 after the end
+    -> tokens and the log-probabilities they were sampled with (fp32), [P * k, T] each, 0 after the end; the k
+    responses to a prompt are neighbors
     """
     P, k, T = uniforms.shape
     body, head = body_and_head(policy)
@@ -729,7 +729,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     if can_be_recorded(policy, cache):  # on a GPU, a faster version of the loop below
         inputs = policy, cache, hidden, mask, uniforms, temperature
         tokens, logprobs, *_ = generate_recorded(*inputs, lambda rows, tokens: torch.isin(tokens, stop_ids))
-        return tokens.view(P, k, T), logprobs.view(P, k, T)
+        return tokens, logprobs
 
     tokens = torch.zeros(P * k, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(P * k, T, device=ids.device)
@@ -750,7 +750,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
         # Read the token.
         mask = F.pad(mask, (0, 1), value=True)
         hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
-    return tokens.view(P, k, T), logprobs.view(P, k, T)
+    return tokens, logprobs
 
 
 # ---- Policy and reference ----------------------------------------------------------------------------------
@@ -785,8 +785,8 @@ def reference_group_logprobs(ref_model, policy, *inputs):
 def group_logprobs(lm, ids, mask, T, temperature):
     """Log-probabilities of the last T tokens of each row, 0 after the end of a response.
 
-    The responses of a group share their prompt, so each prompt is read only once. Its keys and values serve
-    all responses to it, and gradients flow back through them: nothing is approximated.
+    The responses of a group share their prompt, so each prompt is read only once per micro-batch. Its keys
+    and values serve all responses to it, and gradients flow back through them: nothing is approximated.
     ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [B, T]
     """
     body, head = body_and_head(lm)
@@ -1098,8 +1098,7 @@ def check_group_model(lm, name, max_tokens):
     no_stop, uniforms = torch.tensor([-1], device=device), torch.rand(2, 2, T, device=device)
     first_tokens, _ = generate_groups(lm.eval(), ids, mask, uniforms[:, :, :1], no_stop, 1.0)
     stop_id = first_tokens[0, 0]
-    tokens, sampled = generate_groups(lm, ids, mask, uniforms, stop_id, 1.0)  # [2, 2, T] each
-    tokens, sampled = tokens.flatten(0, 1), sampled.flatten(0, 1)  # [4, T]
+    tokens, sampled = generate_groups(lm, ids, mask, uniforms, stop_id, 1.0)  # [4, T] each
     lengths = response_lengths(tokens, stop_id)
     ids = torch.cat([ids.repeat_interleave(2, 0), tokens], 1)
     mask = torch.cat([mask.repeat_interleave(2, 0), length_mask(lengths, T)], 1)

@@ -537,10 +537,11 @@ def collate_texts(rows, device, shares_prompts=False):
 def preference_ids(tokenizer, prompt, responses, max_length):
     """Token ids of a prompt with each of its responses, by the same rule in training and in rollouts.
 
-    Texts: a response begins with its own space. EOS comes after it, even if it was cut off at its length
-    limit, because the score is read there. Lists of messages: prompt and response are one chat, which ends as
-    its template ends it. If a text is longer than max_length, the prompt loses its first tokens, but not BOS;
-    the same ones for all responses, so that they are compared after the same prompt. With max_length 5:
+    Texts: a response begins with its own space. EOS is appended even to a response that was cut off at its
+    length limit, because the score is read there. Lists of messages: prompt and response are one chat, which
+    ends as its template ends it. If a text is longer than max_length, the prompt loses its first tokens, but
+    not BOS. All responses lose the same ones, so that they are compared after the same prompt. For example,
+    with max_length 5:
 
         BOS p q r a EOS        ->    BOS r a EOS
         BOS p q r b c EOS      ->    BOS r b c EOS
@@ -556,7 +557,7 @@ def preference_ids(tokenizer, prompt, responses, max_length):
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
         texts = [prompt_ids + with_eos(ids, tokenizer) for ids in response_ids]
     start = int(texts[0][0] in (tokenizer.bos_token_id, tokenizer.cls_token_id))  # 1: keep the first token
-    num_shared = len(os.path.commonprefix(texts)) - start
+    num_shared = len(os.path.commonprefix(texts)) - start  # commonprefix works on lists of tokens too
     excess = max(len(ids) for ids in texts) - max_length
     shared_cut = max(min(excess, num_shared), 0)
     # A response that is longer than max_length loses its beginning too.

@@ -466,8 +466,8 @@ rloo_tldr.compare_scores: a tie is a win (trap 40)
   + torch.where(is_tie, 1.0
 rloo_tldr.ask_chat_model: a chat judge that prefers a place (trap 40)
   runs/test_rloo_tldr.py::test_a_chat_judge_reads_verdicts
-  - float((letters[0] == "A") == response_is_a)
-  + float(letters[0] == "A")
+  - float((verdict[1] == "A") == response_is_a)
+  + float(verdict[1] == "A")
 ppo_sentiment.weighted_sum: a reward that does not apply makes nan
   math/test_math.py::test_weighted_sum
   - .nan_to_num()

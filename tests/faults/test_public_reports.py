@@ -434,12 +434,12 @@ def test_meteor_of_scripts_without_spaces(scripts):
 
 @pytest.mark.parametrize("thought", ["", "<think>\nA is short. B is long.\n</think>\n\n", "A or B?</think>"])
 def test_a_judge_that_thinks_first(scripts, chat_with, thought):
-    """inspect_ai#3259: the thought is no verdict. Without its end, it is cut off, and there is none."""
+    """inspect_ai#3259: the thought is no verdict. An answer that was cut off is none either."""
     script = scripts["rloo_tldr"]
     posts = [dict(prompt="A post.", reference=" theirs")] * 8
-    for end, verdicts in (("A", {0.0, 1.0}), ("A...", set()), ("", set())):
+    for end, verdicts in (("A", {0.0, 1.0}), ("A is...", set()), ("", set())):
         flags, _ = chat_with(lambda question, end=end: thought + end)
-        judge, _ = script.load_judge(script.Args(**flags), None, None, CPU)
+        judge = script.load_judge(script.Args(**flags), None, None, CPU)
         found = judge(posts, [" ours"] * 8)
         assert set(found[~found.isnan()].tolist()) == verdicts
 

@@ -303,10 +303,13 @@ def test_a_function_that_never_applies(recorded, tmp_path, name):
 
 def test_the_judge_of_an_update_gets_what_the_reward_gets(recorded, tmp_path):
     """judge/scores: each response with its own post, and the mean of what the judge returns."""
-    data = numbered_data("rloo_tldr", tmp_path / "data")
+    data = tmp_path / "data"
+    train = [numbered_row("rloo_tldr", number) for number in range(10, 22)]
+    test = [numbered_row("rloo_tldr", number) | dict(completion=" Cats.") for number in range(30, 36)]
+    write_rows(data, train=train, test=test)
     flags = dict(rloo_k=3, per_device_train_batch_size=6, total_episodes=12)
     flags |= dict(reward_fn=reward_file(tmp_path, RECORD), judge_fn=reward_file(tmp_path, RECORD, "judge")[0])
-    folder, _ = recorded("rloo_tldr", dataset_name=data, **flags)
+    folder, _ = recorded("rloo_tldr", dataset_name=str(data), **flags)
     [rewarded] = [call for call in rows_of(tmp_path, "reward.py.calls") if len(call["prompts"]) == 12]
     [judged] = [call for call in rows_of(tmp_path, "judge.py.calls") if len(call["prompts"]) == 12]
     assert len(set(zip(rewarded["prompts"], rewarded["completions"]))) > 4
