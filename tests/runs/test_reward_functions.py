@@ -353,4 +353,4 @@ def test_a_reward_that_cannot_teach_is_said(scripts, small, tmp_path, capsys, nu
     flags = dict(score_clip=4.0, missing_eos_penalty=None, num_sample_generations=0)
     args = small("ppo_sentiment", reward_fn=[f"{path}:flat"], **flags)
     scripts["ppo_sentiment"].train(args)
-    assert "all scores are equal (perhaps by --score-clip)" in " ".join(capsys.readouterr().out.split())
+    assert "all scores are equal (because of --score-clip?)" in " ".join(capsys.readouterr().out.split())
