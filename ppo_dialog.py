@@ -510,15 +510,17 @@ def evaluate_dialogs(respond, policy, batch, args, accelerator):
         "score": b["raw_scores"].tolist(),
         "kl": (b["logprobs"] - b["ref_logprobs"]).sum(1).tolist(),
         "length": b["lengths"].tolist(),
-        "reference logprobs": [score_reference(policy, turn) for turn in share["turns"]],  # one per token
-        **{name: x.tolist() for name, x in b["parts"].items()},
+        "reference_logprobs": [score_reference(policy, turn) for turn in share["turns"]],  # one per token
     }
     rows = accelerate.utils.gather_object(rows_of(columns))  # of all processes, in the order of the prompts
     gathered = {name: [row[name] for row in rows] for name in columns}
-    reference_logprobs = [x for logprobs in gathered["reference logprobs"] for x in logprobs]
+    parts = {}
+    for name, x in b["parts"].items():
+        parts[name] = torch.tensor(accelerate.utils.gather_object(x.tolist()))
+    reference_logprobs = [x for logprobs in gathered["reference_logprobs"] for x in logprobs]
     metrics = {
         **text_metrics(gathered["answer"], gathered["reference"]),
-        **part_means({name: torch.tensor(gathered[name]) for name in b["parts"]}),
+        **part_means(parts),
         "tokens per answer": fmean(gathered["length"]),
         "distinct1": distinct_ngrams(gathered["answer"], 1),
         "distinct2": distinct_ngrams(gathered["answer"], 2),
