@@ -4,15 +4,16 @@ This is ppo_sentiment.py with another task; PPO itself is the same code. If you 
 a dialog changes:
 
 1. The prompt is the end of a conversation. It comes with a reference answer: what the person said next
-   (`Turn`). "The references" are these answers; "the reference model" is the frozen policy, as elsewhere.
+   (`load_turns`). "The references" are these answers; "the reference model" is the frozen policy, as
+   elsewhere.
 2. The score is a weighted sum, and each part of it is logged (`load_reward_parts`). Intent: does the answer
    have the same dialog act (inform, question, directive, commissive) as the reference answer? Either 1 if
    a classifier finds that act the likeliest and 0 otherwise, or its probability (--intent-reward). METEOR:
    how many words does the answer share with the reference answer? And your own functions, if there are
    any. The KL penalty per token is subtracted, as in ppo_sentiment.py.
-3. An answer ends with an end mark, `<EOU>`. In GPT-2's vocabulary, these are several tokens, and not always
-   the same ones: "Bye.<EOU>" has a token ".<". So the mark is searched for in the text of the tokens, not
-   among their ids (`load_end_criteria`, `generate_until`).
+3. An answer ends with an end mark, `<EOU>`. In GPT-2's vocabulary this is several tokens, and not always the
+   same ones: "Bye.<EOU>" has a token ".<". So the mark is searched for in the text of the tokens, not among
+   their ids (`load_end_criteria`, `generate_until`).
 4. A policy can raise this score and still get worse. So the final table also has ROUGE, BLEU, distinct
    n-grams and the perplexity of the references, before and after training (`evaluate_dialogs`).
 5. Your own metrics go into one function and appear in the log and in the table (`custom_metrics`).
@@ -263,10 +264,9 @@ def train(args):
     check_dialog_model(model.policy, args.model_name_or_path, args.max_prompt_length + T)
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     get_reward_parts, act_names = load_reward_parts(args, device, trainer_state)
-    num_acts = None if act_names is None else len(act_names)
     train_rows, held_out_rows = load_splits(args.dataset_name)
-    train_turns = load_turns(train_rows, tokenizer, num_acts, args)
-    held_out_turns = load_turns(held_out_rows, tokenizer, num_acts, args)
+    train_turns = load_turns(train_rows, tokenizer, act_names, args)
+    held_out_turns = load_turns(held_out_rows, tokenizer, act_names, args)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 
@@ -276,6 +276,8 @@ def train(args):
         f"{len(held_out_turns)} of {count_turns(held_out_rows)} held out; "
         f"{sum(turn.is_cut for turn in train_turns + held_out_turns)} of their prompts are cut to "
         f"{args.max_prompt_length} tokens\n"
+        "first prompt, whose end marks must be those of fine-tuning: "
+        f"{tokenizer.decode(train_turns[0].prompt_tokens)!r}\n"
         f"acts 1, 2, ... of the classifier (they must be those of the data): {act_names}\n"
         f"METEOR counts {meteor_matches()}; ROUGE sees only Latin letters, BLEU needs spaces between words\n"
         f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
@@ -315,7 +317,7 @@ def train(args):
         # The next B turns with their prompts, and the random numbers to sample answers with.
         prompt_batch = draw_prompts(train_turns, (update - 1) * B, B, args, update)
         turns = prompt_batch["turns"]  # of all processes
-        with accelerator.split_between_processes(dict(prompt_batch)) as prompt_share, autocast:
+        with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, answers = respond(prompt_share)
         b = accelerator.gather(b)  # rollouts of all processes: a dict of tensors, [B, ...] each
         answers = accelerate.utils.gather_object(answers)  # B str, in the order of turns
@@ -434,8 +436,7 @@ def train(args):
             "val/num_eos_tokens": b["stopped"].sum(),
             "env/reward_mean": b["raw_scores"].mean(),
             "env/reward_std": b["raw_scores"].std(correction=0),
-            **{name: b[name].mean() for name in ("intent", "intent_match", "meteor") if name in b},
-            **reward_means(b),  # rewards/NAME/mean, one for each reward function
+            **part_means(b["parts"]),  # intent, meteor, ...
             **custom_metrics(turns, answers),
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
@@ -467,7 +468,9 @@ def train(args):
                 "answer": answers[:4],
                 "score": b["raw_scores"][:4].tolist(),  # as in the evaluation, before clip and penalty
             }
-            samples |= {name: b[name][:4].tolist() for name in ("intent", "meteor") if name in b}
+            for name, x in b["parts"].items():
+                if name != "intent_match":  # it is not in the score
+                    samples[name] = x[:4].nan_to_num().tolist()  # what does not apply counts as 0
             log_samples(run, update, rows_of(samples), b["lengths"], token_columns)
 
         # 7. Adapt the KL coefficient for the next update, and save.
@@ -507,20 +510,21 @@ def evaluate_dialogs(respond, policy, batch, args, accelerator):
         "score": b["raw_scores"].tolist(),
         "kl": (b["logprobs"] - b["ref_logprobs"]).sum(1).tolist(),
         "length": b["lengths"].tolist(),
-        "logprobs of the human answer": [score_reference(policy, turn) for turn in share["turns"]],
+        "reference_logprobs": [score_reference(policy, turn) for turn in share["turns"]],  # one per token
     }
-    parts = [name for name in ("meteor", "intent", "intent_match") if name in b]
-    columns |= {name: b[name].tolist() for name in parts}
     rows = accelerate.utils.gather_object(rows_of(columns))  # of all processes, in the order of the prompts
     gathered = {name: [row[name] for row in rows] for name in columns}
-    logprobs_of_human_answers = [x for logprobs in gathered["logprobs of the human answer"] for x in logprobs]
+    parts = {}
+    for name, x in b["parts"].items():
+        parts[name] = torch.tensor(accelerate.utils.gather_object(x.tolist()))
+    reference_logprobs = [x for logprobs in gathered["reference_logprobs"] for x in logprobs]
     metrics = {
         **text_metrics(gathered["answer"], gathered["reference"]),
-        **{name: fmean(gathered[name]) for name in parts},
+        **part_means(parts),
         "tokens per answer": fmean(gathered["length"]),
         "distinct1": distinct_ngrams(gathered["answer"], 1),
         "distinct2": distinct_ngrams(gathered["answer"], 2),
-        "perplexity of the references": math.exp(-fmean(logprobs_of_human_answers)),
+        "perplexity of the references": math.exp(-fmean(reference_logprobs)),
         "score mean": fmean(gathered["score"]),
         "score mean, +-": 1.96 * pstdev(gathered["score"]) / len(rows) ** 0.5,  # half of the 95 % interval
         "score median": median(gathered["score"]),
@@ -575,7 +579,7 @@ def score_reference(policy, turn):
     return logprobs[0].tolist()
 
 
-# ---- Rollout -----------------------------------------------------------------------------------------------
+# ---- Prompts and references --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -590,6 +594,65 @@ class Turn:
     prompt_tokens: list[int]  # token ids of the prompt: the end of the context
     reference_tokens: list[int]  # token ids of the reference, with its end mark
     is_cut: bool = False  # max_prompt_length cut something off the prompt
+
+
+def load_turns(rows, tokenizer, act_names, args):
+    """Every utterance but the first of each dialog. -> list of Turn
+
+    act_names: of the intent classifier, for acts 1, 2, ...; turns without an act are left out. None: no acts
+    needed.
+    """
+    bos = tokenizer("").input_ids  # [BOS], or nothing for GPT-2
+    turns = []
+    for row, utterances, acts in load_dialogs(rows):
+        tokens = utterance_ids(tokenizer, utterances, args.utterance_end)
+        for t in range(1, len(utterances)):
+            act = None if acts is None else acts[t]
+            if act_names is not None:
+                if act is None:
+                    continue
+                if act not in range(1, len(act_names) + 1):
+                    raise UserError(f"data: act {act}, but the classifier knows 1 to {len(act_names)}")
+            recent = tokens[:t][-args.num_context_utterances :]
+            prompt_tokens = context_ids(recent, args, bos)
+            is_cut = prompt_tokens != sum(recent, bos)  # the lists, one after the other
+            turns.append(Turn(row, t, utterances[:t], utterances[t], act, prompt_tokens, tokens[t], is_cut))
+    if not turns:
+        raise UserError(
+            f"{args.dataset_name}: no row has a column dialog with two utterances, and a column act with a "
+            "number for each (not needed with --reward-model-path None)"
+        )
+    return turns
+
+
+def utterance_ids(tokenizer, utterances, end):
+    """Token ids of each utterance: a space, its text, the end mark. -> list of lists
+
+    sft.py and ppo_dialog.py share this rule. Utterances are tokenized one by one, so no token spans two of
+    them, and an utterance has the same tokens in fine-tuning, in a prompt and as a reference.
+    """
+    end_text, end_ids = end, []
+    if end == "eos":
+        end_text, end_ids = "", [tokenizer.eos_token_id]
+    texts = [f" {' '.join(text.split())}{end_text}" for text in utterances]
+    return [ids + end_ids for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+
+
+def context_ids(utterances, args, bos=()):
+    """The prompt: the last utterances of a dialog, without the oldest ones if they are too long.
+
+    utterances: one list of token ids each; bos: [BOS] or nothing -> list of at most max_prompt_length token
+    ids. If the last utterance alone is too long, it loses its beginning.
+    """
+    max_length = args.max_prompt_length - len(bos)
+    kept = utterances[-args.num_context_utterances :]
+    while len(kept) > 1 and sum(len(ids) for ids in kept) > max_length:
+        kept = kept[1:]
+    prompt = sum(kept, [])  # one list of all tokens
+    return [*bos, *prompt[max(len(prompt) - max_length, 0) :]]
+
+
+# ---- Rollout -----------------------------------------------------------------------------------------------
 
 
 def draw_prompts(turns, start, B, args, purpose):
@@ -627,8 +690,8 @@ def rollout_answers(model, ref_model, tokenizer, is_end, get_reward_parts, batch
     """Sample an answer for each turn, score it, and compute the log-probabilities that PPO calls old.
 
     batch: from draw_prompts; is_end, get_reward_parts: from load_end_criteria, load_reward_parts. Returns
-    - a dict of tensors: ids, mask [B, C + T]; lengths, stopped, raw_scores, and the parts of the reward [B];
-      logprobs, ref_logprobs, sampling_logprobs, entropies, values [B, T]
+    - a dict of tensors: ids, mask [B, C + T]; lengths, stopped, raw_scores [B]; logprobs, ref_logprobs,
+      sampling_logprobs, entropies, values [B, T]; and parts, a dict: part of the score -> [B]
     - answers, a list of B str
     """
     model.eval()
@@ -677,7 +740,7 @@ def rollout_answers(model, ref_model, tokenizer, is_end, get_reward_parts, batch
         "sampling_logprobs": sampling_logprobs,
         "entropies": entropies,
         "values": values,
-        **parts,
+        "parts": parts,
     }
     return b, answers
 
@@ -730,6 +793,25 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
     return tokens, logprobs, lengths, stopped
 
 
+def load_end_criteria(args, tokenizer):
+    """What ends an answer: --utterance-end, and always EOS. -> function: token ids [B, t], None -> bool [B]
+
+    True if the last token completes the mark; that token may go on after it. transformers compares the texts
+    of the last tokens with the mark, so it does not matter how a tokenizer splits the mark, or what it merges
+    the mark with.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no EOS token, so no answer could end")
+    criteria = transformers.StoppingCriteriaList([transformers.EosTokenCriteria(tokenizer.eos_token_id)])
+    if args.utterance_end != "eos":
+        mark = args.utterance_end.strip()
+        ids = utterance_ids(tokenizer, ["Yes"], args.utterance_end)
+        if not mark or mark not in tokenizer.decode(ids[0]):
+            raise UserError(f"--utterance-end {mark!r}: it is blank, or the tokenizer cannot write it")
+        criteria.append(transformers.StopStringCriteria(tokenizer, mark))
+    return criteria
+
+
 def answer_text(tokenizer, tokens, end):
     """The decoded answer without its end mark. Token ids [n] -> str
 
@@ -760,7 +842,7 @@ def load_reward_parts(args, device, trainer_state):
     classify, act_names = None, None
     if args.reward_model_path is not None:
         classify, act_names = load_classifier(args, args.reward_model_path, device)
-    functions = {} if args.reward_fn is None else load_functions(args.reward_fn)
+    functions = load_functions(args.reward_fn or [])
 
     def get_reward_parts(turns, answers, answer_tokens):
         parts = {}
@@ -780,8 +862,9 @@ def load_reward_parts(args, device, trainer_state):
         # name. The reference of answer i is dialog[i][turn[i]], with the spaces around it.
         rows = [turn.columns | {"turn": turn.number} for turn in turns]
         prompts = ["\n".join(turn.context) for turn in turns]
-        inputs = rows, prompts, answers, answer_tokens
-        rewards = call_reward_functions(functions, trainer_state, device, *inputs)
+        rewards = call_reward_functions(
+            functions, trainer_state, device, rows, prompts, answers, answer_tokens
+        )
         return parts | {f"rewards/{name}": x for name, x in rewards.items()}
 
     return get_reward_parts, act_names
@@ -822,12 +905,25 @@ def words_of(text):
 def weighted_score(parts, args):
     """The score of each answer: the sum of the parts, each times its weight. dict of [B] -> [B]
 
-    A part without a weight is a KeyError. nan: a function of --reward-fn does not apply, which counts as 0.
+    A part without a weight raises a KeyError. nan means that a --reward-fn function does not apply; it counts
+    as 0.
     """
     functions = [name for name in parts if name.startswith("rewards/")]
     weights = dict(zip(functions, args.reward_weights or [1.0] * len(functions), strict=True))
     weights |= {"intent": args.intent_weight, "intent_match": 0.0, "meteor": args.meteor_weight}
     return sum(weights[name] * x.nan_to_num() for name, x in parts.items())
+
+
+def part_means(parts):
+    """The metric of each part: its mean over the answers to which it applies, or 0 if there is none.
+
+    parts: name -> [B] -> dict of floats. Functions of --reward-fn have TRL's name, rewards/NAME/mean.
+    """
+    means = {}
+    for name, x in parts.items():
+        metric = f"{name}/mean" if name.startswith("rewards/") else name
+        means[metric] = x.nanmean().nan_to_num().item()
+    return means
 
 
 # ---- Policy, value function, reference ---------------------------------------------------------------------
@@ -1592,14 +1688,6 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
     return rewards
 
 
-def reward_means(b):
-    """The means of b["rewards/NAME"] over the responses to which a function applies; 0 if there is none.
-
-    -> dict: name -> mean
-    """
-    return {f"{name}/mean": x.nanmean().nan_to_num() for name, x in b.items() if name.startswith("rewards/")}
-
-
 class NoWordNet:
     """Replaces nltk's WordNet if its data are not installed: no word has synonyms."""
 
@@ -1702,89 +1790,14 @@ def load_dialogs(rows):
     return dialogs
 
 
-def utterance_ids(tokenizer, utterances, end):
-    """Token ids of each utterance: a space, its text, the end mark. -> list of lists
-
-    sft.py and ppo_dialog.py share this rule. Utterances are tokenized one by one, so no token spans two of
-    them, and an utterance has the same tokens in fine-tuning, in a prompt and as a reference.
-    """
-    end_text, end_ids = end, []
-    if end == "eos":
-        end_text, end_ids = "", [tokenizer.eos_token_id]
-    texts = [f" {' '.join(text.split())}{end_text}" for text in utterances]
-    return [ids + end_ids for ids in tokenizer(texts, add_special_tokens=False).input_ids]
-
-
-def context_ids(utterances, args, bos=()):
-    """The prompt: the last utterances of a dialog, without the oldest ones if they are too long.
-
-    utterances: one list of token ids each; bos: [BOS] or nothing -> list of at most max_prompt_length token
-    ids. If the last utterance alone is too long, it loses its beginning.
-    """
-    max_length = args.max_prompt_length - len(bos)
-    kept = utterances[-args.num_context_utterances :]
-    while len(kept) > 1 and sum(len(ids) for ids in kept) > max_length:
-        kept = kept[1:]
-    prompt = [token for ids in kept for token in ids]
-    return [*bos, *prompt[max(len(prompt) - max_length, 0) :]]
-
-
-def load_turns(rows, tokenizer, num_acts, args):
-    """Every utterance but the first of each dialog. -> list of Turn
-
-    num_acts: for the intent classifier, which needs acts from 1 to this number. Turns without an act are left
-    out. None: no acts needed.
-    """
-    bos = tokenizer("").input_ids  # [BOS], or nothing for GPT-2
-    turns = []
-    for row, utterances, acts in load_dialogs([row for row in rows if row.get("dialog")]):
-        tokens = utterance_ids(tokenizer, utterances, args.utterance_end)
-        for t in range(1, len(utterances)):
-            act = None if acts is None else acts[t]
-            if num_acts is not None:
-                if act is None:
-                    continue
-                if act not in range(1, num_acts + 1):
-                    raise UserError(f"data: act {act}, but the classifier knows 1 to {num_acts}")
-            recent = tokens[max(t - args.num_context_utterances, 0) : t]
-            prompt_tokens = context_ids(recent, args, bos)
-            is_cut = len(prompt_tokens) < len(bos) + sum(len(ids) for ids in recent)
-            turns.append(Turn(row, t, utterances[:t], utterances[t], act, prompt_tokens, tokens[t], is_cut))
-    if not turns:
-        raise UserError(
-            f"{args.dataset_name}: no row has a column dialog with two utterances, and a column act with a "
-            "number for each (not needed with --reward-model-path None)"
-        )
-    return turns
-
-
 def count_turns(rows):
-    """The number of utterances that answer another one, with those that load_turns leaves out."""
+    """The number of utterances that answer another one, including those that load_turns leaves out."""
     return sum(len(row["dialog"]) - 1 for row in rows if row.get("dialog"))
 
 
 def set_global_seed(seed, *purpose):
     """Seed the global generators of python, numpy and torch for one purpose."""
     transformers.set_seed(generator_for(seed, *purpose).initial_seed() % 2**32)
-
-
-def load_end_criteria(args, tokenizer):
-    """What ends an answer: --utterance-end, and always EOS. -> function: token ids [B, t], None -> bool [B]
-
-    True if the last token completes the mark; that token may go on after it. transformers compares the texts
-    of the last tokens with the mark, so it does not matter how a tokenizer splits the mark, or what it merges
-    the mark with.
-    """
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no EOS token, so no answer could end")
-    criteria = transformers.StoppingCriteriaList([transformers.EosTokenCriteria(tokenizer.eos_token_id)])
-    if args.utterance_end != "eos":
-        mark = args.utterance_end.strip()
-        ids = utterance_ids(tokenizer, ["Yes"], args.utterance_end)
-        if not mark or mark not in tokenizer.decode(ids[0]):
-            raise UserError(f"--utterance-end {mark!r}: it is blank, or the tokenizer cannot write it")
-        criteria.append(transformers.StopStringCriteria(tokenizer, mark))
-    return criteria
 
 
 # ---- Processes and optimizer -------------------------------------------------------------------------------
@@ -2109,9 +2122,16 @@ def report_dialog_evaluation(run, tokenizer, turns, before, after):
     metrics_after, samples_after = after
     rows = []
     for old, new in zip(samples_before, samples_after):
-        row = {"last": old["last"], "reference": old["reference"]}
-        row |= {"before": old["answer"], "score": old["score"]}
-        rows.append(row | {"after": new["answer"], "score after": new["score"]})
+        rows.append(
+            {
+                "last": old["last"],
+                "reference": old["reference"],
+                "before": old["answer"],
+                "score": old["score"],
+                "after": new["answer"],
+                "score after": new["score"],
+            }
+        )
     # The same metrics of the references, as far as they can be measured. They are cut like answers.
     args = run.args
     tokens = [turn.reference_tokens[: args.response_length] for turn in turns]
@@ -2124,8 +2144,10 @@ def report_dialog_evaluation(run, tokenizer, turns, before, after):
     }
     comparison = []
     for name, value in metrics_before.items():
-        row = {"metric": name, "before": value, "after": metrics_after[name]}
-        comparison.append(row | {"references": metrics_of_references.get(name, "")})
+        of_references = metrics_of_references.get(name, "")
+        comparison.append(
+            {"metric": name, "before": value, "after": metrics_after[name], "references": of_references}
+        )
     run.table("held-out prompts", rows[:6])
     run.table(f"{len(rows)} held-out prompts", comparison)
     about = {
@@ -2149,9 +2171,13 @@ def chat(argv):
     if not argv:
         raise UserError(f"chat needs a run folder or a model: python {SCRIPT}.py chat RUN_FOLDER_OR_MODEL")
     name, *flags = argv
-    # What the flags do not say comes from the run, from the recipe that starts with this model, or from Args.
-    default = {recipe.model_name_or_path: recipe for recipe in RECIPES.values()}.get(name, Args())
     path = Path(resolve_path(name))
+    # What the flags do not say comes from the run, from the recipe that starts with this model, or from Args.
+    default = Args()
+    for recipe in RECIPES.values():
+        start = Path(recipe.model_name_or_path)
+        if path == start or path.resolve() == (HERE / start).resolve():
+            default = recipe
     run_folder = path.parent if path.name == "model" else path
     if (run_folder / "args.json").exists():  # perhaps of another script: take the flags that both have
         saved = json.loads((run_folder / "args.json").read_text())["args"]

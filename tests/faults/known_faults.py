@@ -641,8 +641,8 @@ sft.write_samples: the prompt of a sample of a chat ends at its first learned tu
   + min(i for i, label
 sft.find_end_tokens: a stop token is the last token of a document, learned or not
   data/test_chats.py::test_what_ends_a_response
-  - [labels for _, labels in documents
-  + [ids for ids, labels in documents
+  - for _, labels in documents
+  + for labels, _ in documents
 sft.make_document: BOS is dropped
   runs/test_first_steps.py::test_bos_in_an_evaluation_of_sft[texts]
   - tokenizer(example["text"]).
@@ -1023,7 +1023,7 @@ rloo_tldr.sorted_groups: the rows of a group are not neighbors
   + ).T.flatten()
 sft.check_language_model: any head is taken for a matrix product in sft (trap 43)
   math/test_fine_tuning.py::test_models_are_checked
-  - differ(F.linear(one, head.weight, head.bias), own_logits, 1e-2)
+  - differ(F.linear(states, head.weight, head.bias), own_logits, 1e-2)
   + False
 
 # dpo_tldr.py: the loss, its pairs, its reference, and the evaluation

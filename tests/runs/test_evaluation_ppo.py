@@ -750,6 +750,7 @@ def test_the_table_of_dialogs(dialogs_run):
             "sacrebleu": sacrebleu.BLEU(force=True).corpus_score(answers, [references]).score / 100,
             "intent": mean(parts["intent"]),
             "intent_match": mean(parts["intent_match"]),
+            "rewards/reward/mean": mean(parts["rewards/reward"]),
             "tokens per answer": mean(lengths),
             "perplexity of the references": math.exp(-mean(of_references)),
             "score mean": mean(scores),

@@ -8,7 +8,7 @@ from statistics import fmean as mean
 import pytest
 import torch
 from conftest import GROUPS, RL, ROOT
-from run_tools import reward_file, rows_of, spy, write_rows
+from run_tools import evaluation_of, reward_file, rows_of, spy, write_rows
 from transformers import AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -223,7 +223,7 @@ def test_scores_are_weighted_sums(recorded, scripts, monkeypatch, tmp_path, name
     assert lengths != letters
     expected = 0.5 * torch.tensor(letters) - 2.0 * torch.tensor(lengths)
     if name == "ppo_dialog":
-        expected = expected + 0.25 * b["intent"] + 3 * b["meteor"]
+        expected = expected + 0.25 * b["parts"]["intent"] + 3 * b["parts"]["meteor"]
     torch.testing.assert_close(b[SCORES[name]], expected)
     (used, *_), _ = credits[0]
     torch.testing.assert_close(used, expected)
@@ -277,12 +277,18 @@ def test_a_function_that_does_not_apply(recorded, tmp_path, name):
         assert 0 < len(even) < len(lengths)
         scores = [2.0 * n - 3 if n % 2 == 0 else -3.0 for n in lengths]
         assert b[SCORES[name]].tolist() == scores
-        assert b["rewards/even"].isnan().tolist() == [n % 2 == 1 for n in lengths]
-        assert b["rewards/never"].isnan().all()
+        scores_by_name = b["parts"] if name == "ppo_dialog" else b
+        assert scores_by_name["rewards/even"].isnan().tolist() == [n % 2 == 1 for n in lengths]
+        assert scores_by_name["rewards/never"].isnan().all()
         assert row["env/reward_mean"] == row["objective/scores"] == pytest.approx(mean(scores))
         assert row["rewards/even/mean"] == pytest.approx(mean(even))
         assert row["rewards/three/mean"] == 3
         assert row["rewards/never/mean"] == 0
+    if name == "ppo_dialog":  # its final table has the parts of the score
+        lengths = [len(row["after"]) for row in rows_of(folder, "evaluation_samples.jsonl")]
+        table = evaluation_of(folder)["after"]
+        assert table["rewards/even/mean"] == mean(n for n in lengths if n % 2 == 0)
+        assert (table["rewards/three/mean"], table["rewards/never/mean"]) == (3, 0)
 
 
 @pytest.mark.parametrize("name", RL)
