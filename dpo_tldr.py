@@ -130,7 +130,7 @@ class Args:
     label_smoothing: float = 0.0  # assumed share of pairs whose label is wrong (conservative DPO)
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes
-    num_train_epochs: float = 3.0  # epochs over the training pairs
+    num_train_epochs: float = 3.0  # epochs over the training pairs, rounded to whole updates (at least one)
     per_device_train_batch_size: int = 8  # pairs per forward and backward pass
     gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
 

@@ -145,7 +145,7 @@ class Args:
     num_eval_prompts: int = 25_000  # held-out rows to score at the end, at most
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes
-    num_train_epochs: float = 2.0  # epochs over the training rows
+    num_train_epochs: float = 2.0  # epochs over the training rows, rounded to whole updates (at least one)
     per_device_train_batch_size: int = 16  # rows per forward and backward pass, with all responses of each
     gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
 

@@ -15,7 +15,7 @@ from conftest import module_with
 from math_tools import close, left_padded, random_ids
 
 ARCHITECTURES = ("gpt2", "gpt_neox", "opt", "bloom", "llama", "qwen2", "qwen3")
-B, T, ROUND = 5, 21, 8  # a round of 8, 8 and 4 tokens after the first token
+B, T, ROUND = 5, 21, 8  # rounds of 8, 8 and 5 tokens
 STOP_IDS = torch.arange(3, 25)
 
 
@@ -30,7 +30,7 @@ def emulated():
 
 @contextmanager
 def rounds(name, how):
-    """A script whose rounds are recorded, called (the same rounds without a recording), or of one token."""
+    """A script whose rounds are recorded or called (without a recording), or whose loop is the plain one."""
     script = importlib.import_module(name)
 
     def is_possible(policy, cache):
@@ -69,7 +69,7 @@ def model_of(tiny_lm, arch, lora=False):
 
 
 def generated(name, how, model, bf16=False):
-    """What generate, generate_groups or generate_until returns: tokens and log-probabilities."""
+    """What generate, generate_groups or generate_until returns: tokens and log-probabilities first."""
     ids, mask = left_padded([random_ids(n, seed=20 + n) for n in (6, 2, 4, 1, 5)], 6)
     generator = torch.Generator().manual_seed(4)
     uniforms = torch.rand(B, 3, T, generator=generator)
@@ -82,7 +82,7 @@ def generated(name, how, model, bf16=False):
         if name == "ppo_sentiment":
             return script.generate(model, ids, mask, limits, uniforms[:, 0], STOP_IDS, 0.8)
         if name == "ppo_dialog":
-            return script.generate_until(model, ids, mask, uniforms[:, 0], is_end, 0.8)[:2]
+            return script.generate_until(model, ids, mask, uniforms[:, 0], is_end, 0.8)
         return script.generate_groups(model, ids, mask, uniforms, STOP_IDS, 0.8)
 
 
@@ -106,11 +106,12 @@ def test_recorded_steps_are_called_steps(tiny_lm, emulated, arch, lora, bf16):
 def test_all_scripts_record(tiny_lm, emulated, name):
     """Groups, and answers that end with a mark: the same tokens as with a cache that grows."""
     model = model_of(tiny_lm, "llama")
-    tokens, logprobs = generated(name, "recorded", model)
+    tokens, logprobs, *others = generated(name, "recorded", model)
     assert emulated.lengths
-    own_tokens, own_logprobs = generated(name, "one token", model)
+    own_tokens, own_logprobs, *own_others = generated(name, "one token", model)
     assert torch.equal(tokens, own_tokens)
     close(logprobs, own_logprobs, rtol=0, atol=1e-5)
+    assert all(torch.equal(x, y) for x, y in zip(others, own_others))  # ppo_dialog.py: lengths, stopped
     lengths = (logprobs != 0).sum(-1)
     assert lengths.min() < ROUND and lengths.max() == T  # some end in the first round, and some never
 
