@@ -317,9 +317,9 @@ def train(args):
     with autocast:
         before = held_out_metrics(model, held_out_rows, accelerator, args)
 
-    # `model` is evaluated and saved, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3
-    # shards them: then the learner is a sharded copy, and `model` waits on the CPU until the end of the run.
-    # (accelerate moves to the GPU what it trains: the whole model, or this process's shards.)
+    # `model` is evaluated and saved, `learner` is trained. With one process or DDP they share their weights,
+    # which accelerate moves back to the GPU at once. With FSDP2 and ZeRO-3 the learner is a sharded copy, and
+    # `model` waits on the CPU until the end of the run.
     learner, optimizer = make_learner(model.cpu(), args, accelerator)
     state = run.start(B)  # update 0 in a new run
 
@@ -527,7 +527,7 @@ def learning_rate(args, update, updates):
 # ---- Documents: token ids and labels -----------------------------------------------------------------------
 #
 # An example is one entry of the data set (a dict), a document is a pair of arrays, ids and labels. Two
-# documents, each with a prompt and a completion, packed into a row (a pad keeps its position in the row, 10):
+# documents, each with a prompt and a completion, packed into a row (a pad's position does not matter):
 #
 #     ids          Was    it     good   ?      Yes    EOS    Really ?      No     EOS    pad
 #     labels       -100   -100   -100   -100   Yes    EOS    -100   -100   No     EOS    -100
@@ -628,12 +628,16 @@ def chat_document(messages, first_labeled, tokenizer, counts):
     for i in range(first_labeled, len(messages)):
         if messages[i]["role"] != "assistant":
             continue
+        # The answer starts where the tokens of its prompt end, rendered alone as in a rollout. If ids do not
+        # begin with these tokens, no policy would ever be in this state, and the answer gets no labels. (A
+        # template may rewrite earlier turns, or a token may span the border.) The answer ends at its last
+        # character, found in the text, because its tokens alone could be others.
         prompt, last_character = find_answer(tokenizer, messages[: i + 1], text)
         if prompt is None or ids[: len(prompt)] != prompt:
             counts["answers not learned (no rollout could give them: see docs/sft.md)"] += 1
             continue
         start = len(prompt)
-        # The answer's last token is the last one that starts at its last character or before it.
+        # Its last token is the last one that starts at its last character or before it.
         end = max(start, bisect.bisect(token_starts, last_character))
         labels[start:end] = ids[start:end]
     if end > 0 and ids[end - 1] not in special_ids(tokenizer):
@@ -656,7 +660,7 @@ def find_answer(tokenizer, messages, text):
     after = render_chat(tokenizer, messages)
     if not (after.startswith(before) and text.startswith(after)):
         return None, None
-    # Generation stops before the line break that ends a turn.
+    # rstrip: a turn ends in "<|im_end|>\n", but a policy stops at <|im_end|>, so "\n" is not learned.
     return tokenizer(before, add_special_tokens=False).input_ids, len(after.rstrip()) - 1
 
 
@@ -718,7 +722,7 @@ def collate_rows(rows, device):
     L = max(sum(len(ids) for ids, _ in row) for row in rows)
     ids = torch.zeros(B, L, dtype=torch.long)
     labels = torch.full((B, L), -100)
-    positions = torch.arange(L).repeat(B, 1)  # pads keep these
+    positions = torch.arange(L).repeat(B, 1)  # pads keep these, which do not matter: they come last
     for i, row in enumerate(rows):
         start = 0
         for document_ids, document_labels in row:
@@ -995,10 +999,11 @@ def find_end_tokens(lm, tokenizer, documents, max_length):
     ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
     last_tokens = set()
     for _, labels in documents:
-        # A run of labels ends where -100 follows; but not at max_length, where the document may be cut.
-        labels = [*labels, -100][:max_length]
+        # A run of labels ends where -100 follows. A document of max_length tokens may be cut there.
+        if len(labels) < max_length:
+            labels = [*labels, -100]
         last_tokens |= {label for label, next_label in itertools.pairwise(labels) if next_label == -100}
-    return sorted(ids | last_tokens & special_ids(tokenizer))
+    return sorted(ids | (last_tokens & special_ids(tokenizer)))
 
 
 def save_policy(policy, tokenizer, folder):
