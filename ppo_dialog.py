@@ -89,7 +89,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.cache_utils import DynamicLayer
 
 # ============================================================================================================
 # Part I: the algorithm
@@ -231,7 +230,7 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: the first EOS predicts "Hi".
 #
-# Every other function names the sizes of its own arguments: learner(...) is called with t, and calls it T.
+# Size letters are local to a function: train passes t to learner(...), whose parameter is called T.
 #
 # score: one number per response, the weighted sum of intent, METEOR and --reward-fn. reward: one number per
 # token, the KL penalty, plus the score on the last one. (In TRL's names, such as reward functions,
@@ -358,6 +357,8 @@ def train(args):
                 num_tokens = b["lengths"][minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
                     share = share[b["lengths"][share].argsort(stable=True)]  # similar lengths: less padding
+                # Exactly gradient_accumulation_steps micro-batches. accelerate counts them: before the last
+                # one, step and zero_grad do nothing. So never drop rows here; set their advantages to 0.
                 for rows in share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -510,21 +511,21 @@ def evaluate_dialogs(respond, policy, batch, args, accelerator):
         "score": b["raw_scores"].tolist(),
         "kl": (b["logprobs"] - b["ref_logprobs"]).sum(1).tolist(),
         "length": b["lengths"].tolist(),
-        "reference_logprobs": [score_reference(policy, turn) for turn in share["turns"]],  # one per token
+        "logprobs_of_reference": [score_reference(policy, turn) for turn in share["turns"]],  # one per token
     }
     rows = accelerate.utils.gather_object(rows_of(columns))  # of all processes, in the order of the prompts
     gathered = {name: [row[name] for row in rows] for name in columns}
     parts = {}
     for name, x in b["parts"].items():
         parts[name] = torch.tensor(accelerate.utils.gather_object(x.tolist()))
-    reference_logprobs = [x for logprobs in gathered["reference_logprobs"] for x in logprobs]
+    logprobs_of_references = [x for logprobs in gathered["logprobs_of_reference"] for x in logprobs]
     metrics = {
         **text_metrics(gathered["answer"], gathered["reference"]),
         **part_means(parts),
         "tokens per answer": fmean(gathered["length"]),
         "distinct1": distinct_ngrams(gathered["answer"], 1),
         "distinct2": distinct_ngrams(gathered["answer"], 2),
-        "perplexity of the references": math.exp(-fmean(reference_logprobs)),
+        "perplexity of the references": math.exp(-fmean(logprobs_of_references)),
         "score mean": fmean(gathered["score"]),
         "score mean, +-": 1.96 * pstdev(gathered["score"]) / len(rows) ** 0.5,  # half of the 95 % interval
         "score median": median(gathered["score"]),
@@ -615,7 +616,7 @@ def load_turns(rows, tokenizer, act_names, args):
                     raise UserError(f"data: act {act}, but the classifier knows 1 to {len(act_names)}")
             recent = tokens[:t][-args.num_context_utterances :]
             prompt_tokens = context_ids(recent, args, bos)
-            is_cut = prompt_tokens != sum(recent, bos)  # the lists, one after the other
+            is_cut = len(bos) + sum(map(len, recent)) > args.max_prompt_length
             turns.append(Turn(row, t, utterances[:t], utterances[t], act, prompt_tokens, tokens[t], is_cut))
     if not turns:
         raise UserError(
@@ -757,27 +758,15 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
     body, head = body_and_head(policy)
     cache = transformers.DynamicCache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
-    if can_be_recorded(policy, cache):  # on a GPU, a faster version of the loop below
-
-        def find_ends(rows, tokens):
-            ends = [is_end(tokens[:, : t + 1], None) for t in range(tokens.shape[1])]
-            return torch.stack(ends, 1)
-
-        return generate_recorded(policy, cache, hidden, mask, uniforms, temperature, find_ends)
-
     tokens = torch.zeros(B, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(B, T, device=ids.device)
     lengths = torch.full([B], T, device=ids.device)
     stopped = torch.zeros(B, dtype=torch.bool, device=ids.device)
     rows = torch.arange(B, device=ids.device)  # the rows that are still being written
     for t in range(T):
-        # Sample the next token of each row.
-        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
-        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
-        tokens[rows, t] = token
-        logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
-        # Finished rows leave. Only the response is searched for an end mark, because the beginning of a
-        # response could complete a mark that the prompt began.
+        token, logprob = sample_next(head, hidden, uniforms[rows, t], temperature)  # [rows] each
+        tokens[rows, t], logprobs[rows, t] = token, logprob
+        # Drop the finished rows. Only the response is searched for its end mark: the prompt ends with one.
         has_ended = is_end(tokens[rows, : t + 1], None)  # [rows]; None instead of logits
         lengths[rows[has_ended]] = t + 1
         stopped[rows[has_ended]] = True
@@ -791,6 +780,16 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
         mask = F.pad(mask, (0, 1), value=True)
         hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
     return tokens, logprobs, lengths, stopped
+
+
+def sample_next(head, hidden, uniforms, temperature):
+    """Sample the next token of each row.
+
+    head: the output layer; hidden [B, H]; uniforms [B] -> tokens, log-probabilities [B]
+    """
+    probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [B, V]
+    token = sample_tokens(probs, uniforms)
+    return token, probs.gather(1, token[:, None]).squeeze(1).log()
 
 
 def load_end_criteria(args, tokenizer):
@@ -857,9 +856,12 @@ def load_reward_parts(args, device, trainer_state):
             parts["intent_match"] = match
         meteors = [meteor(turn.reference, answer) for turn, answer in zip(turns, answers)]
         parts["meteor"] = torch.tensor(meteors, device=device)
-        # Your functions get the whole context as the prompt, one utterance per line (even if the policy reads
-        # only its end); the columns of the data; and a list of int, `turn`, which replaces a column of that
-        # name. The reference of answer i is dialog[i][turn[i]], with the spaces around it.
+        # Your functions are called by keyword. For example, a reward for being as long as the reference:
+        #     def same_length(completions, dialog, turn, **kwargs):
+        #         references = [utterances[t] for utterances, t in zip(dialog, turn)]
+        #         return [-abs(len(x) - len(y)) for x, y in zip(completions, references)]
+        # `prompts` is the whole context, one utterance per line, even if the policy reads only its end.
+        # `turn` replaces a column of that name.
         rows = [turn.columns | {"turn": turn.number} for turn in turns]
         prompts = ["\n".join(turn.context) for turn in turns]
         rewards = call_reward_functions(
@@ -1412,6 +1414,7 @@ def load_policy_and_value(args, device):
     folder = resolve_path(args.value_model_path or args.model_name_or_path)
     saved_head = Path(folder, "value_head.safetensors")
     if saved_head.exists():  # of an earlier run
+        accelerate.PartialState().print(f"the value head starts from {saved_head}")
         model.value_head.load_state_dict(load_file(saved_head))
     return model.to(device), ref_model
 
@@ -1470,122 +1473,6 @@ class LogprobsAndEntropies(torch.autograd.Function):
             # -p * (log_p + 1), but the gradient of log_softmax cancels the 1.
             grad -= grad_entropies[:, None] * log_p.exp() * log_p
         return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
-
-
-# ---- Token steps that a GPU records ------------------------------------------------------------------------
-
-
-TOKENS_PER_ROUND = 128  # then finished rows leave, and a step is recorded anew
-
-
-def can_be_recorded(policy, cache):
-    """Can a GPU record a token step of this model? No shape may change, and nothing may go to the CPU.
-
-    transformers says of each kind of model whether it can read a cache with free columns (GPT-Neo cannot).
-    """
-    body, _ = body_and_head(policy)
-    has_windows = any(type(layer) is not DynamicLayer for layer in cache.layers)  # sliding windows move
-    is_quantized = getattr(policy, "is_quantized", False)
-    return body.device.type == "cuda" and body._can_compile_fullgraph and not has_windows and not is_quantized
-
-
-def generate_recorded(policy, cache, hidden, mask, uniforms, temperature, find_ends):
-    """The loop over tokens on a GPU: the same tokens up to rounding, in less time.
-
-    It goes in rounds. Within a round, all steps are the same for the GPU, so that `repeat` can record one:
-    no shape changes, and nothing is copied to the CPU. Before a round, mask and cache get room for its
-    tokens. After it, finished rows leave.
-
-    cache, mask [B, C]: the prompts; hidden [B, H]: predicts the first token; uniforms [B, T]; find_ends(rows
-    [n], tokens [n, t]) -> bool [n, t], True at a token that ends its response
-    -> tokens, logprobs [B, T], both 0 after the end; lengths [B]; bool [B], True if a response has ended
-    """
-    (B, C), T = mask.shape, uniforms.shape[1]
-    body, head = body_and_head(policy)
-    tokens = torch.zeros(B, T, dtype=torch.long, device=mask.device)
-    logprobs = torch.zeros(B, T, device=mask.device)
-    all_rows = torch.arange(B, device=mask.device)
-    rows = all_rows  # the rows that are still being written
-    column = torch.full([1], C, device=mask.device)  # of the next token
-
-    # step reads the current rows, mask and hidden of the loop below.
-    def step():
-        """The body of the loop over tokens: sample the next token of each row, and read it."""
-        t = column - C  # [1]
-        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
-        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
-        tokens[rows, t] = token
-        logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
-        mask.index_fill_(1, column, True)
-        hidden.copy_(hidden_states(body, token[:, None], mask, cache)[:, -1])
-        column.add_(1)
-
-    for start in range(0, T, TOKENS_PER_ROUND):
-        end = min(start + TOKENS_PER_ROUND, T)
-        L = C + end + -(C + end) % 8  # columns after this round; fast attention needs a multiple of 8
-        mask = F.pad(mask, (0, L - mask.shape[1]))  # False: nothing is written there yet
-        for i, layer in enumerate(cache.layers):  # one by one, so that only one layer is in memory twice
-            cache.layers[i] = FixedSizeLayer(layer, L, column)
-
-        repeat(step, end - start)
-        keep = (~find_ends(rows, tokens[rows, :end]).any(1)).nonzero().squeeze(1)
-        if len(keep) == 0 or end == T:
-            break
-        if len(keep) < len(rows):
-            cache.batch_select_indices(keep)
-            rows, mask, hidden = rows[keep], mask[keep], hidden[keep]
-
-    # Cut off what rows sampled after their end, until their round was over.
-    is_end = find_ends(all_rows, tokens)  # [B, T]
-    stopped = is_end.any(1)
-    lengths = torch.where(stopped, is_end.int().argmax(1) + 1, T)
-    valid = length_mask(lengths, T)
-    return tokens.where(valid, 0), logprobs.where(valid, 0.0), lengths, stopped
-
-
-def repeat(step, count):
-    """Call step() count times. From the second time on, the GPU replays what it recorded of one call.
-
-    Launching a kernel from Python takes longer than running it. A recording (a CUDA graph) is the list of
-    the kernels of one call, with the addresses that they read and write; the GPU starts them by itself. So a
-    step must keep its state in tensors that it changes in place.
-    """
-    step()  # also loads the kernels, which must not happen during a recording
-    if count == 1:
-        return
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
-        step()  # only recorded, not executed
-    for _ in range(count - 1):
-        graph.replay()
-    torch.cuda.synchronize()  # before the graph and its memory are freed
-
-
-class FixedSizeLayer(DynamicLayer):
-    """Keys and values of one layer, [rows, heads, L, width]. Each token is written to a free column."""
-
-    is_compileable = True  # otherwise transformers asks for the values of the mask
-
-    def __init__(self, layer, L, column):
-        """A copy of a layer, with L columns. column: where update writes, a tensor [1]"""
-        super().__init__()
-        dtype, device_type = layer.keys.dtype, layer.keys.device.type
-        if torch.is_autocast_enabled(device_type):  # otherwise attention rounds all columns for each token
-            dtype = torch.get_autocast_dtype(device_type)
-        room = (0, 0, 0, L - layer.keys.shape[2])
-        self.keys = F.pad(layer.keys.to(dtype), room)
-        self.values = F.pad(layer.values.to(dtype), room)
-        self.is_initialized, self.column = True, column
-
-    def update(self, keys, values, *args, **kwargs):
-        """Called by each attention layer, with the newest token's keys and values. -> those of all columns"""
-        self.keys.index_copy_(2, self.column, keys.to(self.keys.dtype))
-        self.values.index_copy_(2, self.column, values.to(self.values.dtype))
-        return self.keys, self.values
-
-    def get_mask_sizes(self, query_length):
-        """Called by transformers, to make the attention mask. -> number of columns, the first column"""
-        return self.keys.shape[2], 0
 
 
 # ---- Rewards -----------------------------------------------------------------------------------------------
@@ -1792,7 +1679,8 @@ def load_dialogs(rows):
 
 def count_turns(rows):
     """The number of utterances that answer another one, including those that load_turns leaves out."""
-    return sum(len(row["dialog"]) - 1 for row in rows if row.get("dialog"))
+    dialogs = [row["dialog"] for row in rows if isinstance(row.get("dialog"), list)]
+    return sum(max(len(dialog) - 1, 0) for dialog in dialogs)
 
 
 def set_global_seed(seed, *purpose):
@@ -2181,7 +2069,7 @@ def chat(argv):
     run_folder = path.parent if path.name == "model" else path
     if (run_folder / "args.json").exists():  # perhaps of another script: take the flags that both have
         saved = json.loads((run_folder / "args.json").read_text())["args"]
-        default = Args(**{key: value for key, value in saved.items() if hasattr(Args, key)})
+        default = replace(default, **{key: x for key, x in saved.items() if hasattr(Args, key)})
         name = str(run_folder / "model")
     args = tyro.cli(Args, default=default, args=flags, description=chat.__doc__)
     check_positive(args, "temperature", "num_context_utterances")
@@ -2233,7 +2121,8 @@ def check_positive(args, *names):
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
 
 
-# Flags of all scripts that may change when a run is resumed:
+# Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
+# the updates that are left, unless the schedule is constant.)
 MAY_CHANGE = (
     *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url"),
@@ -2261,7 +2150,7 @@ def parse_args(argv):
     if args.resume is None:
         return args
 
-    # The flags of that run. Those may change that leave each update as it is.
+    # The flags of that run. Only those in MAY_CHANGE may differ.
     saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
     args = parse(default=Args(**saved))
     if names_recipe:

@@ -154,7 +154,7 @@ class Args:
     whiten_rewards: bool = False  # rescale rewards to std 1 (the baseline removes their mean)
     cliprange: float = 0.2  # epsilon of the clipped policy loss
 
-    # Judge: judge_model if there is one, or else judge_fn
+    # Judge: judge_model or, without one, judge_fn. (judge_fn also scores every batch of rollouts.)
     num_eval_prompts: Annotated[int, NUM_EXAMPLES] = 256  # posts whose summaries are judged
     judge_fn: str | None = None  # FILE.py:function like --reward-fn; the summary with the higher score wins
     judge_model: str | None = None  # a folder: a reward model; otherwise, or with judge_url: a chat model
@@ -224,13 +224,14 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "DR:" predicts "My".
 #
-# Every other function names the sizes of its own arguments: learner(...) is called with t, and calls it T.
+# Size letters are local to a function: train passes t to learner(...), whose parameter is called T.
 #
 # From reward functions to the reward, per response:
 #
 #     rewards/NAME   what one reward function returns
 #     raw score      their weighted sum; logged as env/reward_mean
-#     score          the raw score, clipped, minus the penalty for a missing EOS; logged as objective/scores
+#     score          the raw score, clipped, minus the penalty for a missing EOS; logged as objective/scores.
+#                    (In tables of samples and in evaluations, it is the raw score.)
 #     reward         what RLOO maximizes: the score minus the KL penalty (with k2 or k3: the score)
 
 
@@ -371,6 +372,8 @@ def train(args):
             for minibatch in order.split(P // args.num_mini_batches):  # numbers of prompts
                 with accelerator.split_between_processes(minibatch) as share:
                     rows_of_share = sorted_groups(share, b["lengths"], k)
+                # Exactly gradient_accumulation_steps micro-batches. accelerate counts them: before the last
+                # one, step and zero_grad do nothing. So never drop rows here; set their advantages to 0.
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -712,21 +715,17 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     cache.batch_select_indices(prompt_of_row)
     hidden, mask = hidden[prompt_of_row], mask[prompt_of_row]
     uniforms = uniforms.flatten(0, 1)  # [P * k, T]
-    if can_be_recorded(policy, cache):  # on a GPU, a faster version of the loop below
-        inputs = policy, cache, hidden, mask, uniforms, temperature
-        tokens, logprobs, *_ = generate_recorded(*inputs, lambda rows, tokens: torch.isin(tokens, stop_ids))
-        return tokens, logprobs
+    if can_be_recorded(policy, cache):
+        # Most GPUs run the loop below in this faster version. Both sample by sample_next.
+        return generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature)
 
     tokens = torch.zeros(P * k, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(P * k, T, device=ids.device)
     rows = torch.arange(P * k, device=ids.device)  # the rows that are still being written
     for t in range(T):
-        # Sample the next token of each row.
-        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
-        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
-        tokens[rows, t] = token
-        logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
-        # Finished rows leave.
+        token, logprob = sample_next(head, hidden, uniforms[rows, t], temperature)  # [rows] each
+        tokens[rows, t], logprobs[rows, t] = token, logprob
+        # Drop the finished rows.
         keep = (~torch.isin(token, stop_ids)).nonzero().squeeze(1)
         if len(keep) == 0 or t + 1 == T:
             break
@@ -737,6 +736,16 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
         mask = F.pad(mask, (0, 1), value=True)
         hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
     return tokens, logprobs
+
+
+def sample_next(head, hidden, uniforms, temperature):
+    """Sample the next token of each row.
+
+    head: the output layer; hidden [B, H]; uniforms [B] -> tokens, log-probabilities [B]
+    """
+    probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [B, V]
+    token = sample_tokens(probs, uniforms)
+    return token, probs.gather(1, token[:, None]).squeeze(1).log()
 
 
 # ---- Policy and reference ----------------------------------------------------------------------------------
@@ -1228,7 +1237,7 @@ class LogprobsAndEntropies(torch.autograd.Function):
 # ---- Token steps that a GPU records ------------------------------------------------------------------------
 
 
-TOKENS_PER_ROUND = 128  # then finished rows leave, and a step is recorded anew
+TOKENS_PER_ROUND = 128  # then finished rows are dropped, and a step is recorded again
 
 
 def can_be_recorded(policy, cache):
@@ -1242,58 +1251,52 @@ def can_be_recorded(policy, cache):
     return body.device.type == "cuda" and body._can_compile_fullgraph and not has_windows and not is_quantized
 
 
-def generate_recorded(policy, cache, hidden, mask, uniforms, temperature, find_ends):
-    """The loop over tokens on a GPU: the same tokens up to rounding, in less time.
+def generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature):
+    """The loop over tokens of generate_groups on a GPU: the same tokens up to rounding, in less time.
 
-    It goes in rounds. Within a round, all steps are the same for the GPU, so that `repeat` can record one:
+    It works in rounds. Within a round, all steps are the same for the GPU, so that `repeat` can record one:
     no shape changes, and nothing is copied to the CPU. Before a round, mask and cache get room for its
-    tokens. After it, finished rows leave.
+    tokens. After it, finished rows are dropped.
 
-    cache, mask [B, C]: the prompts; hidden [B, H]: predicts the first token; uniforms [B, T]; find_ends(rows
-    [n], tokens [n, t]) -> bool [n, t], True at a token that ends its response
-    -> tokens, logprobs [B, T], both 0 after the end; lengths [B]; bool [B], True if a response has ended
+    cache, mask [B, C]: the prompts; hidden [B, H]: predicts the first token; uniforms [B, T]
+    -> tokens and the log-probabilities they were sampled with, both [B, T] and 0 after the end
     """
     (B, C), T = mask.shape, uniforms.shape[1]
     body, head = body_and_head(policy)
     tokens = torch.zeros(B, T, dtype=torch.long, device=mask.device)
     logprobs = torch.zeros(B, T, device=mask.device)
-    all_rows = torch.arange(B, device=mask.device)
-    rows = all_rows  # the rows that are still being written
+    rows = torch.arange(B, device=mask.device)  # the rows that are still being written
     column = torch.full([1], C, device=mask.device)  # of the next token
 
     # step reads the current rows, mask and hidden of the loop below.
     def step():
         """The body of the loop over tokens: sample the next token of each row, and read it."""
         t = column - C  # [1]
-        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
-        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
-        tokens[rows, t] = token
-        logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
+        token, logprob = sample_next(head, hidden, uniforms[rows, t], temperature)  # [rows] each
+        tokens[rows, t], logprobs[rows, t] = token, logprob
         mask.index_fill_(1, column, True)
         hidden.copy_(hidden_states(body, token[:, None], mask, cache)[:, -1])
         column.add_(1)
 
     for start in range(0, T, TOKENS_PER_ROUND):
         end = min(start + TOKENS_PER_ROUND, T)
-        L = C + end + -(C + end) % 8  # columns after this round; fast attention needs a multiple of 8
-        mask = F.pad(mask, (0, L - mask.shape[1]))  # False: nothing is written there yet
+        columns = math.ceil((C + end) / 8) * 8  # after this round; fast attention needs a multiple of 8
+        mask = F.pad(mask, (0, columns - mask.shape[1]))  # False: nothing is written there yet
         for i, layer in enumerate(cache.layers):  # one by one, so that only one layer is in memory twice
-            cache.layers[i] = FixedSizeLayer(layer, L, column)
+            cache.layers[i] = FixedSizeLayer(layer, columns, column)
 
         repeat(step, end - start)
-        keep = (~find_ends(rows, tokens[rows, :end]).any(1)).nonzero().squeeze(1)
+        has_stopped = torch.isin(tokens[rows, start:end], stop_ids).any(1)  # [rows]
+        keep = (~has_stopped).nonzero().squeeze(1)
         if len(keep) == 0 or end == T:
             break
         if len(keep) < len(rows):
             cache.batch_select_indices(keep)
             rows, mask, hidden = rows[keep], mask[keep], hidden[keep]
 
-    # Cut off what rows sampled after their end, until their round was over.
-    is_end = find_ends(all_rows, tokens)  # [B, T]
-    stopped = is_end.any(1)
-    lengths = torch.where(stopped, is_end.int().argmax(1) + 1, T)
-    valid = length_mask(lengths, T)
-    return tokens.where(valid, 0), logprobs.where(valid, 0.0), lengths, stopped
+    # Discard what a row sampled between its end and the end of its round.
+    valid = length_mask(response_lengths(tokens, stop_ids), T)  # [B, T]
+    return tokens.where(valid, 0), logprobs.where(valid, 0.0)
 
 
 def repeat(step, count):
@@ -1319,13 +1322,13 @@ class FixedSizeLayer(DynamicLayer):
 
     is_compileable = True  # otherwise transformers asks for the values of the mask
 
-    def __init__(self, layer, L, column):
-        """A copy of a layer, with L columns. column: where update writes, a tensor [1]"""
+    def __init__(self, layer, columns, column):
+        """A copy of a layer, with free columns. column: where update writes, a tensor [1]"""
         super().__init__()
         dtype, device_type = layer.keys.dtype, layer.keys.device.type
         if torch.is_autocast_enabled(device_type):  # otherwise attention rounds all columns for each token
             dtype = torch.get_autocast_dtype(device_type)
-        room = (0, 0, 0, L - layer.keys.shape[2])
+        room = (0, 0, 0, columns - layer.keys.shape[2])
         self.keys = F.pad(layer.keys.to(dtype), room)
         self.values = F.pad(layer.values.to(dtype), room)
         self.is_initialized, self.column = True, column
@@ -1439,6 +1442,8 @@ def load_reward_model(args, name, device):
     config, _ = transformers.PretrainedConfig.get_config_dict(resolve_path(name))
     architectures = config.get("architectures")  # None: a folder with a LoRA adapter
     new_head = architectures is not None and not any("SequenceClassification" in x for x in architectures)
+    if new_head and name == args.judge_model:
+        raise UserError(f"--judge-model {name} is a language model: use --judge-url, or a reward model")
     if new_head:
         accelerate.PartialState().print(f"{name} is a language model: random reward head")
     model = load_model(AutoModelForSequenceClassification, name, new_head, num_labels=1)
@@ -2182,7 +2187,8 @@ def check_positive(args, *names):
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
 
 
-# Flags of all scripts that may change when a run is resumed:
+# Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
+# the updates that are left, unless the schedule is constant.)
 MAY_CHANGE = (
     *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url"),
@@ -2210,7 +2216,7 @@ def parse_args(argv):
     if args.resume is None:
         return args
 
-    # The flags of that run. Those may change that leave each update as it is.
+    # The flags of that run. Only those in MAY_CHANGE may differ.
     saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
     args = parse(default=Args(**saved))
     if names_recipe:

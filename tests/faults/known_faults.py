@@ -183,15 +183,15 @@ rloo_tldr.train: the ratio of rloo is of a mean token (trap 10)
   runs/test_evaluation_rloo.py::test_two_updates_by_hand[plain]
   - new_logprobs, old_logprobs, advantages[rows]
   + new_logprobs / t, old_logprobs / t, advantages[rows]
-ppo_sentiment.generate: the sampler's log-probability is that of another row's token (trap 10)
+ppo_sentiment.sample_next: the sampler's log-probability is that of another row's token (trap 10)
   math/test_generation.py::test_sampling_log_probabilities_are_those_of_the_update
   - token[:, None]).squeeze(1).log()
   + token.roll(1)[:, None]).squeeze(1).log()
 rloo_tldr.generate_groups: the sampler's log-probabilities of rloo are a token late (trap 10)
   math/test_generation.py::test_generate_groups_is_generate_for_each_response
-  - logprobs[rows, t] =
-  + logprobs[rows, t - 1] =
-ppo_sentiment.generate: no temperature in sampling (trap 11)
+  - logprobs[rows, t] = token, logprob
+  + logprobs[rows, t - 1] = token, logprob
+ppo_sentiment.sample_next: no temperature in sampling (trap 11)
   runs/test_ppo_sentiment.py::test_the_sampled_distribution_is_the_scored_one
   - token_logits(hidden, head.weight, temperature, head.bias)
   + token_logits(hidden, head.weight, 1.0, head.bias)
@@ -207,11 +207,11 @@ ppo_dialog.rollout_answers: no temperature in the old log-probabilities (trap 11
   runs/test_ppo_dialog.py::test_the_sampled_distribution_is_the_scored_one
   - ], t, args.temperature
   + ], t, 1.0
-rloo_tldr.generate_groups: top-k in rollouts (trap 12)
+rloo_tldr.sample_next: top-k in rollouts (trap 12)
   math/test_generation.py::test_generate_groups_is_generate_for_each_response
   - token_logits(hidden, head.weight, temperature, head.bias)
   + (x := token_logits(hidden, head.weight, temperature, head.bias)).where(x >= x.topk(50)[0][:, -1:], -1e9)
-ppo_sentiment.generate: probabilities of a bf16 model in bf16 (trap 12)
+ppo_sentiment.sample_next: probabilities of a bf16 model in bf16 (trap 12)
   math/test_generation.py::test_generate_under_autocast_sums_in_fp32
   - head.bias).softmax(-1)
   + head.bias).bfloat16().softmax(-1).float()
@@ -250,27 +250,27 @@ ppo_sentiment.generate: rows that go on read the cache of others
 
 # Token steps that a GPU records
 
-ppo_sentiment.generate_recorded: the column of a recorded step is a number (trap 47)
+rloo_tldr.generate_recorded: the column of a recorded step is a number (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - t = column - C
   + t = column.tolist()[0] - C
-ppo_sentiment.generate_recorded: a recorded step asks whether all responses have ended (trap 47)
+rloo_tldr.generate_recorded: a recorded step asks whether all responses have ended (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - column.add_(1)
-  + column.add_(0 if find_ends(rows, token[:, None]).all() else 1)
-ppo_sentiment.generate_recorded: a step does not change the hidden states in place (trap 47)
+  + column.add_(0 if torch.isin(token, stop_ids).all() else 1)
+rloo_tldr.generate_recorded: a step does not change the hidden states in place (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - hidden.copy_(hidden_states
   + hidden.clone().copy_(hidden_states
-ppo_sentiment.FixedSizeLayer: a recorded step makes a new tensor for the keys (trap 47)
+rloo_tldr.FixedSizeLayer: a recorded step makes a new tensor for the keys (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - self.keys.index_copy_(2,
   + self.keys = self.keys.index_copy(2,
-ppo_sentiment.FixedSizeLayer: the keys of a recorded step keep moving (trap 47)
+rloo_tldr.FixedSizeLayer: the keys of a recorded step keep moving (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - self.keys.index_copy_(2, self.column, keys.to(self.keys.dtype))
   + self.keys = torch.cat([self.keys[:, :, 1:], keys.to(self.keys.dtype)], 2)
-ppo_sentiment.repeat: autocast rounds the weights while recording, and the next call uses them (trap 47)
+rloo_tldr.repeat: autocast rounds the weights while recording, and the next call uses them (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[True-False-llama]
   -     graph = torch.cuda.CUDAGraph()
   -     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
@@ -281,30 +281,26 @@ ppo_sentiment.repeat: autocast rounds the weights while recording, and the next 
   +         step()
   +     step()
   +     count -= 1
-ppo_sentiment.repeat: the call that is recorded counts as a token (trap 47)
+rloo_tldr.repeat: the call that is recorded counts as a token (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - range(count - 1)
   + range(count - 2)
 rloo_tldr.generate_recorded: responses go on until their round is over
-  math/test_recorded_steps.py::test_all_scripts_record[rloo_tldr]
+  math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - tokens.where(valid, 0), logprobs
   + tokens, logprobs
-ppo_dialog.generate_recorded: the token that ends a recorded response is cut off
-  math/test_recorded_steps.py::test_all_scripts_record[ppo_dialog]
-  - argmax(1) + 1
-  + argmax(1)
 grpo_math.generate_recorded: all rows stay in the cache (RuntimeError)
-  math/test_recorded_steps.py::test_all_scripts_record[grpo_math]
+  math/test_recorded_steps.py::test_grpo_records_too
   - if len(keep) < len(rows):
   -             cache.batch_select_indices(keep)
   -             rows
   + if True:
   +             rows
-ppo_sentiment.can_be_recorded: sliding windows are recorded
+rloo_tldr.can_be_recorded: sliding windows are recorded
   math/test_recorded_steps.py::test_what_cannot_be_recorded[mistral-False]
   - and not has_windows
   + and True
-ppo_sentiment.can_be_recorded: models that transformers cannot compile are recorded
+rloo_tldr.can_be_recorded: models that transformers cannot compile are recorded
   math/test_recorded_steps.py::test_what_cannot_be_recorded[gpt_neo-False]
   - and body._can_compile_fullgraph
   + and True
