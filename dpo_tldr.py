@@ -378,11 +378,13 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, reference):
         for places in share.split(args.per_device_train_batch_size):  # places in posts
             chunk = [posts[i] for i in places.tolist()]
             ids, mask, num_reference_tokens = collate_pairs(chunk, device)
-            ids, mask = ids[:, :-num_reference_tokens], mask[:, :-num_reference_tokens]  # the prompts
+            ids = ids[:, :-num_reference_tokens]  # the prompts
+            mask = mask[:, :-num_reference_tokens]
             tokens, logprobs = sample_texts(policy, ids, mask, uniforms[places], args.temperature)  # [n, T]
             lengths = response_lengths(tokens, stop_ids)  # [n]
             valid = length_mask(lengths, T)
-            ids, mask = torch.cat([ids, tokens], 1), torch.cat([mask, valid], 1)
+            ids = torch.cat([ids, tokens], 1)
+            mask = torch.cat([mask, valid], 1)
             ref_logprobs = reference_group_logprobs(reference, policy, ids, mask, T, args.temperature)
             columns = {
                 "prompt": text_of([post["ids"] for post in chunk]),
@@ -479,7 +481,8 @@ def collate_pairs(pairs, device):
     prompts = [torch.tensor(pair["ids"]) for pair in pairs for _ in pair["responses"]]
     responses = [torch.tensor(ids) for pair in pairs for ids in pair["responses"]]
     pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_value=-1)
-    prompts, responses = pad(prompts, padding_side="left"), pad(responses)  # [2n, C], [2n, T]
+    prompts = pad(prompts, padding_side="left")  # [2n, C]
+    responses = pad(responses)  # [2n, T]
     ids = torch.cat([prompts, responses], 1).to(device)
     return ids.clamp(min=0), ids >= 0, responses.shape[1]
 

@@ -403,8 +403,10 @@ def train(args):
     if accelerator.is_main_process:
         run.table(f"{evaluation['n']} held-out rows, accuracy {evaluation['accuracy']:.4f}", table)
         (run.folder / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
-        scalars = {f"eval/{name}": x for name, x in evaluation.items() if isinstance(x, (int, float))}
-        accelerator.log(scalars, step=updates)
+        accelerator.log(
+            {f"eval/{name}": x for name, x in evaluation.items() if isinstance(x, (int, float))},
+            step=updates,
+        )
         save_reward_model(classifier, tokenizer, args, run.folder / "model")
     run.finish()
     return classifier, run.folder
@@ -1030,22 +1032,20 @@ def select_shard(rows, train_shard):
 
 def load_labeled_rows(class_of, rows, tokenizer, args):
     """The rows that have a text. -> list of Row, and their number as a text"""
+    used = [row for row in rows if (row.get("text") or "").strip()]
+    if not used:
+        raise UserError(f"{args.dataset_name}: no row has a text")
+    # A tokenizer is faster with many texts at once.
+    texts = tokenizer([row["text"] for row in used], truncation=True, max_length=args.max_length).input_ids
     labeled = []
-    num_full = 0
-    for row in rows:
-        text = row.get("text") or ""
-        if not text.strip():
-            continue
+    for row, ids in zip(used, texts):
         label = row.get("label")
         if label not in class_of:
             raise UserError(
                 f"{args.dataset_name}: label {label!r} is none of {list(class_of)} (of a dialog: act - 1)"
             )
-        ids = tokenizer(text, truncation=True, max_length=args.max_length).input_ids
-        num_full += len(ids) == args.max_length
         labeled.append(Row([ids], class_of[label]))
-    if not labeled:
-        raise UserError(f"{args.dataset_name}: no row has a text")
+    num_full = sum(len(ids) == args.max_length for ids in texts)
     counts = f"{len(labeled)} of {len(rows)} rows, {num_full} at the limit of {args.max_length} tokens"
     return labeled, counts
 
