@@ -1043,7 +1043,7 @@ def read_preferences(rows, name):
         repeats_prompt += [response[: len(prompt)] == prompt for response in responses if prompt]
     if repeats_prompt and all(repeats_prompt):
         raise UserError(
-            f"{name}: responses begin with their prompt, and would repeat it: empty the column prompt"
+            f"{name}: all responses begin with their prompt, so it would be read twice: empty that column"
         )
     return preferences
 
