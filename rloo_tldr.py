@@ -117,7 +117,7 @@ class Args:
     reward_model_path: str = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"  # classifier with 1 output
     reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the reward model; called as in TRL
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # float32: TF32 on GPUs; auto: bf16 if they can
     bf16: bool = False  # TRL's name for --dtype bfloat16; wins over --dtype
     load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference

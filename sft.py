@@ -125,7 +125,7 @@ class Args:
     # Model
     model_name_or_path: str = "openai-community/gpt2"  # model and tokenizer: Hub name, folder, LoRA folder
     from_config: str | None = None  # random weights instead: a model type and name=value pairs (JSON values)
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # float32: TF32 on GPUs; auto: bf16 if they can
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights)
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A

@@ -99,7 +99,7 @@ def keep(scripts, small, tokenizers_of, tmp_path):
         tokenizer = copy.deepcopy(tokenizers_of[script])
         try:
             if script == "reward_model":
-                return len(module.load_data(args, tokenizer)["train"])
+                return len(module.load_data(args, tokenizer)[0])
             splits = module.load_splits(args.dataset_name)
             return [len(read_rows(module, rows, tokenizer, args)) for rows in splits][0]
         except Exception as error:

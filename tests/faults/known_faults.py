@@ -647,9 +647,9 @@ grpo_math.task_prompt: a null in the template becomes None (KeyError)
   runs/test_grpo_math.py::test_a_row_with_an_empty_part_of_its_prompt_is_skipped
   - in (None, "", [])
   + in ("", [])
-reward_model.response_texts: a prompt beside chats is dropped
+reward_model.find_prompt: a prompt beside chats is dropped
   faults/test_public_reports.py::test_a_prompt_beside_chats
-  - [] if has_user or not prompt else [{"role": "user", "content": prompt}]
+  - [{"role": "user", "content": prompt}]
   + []
 ppo_sentiment.load_classifier: a classifier that reads pads
   faults/test_public_reports.py::test_a_classifier_that_reads_padding
@@ -902,10 +902,18 @@ sft.train: the first rows of a file are trained on
   -             train_examples, min(args.num_train_rows, len(train_examples))
   -         )
   + train_examples[: args.num_train_rows]
-reward_model.load_preference_rows: answers without their prompt
+reward_model.find_prompt: answers without their prompt
   faults/test_public_reports.py::test_preferences_without_a_prompt
-  - if not has_prompt and
-  + if False and
+  - if "prompt" not in row and columns
+  + if False
+reward_model.read_preferences: a prompt is read twice
+  faults/test_public_reports.py::test_responses_that_begin_with_their_prompt
+  - if repeats_prompt and all(repeats_prompt)
+  + if False
+reward_model.read_preferences: responses come before chosen and rejected
+  runs/test_reward_model.py::test_which_columns_decide
+  - if row.get("chosen"):
+  + if not responses and row.get("chosen"):
 reward_model.find_classes: each decimal is a class
   faults/test_public_reports.py::test_decimals_are_no_classes
   - isinstance(label, float)
@@ -969,6 +977,18 @@ ppo_sentiment.load_policy_and_value: a saved value head is not loaded (trap 35)
   runs/test_ppo_sentiment.py::test_the_value_head_survives_saving
   - model.value_head.load_state_dict(load_file(saved_head))
   + load_file(saved_head)
+reward_model.train: a BERT that says bf16
+  runs/test_reward_model.py::test_bf16_is_for_decoders
+  -  and hasattr(classifier, "score")
+  +
+reward_model.build_classifier: a classifier with the offset of an earlier score
+  runs/test_reward_model.py::test_a_classifier_has_no_offset
+  - vars(model.config).pop("reward_offset", None)
+  + pass
+reward_model.has_head: the head below an adapter is drawn again (trap 35)
+  runs/test_reward_model.py::test_the_head_below_an_adapter_without_a_head
+  -  or has_head(adapter.base_model_name_or_path, num_labels)
+  +
 reward_model.has_head: a saved score head is drawn again (trap 35)
   runs/test_reward_model.py::test_standard_deviation_of_a_new_head
   - return "ForSequence
@@ -1074,8 +1094,8 @@ dpo_tldr.pair_logprobs: chosen and rejected of different pairs
   + .view(2, -1).T
 dpo_tldr.train: the reference of other pairs
   runs/test_dpo_tldr.py::test_the_reference_is_the_start
-  - ref_logprobs[row_numbers[numbers]]
-  + ref_logprobs[numbers]
+  - ref_logprobs[row_numbers[places]]
+  + ref_logprobs[places]
 dpo_tldr.train: the two responses of the update change places
   runs/test_dpo_tldr.py::test_a_policy_learns_pairs_by_heart
   - chosen, rejected = logprobs.unbind(1)
@@ -1106,11 +1126,11 @@ dpo_tldr.train: resume at the beginning of the pairs (trap 34)
   + (update - 1 - state["update"]) * B, B
 dpo_tldr.train: the KL is that to the trained policy
   runs/test_dpo_tldr.py::test_the_policies_that_are_compared
-  - after = evaluate(reference)
-  + after = evaluate(policy)
+  - reference=reference)
+  + reference=policy)
 dpo_tldr.train: the evaluation after training is that before it (ValueError)
   runs/test_dpo_tldr.py::test_the_policies_that_are_compared
-  - after = evaluate(reference)
+  - after = evaluate_samples(policy, posts, tokenizer, args, accelerator, reference=reference)
   + after = before
 dpo_tldr.evaluate_samples: other random numbers than rloo_tldr.py
   runs/test_dpo_tldr.py::test_the_responses_before_are_those_of_rloo
@@ -1138,24 +1158,24 @@ dpo_tldr.mean_with_error: an interval of one deviation instead of 1.96
   + standard_error
 dpo_tldr.sample_texts: the temperature is forgotten
   math/test_dpo.py::test_samples_have_the_probabilities_of_the_model[own]
-  - head.weight, temperature, head.bias
-  + head.weight, 1.0, head.bias
+  - uniforms_of_step, temperature)
+  + uniforms_of_step, 1.0)
 dpo_tldr.sample_texts: padding of prompts is read
   math/test_dpo.py::test_samples_have_the_probabilities_of_the_model[own]
   - F.pad(mask, (0, 1), value=True)
   + torch.ones_like(F.pad(mask, (0, 1)))
 dpo_tldr.load_pairs: a ranking is its first two responses
   runs/test_dpo_tldr.py::test_a_ranking
-  - [ranked[0], ranked[-1]]
-  + [ranked[0], ranked[1]]
+  - [responses[0], responses[-1]]
+  + [responses[0], responses[1]]
 dpo_tldr.load_pairs: equal responses are learned
   runs/test_dpo_tldr.py::test_rows_that_are_left_out_are_counted
   - or pair["responses"][0] == pair["responses"][1]
   + or not pair["responses"]
 dpo_tldr.load_pairs: the length of the chosen response alone counts
   runs/test_dpo_tldr.py::test_rows_that_are_left_out_are_counted
-  - is_short = text_length(pair) <=
-  + is_short = len(pair["ids"] + pair["responses"][0]) <=
+  - if text_length(pair) <=
+  + if len(pair["ids"] + pair["responses"][0]) <=
 dpo_tldr.tokenize_pair: responses without EOS (trap 9)
   runs/test_dpo_tldr.py::test_texts
   - with_eos(ids, tokenizer)
@@ -1164,14 +1184,26 @@ dpo_tldr.tokenize_pair: what two answers begin with is part of the prompt
   runs/test_dpo_tldr.py::test_chats
   - [tokenize_prompt(tokenizer, prompt)] if prompt else []
   + []
-dpo_tldr.tokenize_pair: a prompt beside chats is dropped by DPO
+dpo_tldr.find_prompt: a prompt beside chats is dropped by DPO
   runs/test_dpo_tldr.py::test_chats[text]
-  - prompt = [{"role": "user", "content": prompt}]
-  + prompt = [{"role": "user", "content": ""}]
+  - "content": prompt}
+  + "content": ""}
+dpo_tldr.find_prompt: DPO learns answers without their prompt
+  faults/test_public_reports.py::test_preferences_without_a_prompt
+  - if "prompt" not in row and columns
+  + if False
+dpo_tldr.tokenize_pair: a chat that contains its prompt has none
+  runs/test_dpo_tldr.py::test_chats[implicit]
+  - prompt or responses[0][:-1]
+  + prompt
 dpo_tldr.check_lm: a model is not compared with itself
   runs/test_dpo_tldr.py::test_a_model_with_other_probabilities_is_refused
   - compare_logprobs(lm
   + print(type(lm)
+dpo_tldr.check_lm: the forward pass of the reference is not checked
+  runs/test_dpo_tldr.py::test_both_forward_passes_are_checked
+  - lm.train(mode)
+  + lm.train()
 """
 
 # What is indented belongs to the headline above it.
