@@ -117,7 +117,7 @@ class Args:
 
     # Model
     model_name_or_path: str = "Qwen/Qwen2.5-0.5B-Instruct"  # initial policy: Hub name, folder, or LoRA folder
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # float32: TF32 on GPUs; auto: bf16 if they can
     load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -246,7 +246,7 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "3" predicts "=".
 #
-# Every other function names the sizes of its own arguments: learner(...) is called with t, and calls it T.
+# Size letters are local to a function: train passes t to learner(...), whose parameter is called T.
 
 
 def train(args):
@@ -358,6 +358,8 @@ def train(args):
                 num_tokens = b["lengths"].view(P, k)[minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
                     rows_of_share = sorted_groups(share, b["lengths"], k)
+                # Exactly gradient_accumulation_steps micro-batches. accelerate counts them: before the last
+                # one, step and zero_grad do nothing. So never drop rows here; set their advantages to 0.
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -664,7 +666,8 @@ def sorted_groups(groups, lengths, k):
 def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each prompt, and reward them.
 
-    get_scores: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
+    get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [P * k]
+    batch: from draw_groups. Returns
     - a dict of tensors, in which the responses to a prompt are neighbors: ids, mask [P * k, C + T]; lengths,
       stopped, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
     - the responses, P * k str
@@ -674,14 +677,12 @@ def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     P, k, T = batch["uniforms"].shape
 
     # 1. Generate.
-    tokens = torch.zeros(P, k, T, dtype=torch.long, device=stop_ids.device)
-    sampling_logprobs = torch.zeros(P, k, T, device=stop_ids.device)
+    outputs = []
     groups_at_once = max(1, args.local_rollout_forward_batch_size // k)
     for groups in torch.arange(P, device=stop_ids.device).split(groups_at_once):
         inputs = batch["ids"][groups], batch["mask"][groups], batch["uniforms"][groups]
-        outputs = generate_groups(policy, *inputs, stop_ids, args.temperature)
-        tokens[groups], sampling_logprobs[groups] = outputs
-    tokens, sampling_logprobs = tokens.flatten(0, 1), sampling_logprobs.flatten(0, 1)  # [P * k, T] each
+        outputs.append(generate_groups(policy, *inputs, stop_ids, args.temperature))
+    tokens, sampling_logprobs = [torch.cat(parts) for parts in zip(*outputs)]  # [P * k, T] each
     prompt_ids = batch["ids"].repeat_interleave(k, 0)  # [P * k, C]
     prompt_mask = batch["mask"].repeat_interleave(k, 0)
     lengths = response_lengths(tokens, stop_ids)  # [P * k]
@@ -714,7 +715,8 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     """Sample k responses to each prompt, until a stop token or T tokens. No top-k, no top-p.
 
     Left-padded ids, mask [P, C]; uniforms [P, k, T], one random number per token; stop_ids [any number]
-    -> tokens [P, k, T] and the log-probabilities they were sampled with, fp32 [P, k, T]; both 0 after the end
+    -> tokens and the log-probabilities they were sampled with (fp32), [P * k, T] each, 0 after the end; the k
+    responses to a prompt are neighbors
     """
     P, k, T = uniforms.shape
     body, head = body_and_head(policy)
@@ -726,21 +728,17 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     cache.batch_select_indices(prompt_of_row)
     hidden, mask = hidden[prompt_of_row], mask[prompt_of_row]
     uniforms = uniforms.flatten(0, 1)  # [P * k, T]
-    if can_be_recorded(policy, cache):  # on a GPU, a faster version of the loop below
-        inputs = policy, cache, hidden, mask, uniforms, temperature
-        tokens, logprobs, *_ = generate_recorded(*inputs, lambda rows, tokens: torch.isin(tokens, stop_ids))
-        return tokens.view(P, k, T), logprobs.view(P, k, T)
+    if can_be_recorded(policy, cache):
+        # Most GPUs run the loop below in this faster version. Both sample by sample_next.
+        return generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature)
 
     tokens = torch.zeros(P * k, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(P * k, T, device=ids.device)
     rows = torch.arange(P * k, device=ids.device)  # the rows that are still being written
     for t in range(T):
-        # Sample the next token of each row.
-        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
-        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
-        tokens[rows, t] = token
-        logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
-        # Finished rows leave.
+        token, logprob = sample_next(head, hidden, uniforms[rows, t], temperature)  # [rows] each
+        tokens[rows, t], logprobs[rows, t] = token, logprob
+        # Drop the finished rows.
         keep = (~torch.isin(token, stop_ids)).nonzero().squeeze(1)
         if len(keep) == 0 or t + 1 == T:
             break
@@ -750,7 +748,17 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
         # Read the token.
         mask = F.pad(mask, (0, 1), value=True)
         hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
-    return tokens.view(P, k, T), logprobs.view(P, k, T)
+    return tokens, logprobs
+
+
+def sample_next(head, hidden, uniforms, temperature):
+    """Sample the next token of each row.
+
+    head: the output layer; hidden [B, H]; uniforms [B] -> tokens, log-probabilities [B]
+    """
+    probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [B, V]
+    token = sample_tokens(probs, uniforms)
+    return token, probs.gather(1, token[:, None]).squeeze(1).log()
 
 
 # ---- Policy and reference ----------------------------------------------------------------------------------
@@ -785,8 +793,8 @@ def reference_group_logprobs(ref_model, policy, *inputs):
 def group_logprobs(lm, ids, mask, T, temperature):
     """Log-probabilities of the last T tokens of each row, 0 after the end of a response.
 
-    The responses of a group share their prompt, so each prompt is read only once. Its keys and values serve
-    all responses to it, and gradients flow back through them: nothing is approximated.
+    The responses of a group share their prompt, so each prompt is read only once per micro-batch. Its keys
+    and values serve all responses to it, and gradients flow back through them: nothing is approximated.
     ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [B, T]
     """
     body, head = body_and_head(lm)
@@ -1098,8 +1106,7 @@ def check_group_model(lm, name, max_tokens):
     no_stop, uniforms = torch.tensor([-1], device=device), torch.rand(2, 2, T, device=device)
     first_tokens, _ = generate_groups(lm.eval(), ids, mask, uniforms[:, :, :1], no_stop, 1.0)
     stop_id = first_tokens[0, 0]
-    tokens, sampled = generate_groups(lm, ids, mask, uniforms, stop_id, 1.0)  # [2, 2, T] each
-    tokens, sampled = tokens.flatten(0, 1), sampled.flatten(0, 1)  # [4, T]
+    tokens, sampled = generate_groups(lm, ids, mask, uniforms, stop_id, 1.0)  # [4, T] each
     lengths = response_lengths(tokens, stop_id)
     ids = torch.cat([ids.repeat_interleave(2, 0), tokens], 1)
     mask = torch.cat([mask.repeat_interleave(2, 0), length_mask(lengths, T)], 1)
@@ -1244,7 +1251,7 @@ class LogprobsAndEntropies(torch.autograd.Function):
 # ---- Token steps that a GPU records ------------------------------------------------------------------------
 
 
-TOKENS_PER_ROUND = 128  # then finished rows leave, and a step is recorded anew
+TOKENS_PER_ROUND = 128  # then finished rows are dropped, and a step is recorded again
 
 
 def can_be_recorded(policy, cache):
@@ -1258,58 +1265,52 @@ def can_be_recorded(policy, cache):
     return body.device.type == "cuda" and body._can_compile_fullgraph and not has_windows and not is_quantized
 
 
-def generate_recorded(policy, cache, hidden, mask, uniforms, temperature, find_ends):
-    """The loop over tokens on a GPU: the same tokens up to rounding, in less time.
+def generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature):
+    """The loop over tokens of generate_groups on a GPU: the same tokens up to rounding, in less time.
 
-    It goes in rounds. Within a round, all steps are the same for the GPU, so that `repeat` can record one:
+    It works in rounds. Within a round, all steps are the same for the GPU, so that `repeat` can record one:
     no shape changes, and nothing is copied to the CPU. Before a round, mask and cache get room for its
-    tokens. After it, finished rows leave.
+    tokens. After it, finished rows are dropped.
 
-    cache, mask [B, C]: the prompts; hidden [B, H]: predicts the first token; uniforms [B, T]; find_ends(rows
-    [n], tokens [n, t]) -> bool [n, t], True at a token that ends its response
-    -> tokens, logprobs [B, T], both 0 after the end; lengths [B]; bool [B], True if a response has ended
+    cache, mask [B, C]: the prompts; hidden [B, H]: predicts the first token; uniforms [B, T]
+    -> tokens and the log-probabilities they were sampled with, both [B, T] and 0 after the end
     """
     (B, C), T = mask.shape, uniforms.shape[1]
     body, head = body_and_head(policy)
     tokens = torch.zeros(B, T, dtype=torch.long, device=mask.device)
     logprobs = torch.zeros(B, T, device=mask.device)
-    all_rows = torch.arange(B, device=mask.device)
-    rows = all_rows  # the rows that are still being written
+    rows = torch.arange(B, device=mask.device)  # the rows that are still being written
     column = torch.full([1], C, device=mask.device)  # of the next token
 
     # step reads the current rows, mask and hidden of the loop below.
     def step():
         """The body of the loop over tokens: sample the next token of each row, and read it."""
         t = column - C  # [1]
-        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
-        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
-        tokens[rows, t] = token
-        logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
+        token, logprob = sample_next(head, hidden, uniforms[rows, t], temperature)  # [rows] each
+        tokens[rows, t], logprobs[rows, t] = token, logprob
         mask.index_fill_(1, column, True)
         hidden.copy_(hidden_states(body, token[:, None], mask, cache)[:, -1])
         column.add_(1)
 
     for start in range(0, T, TOKENS_PER_ROUND):
         end = min(start + TOKENS_PER_ROUND, T)
-        L = C + end + -(C + end) % 8  # columns after this round; fast attention needs a multiple of 8
-        mask = F.pad(mask, (0, L - mask.shape[1]))  # False: nothing is written there yet
+        columns = math.ceil((C + end) / 8) * 8  # after this round; fast attention needs a multiple of 8
+        mask = F.pad(mask, (0, columns - mask.shape[1]))  # False: nothing is written there yet
         for i, layer in enumerate(cache.layers):  # one by one, so that only one layer is in memory twice
-            cache.layers[i] = FixedSizeLayer(layer, L, column)
+            cache.layers[i] = FixedSizeLayer(layer, columns, column)
 
         repeat(step, end - start)
-        keep = (~find_ends(rows, tokens[rows, :end]).any(1)).nonzero().squeeze(1)
+        has_stopped = torch.isin(tokens[rows, start:end], stop_ids).any(1)  # [rows]
+        keep = (~has_stopped).nonzero().squeeze(1)
         if len(keep) == 0 or end == T:
             break
         if len(keep) < len(rows):
             cache.batch_select_indices(keep)
             rows, mask, hidden = rows[keep], mask[keep], hidden[keep]
 
-    # Cut off what rows sampled after their end, until their round was over.
-    is_end = find_ends(all_rows, tokens)  # [B, T]
-    stopped = is_end.any(1)
-    lengths = torch.where(stopped, is_end.int().argmax(1) + 1, T)
-    valid = length_mask(lengths, T)
-    return tokens.where(valid, 0), logprobs.where(valid, 0.0), lengths, stopped
+    # Discard what a row sampled between its end and the end of its round.
+    valid = length_mask(response_lengths(tokens, stop_ids), T)  # [B, T]
+    return tokens.where(valid, 0), logprobs.where(valid, 0.0)
 
 
 def repeat(step, count):
@@ -1335,13 +1336,13 @@ class FixedSizeLayer(DynamicLayer):
 
     is_compileable = True  # otherwise transformers asks for the values of the mask
 
-    def __init__(self, layer, L, column):
-        """A copy of a layer, with L columns. column: where update writes, a tensor [1]"""
+    def __init__(self, layer, columns, column):
+        """A copy of a layer, with free columns. column: where update writes, a tensor [1]"""
         super().__init__()
         dtype, device_type = layer.keys.dtype, layer.keys.device.type
         if torch.is_autocast_enabled(device_type):  # otherwise attention rounds all columns for each token
             dtype = torch.get_autocast_dtype(device_type)
-        room = (0, 0, 0, L - layer.keys.shape[2])
+        room = (0, 0, 0, columns - layer.keys.shape[2])
         self.keys = F.pad(layer.keys.to(dtype), room)
         self.values = F.pad(layer.values.to(dtype), room)
         self.is_initialized, self.column = True, column
@@ -2007,9 +2008,11 @@ def check_positive(args, *names):
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
 
 
-# Flags of all scripts that may change when a run is resumed:
+# Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
+# the updates that are left, unless the schedule is constant.)
 MAY_CHANGE = (
-    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations", "judge_model"),
+    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
+    *("judge_fn", "judge_model", "judge_url"),
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
@@ -2034,7 +2037,7 @@ def parse_args(argv):
     if args.resume is None:
         return args
 
-    # The flags of that run. Those may change that leave each update as it is.
+    # The flags of that run. Only those in MAY_CHANGE may differ.
     saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
     args = parse(default=Args(**saved))
     if names_recipe:

@@ -87,7 +87,8 @@ def test_sequence_logits_of_an_encoder(classifier_folder):
 
 def can_share_prompts(learner, distributed_type="NO", **flags):
     accelerator = SimpleNamespace(distributed_type=distributed_type)
-    return reward.can_share_prompts(learner, reward.Args(max_length=20, **flags), accelerator)
+    rows = [reward.Row(texts) for texts in PAIRS]
+    return reward.can_share_prompts(learner, rows, reward.Args(**flags), accelerator)
 
 
 PAIRS = [  # texts with 5, 2 and 0 tokens in common; one of the last row is the beginning of the other

@@ -19,7 +19,7 @@ from conftest import ROOT
 from run_fixtures import handlers_kept
 from run_tools import bigram_share, evaluation_of, reward_file, rows_of, spy, write_rows
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
 
 pytest_plugins = ["run_fixtures"]
 SCRIPT = "ppo_sentiment"
@@ -648,6 +648,7 @@ def test_the_table_of_dialogs(dialogs_run):
             "sacrebleu": sacrebleu.BLEU(force=True).corpus_score(answers, [references]).score / 100,
             "intent": mean(parts["intent"]),
             "intent_match": mean(parts["intent_match"]),
+            "rewards/reward/mean": mean(parts["rewards/reward"]),
             "tokens per answer": mean(rollout.lengths),
             "perplexity of the references": math.exp(-mean(of_references)),
             "KL, nats per response": mean(kl_and_reference(run, model, rollout)[0]),
@@ -684,8 +685,8 @@ def test_which_stop_tokens(script):
     tokenizer = SimpleNamespace(eos_token_id=9)
 
     def found(eos, **flags):
-        config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=10))
-        policy = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=eos), config=config)
+        config = GPT2Config(vocab_size=10)
+        policy = SimpleNamespace(config=config, generation_config=SimpleNamespace(eos_token_id=eos))
         return script.find_stop_tokens(script.Args(**flags), tokenizer, policy).tolist()
 
     assert found(None) == found(9) == [9]
@@ -693,8 +694,9 @@ def test_which_stop_tokens(script):
     assert found(7, stop_token=None) == [-1]  # the id of no token
     assert found(7, stop_token_id=0) == [0]
     assert found(7, stop_token_id=4, stop_token=None) == [4]
-    with pytest.raises(script.UserError, match="no such token"):
-        found(7, stop_token_id=10)
+    for no_token in (-1, 10):
+        with pytest.raises(script.UserError, match="the model has no such token"):
+            found(7, stop_token_id=no_token)
 
 
 def test_which_split_is_held_out(script, tmp_path):

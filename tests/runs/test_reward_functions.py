@@ -6,7 +6,7 @@ from statistics import fmean as mean
 import pytest
 import torch
 from conftest import GROUPS, RL, ROOT
-from run_tools import reward_file, rows_of, spy, write_rows
+from run_tools import evaluation_of, reward_file, rows_of, spy, write_rows
 from transformers import AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -212,19 +212,27 @@ def test_a_function_that_does_not_apply(recorded, name):
         assert 0 < len(even_lengths) < len(lengths)
         scores = [2.0 * n - 3 if n % 2 == 0 else -3.0 for n in lengths]
         assert b[SCORES[name]].tolist() == scores
-        assert b["rewards/even"].isnan().tolist() == [n % 2 == 1 for n in lengths]
-        assert b["rewards/never"].isnan().all()
+        scores_by_name = b["parts"] if name == "ppo_dialog" else b
+        assert scores_by_name["rewards/even"].isnan().tolist() == [n % 2 == 1 for n in lengths]
+        assert scores_by_name["rewards/never"].isnan().all()
         assert row["env/reward_mean"] == row["objective/scores"] == pytest.approx(mean(scores))
         assert row["rewards/even/mean"] == pytest.approx(mean(even_lengths))
         assert row["rewards/three/mean"] == 3
         assert row["rewards/never/mean"] == 0
+    if name == "ppo_dialog":  # its final table has the parts of the score
+        lengths = [len(row["after"]) for row in rows_of(folder, "evaluation_samples.jsonl")]
+        table = evaluation_of(folder)["after"]
+        assert table["rewards/even/mean"] == mean(n for n in lengths if n % 2 == 0)
+        assert (table["rewards/three/mean"], table["rewards/never/mean"]) == (3, 0)
     for path in folder.glob("*.json*"):
         assert not re.search(r"\b(NaN|Infinity)\b", path.read_text()), f"{path.name} is no JSON"
 
 
 def test_the_judge_of_an_update_gets_what_the_reward_gets(recorded, tmp_path):
     """judge/scores: each response with its own post, and the mean of what the judge returns."""
-    data = numbered_data("rloo_tldr", tmp_path / "data")
+    train = [numbered_row("rloo_tldr", number) for number in range(10, 22)]
+    test = [numbered_row("rloo_tldr", number) | dict(completion=" Cats.") for number in range(30, 36)]
+    data = write_rows(tmp_path / "data", train=train, test=test)
     flags = dict(rloo_k=3, per_device_train_batch_size=6, total_episodes=12)
     flags |= dict(reward_fn=[f"{__file__}:reward"], judge_fn=f"{__file__}:judge")
     folder, _ = recorded("rloo_tldr", dataset_name=data, **flags)
