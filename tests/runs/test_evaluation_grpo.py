@@ -24,6 +24,7 @@ from run_tools import (
     rows_by_hand,
     rows_of,
     spy,
+    timeless,
     wordy,
     write_rows,
 )
@@ -87,23 +88,6 @@ def prompt_of(kind, number):
     return f"{SYSTEM}\n\n{kind} {number}: {row['text']} ="
 
 
-def task_data(folder):
-    """Training and held-out tasks. One row of each is too long. -> its path, a str"""
-    too_long = dict(kind="Long", number=99, text="1 +" * 60)
-    train = [row_of("Train", i) for i in range(8)]
-    train.insert(3, too_long)
-    test = [row_of("Exam", i) for i in range(20, 29)]
-    test.insert(2, too_long)
-    validation = [row_of("Valid", i) for i in range(40, 44)]
-    return write_rows(folder, train=train, validation=validation, test=test)
-
-
-def hard_data(folder):
-    """Harder tasks, fewer than --num-eval-prompts. -> its path, a str"""
-    rows = [row_of("Hard", i) for i in range(60, 65)]
-    return write_rows(folder, train=[row_of("Never", i) for i in range(4)], test=rows)
-
-
 CALLS = [  # the calls of sample_responses
     *("before held-out", "before harder", "before greedy"),
     *("update 1", "update 2"),
@@ -124,7 +108,13 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             done[key] = recorded_run(scripts["grpo_math"], tmp_path_factory.mktemp("run"), changes)
         return done[key]
 
-    run.data, run.hard = task_data(root / "data"), hard_data(root / "hard")
+    too_long = dict(kind="Long", number=99, text="1 +" * 60)
+    train = [*(row_of("Train", i) for i in range(4)), too_long, *(row_of("Train", i) for i in range(4, 8))]
+    test = [too_long, *(row_of("Exam", i) for i in range(20, 29))]
+    validation = [row_of("Valid", i) for i in range(40, 44)]
+    run.data = write_rows(root / "data", train=train, validation=validation, test=test)
+    never, hard = [row_of("Never", i) for i in range(4)], [row_of("Hard", i) for i in range(60, 65)]
+    run.hard = write_rows(root / "hard", train=never, test=hard)  # fewer than --num-eval-prompts
     run.lm = wordy(eos_prone(tiny_lm, root / "lm"))
 
     def recorded_run(script, folder, changes):
@@ -171,11 +161,6 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
     return run
 
 
-def repeated(values, k):
-    """Each value k times, one after the other."""
-    return [value for value in values for _ in range(k)]
-
-
 def scores_of(rows):
     """The weighted sums. A reward that does not apply counts 0."""
     first, second = WEIGHTS
@@ -189,17 +174,13 @@ def mean_of_applied(rows, name):
 
 def advantages_of(rows, scores):
     """(Score - mean of the group) / (its deviation, with n - 1, + 1e-4)."""
-    of_prompt = {row.prompt: [] for row in rows}
-    for row, score in zip(rows, scores):
-        of_prompt[row.prompt].append(score)
     advantages = []
-    for row, score in zip(rows, scores):
-        group = of_prompt[row.prompt]
-        advantages.append((score - mean(group)) / (statistics.stdev(group) + 1e-4))
+    for group in grouped(rows, scores):
+        advantages += [(score - mean(group)) / (statistics.stdev(group) + 1e-4) for score in group]
     return advantages
 
 
-def update_by_hand(script, run, number, policy, reference, optimizer, lr):
+def update_by_hand(script, run, number, policy, reference, lr):
     """Train with plain transformers on the rollouts of an update. -> its metrics, except for clocks"""
     args, rows = run.args, run.parts[f"update {number}"]
     old, ref, gaps = [], [], []
@@ -210,8 +191,7 @@ def update_by_hand(script, run, number, policy, reference, optimizer, lr):
         gaps += (row.sampled - old[-1]).abs().tolist()
     scores = scores_of(rows)
     advantages = advantages_of(rows, scores)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    optimizer = torch.optim.SGD(policy.parameters(), lr=lr)
     losses, log_ratios, clipped, entropies = [], [], [], []
     for epoch in range(EPOCHS):
         generator = script.generator_for(args.seed, "order", number, epoch)
@@ -279,52 +259,34 @@ def update_by_hand(script, run, number, policy, reference, optimizer, lr):
     [
         dict(),
         dict(kl_coef=0.0, max_grad_norm=0.5),
-        dict(optimizer="torch.optim.AdamW", adam_eps=1e-2, learning_rate=0.005),
         dict(per_device_train_batch_size=3, gradient_accumulation_steps=1),
     ],
-    ids=["plain", "no KL, clipped gradient", "AdamW", "one micro-batch"],
+    ids=["plain", "no KL, clipped gradient", "one micro-batch"],
 )
 def test_two_updates_by_hand(script, trained, changes):
     """Every metric of both updates, and the weights in model/, are those of a run in plain transformers."""
     run = trained(**changes)
     policy = AutoModelForCausalLM.from_pretrained(trained.lm).eval()
     reference = AutoModelForCausalLM.from_pretrained(trained.lm).eval()
-    if "optimizer" in changes:
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0, eps=1e-2)
-    else:
-        optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     assert len(run.metrics) == 2
-    for number in (1, 2):
+    for number, row in enumerate(timeless(run.metrics), 1):
         lr = run.args.learning_rate / number  # linear
-        expected = update_by_hand(script, run, number, policy, reference, optimizer, lr)
-        row = run.metrics[number - 1]
-        clocks = {name for name in row if name == "eps" or name.startswith("perf/")}
-        assert set(expected) == set(row) - clocks
-        for name, x in expected.items():
-            assert row[name] == pytest.approx(x, rel=2e-3, abs=2e-5), (number, name)
+        expected = update_by_hand(script, run, number, policy, reference, lr)
+        assert row == pytest.approx(expected, rel=2e-3, abs=2e-5)
     ours = AutoModelForCausalLM.from_pretrained(run.folder / "model").state_dict()
     assert distance(ours, policy.state_dict()) < 2e-4
     assert distance(ours, reference.state_dict()) > 1e-3
 
 
 def test_the_fixture_is_asymmetric(trained):
-    """Numbers that could be equal by chance are not: otherwise the test above would see less."""
+    """Otherwise the test above would see less."""
     run = trained()
     rows = run.parts["update 1"] + run.parts["update 2"]
     assert any(row.ended and len(row.tokens) == T for row in rows)  # EOS on the last allowed token
-    assert len({len(row.tokens) for row in rows}) > 3
+    assert 0 < sum(row.ended for row in rows) < len(rows) and len({len(row.tokens) for row in rows}) > 3
     assert {row.short for row in rows} == {None, 0.0, 1.0}
-    for number in (1, 2):
-        row, rows = run.metrics[number - 1], run.parts[f"update {number}"]
-        assert 0 < sum(r.ended for r in rows) < 12
-        assert row["policy/clipfrac_avg"] > 0
-        # The mean over all tokens is not that of the responses' means.
-        advantages = advantages_of(rows, scores_of(rows))
-        lengths = [len(r.tokens) for r in rows]
-        over_tokens = sum(a * n for a, n in zip(advantages, lengths)) / sum(lengths)
-        assert abs(over_tokens - mean(advantages)) > 0.005
     assert any(0 < row["frac_reward_zero_std"] < 1 for row in run.metrics)
-    assert abs(run.metrics[1]["objective/kl"]) > 0.005
+    assert run.metrics[1]["policy/clipfrac_avg"] > 0 and abs(run.metrics[1]["objective/kl"]) > 0.005
 
 
 def test_every_training_task_is_used_once_per_epoch(trained):
@@ -334,7 +296,7 @@ def test_every_training_task_is_used_once_per_epoch(trained):
     seen = []
     for number in (1, 2):
         prompts = [row.prompt for row in run.parts[f"update {number}"]]
-        assert prompts == repeated(prompts[::K], K)
+        assert prompts == [prompt for prompt in prompts[::K] for _ in range(K)]
         seen += prompts[::K]
     assert sorted(seen) == usable
     assert seen != usable
@@ -416,20 +378,15 @@ def test_the_final_table_by_hand(trained, part):
                 logprobs, _ = plain_logprobs(policy, row)
             near = 0.05 if name == "greedy" else 1e-4  # a temperature of 0.01 magnifies roundings
             assert torch.allclose(logprobs, row.sampled, atol=near)
-    for metric in ("pass@1", f"pass@{SAMPLES}", "tasks all right or all wrong"):
-        assert 0 < expected[f"held-out: {metric}"] < 1
-    assert expected["held-out: pass@1"] < expected[f"held-out: pass@{SAMPLES}"]
-    assert 1 < expected["held-out: different responses per task"]
-    assert 0 < expected["held-out: ended by itself"] < 1
+    assert 0 < expected["held-out: pass@1"] < expected[f"held-out: pass@{SAMPLES}"] < 1
+    assert 0 < expected["held-out: tasks all right or all wrong"] < 1
 
 
 def test_greedy_responses_are_the_likeliest_tokens(trained):
     """One response to each held-out task; its tokens are the most probable ones."""
     run = trained()
     policy = AutoModelForCausalLM.from_pretrained(run.folder / "model").eval()
-    rows = run.parts["after greedy"]
-    assert [row.prompt for row in rows] == [row.prompt for row in run.parts["after held-out"][::SAMPLES]]
-    for row in rows:
+    for row in run.parts["after greedy"]:
         with torch.no_grad():
             logits = policy(torch.tensor([row.ids + row.tokens])).logits[0, len(row.ids) - 1 : -1]
         lead = logits.max(-1).values - logits[range(len(row.tokens)), row.tokens]
@@ -446,10 +403,6 @@ def test_the_tasks_of_the_evaluation(trained):
     assert tasks["held-out"] != sorted(tasks["held-out"])
     assert sorted(tasks["harder"]) == [prompt_of("Hard", i) for i in range(60, 65)]
     assert tasks["greedy"] == tasks["held-out"]
-    for part in ("before", "after"):
-        for name in SETS:
-            prompts = [row.prompt for row in run.parts[f"{part} {name}"]]
-            assert prompts == repeated(tasks[name], 1 if name == "greedy" else SAMPLES)
 
 
 def test_evaluation_samples(trained):

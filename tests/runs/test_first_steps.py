@@ -1,10 +1,8 @@
 """What somebody meets who runs a script with models, data and trackers of their own."""
 
-import shutil
 from dataclasses import replace
 
 import pytest
-import torch
 from run_tools import evaluation_of
 from transformers import AutoTokenizer
 
@@ -83,20 +81,3 @@ def test_wandb_names_the_run(ppo, monkeypatch, tmp_path):
     ppo("a-name", log_with="wandb", total_episodes=16)
     assert list(tmp_path.rglob("offline-run-*/*.wandb"))
     assert names == ["a-name"]
-
-
-# ---- Long texts --------------------------------------------------------------------------------------------
-
-
-def test_a_long_text_loses_its_beginning(scripts, tiny_classifier, tmp_path):
-    """The classifier reads the end of a text that is too long: the response is there."""
-    folder = shutil.copytree(tiny_classifier(), tmp_path / "classifier")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.model_max_length = 5
-    tokenizer.save_pretrained(folder)
-    script = scripts["ppo_sentiment"]
-    classify, _ = script.load_classifier(script.Args(), str(folder), torch.device("cpu"))
-    starts, ends = ("The film is bad", "What a day"), (" and warm in every way", " but I was bored all day")
-    first, other_start, other_end = classify([starts[0] + ends[0], starts[1] + ends[0], starts[0] + ends[1]])
-    assert torch.allclose(first, other_start, atol=1e-6)
-    assert not torch.allclose(first, other_end, atol=1e-4)

@@ -1,29 +1,16 @@
 """Whole runs of grpo_math.py on tiny models: steps, stop tokens, prompts, published data."""
 
-import itertools
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import ROOT
-from run_tools import rows_of, spy, write_rows
+from run_tools import spy, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
 SCRIPT = "grpo_math"
-NO_SAMPLES = dict(num_sample_generations=0)
-
-
-@pytest.fixture
-def rollouts(script, monkeypatch):
-    """The calls of rollout_tasks, one per update."""
-    return spy(monkeypatch, script, "rollout_tasks")
-
-
-def tasks_of(inputs):
-    """The tasks of a call of rollout_tasks."""
-    return inputs[3]["examples"]
 
 
 def chat(*turns):
@@ -42,7 +29,6 @@ def test_ratios_are_to_the_policy_that_sampled(grpo, minibatches, epochs):
         num_mini_batches=minibatches,
         num_ppo_epochs=epochs,
         per_device_train_batch_size=8 // minibatches,
-        **NO_SAMPLES,
     )
     moved = row["policy/approxkl_avg"]
     assert (moved > 1e-4) if minibatches * epochs > 1 else (moved == 0)
@@ -59,19 +45,19 @@ def test_without_a_penalty_nobody_has_a_reference(grpo, script, monkeypatch):
 # ---- Stop tokens -------------------------------------------------------------------------------------------
 
 
-def test_every_stop_token_of_the_model_ends_a_response(grpo, rollouts, tiny_lm, tmp_path):
+def test_every_stop_token_of_the_model_ends_a_response(grpo, script, monkeypatch, tiny_lm, tmp_path):
     """Those of generation_config and EOS. The reward does not see their text."""
+    rollouts = spy(monkeypatch, script, "rollout_tasks")
     grpo("first", learning_rate=0.0, total_episodes=8)
-    sampled = rollouts[0][1][0]["ids"][:, -6:]
+    sampled = rollouts.pop()[1][0]["ids"][:, -6:]
     stops = {sampled[0, 2].item(), sampled[3, 3].item()}
     model = AutoModelForCausalLM.from_pretrained(tiny_lm())
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     model.generation_config.eos_token_id = sorted(stops)
     model.save_pretrained(tmp_path / "lm")
     tokenizer.save_pretrained(tmp_path / "lm")
-    rollouts.clear()
     grpo("second", model_name_or_path=str(tmp_path / "lm"), learning_rate=0.0, total_episodes=8)
-    b, responses = rollouts[0][1]
+    [(_, (b, responses))] = rollouts
     ended_by = set()
     for i, tokens in enumerate(sampled.tolist()):
         ends = [t for t, token in enumerate(tokens) if token in stops | {tokenizer.eos_token_id}]
@@ -199,68 +185,33 @@ GSM8K = [  # as openai/gsm8k has them
 ]
 # As Jiayi-Pan/Countdown-Tasks-3to4 has them:
 COUNTDOWN = [dict(nums=[44, 19, 35], target=98), dict(nums=[3, 7, 2], target=12)]
-PUBLISHED = {  # recipe -> rows, a right response to the first one, a wrong one of the same length
+PUBLISHED = {  # recipe -> rows, a right and a wrong response to the first one
     "gsm8k-qwen-0.5b": (GSM8K, r"24 + 48. \boxed{72}", r"24 + 46. \boxed{70}"),
-    "countdown-qwen-1.5b": (
-        COUNTDOWN,
-        "<answer>44 + 19 + 35</answer>",
-        "<answer>44 - 19 + 35</answer>",
-    ),
+    "countdown-qwen-1.5b": (COUNTDOWN, "<answer>44 + 19 + 35</answer>", "<answer>44 - 19 + 35</answer>"),
 }
 
 
 @pytest.mark.parametrize("recipe", PUBLISHED)
-def test_a_recipe_on_data_in_the_published_format(script, qwen, tmp_path, monkeypatch, recipe):
-    """Local rows, a tiny Qwen2, and given responses: the first ones are right for one of two tasks."""
+def test_a_recipe_on_data_in_the_published_format(script, qwen, tmp_path, recipe):
+    """Its prompts, and its reward function: what is right for the first row is wrong for the other one."""
     rows, right, wrong = PUBLISHED[recipe]
-    splits = dict(train=rows * 6, test=rows * 6) if rows is GSM8K else dict(train=rows * 12)
-    tokenizer = AutoTokenizer.from_pretrained(qwen)
-    forced = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in (right, wrong)]
-    forced = torch.tensor(forced)
-    steps = itertools.cycle(range(forced.shape[1]))
-
-    def next_tokens(probs, uniforms):
-        """The next token of the right text in even rows, which are first responses; else of the wrong one."""
-        return forced[torch.arange(len(probs)) % 2, next(steps)]
-
-    monkeypatch.setattr(script, "check_group_model", lambda *inputs: None)
-    monkeypatch.setattr(script, "sample_tokens", next_tokens)
-    rollouts = spy(monkeypatch, script, "rollout_tasks")
-    args = replace(
-        script.parse_args([recipe]),
-        model_name_or_path=qwen,
-        dataset_name=write_rows(tmp_path / "data", **splits),
-        output_dir=str(tmp_path / "run"),
-        dtype="float32",
-        num_generations=2,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        total_episodes=8,
-        response_length=40,
-        num_eval_prompts=2,
-        num_eval_samples=2,
-        num_sample_generations=1,
-    )
-    _, folder = script.train(args)
-    [row] = rows_of(folder)
-    [(inputs, (b, responses))] = rollouts
-    assert responses == [right, wrong] * 4
-    first = [task["columns"] == rows[0] for task in tasks_of(inputs)]
-    assert b["scores"].tolist() == [score for x in first for score in (float(x), 0.0)]
-    assert row["objective/scores"] == sum(first) / 8
-    for task in tasks_of(inputs):
-        system, user = task["prompt"]
-        columns = task["columns"]
+    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    args = replace(script.parse_args([recipe]), dataset_name=data)
+    tasks, _, _ = script.load_all_tasks(args, script.load_tokenizer(qwen))
+    for task in tasks:
+        [system, user], columns = task["prompt"], task["columns"]
         if rows is GSM8K:
             assert system["content"] == r"Think step by step, and put your final answer within \boxed{}."
             assert user["content"] == columns["question"]
         else:
-            question = (
+            numbers = (
                 f"Using the numbers {columns['nums']}, create an equation that equals {columns['target']}."
             )
-            assert user["content"].startswith(question)
+            assert user["content"].startswith(numbers)
             assert "<answer> (1 + 2) / 3 </answer>" in user["content"]
-    for line in rows_of(folder, "evaluation_samples.jsonl"):
-        if line["set"] == "held-out":
-            is_first = "Natalia" in line["task"] or "[44, 19, 35]" in line["task"]
-            assert line["before"]["right"] == line["after"]["right"] == [is_first, False]
+
+    first, other = (next(task for task in tasks if task["columns"] == row) for row in rows)
+    functions, cpu = script.load_functions(args.reward_fn), torch.device("cpu")
+    responses = [right, wrong, right]
+    scores = script.score_responses(functions, None, cpu, [first, first, other], responses, [[1]] * 3)
+    assert next(iter(scores.values())).tolist() == [1, 0, 0]
