@@ -1,6 +1,6 @@
 """Whole runs of ppo_sentiment.py on tiny models: what each option does to weights, rewards, tokens and files.
 
-Some tests also run ppo_dialog.py and rloo_tldr.py, where all three must behave alike.
+Some tests also run the other RL scripts, where all must behave alike.
 """
 
 import math
