@@ -5,7 +5,7 @@ from statistics import fmean as mean
 
 import pytest
 import torch
-from conftest import GROUPS, RL, ROOT
+from conftest import GROUPS, PPO, RL, ROOT
 from run_tools import evaluation_of, reward_file, rows_of, spy, write_rows
 from transformers import AutoTokenizer
 
@@ -180,6 +180,14 @@ def test_a_file_named_like_a_module_is_refused(scripts, tmp_path):
 # ---- Scores ------------------------------------------------------------------------------------------------
 
 
+NOTHING_ELSE = {  # flags with which only reward functions make the score
+    "ppo_sentiment": dict(missing_eos_penalty=None),
+    "ppo_dialog": dict(missing_eos_penalty=None, intent_weight=0.0, meteor_weight=0.0),
+    "rloo_tldr": dict(missing_eos_penalty=None),
+    "grpo_math": dict(),
+}
+
+
 def even(completions, **columns):
     return [float(len(text)) if len(text) % 2 == 0 else None for text in completions]
 
@@ -196,11 +204,7 @@ def never(completions, **columns):
 def test_a_function_that_does_not_apply(recorded, name):
     """None adds nothing to the score of its response, and is left out of the function's mean."""
     functions = [f"{__file__}:{function}" for function in ("even", "three", "never")]
-    flags = dict(reward_fn=functions, reward_weights=[2.0, -1.0, 5.0])
-    if name != "grpo_math":
-        flags["missing_eos_penalty"] = None
-    if name == "ppo_dialog":
-        flags |= dict(intent_weight=0.0, meteor_weight=0.0)
+    flags = dict(reward_fn=functions, reward_weights=[2.0, -1.0, 5.0]) | NOTHING_ELSE[name]
     folder, rollouts = recorded(name, total_episodes=16, **flags)
     rows = rows_of(folder)
     assert len(rows) == 2
@@ -245,6 +249,17 @@ def test_the_judge_of_an_update_gets_what_the_reward_gets(recorded, tmp_path):
     assert row["judge/scores"] == pytest.approx(mean([len(text) % 5 for text in judged["completions"]]))
 
 
+@pytest.mark.parametrize("name", RL)
+def test_a_reward_that_cannot_teach_is_said(scripts, small, tmp_path, capsys, name):
+    """All scores are equal, in the PPO scripts only after the clip."""
+    flags = dict(reward_fn=reward_file(tmp_path, "return [0.5] * len(prompts)")) | NOTHING_ELSE[name]
+    if name in PPO:
+        flags["reward_fn"] = reward_file(tmp_path, "return [50.0 + len(text) for text in prompts]", "large")
+        flags["score_clip"] = 4.0
+    scripts[name].train(small(name, **flags))
+    assert "all scores are equal" in capsys.readouterr().out
+
+
 # ---- A chat model as the reward ----------------------------------------------------------------------------
 
 
@@ -269,11 +284,3 @@ def test_the_rubric_of_the_example(grpo, chat_with, monkeypatch):
         tail = len(f"{sample['response']}\n\nEnd your reply with the grade, as in: Grade: 7")
         assert sample["score"] == pytest.approx(expected[tail % 6])
         assert any(f"Answer:\n{sample['response']}\n" in question for question, _ in requests)
-
-
-@pytest.mark.parametrize("number", ["0.5", "50.0 + len(prompts[0])"])
-def test_a_reward_that_cannot_teach_is_said(ppo, tmp_path, capsys, number):
-    """All scores are equal, or are after the clip."""
-    reward_fn = reward_file(tmp_path, f"return [{number}] * len(prompts)")
-    ppo(reward_fn=reward_fn, score_clip=4.0, missing_eos_penalty=None)
-    assert "all scores are equal" in capsys.readouterr().out
