@@ -4,14 +4,14 @@ GRPO is PPO without a value function: each task gets several responses, and a re
 is above the average of its group. If you know RLOO from rloo_tldr.py, this is what changes:
 
 1. Rewards are verifiable: a function compares the final answer of a response with the column `answer`, and
-   returns 1 or 0 (`correct` in data/math_rewards.py). A final answer is what stands in <answer> tags, in
-   \\boxed{} or after ####: "<answer>18</answer>" is right if the column ends in "#### 18". No reward model is
-   trained. There is no penalty for a missing EOS: a response that is cut off before its answer is wrong.
+   returns 1 or 0 (`correct` in data/math_rewards.py). The final answer is in <answer> tags, in \\boxed{} or
+   after ####: "<answer>18</answer>" is right if the column ends in "#### 18". No reward model is trained.
+   There is no penalty for a missing EOS: a response that is cut off before its answer is wrong.
 2. The advantage of a response is its reward minus the mean reward of its group, divided by the group's
    standard deviation (`grpo_advantages`). If all rewards of a group are equal, for example because all
    responses are right, the advantages are 0: only a KL penalty, if there is one, still has a gradient.
-3. Every token is an action. All tokens of a response have its advantage, but each one has a ratio and a clip
-   of its own, as in PPO. In RLOO, the whole response has one ratio and one clip.
+3. Every token is an action. All tokens of a response share its advantage, but each has its own ratio and is
+   clipped by itself, as in PPO. In RLOO, the whole response has one ratio and one clip.
 4. The loss is the sum over all tokens of the minibatch, divided by the number of tokens, as in DAPO (Yu et
    al. 2025): every token has the same weight. The original GRPO (Shao et al. 2024) averages within each
    response first, so a token of a long response has less weight.
@@ -380,6 +380,7 @@ def train(args):
                         )
                         token_loss = policy_loss
                         if has_kl:
+                            # As in the GRPO paper and TRL. Its gradient is that of KL(reference || policy).
                             token_kl = kl_per_token(new_logprobs, b["ref_logprobs"][rows, :t], "k3")
                             token_loss = policy_loss + args.kl_coef * token_kl
                         loss = (token_loss * mb_valid).sum() / num_tokens
@@ -799,7 +800,7 @@ def group_logprobs(lm, ids, mask, T, temperature):
     """
     body, head = body_and_head(lm)
     if body.training and body.is_activation_checkpointing:
-        # Gradient checkpointing cannot use a cache, so each row reads its own prompt.
+        # --gradient-checkpointing cannot use a cache, so each row reads its own prompt.
         hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
     else:
         prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
@@ -993,7 +994,7 @@ def learning_rate(args, update, updates):
 
 
 # ============================================================================================================
-# Part II: infrastructure. You need nothing below to understand GRPO. To write a reward function, read
+# Part II: infrastructure. Nothing below is needed to understand GRPO. To write a reward function, read
 # call_reward_functions; to bring your own data, load_splits and task_prompt. The scripts share most of these
 # functions, copied verbatim, so some arguments are not used in this one.
 # ============================================================================================================
@@ -1005,8 +1006,8 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2.
 
-    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
-    reported by the libraries, with a traceback.
+    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
+    everything else, with a traceback.
     """
 
 
@@ -1119,8 +1120,8 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
 
     ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
     """
-    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only in large
-    # logits. So the output layer multiplies by 64 here, and we divide by 64.
+    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
+    # logits are large. So the output layer multiplies by 64 here, and we divide by 64.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
     for row, length in enumerate(lengths.tolist()):
@@ -1446,8 +1447,8 @@ def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else every tenth row of train.
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
+    validation; without both, every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1576,8 +1577,8 @@ def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    is_prompt: end where the assistant goes on, after the header of its turn or, if the last message is its
-    own, in that message. -> str
+    is_prompt: end where the assistant is to continue, after the header of its turn or, if the last message is
+    its own, in that message. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
@@ -1649,7 +1650,7 @@ def find_stop_tokens(args, tokenizer, policy):
 
 
 def start_accelerator(args):
-    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -1841,7 +1842,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # Worker processes that your code forks still end at these signals.
+            # These signals still terminate worker processes that your code forks.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1854,7 +1855,7 @@ class Run:
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
-            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
+            raise UserError(f"--resume: that run has done {state['update']} updates, not only {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -1867,7 +1868,7 @@ class Run:
         if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        self.accelerator.wait_for_everyone()  # no process writes until all have read
         if self.accelerator.is_main_process:
             # Raises an error if another new run has made this folder in the meantime.
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
@@ -1982,7 +1983,7 @@ def report_tasks(run, before, after):
     run.table("held-out tasks, the first of the sampled responses", samples)
     run.table(f"{count} held-out tasks", comparison)
     run.accelerator.print(
-        f"right: {args.reward_fn[0]} gives 1 or more\n"
+        f"right: the first of {', '.join(args.reward_fn)} that applies gives 1 or more\n"
         f"{args.num_eval_samples} responses per task by {decoding}; greedy: one, temperature 0.01"
     )
     about = {part: {row["metric"]: row[part] for row in comparison} for part in ("before", "after")}
