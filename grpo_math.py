@@ -379,8 +379,8 @@ def train(args):
                             new_logprobs, old_logprobs, token_advantages, args.cliprange
                         )
                         token_loss = policy_loss
+                        # k3 as in the GRPO paper and TRL: its gradient is that of KL(reference || policy).
                         if has_kl:
-                            # As in the GRPO paper and TRL. Its gradient is that of KL(reference || policy).
                             token_kl = kl_per_token(new_logprobs, b["ref_logprobs"][rows, :t], "k3")
                             token_loss = policy_loss + args.kl_coef * token_kl
                         loss = (token_loss * mb_valid).sum() / num_tokens
