@@ -24,8 +24,8 @@ If you know reward_model.py and rloo_tldr.py, this is what changes:
 5. Only the difference between the two scores is trained. The log-probabilities of both responses may fall,
    and usually do: logps/chosen shows it.
 6. What the policy writes is sampled only before and after training, for the same held-out posts and with the
-   same random numbers. With the same --seed, posts and random numbers are also those of rloo_tldr.py, so the
-   two final tables can be compared.
+   same random numbers. With the same --seed, --num-eval-prompts and --response-length they are also those of
+   rloo_tldr.py, so the two final tables can be compared.
 
 Columns of the data set, one of:
 
@@ -225,7 +225,7 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "DR:" predicts "My" and "A".
 #
-# Outside of train, B and T are the sizes of what a function gets; B counts rows there.
+# Size letters are local to a function. Outside of train, B counts rows.
 
 
 def train(args):
@@ -242,6 +242,8 @@ def train(args):
     tokenizer = load_tokenizer(args.model_name_or_path)
     refuse_appended_eos(tokenizer, args.model_name_or_path)
     train_rows, held_out_rows = load_splits(args.dataset_name)
+    # A pair is a dict. ids: tokens of the prompt; responses: tokens of the chosen and of the rejected one,
+    # each with its EOS. A post has the same form, with one response: the reference summary.
     train_pairs, train_counts = load_pairs(train_rows, tokenizer, args)
     held_out_rows = choose_rows(held_out_rows, args.num_eval_pairs, args.seed)
     held_out_pairs, held_out_counts = load_pairs(held_out_rows, tokenizer, args)
@@ -301,7 +303,7 @@ def train(args):
 
             with accelerator.accumulate(learner):  # processes exchange gradients only in the last micro-batch
                 with autocast:
-                    # [2n, T], 0 after the end of a response
+                    # [2n, T], 0 after the end of a response. (The entropies are for the other scripts.)
                     token_logps, _ = learner(ids, mask, T, temperature=1.0)
                 # The log-probability of a response is the sum over its tokens.
                 logprobs = token_logps.sum(1).view(-1, 2)  # [n, 2]: chosen, rejected
@@ -371,14 +373,14 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, reference):
     device, T = accelerator.device, args.response_length
     stop_ids = end_tokens(policy, tokenizer).to(device)
     text_of = partial(tokenizer.batch_decode, skip_special_tokens=True)
-    # One random number per token. For the same posts and seed, these are those of rloo_tldr.py.
+    # One random number per token. With the same posts, seed and T, rloo_tldr.py draws the same ones.
     uniforms = torch.rand(len(posts), T, generator=generator_for(args.seed, "tokens", "held-out")).to(device)
     rows = []
     with accelerator.split_between_processes(torch.arange(len(posts))) as share:
         for places in share.split(args.per_device_train_batch_size):  # places in posts
             chunk = [posts[i] for i in places.tolist()]
             ids, mask, num_reference_tokens = collate_pairs(chunk, device)
-            ids = ids[:, :-num_reference_tokens]  # the prompts
+            ids = ids[:, :-num_reference_tokens]  # [n, C]: only the prompts, without the references
             mask = mask[:, :-num_reference_tokens]
             tokens, logprobs = sample_texts(policy, ids, mask, uniforms[places], args.temperature)  # [n, T]
             lengths = response_lengths(tokens, stop_ids)  # [n]
@@ -402,10 +404,13 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, reference):
     if args.judge_fn is not None and accelerator.is_main_process:  # the others would ask the same
         path, _, name = args.judge_fn.rpartition(":")
         ask = partial(runpy.run_path(resolve_path(path))[name], prompts=gathered["prompt"])
-        scores = torch.tensor(ask(completions=gathered["response"]), dtype=torch.float32)  # [posts]
-        reference_scores = torch.tensor(ask(completions=gathered["reference"]), dtype=torch.float32)
+        with torch.autocast(device.type, enabled=False):
+            scores = torch.tensor(ask(completions=gathered["response"]), dtype=torch.float32)  # [posts]
+            reference_scores = torch.tensor(ask(completions=gathered["reference"]), dtype=torch.float32)
         if not scores.shape == reference_scores.shape == (len(posts),):
             raise UserError(f"--judge-fn: {len(scores)} numbers for {len(posts)} responses")
+        if not (scores + reference_scores).isfinite().all():
+            raise UserError("--judge-fn: a number is not finite")
         gathered["score"] = scores.tolist()
         wins = (scores > reference_scores) + 0.5 * (scores == reference_scores)  # a tie is half a win
         metrics |= mean_with_error("win rate", wins) | mean_with_error("score mean", scores)
@@ -474,15 +479,15 @@ def text_length(pair):
 
 
 def collate_pairs(pairs, device):
-    """Pairs as one batch, in which the two responses to a prompt are neighbors, the chosen one first.
+    """Pairs (or posts) as one batch, in which the responses to a prompt are neighbors, the chosen one first.
 
-    -> ids, bool mask [2n, C + T]; T, the length of the longest response
+    -> ids, bool mask [2n (or n), C + T]; T, the length of the longest response
     """
     prompts = [torch.tensor(pair["ids"]) for pair in pairs for _ in pair["responses"]]
     responses = [torch.tensor(ids) for pair in pairs for ids in pair["responses"]]
     pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_value=-1)
-    prompts = pad(prompts, padding_side="left")  # [2n, C]
-    responses = pad(responses)  # [2n, T]
+    prompts = pad(prompts, padding_side="left")  # [.., C]
+    responses = pad(responses)  # [.., T]
     ids = torch.cat([prompts, responses], 1).to(device)
     return ids.clamp(min=0), ids >= 0, responses.shape[1]
 
@@ -862,10 +867,10 @@ def check_lm(lm, pairs, posts, args):
     compare_logprobs(lm, args.model_name_or_path, ids, mask, mask[:, -T:].sum(1), *ours)
 
 
-def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
+def compare_logprobs(lm, name, ids, mask, lengths, *ours):
     """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
 
-    ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
+    ids, mask [B, C + T]; lengths of the responses [B]; ours: computed in two ways, [B, T] each
     """
     # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
     # logits are large. So the output layer multiplies by 64 here, and we divide by 64.
@@ -876,7 +881,7 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
         logits = lm(text[None], logits_to_keep=length + 1).logits[0, :-1].float() / 64  # [length, V]
         own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
     hook.remove()
-    gap = (torch.stack([sampled, updated]).sum(2) - own).abs().max()
+    gap = (torch.stack(ours).sum(2) - own).abs().max()
     if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):  # 8-bit weights are rounded
         raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
 
@@ -1049,9 +1054,9 @@ def read_preferences(rows, name):
         prompt = find_prompt(row, responses, name)
         preferences.append((row, prompt, responses))
         repeats_prompt += [response[: len(prompt)] == prompt for response in responses if prompt]
-    if repeats_prompt and all(repeats_prompt):
+    if sum(repeats_prompt) > len(repeats_prompt) / 2:
         raise UserError(
-            f"{name}: all responses begin with their prompt, so it would be read twice: empty that column"
+            f"{name}: most responses begin with their prompt, so it would be read twice: empty that column"
         )
     return preferences
 

@@ -1070,10 +1070,10 @@ def check_model(lm, name, max_tokens):
     compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
 
 
-def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
+def compare_logprobs(lm, name, ids, mask, lengths, *ours):
     """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
 
-    ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
+    ids, mask [B, C + T]; lengths of the responses [B]; ours: computed in two ways, [B, T] each
     """
     # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
     # logits are large. So the output layer multiplies by 64 here, and we divide by 64.
@@ -1084,7 +1084,7 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
         logits = lm(text[None], logits_to_keep=length + 1).logits[0, :-1].float() / 64  # [length, V]
         own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
     hook.remove()
-    gap = (torch.stack([sampled, updated]).sum(2) - own).abs().max()
+    gap = (torch.stack(ours).sum(2) - own).abs().max()
     if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):  # 8-bit weights are rounded
         raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
 

@@ -1169,9 +1169,9 @@ def read_preferences(rows, name):
         prompt = find_prompt(row, responses, name)
         preferences.append((row, prompt, responses))
         repeats_prompt += [response[: len(prompt)] == prompt for response in responses if prompt]
-    if repeats_prompt and all(repeats_prompt):
+    if sum(repeats_prompt) > len(repeats_prompt) / 2:
         raise UserError(
-            f"{name}: all responses begin with their prompt, so it would be read twice: empty that column"
+            f"{name}: most responses begin with their prompt, so it would be read twice: empty that column"
         )
     return preferences
 

@@ -299,7 +299,7 @@ def test_responses_that_begin_with_their_prompt(scripts, name):
             script.read_preferences([row] * 3, "data")
         [(_, prompt, _)] = script.read_preferences([row | dict(prompt="")], "data")
         assert not prompt
-    rows = [texts, texts | dict(rejected="You.")]
+    rows = [texts, dict(prompt="Who?", chosen="Me.", rejected="You.")]
     assert [prompt for _, prompt, _ in script.read_preferences(rows, "data")] == ["Who?"] * 2
 
 
