@@ -788,7 +788,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
-    missing = report["missing_keys"]
+    missing = [*report["missing_keys"], *(key for key, *shapes in report["mismatched_keys"])]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
         body = f"{model.base_model_prefix}."
@@ -937,7 +937,8 @@ def save_policy(policy, tokenizer, folder):
 class LogprobsAndEntropies(torch.autograd.Function):
     """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
 
-    With separate operations, a loss without entropies would not free their log_p [N, V] in the backward pass.
+    As separate operations, the entropies would keep [N, V] numbers for a backward pass that never runs if the
+    loss does not contain them.
     """
 
     @staticmethod
@@ -982,6 +983,8 @@ def load_splits(name):
             # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
             raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
+    if not splits.keys() & {"train", "validation", "test"}:
+        raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
     train = splits.get("train", [])
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
@@ -1044,7 +1047,7 @@ def read_preferences(rows, name):
     -> list of (row, its prompt, its responses, best first)
     """
     preferences = []
-    repeats_prompt = []  # of each response to a prompt
+    repeats_prompt = []  # for each response that has a prompt: does it begin with it?
     for row in rows:
         responses = row.get("responses")
         if row.get("chosen"):
@@ -1077,7 +1080,9 @@ def find_prompt(row, responses, name):
             f"{name} has no column prompt: rename one of {columns} or, if the responses contain the prompts, "
             "add an empty one"
         )
-    return [{"role": "user", "content": prompt}] if is_chat(responses[0]) else prompt
+    if not is_chat(responses[0]):
+        return prompt
+    return [{"role": "user", "content": prompt}] if prompt else []
 
 
 def tokenize_pair(tokenizer, prompt, responses):
@@ -1298,7 +1303,7 @@ class Run:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def logs(self):
-        """The files of this run that grow. (Some scripts write only the first.)"""
+        """The append-only files of this run. (Some scripts write only the first.)"""
         names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
@@ -1313,7 +1318,7 @@ class Run:
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
-            if "prompt" in row and self.console.width <= 80:
+            if isinstance(row.get("prompt"), str) and self.console.width <= 80:
                 row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
@@ -1452,8 +1457,6 @@ def load_trained(models, folder):
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
         weights = trainable(accelerate.utils.extract_model_from_parallel(model))
-        if {name: x.shape for name, x in saved.items()} != {name: p.shape for name, p in weights.items()}:
-            raise UserError("--resume: the checkpoint holds other weights; was a flag of the model changed?")
         for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load

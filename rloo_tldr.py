@@ -280,8 +280,11 @@ def train(args):
     # it or, with FSDP2 and ZeRO-3, a sharded copy, whose weights copy_weights copies back after each update.
     model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
-    trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
+    # Reward functions may read it. In both evaluations, global_step is that of the end.
+    trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
     get_scores = partial(score_responses, load_summary_reward(args, device), trainer_state, device)
+    # --judge-fn has two uses. get_judge_scores: scores of every batch, which are only logged. judge: verdicts
+    # against the references, at the end, on the main process (or by --judge-model instead).
     get_judge_scores = None
     if args.judge_fn is not None:
         get_judge_scores = partial(score_responses, load_functions([args.judge_fn]), trainer_state, device)
@@ -372,9 +375,9 @@ def train(args):
             order = torch.randperm(P, generator=generator_for(args.seed, "order", update, epoch)).to(device)
             for minibatch in order.split(P // args.num_mini_batches):  # numbers of prompts
                 with accelerator.split_between_processes(minibatch) as share:
-                    rows_of_share = sorted_groups(share, b["lengths"], k)
-                # Exactly gradient_accumulation_steps micro-batches. accelerate counts them: before the last
-                # one, step and zero_grad do nothing. So never drop rows here; set their advantages to 0.
+                    rows_of_share = sorted_groups(share, b["lengths"], k)  # similar lengths: less padding
+                # Exactly gradient_accumulation_steps micro-batches. accelerate counts the calls of accumulate:
+                # if one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -680,8 +683,8 @@ def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     # 2. Decode and reward.
     response_tokens = list_tokens(tokens, valid)
     text_tokens = response_tokens
-    # EOS is cut from the text. A stop token that you chose, such as ".", stays.
-    if args.stop_token_id is None:
+    # EOS is cut from the text. A stop token that you chose stays, if it is text, such as ".".
+    if args.stop_token_id in (None, *tokenizer.all_special_ids):
         text_tokens = list_tokens(tokens, valid & ~is_stop)
     _, responses = decode(tokenizer, list_tokens(prompt_ids, prompt_mask), text_tokens)  # P * k str
     examples = [example for example in batch["examples"] for _ in range(k)]
@@ -924,7 +927,7 @@ def kl_per_token(logprobs, ref_logprobs, estimator):
     As a metric: k1 and k3 are unbiased, k2 is not. k2 and k3 are never negative.
     In a reward, through which no gradient flows: only k1 leads to the gradient of KL(policy || reference).
     In a loss: the expected gradient per token, given the tokens before it, for samples of the policy, is
-        k1  0
+        k1  0, because the mean of grad log p(token) is 0 under p
         k2  the gradient of KL(policy || reference)
         k3  the gradient of KL(reference || policy)
     """
@@ -1032,7 +1035,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
-    missing = report["missing_keys"]
+    missing = [*report["missing_keys"], *(key for key, *shapes in report["mismatched_keys"])]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
         body = f"{model.base_model_prefix}."
@@ -1213,7 +1216,8 @@ def save_policy(policy, tokenizer, folder):
 class LogprobsAndEntropies(torch.autograd.Function):
     """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
 
-    With separate operations, a loss without entropies would not free their log_p [N, V] in the backward pass.
+    As separate operations, the entropies would keep [N, V] numbers for a backward pass that never runs if the
+    loss does not contain them.
     """
 
     @staticmethod
@@ -1573,8 +1577,10 @@ def load_judge(args, tokenizer, trainer_state, device):
 def compare_scores(get_scores, tokenizer, posts, responses):
     """The verdicts of a judge that prefers the higher score. -> fp32 [posts]"""
     references = [post["reference"] for post in posts]
-    ours = score_texts(get_scores, tokenizer, posts, responses)  # [posts]
-    theirs = score_texts(get_scores, tokenizer, posts, references)  # [posts]
+    # Response and reference are neighbors, so a post that is too long is cut alike for both.
+    texts = [text for pair in zip(responses, references) for text in pair]
+    scores = score_texts(get_scores, tokenizer, [post for post in posts for _ in range(2)], texts)
+    ours, theirs = scores.view(-1, 2).unbind(1)  # [posts] each
     # The same text can score slightly differently in two batches, because of rounding.
     is_same_text = torch.tensor([x == y for x, y in zip(responses, references)], device=ours.device)
     is_tie = is_same_text | (ours == theirs)
@@ -1673,6 +1679,8 @@ def load_splits(name):
             # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
             raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
+    if not splits.keys() & {"train", "validation", "test"}:
+        raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
     train = splits.get("train", [])
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
@@ -1959,7 +1967,7 @@ class Run:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def logs(self):
-        """The files of this run that grow. (Some scripts write only the first.)"""
+        """The append-only files of this run. (Some scripts write only the first.)"""
         names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
@@ -1974,7 +1982,7 @@ class Run:
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
-            if "prompt" in row and self.console.width <= 80:
+            if isinstance(row.get("prompt"), str) and self.console.width <= 80:
                 row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
@@ -2113,8 +2121,6 @@ def load_trained(models, folder):
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
         weights = trainable(accelerate.utils.extract_model_from_parallel(model))
-        if {name: x.shape for name, x in saved.items()} != {name: p.shape for name, p in weights.items()}:
-            raise UserError("--resume: the checkpoint holds other weights; was a flag of the model changed?")
         for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load

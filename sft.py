@@ -33,7 +33,7 @@ If you know nanoGPT's train.py, this is what differs:
     python sft.py qwen-0.5b-chat                       # a chat model: Qwen2.5-0.5B on trl-lib/Capybara
     python sft.py --learning-rate 1e-3                 # tiny with one change; every field of Args is a flag
     python sft.py --model-name-or-path gpt2 --dataset-name my_folder --lora-r 16
-    python sft.py --from-config "llama hidden_size=256" --model-name-or-path my_tokenizer  # random weights
+    python sft.py --from-config "gpt2 n_layer=4" --model-name-or-path my_tokenizer    # random weights
     torchrun --nproc_per_node 2 sft.py                 # two processes, twice the batch
     python sft.py --resume RUN_FOLDER                  # continue a stopped run; on a CPU, bit for bit
 
@@ -345,7 +345,8 @@ def train(args):
         loss_sum = 0.0
         correct_sum = 0
         for mb in micro_batches:
-            # Before the last micro-batch, this keeps processes from exchanging gradients.
+            # accumulate counts its calls. Before the last micro-batch, processes exchange no gradients, and the
+            # optimizer's step and zero_grad below would do nothing.
             with accelerator.accumulate(learner):
                 with autocast:
                     mb_loss_sum, mb_correct_sum = learner(**mb)
@@ -430,7 +431,7 @@ def write_samples(lm, tokenizer, documents):
             probs = lm(tokens, use_cache=False).logits[0, -1].float().softmax(-1)  # [V]
             token = torch.multinomial(probs, 1)
             tokens = torch.cat([tokens, token[None]], 1)
-            if token.item() in lm.generation_config.eos_token_id:
+            if token.item() in lm.generation_config.eos_token_id:  # a list: find_end_tokens
                 break
         prompt, completion = tokens[0, :prompt_length], tokens[0, prompt_length:]
         samples.append({"prompt": tokenizer.decode(prompt), "completion": tokenizer.decode(completion)})
@@ -485,8 +486,7 @@ def next_token_loss(hidden, weight, labels, bias=None):
     """
     with torch.autocast(hidden.device.type, enabled=False):  # logits in bf16 would be too coarse
         hidden, weight = hidden.float(), weight.float()
-        # chunking_method None: always these 128 positions, not a number that PyTorch chooses.
-        chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=128, chunking_method=None)
+        chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=128)
         # As F.cross_entropy(F.linear(hidden, weight, bias), labels), but the gradient of a chunk is computed
         # right after its loss, so its logits need not be kept.
         loss_sum = F.linear_cross_entropy(
@@ -628,10 +628,10 @@ def chat_document(messages, first_labeled, tokenizer, counts):
     for i in range(first_labeled, len(messages)):
         if messages[i]["role"] != "assistant":
             continue
-        # The answer starts where the tokens of its prompt end, rendered alone as in a rollout. If ids do not
-        # begin with these tokens, no policy would ever be in this state, and the answer gets no labels. (A
-        # template may rewrite earlier turns, or a token may span the border.) The answer ends at its last
-        # character, found in the text, because its tokens alone could be others.
+        # Start: the prompt is rendered and tokenized alone, as in a rollout; the answer begins after its
+        # tokens. If ids do not begin with them, no rollout could get here, and the answer gets no labels. (A
+        # template may rewrite earlier turns, or a token may span the border.) End: its last character in
+        # `text`, because the answer tokenized alone may give other tokens.
         prompt, last_character = find_answer(tokenizer, messages[: i + 1], text)
         if prompt is None or ids[: len(prompt)] != prompt:
             counts["answers not learned (no rollout could give them: see docs/sft.md)"] += 1
@@ -656,7 +656,7 @@ def find_answer(tokenizer, messages, text):
     """
     if len(messages) == 1 or messages[-2]["role"] == "assistant":
         return None, None  # there is no message that it answers
-    before = render_chat(tokenizer, messages[:-1], is_prompt=True)
+    before = render_chat(tokenizer, messages[:-1], is_prompt=True)  # ends in the assistant's header
     after = render_chat(tokenizer, messages)
     if not (after.startswith(before) and text.startswith(after)):
         return None, None
@@ -800,7 +800,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
-    missing = report["missing_keys"]
+    missing = [*report["missing_keys"], *(key for key, *shapes in report["mismatched_keys"])]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
         body = f"{model.base_model_prefix}."
@@ -1038,6 +1038,8 @@ def load_splits(name):
             # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
             raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
+    if not splits.keys() & {"train", "validation", "test"}:
+        raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
     train = splits.get("train", [])
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
@@ -1250,7 +1252,7 @@ class Run:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def logs(self):
-        """The files of this run that grow. (Some scripts write only the first.)"""
+        """The append-only files of this run. (Some scripts write only the first.)"""
         names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
@@ -1265,7 +1267,7 @@ class Run:
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
-            if "prompt" in row and self.console.width <= 80:
+            if isinstance(row.get("prompt"), str) and self.console.width <= 80:
                 row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
@@ -1404,8 +1406,6 @@ def load_trained(models, folder):
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
         weights = trainable(accelerate.utils.extract_model_from_parallel(model))
-        if {name: x.shape for name, x in saved.items()} != {name: p.shape for name, p in weights.items()}:
-            raise UserError("--resume: the checkpoint holds other weights; was a flag of the model changed?")
         for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load

@@ -979,8 +979,8 @@ ppo_sentiment.load_policy_and_value: a saved value head is not loaded (trap 35)
   + load_file(saved_head)
 reward_model.train: a BERT that says bf16
   runs/test_reward_model.py::test_bf16_is_for_decoders
-  -  and hasattr(classifier, "score")
-  +
+  - is_decoder and wants_bf16
+  + wants_bf16
 reward_model.build_classifier: a classifier with the offset of an earlier score
   runs/test_reward_model.py::test_a_classifier_has_no_offset
   - vars(model.config).pop("reward_offset", None)
