@@ -25,7 +25,7 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
     python grpo_math.py                              # recipe tiny: no download, no GPU, minutes on 2 cores
     python grpo_math.py --learning-rate 1e-4         # tiny with one change; every field of Args is a flag
     python grpo_math.py gsm8k-qwen-0.5b              # Qwen2.5-0.5B-Instruct on GSM8K, from the Hub
-    python grpo_math.py smollm2-word-problems        # after the same recipe of sft.py
+    python grpo_math.py smollm2-word-problems        # first run sft.py with the recipe of the same name
     python grpo_math.py --reward-fn mine.py:correct mine.py:format --reward-weights 1 0.2
     accelerate launch grpo_math.py gsm8k-qwen-1.5b   # on N GPUs, with N times the batch
     python grpo_math.py --resume RUN_FOLDER          # continue a stopped run; on a CPU, bit for bit
@@ -293,6 +293,7 @@ def train(args):
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     # Reward functions may read it. In both evaluations, global_step is that of the end.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
+    # get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [B]
     get_scores = partial(score_responses, load_functions(args.reward_fn), trainer_state, device)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
@@ -309,6 +310,7 @@ def train(args):
     # The random numbers of an evaluation depend only on the seed, so they are the same before and after
     # training. In a resumed run too, `before` is that of the initial policy, because run.start loads a
     # checkpoint only below.
+    # respond(batch, args) -> b, responses: it generates, and calls get_scores
     respond = partial(sample_responses, policy, tokenizer, stop_ids, get_scores)
     with autocast:
         before = evaluate_all(respond, held_out, args, accelerator)
@@ -332,8 +334,9 @@ def train(args):
         prompt_batch = draw_groups([train_tasks[i] for i in task_numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, responses = rollout_tasks(respond, model, ref_model, prompt_share, args)
-        # Rollouts of all processes: a dict of tensors, [B, ...] each. `responses` has only the texts of this
-        # process.
+        # b, with one row per response: ids, mask [B, C + T]; lengths, stopped, scores, rewards/NAME [B];
+        # sampling_logprobs and, if they are used, logprobs (old) and ref_logprobs [B, T]. After gather, it
+        # has the rollouts of all processes. `responses` has only the texts of this process.
         b = accelerator.gather(b)
         C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
         valid = length_mask(b["lengths"], T)  # [B, T]
@@ -359,8 +362,8 @@ def train(args):
                 num_tokens = b["lengths"].view(P, k)[minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
                     rows_of_share = sorted_groups(share, b["lengths"], k)  # similar lengths: less padding
-                # Exactly gradient_accumulation_steps micro-batches. accelerate counts the calls of accumulate:
-                # if one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
+                # Exactly gradient_accumulation_steps micro-batches. accelerate counts calls of accumulate: if
+                # one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -1097,7 +1100,7 @@ def check_group_model(lm, name, max_tokens):
     """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
 
     This samples two responses to each of two left-padded prompts. Prompt and response have max_tokens tokens,
-    so that a sliding window shows too. One response ends at its first token, so its row leaves the cache.
+    so that a sliding window shows too. One response ends at its first token, so its row is dropped.
     """
     if context_length(lm.config) < max_tokens:
         raise UserError(f"{name} reads fewer tokens than the {max_tokens} of prompt and response together")

@@ -27,9 +27,9 @@ a dialog changes:
 
 Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, rewards,
 data, processes, run folder, chat, flags. `diff ppo_sentiment.py ppo_dialog.py` shows all differences. Papers:
-RL4LMs (Ramamurthy et al. 2023), METEOR (Banerjee and Lavie 2005), PPO (Schulman et al. 2017), GAE (Schulman et
-al. 2016), Ziegler et al. 2019, the N+ paper (Huang et al. 2024). Results, metrics, which lines to change for
-what: docs/ppo_dialog.md.
+RL4LMs (Ramamurthy et al. 2023), METEOR (Banerjee and Lavie 2005), PPO (Schulman et al. 2017), GAE (Schulman
+et al. 2016), Ziegler et al. 2019, the N+ paper (Huang et al. 2024). Results, metrics, which lines to change
+for what: docs/ppo_dialog.md.
 """
 
 # `uv run ppo_dialog.py` installs these packages and needs no other set-up.
@@ -360,8 +360,8 @@ def train(args):
                 num_tokens = b["lengths"][minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
                     share = share[b["lengths"][share].argsort(stable=True)]  # similar lengths: less padding
-                # Exactly gradient_accumulation_steps micro-batches. accelerate counts the calls of accumulate:
-                # if one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
+                # Exactly gradient_accumulation_steps micro-batches. accelerate counts calls of accumulate: if
+                # one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
                 for rows in share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]

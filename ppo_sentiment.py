@@ -348,8 +348,8 @@ def train(args):
                 num_tokens = b["lengths"][minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
                     share = share[b["lengths"][share].argsort(stable=True)]  # similar lengths: less padding
-                # Exactly gradient_accumulation_steps micro-batches. accelerate counts the calls of accumulate:
-                # if one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
+                # Exactly gradient_accumulation_steps micro-batches. accelerate counts calls of accumulate: if
+                # one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
                 for rows in share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]

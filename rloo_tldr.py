@@ -307,6 +307,7 @@ def train(args):
     # evaluations before and after training use the same ones, and so does a resumed run: `before` is always
     # measured with the policy before RLOO, since run.start loads a checkpoint only below.
     held_out = draw_groups(held_out_posts, 1, args, "held-out")
+    # respond(batch) -> b, responses: samples, scores, old and reference log-probabilities
     respond = partial(rollout_groups, model, ref_model, tokenizer, stop_ids, get_scores, args=args)
     with autocast:
         before = evaluate_summaries(respond, held_out, args, accelerator)
@@ -376,8 +377,8 @@ def train(args):
             for minibatch in order.split(P // args.num_mini_batches):  # numbers of prompts
                 with accelerator.split_between_processes(minibatch) as share:
                     rows_of_share = sorted_groups(share, b["lengths"], k)  # similar lengths: less padding
-                # Exactly gradient_accumulation_steps micro-batches. accelerate counts the calls of accumulate:
-                # if one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
+                # Exactly gradient_accumulation_steps micro-batches. accelerate counts calls of accumulate: if
+                # one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -1085,7 +1086,7 @@ def check_group_model(lm, name, max_tokens):
     """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
 
     This samples two responses to each of two left-padded prompts. Prompt and response have max_tokens tokens,
-    so that a sliding window shows too. One response ends at its first token, so its row leaves the cache.
+    so that a sliding window shows too. One response ends at its first token, so its row is dropped.
     """
     if context_length(lm.config) < max_tokens:
         raise UserError(f"{name} reads fewer tokens than the {max_tokens} of prompt and response together")

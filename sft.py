@@ -345,8 +345,8 @@ def train(args):
         loss_sum = 0.0
         correct_sum = 0
         for mb in micro_batches:
-            # accumulate counts its calls. Before the last micro-batch, processes exchange no gradients, and the
-            # optimizer's step and zero_grad below would do nothing.
+            # accumulate counts its calls. Before the last micro-batch, processes exchange no gradients, and
+            # the optimizer's step and zero_grad would do nothing.
             with accelerator.accumulate(learner):
                 with autocast:
                     mb_loss_sum, mb_correct_sum = learner(**mb)
