@@ -127,15 +127,6 @@ def clipped_policy_loss(logprob, old_logprob, advantage, cliprange):
     return -min(ratio * advantage, clipped * advantage)
 
 
-def clipped_value_loss(value, old_value, target, cliprange_value):
-    """OpenAI baselines, ppo2/model.py: half the larger of two squared errors.
-
-    One is the value's, the other that of a value which stays near the old one.
-    """
-    near = min(max(value, old_value - cliprange_value), old_value + cliprange_value)
-    return 0.5 * max((value - target) ** 2, (near - target) ** 2)
-
-
 def rloo_advantages(rewards, rloo_k):
     """Ahmadian et al. 2024, section 3: R(y_i) minus the mean of R(y_j) over the prompt's other responses.
 

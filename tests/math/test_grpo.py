@@ -20,8 +20,7 @@ import torch
 from conftest import ROOT
 from diff_blocks import apply_block, blocks
 from hypothesis import given
-from hypothesis import strategies as st
-from math_tools import close, normal, quick
+from math_tools import close, groups, normal, quick
 from run_fixtures import handlers_kept
 from run_tools import eos_prone, maker, spy
 
@@ -30,8 +29,6 @@ import grpo_math as grpo
 pytest_plugins = ["run_fixtures"]
 K, P, T = 3, 4, 6  # responses per task, tasks, tokens per response
 SCORES = [0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.5, -3.0, 7.0, 2.0, 0.25, 0.3]  # those of the second task are equal
-
-
 BLOCKS = blocks((ROOT / "docs/grpo_math.md").read_text())
 
 
@@ -51,14 +48,6 @@ def test_the_small_number_is_added_to_the_deviation():
     """Rewards 0 and 0.0002: the deviation is 0.0001 * sqrt(2). Under the root it would not show."""
     ours = grpo.grpo_advantages(torch.tensor([2e-4, 0.0]), 2)
     close(ours, [1 / (math.sqrt(2) + 1), -1 / (math.sqrt(2) + 1)], rtol=1e-4)
-
-
-@st.composite
-def groups(draw):
-    """k, and the rewards of the k responses to each task"""
-    k = draw(st.integers(2, 6))
-    group = st.lists(st.floats(-9, 9, width=16), min_size=k, max_size=k)
-    return k, draw(st.lists(group, min_size=1, max_size=4))
 
 
 @quick
@@ -278,12 +267,7 @@ def test_truncated_importance_sampling(update):
     run = update(BLOCKS["Truncated importance sampling"], kl_coef=0.0)
     log_weights = (run.old - run.b["sampling_logprobs"]).tolist()
     weights = [[min(math.exp(x), 2.0) for x in row] for row in log_weights]
-    check_weights(run, weights)
     assert max(map(max, weights)) == 2.0 and min(map(min, weights)) < 1
-
-
-def check_weights(run, weights):
-    """The loss of an update is the mean over tokens of weight * clipped loss."""
     total = 0.0
     for i, advantage in enumerate(naive.grpo_advantages(SCORES, K)):
         for t in range(run.lengths[i]):
@@ -317,25 +301,20 @@ def trl():
     return GRPOTrainer
 
 
-def trls_trainer(
-    model,
-    use_bias_correction_kl=False,
-    importance_sampling_level="token",
-    multi_objective_aggregation="sum_then_normalize",
-    **settings,
-):
+def trls_trainer(model, use_bias_correction_kl=False, importance_sampling_level="token", **settings):
     """What both methods read of a trainer. A name that is not given here is an AttributeError, and the
     arguments are TRL's own, so that a new option of TRL shows."""
     from trl import GRPOConfig
 
-    sizes = dict(steps_per_generation=1, gradient_accumulation_steps=1, per_device_train_batch_size=12)
     args = GRPOConfig(
         output_dir="unused",
         use_cpu=True,
         bf16=False,
         num_generations=K,
         use_bias_correction_kl=use_bias_correction_kl,
-        **sizes,
+        steps_per_generation=1,
+        gradient_accumulation_steps=1,
+        per_device_train_batch_size=12,
     )
     return SimpleNamespace(
         accelerator=accelerate.Accelerator(cpu=True),
@@ -346,7 +325,7 @@ def trls_trainer(
         num_generations=K,
         num_iterations=1,
         top_entropy_quantile=1.0,
-        multi_objective_aggregation=multi_objective_aggregation,
+        multi_objective_aggregation="sum_then_normalize",
         max_completion_length=T,
         current_gradient_accumulation_steps=1,
         _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
@@ -362,25 +341,22 @@ def trls_trainer(
     )
 
 
-def trls_advantages(trl, model, rewards, scale, *more_rewards, weights=None, **settings):
+def trls_advantages(trl, model, scale):
     """Those of GRPOTrainer. -> [P * k]"""
-    rewards = torch.tensor([rewards, *more_rewards]).T  # [P * k, functions]
-    functions = [str(i) for i in range(rewards.shape[1])]
     answers = ([[1]] * 12, [[2]] * 12, None, [""] * 12, None, {}, None, None)
     trainer = trls_trainer(
         model,
         beta=0.0,  # no reference is asked
         scale_rewards=scale,
-        reward_funcs=functions,
-        reward_func_names=functions,
-        reward_weights=torch.tensor(weights or [1.0] * len(functions)),
+        reward_funcs=["reward"],
+        reward_func_names=["reward"],
+        reward_weights=torch.ones(1),
         _tokenizer=SimpleNamespace(pad_token_id=0),
         _generate=lambda prompts: answers,
-        _calculate_rewards=lambda *_: rewards,
+        _calculate_rewards=lambda *_: torch.tensor(SCORES)[:, None],
         _logs=collections.defaultdict(list, rewards=collections.defaultdict(list)),
         _pending_extra_logs={},
         _pending_metrics={},
-        **settings,
     )
     return trl._generate_and_score_completions(trainer, [{"prompt": ""}] * 12)["advantages"]
 
@@ -415,7 +391,6 @@ BATCH = """@@ step 2
 """
 OF_TRL = {  # name -> block, TRL's loss_type and scale_rewards, other settings
     "the default": ("", "dapo", "group", {}),
-    "one batch": ("", "bnpo", "group", {}),
     "mean per response": (BLOCKS.get("Mean per response"), "grpo", "group", {}),
     "Dr. GRPO": (BLOCKS.get("Dr. GRPO"), "dr_grpo", "none", {}),
     "deviation of the batch": (BATCH, "dapo", "batch", {}),
@@ -429,7 +404,7 @@ OF_TRL = {  # name -> block, TRL's loss_type and scale_rewards, other settings
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_naive_advantages_are_trls(trl, update, scale):
     """So the variants, which are compared with naive.py, have TRL's advantages. The default has them, too."""
-    theirs = trls_advantages(trl, update().model.policy, SCORES, scale)
+    theirs = trls_advantages(trl, update().model.policy, scale)
     close(theirs, naive.grpo_advantages(SCORES, K, scale))
     if scale == "group":
         close(grpo.grpo_advantages(torch.tensor(SCORES), K), theirs)
@@ -440,7 +415,7 @@ def test_losses_and_gradients_are_trls(trl, update, name):
     """Those of an update, and TRL's of the same tensors and rewards."""
     block, loss_type, scale, others = OF_TRL[name]
     run = update(block)
-    advantages = trls_advantages(trl, run.model.policy, SCORES, scale)
+    advantages = trls_advantages(trl, run.model.policy, scale)
     settings = dict(loss_type=loss_type, epsilon_high=0.2) | others
     loss, gradient = trls_loss(trl, run, advantages, **settings)
     assert run.loss == pytest.approx(loss, abs=1e-5)
