@@ -47,7 +47,7 @@ SIZES = {  # the configs of tiny models, by architecture
         attention_types=[[["global", "local"], 1]],
     ),
     "gpt_neox": dict(**USUAL_NAMES, intermediate_size=64),
-    "opt": dict(**USUAL_NAMES, ffn_dim=64, word_embed_proj_dim=WIDTH),
+    "opt": dict(**USUAL_NAMES, ffn_dim=64, word_embed_proj_dim=WIDTH // 2),
     "bloom": dict(hidden_size=WIDTH, n_layer=LAYERS, n_head=HEADS),
     "llama": dict(**USUAL_NAMES, intermediate_size=64, num_key_value_heads=2),
     "qwen2": dict(**USUAL_NAMES, intermediate_size=64, num_key_value_heads=2),
@@ -293,28 +293,18 @@ def tiny_verifier(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def world(
-    tiny_lm,
-    tiny_classifier,
-    tiny_preference_model,
-    tiny_intents,
-    tiny_reviews,
-    tiny_posts,
-    tiny_pairs,
-    tiny_dialogs,
-    tiny_tasks,
-    tiny_verifier,
-):
+def world(request):
     """All that small runs need."""
-    return types.SimpleNamespace(
-        lm=tiny_lm,
-        classifier=tiny_classifier,
-        preference_model=tiny_preference_model,
-        intents=tiny_intents,
-        reviews=tiny_reviews,
-        posts=tiny_posts,
-        pairs=tiny_pairs,
-        dialogs=tiny_dialogs,
-        tasks=tiny_tasks,
-        verifier=tiny_verifier,
+    fixtures = dict(
+        lm="tiny_lm",
+        classifier="tiny_classifier",
+        preference_model="tiny_preference_model",
+        intents="tiny_intents",
+        reviews="tiny_reviews",
+        posts="tiny_posts",
+        pairs="tiny_pairs",
+        dialogs="tiny_dialogs",
+        tasks="tiny_tasks",
+        verifier="tiny_verifier",
     )
+    return types.SimpleNamespace(**{name: request.getfixturevalue(x) for name, x in fixtures.items()})
