@@ -301,9 +301,8 @@ def trl():
     return GRPOTrainer
 
 
-def trls_trainer(model, use_bias_correction_kl=False, importance_sampling_level="token", **settings):
-    """What both methods read of a trainer. A name that is not given here is an AttributeError, and the
-    arguments are TRL's own, so that a new option of TRL shows."""
+def trls_loss(trl, run, advantages, bias_correction=False, **settings):
+    """The loss that GRPOTrainer computes from the tensors of an update, and its gradient."""
     from trl import GRPOConfig
 
     args = GRPOConfig(
@@ -311,58 +310,9 @@ def trls_trainer(model, use_bias_correction_kl=False, importance_sampling_level=
         use_cpu=True,
         bf16=False,
         num_generations=K,
-        use_bias_correction_kl=use_bias_correction_kl,
-        steps_per_generation=1,
-        gradient_accumulation_steps=1,
+        use_bias_correction_kl=bias_correction,
         per_device_train_batch_size=12,
     )
-    return SimpleNamespace(
-        accelerator=accelerate.Accelerator(cpu=True),
-        args=args,
-        model=model.train(),
-        epsilon_low=0.2,
-        importance_sampling_level=importance_sampling_level,
-        num_generations=K,
-        num_iterations=1,
-        top_entropy_quantile=1.0,
-        multi_objective_aggregation="sum_then_normalize",
-        max_completion_length=T,
-        current_gradient_accumulation_steps=1,
-        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
-        # Off by default: tools, environments, pictures, vLLM, entropy bonus, mixtures of experts, ...
-        **dict.fromkeys(
-            "environment_factories environments tools _is_vlm _image_pad_token_id _video_pad_token_id "
-            "eos_token_ids mask_truncated_completions pad_to_multiple_of use_vllm "
-            "vllm_importance_sampling_correction "
-            "off_policy_mask_threshold _entropy_bonus_enabled aux_loss_enabled log_multimodal "
-            "chat_template_kwargs num_generations_eval ref_model".split()
-        ),
-        **settings,
-    )
-
-
-def trls_advantages(trl, model, scale):
-    """Those of GRPOTrainer. -> [P * k]"""
-    answers = ([[1]] * 12, [[2]] * 12, None, [""] * 12, None, {}, None, None)
-    trainer = trls_trainer(
-        model,
-        beta=0.0,  # no reference is asked
-        scale_rewards=scale,
-        reward_funcs=["reward"],
-        reward_func_names=["reward"],
-        reward_weights=torch.ones(1),
-        _tokenizer=SimpleNamespace(pad_token_id=0),
-        _generate=lambda prompts: answers,
-        _calculate_rewards=lambda *_: torch.tensor(SCORES)[:, None],
-        _logs=collections.defaultdict(list, rewards=collections.defaultdict(list)),
-        _pending_extra_logs={},
-        _pending_metrics={},
-    )
-    return trl._generate_and_score_completions(trainer, [{"prompt": ""}] * 12)["advantages"]
-
-
-def trls_loss(trl, run, advantages, **settings):
-    """The loss that GRPOTrainer computes from the tensors of an update, and its gradient."""
     mask = run.b["mask"][:, -T:].long()
     logprobs, entropies = run.model(run.b["ids"], run.b["mask"], T, 1.0)
     inputs = {
@@ -375,48 +325,48 @@ def trls_loss(trl, run, advantages, **settings):
         "ref_per_token_logps": run.ref,
         "num_items_in_batch": mask.sum(),
     }
-    trainer = trls_trainer(run.model.policy, beta=0.1, **settings)
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logprobs, entropies, None)
+    # What the method reads of a trainer. A name that is not given here is an AttributeError.
+    trainer = SimpleNamespace(
+        accelerator=accelerate.Accelerator(cpu=True),
+        args=args,
+        model=run.model.policy.train(),
+        beta=0.1,
+        epsilon_low=0.2,
+        top_entropy_quantile=1.0,
+        max_completion_length=T,
+        current_gradient_accumulation_steps=1,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, entropies, None),
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+        use_vllm=False,
+        aux_loss_enabled=False,
+        off_policy_mask_threshold=None,
+        _entropy_bonus_enabled=False,
+        **settings,
+    )
     loss = trl._compute_loss(trainer, run.model.policy, inputs)
     run.model.zero_grad()
     loss.backward()
     return loss.item(), flat_gradient(grpo.trainable(run.model).values())
 
 
-# TRL's scale_rewards="batch" is none of the blocks: the group's mean, and the deviation of the batch.
-BATCH = """@@ step 2
--        advantages = grpo_advantages(b["scores"], k)  # [B]
-+        groups = b["scores"].view(P, k)
-+        advantages = (groups - groups.mean(1, keepdim=True)).flatten() / (groups.std() + 1e-4)  # [B]
-"""
-OF_TRL = {  # name -> block, TRL's loss_type and scale_rewards, other settings
-    "the default": ("", "dapo", "group", {}),
-    "mean per response": (BLOCKS.get("Mean per response"), "grpo", "group", {}),
-    "Dr. GRPO": (BLOCKS.get("Dr. GRPO"), "dr_grpo", "none", {}),
-    "deviation of the batch": (BATCH, "dapo", "batch", {}),
-    "clip-higher": (BLOCKS.get("Clip-higher"), "dapo", "group", dict(epsilon_high=0.28)),
-    "GSPO": (BLOCKS.get("GSPO"), "grpo", "group", dict(importance_sampling_level="sequence")),
-    "CISPO": (BLOCKS.get("CISPO"), "cispo", "group", dict(epsilon_high=5.0)),
-    "unbiased KL": (BLOCKS.get("Unbiased KL"), "dapo", "group", dict(use_bias_correction_kl=True)),
+OF_TRL = {  # title of a block, "" for the default -> TRL's loss_type, other settings
+    "": ("dapo", {}),
+    "Mean per response": ("grpo", {}),
+    "Dr. GRPO": ("dr_grpo", {}),
+    "Clip-higher": ("dapo", dict(epsilon_high=0.28)),
+    "GSPO": ("grpo", dict(importance_sampling_level="sequence")),
+    "CISPO": ("cispo", dict(epsilon_high=5.0)),
+    "Unbiased KL": ("dapo", dict(bias_correction=True)),
 }
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_naive_advantages_are_trls(trl, update, scale):
-    """So the variants, which are compared with naive.py, have TRL's advantages. The default has them, too."""
-    theirs = trls_advantages(trl, update().model.policy, scale)
-    close(theirs, naive.grpo_advantages(SCORES, K, scale))
-    if scale == "group":
-        close(grpo.grpo_advantages(torch.tensor(SCORES), K), theirs)
-
-
-@pytest.mark.parametrize("name", OF_TRL)
-def test_losses_and_gradients_are_trls(trl, update, name):
-    """Those of an update, and TRL's of the same tensors and rewards."""
-    block, loss_type, scale, others = OF_TRL[name]
-    run = update(block)
-    advantages = trls_advantages(trl, run.model.policy, scale)
-    settings = dict(loss_type=loss_type, epsilon_high=0.2) | others
-    loss, gradient = trls_loss(trl, run, advantages, **settings)
+@pytest.mark.parametrize("title", OF_TRL)
+def test_losses_and_gradients_are_trls(trl, update, title):
+    """Those of an update, and TRL's of the same tensors and advantages."""
+    loss_type, others = OF_TRL[title]
+    run = update(BLOCKS[title] if title else "")
+    advantages, _ = CASES[title] if title else (of_group("group"), {})
+    settings = dict(loss_type=loss_type, epsilon_high=0.2, importance_sampling_level="token") | others
+    loss, gradient = trls_loss(trl, run, torch.tensor(advantages()), **settings)
     assert run.loss == pytest.approx(loss, abs=1e-5)
     assert (run.gradient - gradient).norm() < 1e-5 * gradient.norm()
