@@ -35,7 +35,7 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
     write_rows(root / "empty-pairs", train=[dict(prompt=REVIEW, chosen="", rejected=" bad")] * 8)
     (root / "broken").mkdir()
     (root / "broken/train.jsonl").write_text('{"text": "a film"}\n{"text": \n')
-    for act in (0, 3, 5):
+    for act in (3, 5):
         write_rows(root / f"act-{act}", train=[dict(dialog=DIALOG, act=[1, act])] * 8)
     write_rows(root / "no-acts", train=[dict(dialog=DIALOG)] * 8)
     write_rows(root / "blank", train=[dict(dialog=["Hello.", " "], act=[1, 1])] * 8)
@@ -110,7 +110,6 @@ REFUSED = {
             "act 3, but the classifier knows 1 to 2",
         ),
         "no acts": (dict(dataset_name="DATA/no-acts"), "column act"),
-        "act 0": (dict(dataset_name="DATA/act-0"), "act 0, "),
         "held-out acts": (dict(dataset_name="DATA/held-out-acts"), "act 9, "),
         "blank": (dict(dataset_name="DATA/blank"), "DATA/blank"),
         "end, blank": (dict(utterance_end=" "), "--utterance-end"),
@@ -138,6 +137,7 @@ REFUSED = {
     },
     "sft": {
         "context": (dict(max_length=257), "context"),
+        "empty texts": (dict(dataset_name="DATA/empty"), "examples without anything to learn"),
         "blank dialogs": (dict(dataset_name="DATA/blank"), "DATA/blank"),
     },
     "reward_model": {
