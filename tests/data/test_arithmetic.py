@@ -1,83 +1,15 @@
-"""data/make_arithmetic.py and data/math_rewards.py: the worked steps are right, no task occurs twice, the
-tokenizer has a token for each digit, and no completion can fool or stop a reward."""
+"""data/make_arithmetic.py and data/math_rewards.py: the worked steps are right, and no completion can fool or
+stop a reward."""
 
-import re
 import runpy
 
 import pytest
-from conftest import ROOT, rows_of_data
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
-FILES = {
-    "arithmetic/train": 4000,
-    "arithmetic/test": 512,
-    "arithmetic-hard/test": 512,
-    "arithmetic-sft/train": 10_000,
-    "arithmetic-sft/test": 500,
-}
-QUESTIONS = {
-    "What is {a} + {b}?": "+",
-    "Compute {a} + {b}.": "+",
-    "Add {b} to {a}.": "+",
-    "How much is {a} plus {b}?": "+",
-    "What is the sum of {a} and {b}?": "+",
-    "What is {a} - {b}?": "-",
-    "Compute {a} - {b}.": "-",
-    "Subtract {b} from {a}.": "-",
-    "How much is {a} minus {b}?": "-",
-    "What is the difference between {a} and {b}?": "-",
-}
 REWARDS = runpy.run_path(str(ROOT / "data/math_rewards.py"))
 WORLD = runpy.run_path(str(ROOT / "data/make_arithmetic.py"))
-TOKENIZER = ROOT / "checkpoints/arithmetic-tokenizer"
-
-
-def pattern_of(form):
-    """A question with {a} and {b} as a pattern with the groups a and b."""
-    escaped = re.escape(form).replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
-    return re.compile(escaped)
-
-
-PATTERNS = [(pattern_of(form), sign) for form, sign in QUESTIONS.items()]
-
-
-def task_of(row):
-    """-> (sign, a, b)"""
-    (message,) = row["prompt"]
-    assert set(message) == {"role", "content"} and message["role"] == "user"
-    for pattern, sign in PATTERNS:
-        match = pattern.fullmatch(message["content"])
-        if match:
-            return sign, int(match["a"]), int(match["b"])
-    raise AssertionError(message["content"])
-
-
-def answer_to(sign, a, b):
-    return a + b if sign == "+" else a - b
-
-
-@pytest.fixture(scope="module")
-def files():
-    """Name -> rows"""
-    return {name: rows_of_data(name, 10**6) for name in FILES}
-
-
-# ---- Data --------------------------------------------------------------------------------------------------
-
-
-def test_no_task_occurs_twice(files):
-    """In no two files, and in no file twice. a + b is the same task as b + a."""
-    tasks = [task_of(row) for rows in files.values() for row in rows]
-    unordered = {(sign, max(a, b), min(a, b)) for sign, a, b in tasks}
-    assert len(unordered) == len(tasks) == sum(FILES.values())
-
-
-def test_every_answer_is_right(files):
-    for name in ("arithmetic/train", "arithmetic/test", "arithmetic-hard/test"):
-        for row in files[name]:
-            assert row["answer"] == str(answer_to(*task_of(row)))
 
 
 @pytest.mark.parametrize(
@@ -91,33 +23,6 @@ def test_every_answer_is_right(files):
 )
 def test_a_worked_solution_by_hand(task, text):
     assert WORLD["worked_solution"](*task) == text
-
-
-# ---- Tokenizer ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TOKENIZER)
-
-
-def test_every_digit_is_a_token(tokenizer):
-    assert len(tokenizer) <= 320
-    digits = [tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"]
-    assert tokenizer("0123456789").input_ids == digits
-    for token in tokenizer.get_vocab():
-        assert len(token) == 1 or not re.search(r"\d", token)
-
-
-def test_the_tokens_of_prompt_and_completion_are_those_of_both_together(tokenizer, files):
-    """No token spans the end of the prompt."""
-    for row in files["arithmetic-sft/test"]:
-        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
-        messages = row["prompt"] + row["completion"]
-        full = tokenizer.apply_chat_template(messages, tokenize=False)
-        completion = row["completion"][0]["content"] + "<|im_end|>\n"
-        assert full == prompt + completion
-        assert tokenizer(full).input_ids == tokenizer(prompt).input_ids + tokenizer(completion).input_ids
 
 
 # ---- Rewards -----------------------------------------------------------------------------------------------

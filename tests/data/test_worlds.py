@@ -52,14 +52,14 @@ def test_data_and_checkpoints_stay_small():
 
 
 def test_no_text_is_in_two_splits():
-    """Reviews, dialogs, and the posts of both data sets."""
-    reviews, dialogs, posts = [], [], []
-    for split in ("train", "test"):
-        reviews += [row["text"] for row in rows_of_data(f"reviews/{split}", 10**6)]
-        dialogs += [str(row["dialog"]) for row in rows_of_data(f"dialogs/{split}", 10**6)]
-        for folder in ("tldr", "tldr-preference"):
-            posts += [row["prompt"] for row in rows_of_data(f"{folder}/{split}", 10**6)]
-    for texts in (reviews, dialogs, posts):
+    """Nor in two data sets of the same world."""
+    worlds = {"reviews": "text", "dialogs": "dialog", "tldr tldr-preference": "prompt"}
+    worlds["arithmetic arithmetic-sft"] = "prompt"
+    for folders, column in worlds.items():
+        texts = []
+        for folder in folders.split():
+            for split in ("train", "test"):
+                texts += [str(row[column]) for row in rows_of_data(f"{folder}/{split}", 10**6)]
         assert len(set(texts)) == len(texts) > 1000
 
 
