@@ -267,6 +267,7 @@ def test_countdown(equation, nums, target, reward):
 
 
 HOSTILE = [
+    "1/0",
     "9" * 100_000,
     "1" + ",111" * 50_000,
     "(" * 10_000 + "1" + ")" * 10_000,

@@ -105,6 +105,7 @@ REFUSED = {
     },
     "ppo_dialog": {
         "context, by one token": (dict(max_prompt_length=251), "fewer tokens than the 257"),
+        "KL horizon": (dict(kl_target=1.0, kl_horizon=1.6), "must be more than 1/5 of the batch, 8"),
         "two labels": (
             dict(reward_model_path="DATA/classifier", dataset_name="DATA/act-3"),
             "act 3, but the classifier knows 1 to 2",
