@@ -6,9 +6,18 @@ If you know reward_model.py and rloo_tldr.py, this is what changes:
    -log sigmoid(score of the better one - score of the worse one) (Bradley-Terry). But there is no head for
    the score. A language model scores a response by itself: beta * (log-probability of the response under the
    policy - that under the reference) (`dpo_loss`).
-2. If this score were the reward, and beta the coefficient of the KL penalty, the policy would already be the
-   optimum that PPO and RLOO search for (Rafailov et al. 2023, eq. 4 and 5). So learning the score is learning
-   the policy: there is no reward model and no rollout.
+2. Why a score is enough: the policy that PPO and RLOO search for, which maximizes
+   E[reward] - beta * KL(policy, reference), is known (Rafailov et al. 2023, eq. 4 to 7):
+
+       policy = reference * exp(reward / beta) / Z        Z depends only on the prompt
+
+   Solved for the reward:
+
+       reward = beta * log(policy / reference) + beta * log Z
+
+   In the difference between two responses to the same prompt, Z cancels, and the score remains. So every
+   policy is the optimum for the reward that it implies, and learning this reward is learning the policy:
+   there is no reward model and no rollout.
 3. The reference is the policy before training. All its log-probabilities are computed once, before the first
    update (`pair_logprobs`). So there is no second model in memory during training.
 4. A forward pass reads a prompt once for both responses (`group_logprobs`, as in rloo_tldr.py).
@@ -20,9 +29,12 @@ If you know reward_model.py and rloo_tldr.py, this is what changes:
 
 Columns of the data set, one of:
 
-       prompt, chosen, rejected      texts, or chats (lists of messages); each response ends with EOS
+       prompt, chosen, rejected      texts (EOS is added), or chats (lists of messages)
        chosen, rejected              both contain the prompt: it is what they have in common
        prompt, responses             ranked, best first: the best one against the worst one
+
+What two texts have in common may include the first words of both responses, such as "Assistant: I'm". The
+loss is the same, but without --eval-dataset-name, the samples of the policy begin after these words.
 
     python dpo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
     python dpo_tldr.py --beta 0.5                  # tiny with one change; every field of Args is a flag
@@ -97,7 +109,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @dataclass
 class Args:
-    """The defaults are those of TRL 1.16's DPOConfig, but for gradient checkpointing and longer texts.
+    """The defaults are those of TRL 1.16's DPOConfig, except that gradient checkpointing is off, and
+    that pairs with more tokens than max_length are left out, not cut.
 
     A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
     """
@@ -113,7 +126,7 @@ class Args:
 
     # Model
     model_name_or_path: str = "Qwen/Qwen2-0.5B-Instruct"  # the policy to start from, which is the reference
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # float32: TF32 on GPUs; auto: bf16 if they can
     load_in_8bit: bool = False  # 8-bit weights for LoRA's base model
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights)
@@ -126,11 +139,11 @@ class Args:
     num_eval_pairs: int = 1_000  # held-out pairs, at most
 
     # DPO
-    beta: float = 0.1  # how much it costs to leave the reference: kl_coef of the other scripts
+    beta: float = 0.1  # strength of the implicit KL penalty: kl_coef of the other scripts
     label_smoothing: float = 0.0  # assumed share of pairs whose label is wrong (conservative DPO)
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes
-    num_train_epochs: float = 3.0  # epochs over the training pairs
+    num_train_epochs: float = 3.0  # epochs over the training pairs, rounded to whole updates (at least one)
     per_device_train_batch_size: int = 8  # pairs per forward and backward pass
     gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
 
@@ -139,7 +152,7 @@ class Args:
     num_eval_prompts: int = 256  # number of held-out posts that are summarized
     judge_fn: str | None = None  # FILE.py:function; f(prompts=..., completions=...) -> scores
     response_length: int = 53  # longest response, in tokens
-    temperature: float = 1.0  # sampling temperature
+    temperature: float = 1.0  # of the samples, and in their KL; the loss always uses 1
 
     # Optimizer
     learning_rate: float = 1e-6  # the highest learning rate of the schedule
@@ -179,7 +192,9 @@ RECIPES = {
         lr_scheduler_type="constant",
         warmup_ratio=0.1,  # 145 updates
     ),
-    "hh": Args(  # the same flags with their beta for dialogs; they began with SFT on the chosen responses
+    # The same flags with the paper's beta for dialogs. But the paper began with a model that was fine-tuned
+    # on the chosen responses, and this recipe begins with the base model.
+    "hh": Args(
         model_name_or_path="EleutherAI/pythia-1b-deduped",
         dataset_name="Anthropic/hh-rlhf",
         max_length=512,
@@ -238,7 +253,7 @@ def train(args):
 
     policy = load_lm(args).to(device)
     check_lm(policy, train_pairs + held_out_pairs, posts, args)
-    model = Policy(policy)
+    model = Policy(policy)  # the same weights; its forward pass is that of the update
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
     accelerator.print(
@@ -249,16 +264,16 @@ def train(args):
     )
 
     # The policy is still the reference here, with --resume too: run.start loads a checkpoint only below.
-    evaluate = partial(evaluate_samples, policy, posts, tokenizer, args, accelerator)
     with autocast:
         ref_logprobs = pair_logprobs(model, train_pairs, args, accelerator)  # [N, 2]: chosen, rejected
         held_out_ref_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
-        before = evaluate(policy)  # still its own reference
+        before = evaluate_samples(policy, posts, tokenizer, args, accelerator, reference=policy)
     kl_to_itself = before[0]["KL, nats per response"]
     assert abs(kl_to_itself) < 0.5, "sampling and update compute different log-probabilities, or nan"
 
-    # `model` is evaluated and saved, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3
-    # shards them: then the learner is a sharded copy, and copy_weights copies its weights back at the end.
+    # `policy`, inside `model`, is evaluated and saved; `learner` is trained. They share their weights, unless
+    # FSDP2 or ZeRO-3 shards them: then the learner is a sharded copy of `model`, and copy_weights copies its
+    # weights back at the end.
     learner, optimizer = make_learner(model, args, accelerator)
     state = run.start(B)  # update 0 in a new run
 
@@ -266,7 +281,8 @@ def train(args):
         # 1. Batch: the next B pairs of an endless stream of shuffled passes. For a given B, the result does
         #    not depend on the number of processes, up to rounding.
         start_time = time.time()
-        row_numbers = stream_rows(len(train_pairs), (update - 1) * B, B, args.seed)  # [B]
+        # [B], places in train_pairs and in ref_logprobs
+        row_numbers = stream_rows(len(train_pairs), (update - 1) * B, B, args.seed)
         batch = [train_pairs[i] for i in row_numbers.tolist()]
 
         # 2. Gradient. Each process works on its share of the batch, n pairs at a time. The loss is the sum
@@ -279,14 +295,14 @@ def train(args):
         lengths = torch.tensor([text_length(pair) for pair in batch])  # [B]
         with accelerator.split_between_processes(torch.arange(B)) as share:
             share = share[lengths[share].argsort(stable=True)]  # similar lengths: less padding
-        for numbers in share.split(n):
-            ids, mask, T = collate_pairs([batch[i] for i in numbers.tolist()], device)
-            mb_ref_logprobs = ref_logprobs[row_numbers[numbers]].to(device)  # [n, 2]
+        for places in share.split(n):  # places in the batch
+            ids, mask, T = collate_pairs([batch[i] for i in places.tolist()], device)
+            mb_ref_logprobs = ref_logprobs[row_numbers[places]].to(device)  # [n, 2]
 
-            # Before the last micro-batch, this keeps processes from exchanging gradients.
-            with accelerator.accumulate(learner):
+            with accelerator.accumulate(learner):  # processes exchange gradients only in the last micro-batch
                 with autocast:
-                    token_logps, _ = learner(ids, mask, T, 1.0)  # [2n, T], 0 after the end of a response
+                    # [2n, T], 0 after the end of a response
+                    token_logps, _ = learner(ids, mask, T, temperature=1.0)
                 # The log-probability of a response is the sum over its tokens.
                 logprobs = token_logps.sum(1).view(-1, 2)  # [n, 2]: chosen, rejected
                 chosen, rejected = logprobs.unbind(1)  # [n] each
@@ -298,7 +314,7 @@ def train(args):
                 # We want the sum, but DDP averages over processes and accelerate over micro-batches.
                 accelerator.backward(loss * world * args.gradient_accumulation_steps)
 
-            if update == 1:  # no optimizer step yet, so the policy is the reference, but for rounding
+            if update == 1:  # no optimizer step yet: the policy is the reference, up to rounding
                 gap = (logprobs - mb_ref_logprobs).abs().sum() / mask[:, -T:].sum()  # per token
                 assert gap < 0.02, "policy and reference differ, or nan"
             unreduced = {"loss": losses} | pair_metrics(logprobs, mb_ref_logprobs, args.beta)
@@ -319,7 +335,8 @@ def train(args):
             "lr": optimizer.param_groups[0]["lr"],
             **{name: x / B for name, x in metric_sums.items()},  # loss, rewards/*, logps/*
             "grad_norm": unshard(grad_norm),  # before clipping
-            **performance_metrics(start_time, start_time, num_tokens, device),  # there is no rollout
+            # There is no rollout here, so its time is 0.
+            **performance_metrics(start_time, start_time, num_tokens, device),
         }
         run.log(metrics)  # tensors become numbers; raises if one is not finite
         run.checkpoint({"update": update, "batch_size": B})
@@ -330,7 +347,7 @@ def train(args):
     reference = None if args.lora_r else load_lm(args).to(device)
     with autocast:
         held_out_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
-        after = evaluate(reference)
+        after = evaluate_samples(policy, posts, tokenizer, args, accelerator, reference=reference)
     if accelerator.is_main_process:
         save_policy(policy, tokenizer, run.folder / "model")
         pair_columns = pair_metrics(held_out_logprobs, held_out_ref_logprobs, args.beta)
@@ -358,15 +375,17 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, reference):
     uniforms = torch.rand(len(posts), T, generator=generator_for(args.seed, "tokens", "held-out")).to(device)
     rows = []
     with accelerator.split_between_processes(torch.arange(len(posts))) as share:
-        for numbers in share.split(args.per_device_train_batch_size):
-            chunk = [posts[i] for i in numbers.tolist()]
+        for places in share.split(args.per_device_train_batch_size):  # places in posts
+            chunk = [posts[i] for i in places.tolist()]
             ids, mask, num_reference_tokens = collate_pairs(chunk, device)
-            ids, mask = ids[:, :-num_reference_tokens], mask[:, :-num_reference_tokens]  # the prompts
-            tokens, logprobs = sample_texts(policy, ids, mask, uniforms[numbers], args.temperature)  # [n, T]
+            ids = ids[:, :-num_reference_tokens]  # the prompts
+            mask = mask[:, :-num_reference_tokens]
+            tokens, logprobs = sample_texts(policy, ids, mask, uniforms[places], args.temperature)  # [n, T]
             lengths = response_lengths(tokens, stop_ids)  # [n]
             valid = length_mask(lengths, T)
-            inputs = torch.cat([ids, tokens], 1), torch.cat([mask, valid], 1), T, args.temperature
-            ref_logprobs = reference_group_logprobs(reference, policy, *inputs)  # 0 after the end
+            ids = torch.cat([ids, tokens], 1)
+            mask = torch.cat([mask, valid], 1)
+            ref_logprobs = reference_group_logprobs(reference, policy, ids, mask, T, args.temperature)
             columns = {
                 "prompt": text_of([post["ids"] for post in chunk]),
                 "reference": text_of([post["responses"][0] for post in chunk]),
@@ -380,7 +399,7 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, reference):
     rows = accelerate.utils.gather_object(rows)[: len(posts)]  # of all processes, in the order of the posts
     gathered = {name: [row[name] for row in rows] for name in rows[0]}
     metrics = {}
-    if args.judge_fn is not None and accelerator.is_main_process:  # so that a paid judge is asked only once
+    if args.judge_fn is not None and accelerator.is_main_process:  # the others would ask the same
         path, _, name = args.judge_fn.rpartition(":")
         ask = partial(runpy.run_path(resolve_path(path))[name], prompts=gathered["prompt"])
         scores = torch.tensor(ask(completions=gathered["response"]), dtype=torch.float32)  # [posts]
@@ -390,10 +409,11 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, reference):
         gathered["score"] = scores.tolist()
         wins = (scores > reference_scores) + 0.5 * (scores == reference_scores)  # a tie is half a win
         metrics |= mean_with_error("win rate", wins) | mean_with_error("score mean", scores)
-    metrics |= mean_with_error("KL, nats per response", torch.tensor(gathered["kl"]))
-    metrics["ended by itself"] = fmean(gathered["stopped"])
-    metrics["tokens per response"] = fmean(gathered["length"])
-    metrics["distinct bigrams"] = distinct_bigrams(gathered["response"])
+    metrics |= mean_with_error("KL, nats per response", torch.tensor(gathered["kl"])) | {
+        "ended by itself": fmean(gathered["stopped"]),
+        "tokens per response": fmean(gathered["length"]),
+        "distinct bigrams": distinct_bigrams(gathered["response"]),
+    }
     return metrics, gathered
 
 
@@ -444,7 +464,7 @@ def pair_logprobs(model, pairs, args, accelerator):
         logprobs = torch.zeros(len(share), 2)
         for rows in lengths[share].argsort(stable=True).split(args.per_device_train_batch_size):
             ids, mask, T = collate_pairs([pairs[i] for i in share[rows].tolist()], accelerator.device)
-            logprobs[rows] = model(ids, mask, T, 1.0)[0].sum(1).view(-1, 2).cpu()
+            logprobs[rows] = model(ids, mask, T, temperature=1.0)[0].sum(1).view(-1, 2).cpu()
     return torch.tensor(accelerate.utils.gather_object(logprobs.tolist()))[: len(pairs)]
 
 
@@ -461,7 +481,8 @@ def collate_pairs(pairs, device):
     prompts = [torch.tensor(pair["ids"]) for pair in pairs for _ in pair["responses"]]
     responses = [torch.tensor(ids) for pair in pairs for ids in pair["responses"]]
     pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_value=-1)
-    prompts, responses = pad(prompts, padding_side="left"), pad(responses)  # [2n, C], [2n, T]
+    prompts = pad(prompts, padding_side="left")  # [2n, C]
+    responses = pad(responses)  # [2n, T]
     ids = torch.cat([prompts, responses], 1).to(device)
     return ids.clamp(min=0), ids >= 0, responses.shape[1]
 
@@ -478,17 +499,25 @@ def sample_texts(policy, ids, mask, uniforms, temperature):
     """
     body, head = body_and_head(policy)
     cache = transformers.DynamicCache(config=body.config)
-    hidden = hidden_states(body, ids, mask, cache)  # [B, C, H]
-    tokens = torch.zeros(uniforms.shape, dtype=torch.long, device=ids.device)
-    logprobs = torch.zeros(uniforms.shape, device=ids.device)
-    for t in range(uniforms.shape[1]):
-        probs = token_logits(hidden[:, -1], head.weight, temperature, head.bias).softmax(-1)  # [B, V]
-        tokens[:, t] = sample_tokens(probs, uniforms[:, t])
-        next_token = tokens[:, t : t + 1]  # [B, 1]
-        logprobs[:, t : t + 1] = probs.gather(1, next_token).log()
+    hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
+    tokens, logprobs = [], []
+    for uniforms_of_step in uniforms.unbind(1):
+        token, logprob = sample_next(head, hidden, uniforms_of_step, temperature)  # [B] each
+        tokens.append(token)
+        logprobs.append(logprob)
         mask = F.pad(mask, (0, 1), value=True)
-        hidden = hidden_states(body, next_token, mask, cache)  # [B, 1, H]
-    return tokens, logprobs
+        hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [B, H]
+    return torch.stack(tokens, 1), torch.stack(logprobs, 1)
+
+
+def sample_next(head, hidden, uniforms, temperature):
+    """Sample the next token of each row.
+
+    head: the output layer; hidden [B, H]; uniforms [B] -> tokens, log-probabilities [B]
+    """
+    probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [B, V]
+    token = sample_tokens(probs, uniforms)
+    return token, probs.gather(1, token[:, None]).squeeze(1).log()
 
 
 # ---- Policy and reference ----------------------------------------------------------------------------------
@@ -523,13 +552,13 @@ def reference_group_logprobs(ref_model, policy, *inputs):
 def group_logprobs(lm, ids, mask, T, temperature):
     """Log-probabilities of the last T tokens of each row, 0 after the end of a response.
 
-    The responses of a group share their prompt, so each prompt is read only once. Its keys and values serve
-    all responses to it, and gradients flow back through them: nothing is approximated.
+    The responses of a group share their prompt, so each prompt is read only once per micro-batch. Its keys
+    and values serve all responses to it, and gradients flow back through them: nothing is approximated.
     ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [B, T]
     """
     body, head = body_and_head(lm)
     if body.training and body.is_activation_checkpointing:
-        # Gradient checkpointing cannot use a cache, so each row reads its own prompt.
+        # --gradient-checkpointing cannot use a cache, so each row reads its own prompt.
         hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
     else:
         prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
@@ -702,8 +731,9 @@ def learning_rate(args, update, updates):
 
 
 # ============================================================================================================
-# Part II: infrastructure. How columns become pairs is in load_pairs and what it calls. The scripts share the
-# other functions, copied verbatim, so a few arguments and names of flags are used only in another script.
+# Part II: infrastructure. load_pairs and the functions it calls turn columns into pairs. The scripts share
+# most of the other functions, copied verbatim, so a few arguments and names of flags are used only in another
+# script.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -713,8 +743,8 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2.
 
-    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
-    reported by the libraries, with a traceback.
+    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
+    everything else, with a traceback.
     """
 
 
@@ -800,13 +830,12 @@ def refuse_appended_eos(tokenizer, name):
 
 def load_lm(args):
     """The language model that is trained, with an adapter if --lora-r asks for one."""
-    options = {}
+    quantization = None
     if args.load_in_8bit:
         # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits,
         # and which ones depends on the batch: log-probabilities would too.
-        config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-        options = dict(quantization_config=config)
-    lm = load_model(AutoModelForCausalLM, args.model_name_or_path, **options)
+        quantization = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    lm = load_model(AutoModelForCausalLM, args.model_name_or_path, quantization_config=quantization)
     if not args.lora_r and not all(p.is_floating_point() for p in lm.parameters()):
         raise UserError("quantized weights cannot be trained: add --lora-r 16")
     if args.lora_r:
@@ -821,14 +850,15 @@ def load_lm(args):
 def check_lm(lm, pairs, posts, args):
     """Refuse a model whose own log-probabilities of responses differ from ours.
 
-    The longest pair is checked, so that a sliding window shows, and the shortest one, which is padded then.
+    It checks the longest pair, which exposes a sliding window, together with the shortest one, which then
+    needs padding. With --gradient-checkpointing, train mode and eval mode take different paths.
     """
     pairs = sorted(pairs, key=text_length)
-    lengths = [text_length(pairs[-1]), *[len(post["ids"]) + args.response_length for post in posts]]
-    if context_length(lm.config) < max(lengths):
-        raise UserError(f"{args.model_name_or_path} reads fewer tokens than the {max(lengths)} of a text")
+    longest = max(text_length(pairs[-1]), *[len(post["ids"]) + args.response_length for post in posts])
+    if context_length(lm.config) < longest:
+        raise UserError(f"{args.model_name_or_path} reads fewer tokens than the {longest} of a text")
     ids, mask, T = collate_pairs([pairs[0], pairs[-1]], lm.device)
-    ours = [group_logprobs(module, ids, mask, T, 1.0)[0] for module in (lm.eval(), lm.train())]
+    ours = [group_logprobs(lm.train(mode), ids, mask, T, temperature=1.0)[0] for mode in (False, True)]
     compare_logprobs(lm, args.model_name_or_path, ids, mask, mask[:, -T:].sum(1), *ours)
 
 
@@ -837,8 +867,8 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
 
     ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
     """
-    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only in large
-    # logits. So the output layer multiplies by 64 here, and we divide by 64.
+    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
+    # logits are large. So the output layer multiplies by 64 here, and we divide by 64.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
     for row, length in enumerate(lengths.tolist()):
@@ -931,8 +961,8 @@ def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else every tenth row of train.
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
+    validation; without both, every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -983,19 +1013,17 @@ def load_pairs(rows, tokenizer, args):
     -> list of dict(ids: tokens of the prompt, responses: tokens of the chosen and of the rejected response);
     their number as a text
     """
-    pairs, num_too_long = [], 0
-    for row in rows:
-        ranked = row.get("responses") or [row.get("chosen"), row.get("rejected")]  # best first
-        if not isinstance(ranked, list) or not ranked[0] or not ranked[-1]:
-            continue
-        pair = tokenize_pair(tokenizer, row.get("prompt"), [ranked[0], ranked[-1]])
+    pairs = []
+    num_too_long = 0
+    for _, prompt, responses in read_preferences(rows, args.dataset_name):
+        pair = tokenize_pair(tokenizer, prompt, [responses[0], responses[-1]])
         # The first token of a text cannot be learned: nothing predicts it.
         if not pair["ids"] or pair["responses"][0] == pair["responses"][1]:
             continue
-        is_short = text_length(pair) <= args.max_length
-        num_too_long += not is_short
-        if is_short:
+        if text_length(pair) <= args.max_length:
             pairs.append(pair)
+        else:
+            num_too_long += 1
     if not pairs:
         columns = ", ".join(rows[0]) if rows else "none"
         raise UserError(
@@ -1005,27 +1033,65 @@ def load_pairs(rows, tokenizer, args):
     return pairs, f"{len(pairs)} of {len(rows)} rows, {num_too_long} have more than {args.max_length} tokens"
 
 
+def read_preferences(rows, name):
+    """The rows with two or more responses: chosen and rejected or, without them, the column responses.
+
+    -> list of (row, its prompt, its responses, best first)
+    """
+    preferences = []
+    repeats_prompt = []  # of each response to a prompt
+    for row in rows:
+        responses = row.get("responses")
+        if row.get("chosen"):
+            responses = [row["chosen"], row.get("rejected")]
+        if not isinstance(responses, list) or len(responses) < 2 or not all(responses):
+            continue
+        prompt = find_prompt(row, responses, name)
+        preferences.append((row, prompt, responses))
+        repeats_prompt += [response[: len(prompt)] == prompt for response in responses if prompt]
+    if repeats_prompt and all(repeats_prompt):
+        raise UserError(
+            f"{name}: all responses begin with their prompt, so it would be read twice: empty that column"
+        )
+    return preferences
+
+
+def find_prompt(row, responses, name):
+    """The prompt of a row, a text or a chat as its responses are. It is empty if they contain it."""
+    prompt = row.get("prompt") or ""
+    if is_chat(prompt):
+        if prompt[-1]["role"] == "assistant":  # in a rollout, the two would be one message
+            raise UserError(f"{name}: a prompt ends with the assistant: move that to the responses")
+        return prompt
+    if is_chat(responses[0]) and len(responses[0]) > 1:  # more than the answer
+        return []
+    columns = {name for name, value in row.items() if isinstance(value, (str, list))}
+    columns -= {"chosen", "rejected", "responses"}
+    if "prompt" not in row and columns:  # one of them is probably the prompt
+        raise UserError(
+            f"{name} has no column prompt: rename one of {columns} or, if the responses contain the prompts, "
+            "add an empty one"
+        )
+    return [{"role": "user", "content": prompt}] if is_chat(responses[0]) else prompt
+
+
 def tokenize_pair(tokenizer, prompt, responses):
     """Token ids of a prompt and of the responses to it, as in rollouts. -> dict(ids, responses)
 
-    A text is prompt, response, EOS; a chat ends as its chat template ends it. Without a prompt, it is what
-    the responses have in common: messages, or the first tokens.
+    A text is prompt, response, EOS, each tokenized alone. A chat is tokenized as a whole, and ends as its
+    chat template ends it. If the prompt is empty, it is what the responses have in common.
     """
     if is_chat(responses[0]):
-        has_user = any(message["role"] == "user" for message in responses[0])
-        if not is_chat(prompt) and prompt and not has_user:  # a text before chats is the user's message
-            prompt = [{"role": "user", "content": prompt}]
-        elif not is_chat(prompt):
-            messages = [[json.dumps(message) for message in response] for response in responses]
-            count = len(os.path.commonprefix(messages))
-            prompt, responses = responses[0][:count], [response[count:] for response in responses]
         chats = [render_chat(tokenizer, prompt + response) for response in responses]
         texts = tokenizer(chats, add_special_tokens=False).input_ids
+        prompt = prompt or responses[0][:-1]  # all messages but the last one
     else:
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
-        texts = [tokenizer(prompt or "").input_ids + with_eos(ids, tokenizer) for ids in response_ids]
+        texts = [tokenizer(prompt).input_ids + with_eos(ids, tokenizer) for ids in response_ids]
+    # Alone, the prompt of a chat may end in other tokens than inside the chat. For example, a template may
+    # begin a thought there, or a space may join the next word. So the prompt is what all of them begin with.
     beginnings = [tokenize_prompt(tokenizer, prompt)] if prompt else []
-    length = len(os.path.commonprefix([*beginnings, *texts]))
+    length = len(os.path.commonprefix([*beginnings, *texts]))  # it is for paths, but works on lists too
     return dict(ids=texts[0][:length], responses=[ids[length:] for ids in texts])
 
 
@@ -1053,7 +1119,7 @@ def load_eval_posts(pairs, tokenizer, args):
 
 def choose_rows(rows, count, seed):
     """`count` of the rows, or all if there are fewer, in random order."""
-    return [rows[i] for i in stream_rows(len(rows), start=0, count=min(count, len(rows)), seed=seed)]
+    return [rows[i] for i in stream_rows(len(rows), 0, min(count, len(rows)), seed)]
 
 
 def tokenize_prompt(tokenizer, prompt):
@@ -1072,8 +1138,8 @@ def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    is_prompt: end where the assistant goes on, after the header of its turn or, if the last message is its
-    own, in that message. -> str
+    is_prompt: end where the assistant is to continue, after the header of its turn or, if the last message is
+    its own, in that message. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
@@ -1093,7 +1159,7 @@ def set_global_seed(seed, *purpose):
 
 
 def start_accelerator(args):
-    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -1285,7 +1351,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # Worker processes that your code forks still end at these signals.
+            # These signals still terminate worker processes that your code forks.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1298,7 +1364,7 @@ class Run:
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
-            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
+            raise UserError(f"--resume: that run has done {state['update']} updates, not only {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -1311,7 +1377,7 @@ class Run:
         if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        self.accelerator.wait_for_everyone()  # no process writes until all have read
         if self.accelerator.is_main_process:
             # Raises an error if another new run has made this folder in the meantime.
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
@@ -1408,12 +1474,19 @@ def report_samples(run, before, after, pair_columns):
         "score after": new["score"],
     }
     rows = rows_of(columns)
-    comparison = []
-    for name, value in metrics_before.items():
-        comparison.append({"metric": name, "before": value, "after": metrics_after[name]})
+    comparison = [
+        {"metric": name, "before": value, "after": metrics_after[name]}
+        for name, value in metrics_before.items()
+    ]
     pairs = {name: x.mean().item() for name, x in pair_columns.items()}
-    about = {"before": metrics_before, "after": metrics_after, "n": len(rows), "judge": run.args.judge_fn}
-    about |= {"pairs": pairs, "number of pairs": len(pair_columns["logps/chosen"])}
+    about = {
+        "before": metrics_before,
+        "after": metrics_after,
+        "n": len(rows),
+        "judge": run.args.judge_fn,
+        "pairs": pairs,
+        "number of pairs": len(pair_columns["logps/chosen"]),
+    }
     run.table("held-out posts", rows[:3])
     run.table(f"{len(rows)} held-out posts, judge: {run.args.judge_fn}", comparison)
     run.table(
@@ -1437,9 +1510,11 @@ def check_positive(args, *names):
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
 
 
-# Flags of all scripts that may change when a run is resumed:
+# Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
+# the updates that are left, unless the schedule is constant.)
 MAY_CHANGE = (
-    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations", "judge_model"),
+    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
+    *("judge_fn", "judge_model", "judge_url"),
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
@@ -1464,7 +1539,7 @@ def parse_args(argv):
     if args.resume is None:
         return args
 
-    # The flags of that run. Those may change that leave each update as it is.
+    # The flags of that run. Only those in MAY_CHANGE may differ.
     saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
     args = parse(default=Args(**saved))
     if names_recipe:

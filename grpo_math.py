@@ -4,14 +4,14 @@ GRPO is PPO without a value function: each task gets several responses, and a re
 is above the average of its group. If you know RLOO from rloo_tldr.py, this is what changes:
 
 1. Rewards are verifiable: a function compares the final answer of a response with the column `answer`, and
-   returns 1 or 0 (`correct` in data/math_rewards.py). A final answer is what stands in <answer> tags, in
-   \\boxed{} or after ####: "<answer>18</answer>" is right if the column ends in "#### 18". No reward model is
-   trained. There is no penalty for a missing EOS: a response that is cut off before its answer is wrong.
+   returns 1 or 0 (`correct` in data/math_rewards.py). The final answer is in <answer> tags, in \\boxed{} or
+   after ####: "<answer>18</answer>" is right if the column ends in "#### 18". No reward model is trained.
+   There is no penalty for a missing EOS: a response that is cut off before its answer is wrong.
 2. The advantage of a response is its reward minus the mean reward of its group, divided by the group's
    standard deviation (`grpo_advantages`). If all rewards of a group are equal, for example because all
    responses are right, the advantages are 0: only a KL penalty, if there is one, still has a gradient.
-3. Every token is an action. All tokens of a response have its advantage, but each one has a ratio and a clip
-   of its own, as in PPO. In RLOO, the whole response has one ratio and one clip.
+3. Every token is an action. All tokens of a response share its advantage, but each has its own ratio and is
+   clipped by itself, as in PPO. In RLOO, the whole response has one ratio and one clip.
 4. The loss is the sum over all tokens of the minibatch, divided by the number of tokens, as in DAPO (Yu et
    al. 2025): every token has the same weight. The original GRPO (Shao et al. 2024) averages within each
    response first, so a token of a long response has less weight.
@@ -117,7 +117,7 @@ class Args:
 
     # Model
     model_name_or_path: str = "Qwen/Qwen2.5-0.5B-Instruct"  # initial policy: Hub name, folder, or LoRA folder
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # float32: TF32 on GPUs; auto: bf16 if they can
     load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -246,7 +246,7 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "3" predicts "=".
 #
-# Every other function names the sizes of its own arguments: learner(...) is called with t, and calls it T.
+# Size letters are local to a function: train passes t to learner(...), whose parameter is called T.
 
 
 def train(args):
@@ -358,6 +358,8 @@ def train(args):
                 num_tokens = b["lengths"].view(P, k)[minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
                     rows_of_share = sorted_groups(share, b["lengths"], k)
+                # Exactly gradient_accumulation_steps micro-batches. accelerate counts them: before the last
+                # one, step and zero_grad do nothing. So never drop rows here; set their advantages to 0.
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -377,6 +379,7 @@ def train(args):
                             new_logprobs, old_logprobs, token_advantages, args.cliprange
                         )
                         token_loss = policy_loss
+                        # k3 as in the GRPO paper and TRL: its gradient is that of KL(reference || policy).
                         if has_kl:
                             token_kl = kl_per_token(new_logprobs, b["ref_logprobs"][rows, :t], "k3")
                             token_loss = policy_loss + args.kl_coef * token_kl
@@ -664,7 +667,8 @@ def sorted_groups(groups, lengths, k):
 def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each prompt, and reward them.
 
-    get_scores: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
+    get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [P * k]
+    batch: from draw_groups. Returns
     - a dict of tensors, in which the responses to a prompt are neighbors: ids, mask [P * k, C + T]; lengths,
       stopped, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
     - the responses, P * k str
@@ -674,14 +678,12 @@ def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     P, k, T = batch["uniforms"].shape
 
     # 1. Generate.
-    tokens = torch.zeros(P, k, T, dtype=torch.long, device=stop_ids.device)
-    sampling_logprobs = torch.zeros(P, k, T, device=stop_ids.device)
+    outputs = []
     groups_at_once = max(1, args.local_rollout_forward_batch_size // k)
     for groups in torch.arange(P, device=stop_ids.device).split(groups_at_once):
         inputs = batch["ids"][groups], batch["mask"][groups], batch["uniforms"][groups]
-        outputs = generate_groups(policy, *inputs, stop_ids, args.temperature)
-        tokens[groups], sampling_logprobs[groups] = outputs
-    tokens, sampling_logprobs = tokens.flatten(0, 1), sampling_logprobs.flatten(0, 1)  # [P * k, T] each
+        outputs.append(generate_groups(policy, *inputs, stop_ids, args.temperature))
+    tokens, sampling_logprobs = [torch.cat(parts) for parts in zip(*outputs)]  # [P * k, T] each
     prompt_ids = batch["ids"].repeat_interleave(k, 0)  # [P * k, C]
     prompt_mask = batch["mask"].repeat_interleave(k, 0)
     lengths = response_lengths(tokens, stop_ids)  # [P * k]
@@ -714,7 +716,8 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     """Sample k responses to each prompt, until a stop token or T tokens. No top-k, no top-p.
 
     Left-padded ids, mask [P, C]; uniforms [P, k, T], one random number per token; stop_ids [any number]
-    -> tokens [P, k, T] and the log-probabilities they were sampled with, fp32 [P, k, T]; both 0 after the end
+    -> tokens and the log-probabilities they were sampled with (fp32), [P * k, T] each, 0 after the end; the k
+    responses to a prompt are neighbors
     """
     P, k, T = uniforms.shape
     body, head = body_and_head(policy)
@@ -726,21 +729,17 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     cache.batch_select_indices(prompt_of_row)
     hidden, mask = hidden[prompt_of_row], mask[prompt_of_row]
     uniforms = uniforms.flatten(0, 1)  # [P * k, T]
-    if can_be_recorded(policy, cache):  # on a GPU, a faster version of the loop below
-        inputs = policy, cache, hidden, mask, uniforms, temperature
-        tokens, logprobs, *_ = generate_recorded(*inputs, lambda rows, tokens: torch.isin(tokens, stop_ids))
-        return tokens.view(P, k, T), logprobs.view(P, k, T)
+    if can_be_recorded(policy, cache):
+        # Most GPUs run the loop below in this faster version. Both sample by sample_next.
+        return generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature)
 
     tokens = torch.zeros(P * k, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(P * k, T, device=ids.device)
     rows = torch.arange(P * k, device=ids.device)  # the rows that are still being written
     for t in range(T):
-        # Sample the next token of each row.
-        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
-        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
-        tokens[rows, t] = token
-        logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
-        # Finished rows leave.
+        token, logprob = sample_next(head, hidden, uniforms[rows, t], temperature)  # [rows] each
+        tokens[rows, t], logprobs[rows, t] = token, logprob
+        # Drop the finished rows.
         keep = (~torch.isin(token, stop_ids)).nonzero().squeeze(1)
         if len(keep) == 0 or t + 1 == T:
             break
@@ -750,7 +749,17 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
         # Read the token.
         mask = F.pad(mask, (0, 1), value=True)
         hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
-    return tokens.view(P, k, T), logprobs.view(P, k, T)
+    return tokens, logprobs
+
+
+def sample_next(head, hidden, uniforms, temperature):
+    """Sample the next token of each row.
+
+    head: the output layer; hidden [B, H]; uniforms [B] -> tokens, log-probabilities [B]
+    """
+    probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [B, V]
+    token = sample_tokens(probs, uniforms)
+    return token, probs.gather(1, token[:, None]).squeeze(1).log()
 
 
 # ---- Policy and reference ----------------------------------------------------------------------------------
@@ -785,13 +794,13 @@ def reference_group_logprobs(ref_model, policy, *inputs):
 def group_logprobs(lm, ids, mask, T, temperature):
     """Log-probabilities of the last T tokens of each row, 0 after the end of a response.
 
-    The responses of a group share their prompt, so each prompt is read only once. Its keys and values serve
-    all responses to it, and gradients flow back through them: nothing is approximated.
+    The responses of a group share their prompt, so each prompt is read only once per micro-batch. Its keys
+    and values serve all responses to it, and gradients flow back through them: nothing is approximated.
     ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [B, T]
     """
     body, head = body_and_head(lm)
     if body.training and body.is_activation_checkpointing:
-        # Gradient checkpointing cannot use a cache, so each row reads its own prompt.
+        # --gradient-checkpointing cannot use a cache, so each row reads its own prompt.
         hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
     else:
         prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
@@ -985,7 +994,7 @@ def learning_rate(args, update, updates):
 
 
 # ============================================================================================================
-# Part II: infrastructure. You need nothing below to understand GRPO. To write a reward function, read
+# Part II: infrastructure. Nothing below is needed to understand GRPO. To write a reward function, read
 # call_reward_functions; to bring your own data, load_splits and task_prompt. The scripts share most of these
 # functions, copied verbatim, so some arguments are not used in this one.
 # ============================================================================================================
@@ -997,8 +1006,8 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2.
 
-    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
-    reported by the libraries, with a traceback.
+    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
+    everything else, with a traceback.
     """
 
 
@@ -1098,8 +1107,7 @@ def check_group_model(lm, name, max_tokens):
     no_stop, uniforms = torch.tensor([-1], device=device), torch.rand(2, 2, T, device=device)
     first_tokens, _ = generate_groups(lm.eval(), ids, mask, uniforms[:, :, :1], no_stop, 1.0)
     stop_id = first_tokens[0, 0]
-    tokens, sampled = generate_groups(lm, ids, mask, uniforms, stop_id, 1.0)  # [2, 2, T] each
-    tokens, sampled = tokens.flatten(0, 1), sampled.flatten(0, 1)  # [4, T]
+    tokens, sampled = generate_groups(lm, ids, mask, uniforms, stop_id, 1.0)  # [4, T] each
     lengths = response_lengths(tokens, stop_id)
     ids = torch.cat([ids.repeat_interleave(2, 0), tokens], 1)
     mask = torch.cat([mask.repeat_interleave(2, 0), length_mask(lengths, T)], 1)
@@ -1112,8 +1120,8 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
 
     ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
     """
-    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only in large
-    # logits. So the output layer multiplies by 64 here, and we divide by 64.
+    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
+    # logits are large. So the output layer multiplies by 64 here, and we divide by 64.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
     for row, length in enumerate(lengths.tolist()):
@@ -1244,7 +1252,7 @@ class LogprobsAndEntropies(torch.autograd.Function):
 # ---- Token steps that a GPU records ------------------------------------------------------------------------
 
 
-TOKENS_PER_ROUND = 128  # then finished rows leave, and a step is recorded anew
+TOKENS_PER_ROUND = 128  # then finished rows are dropped, and a step is recorded again
 
 
 def can_be_recorded(policy, cache):
@@ -1258,58 +1266,52 @@ def can_be_recorded(policy, cache):
     return body.device.type == "cuda" and body._can_compile_fullgraph and not has_windows and not is_quantized
 
 
-def generate_recorded(policy, cache, hidden, mask, uniforms, temperature, find_ends):
-    """The loop over tokens on a GPU: the same tokens up to rounding, in less time.
+def generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature):
+    """The loop over tokens of generate_groups on a GPU: the same tokens up to rounding, in less time.
 
-    It goes in rounds. Within a round, all steps are the same for the GPU, so that `repeat` can record one:
+    It works in rounds. Within a round, all steps are the same for the GPU, so that `repeat` can record one:
     no shape changes, and nothing is copied to the CPU. Before a round, mask and cache get room for its
-    tokens. After it, finished rows leave.
+    tokens. After it, finished rows are dropped.
 
-    cache, mask [B, C]: the prompts; hidden [B, H]: predicts the first token; uniforms [B, T]; find_ends(rows
-    [n], tokens [n, t]) -> bool [n, t], True at a token that ends its response
-    -> tokens, logprobs [B, T], both 0 after the end; lengths [B]; bool [B], True if a response has ended
+    cache, mask [B, C]: the prompts; hidden [B, H]: predicts the first token; uniforms [B, T]
+    -> tokens and the log-probabilities they were sampled with, both [B, T] and 0 after the end
     """
     (B, C), T = mask.shape, uniforms.shape[1]
     body, head = body_and_head(policy)
     tokens = torch.zeros(B, T, dtype=torch.long, device=mask.device)
     logprobs = torch.zeros(B, T, device=mask.device)
-    all_rows = torch.arange(B, device=mask.device)
-    rows = all_rows  # the rows that are still being written
+    rows = torch.arange(B, device=mask.device)  # the rows that are still being written
     column = torch.full([1], C, device=mask.device)  # of the next token
 
     # step reads the current rows, mask and hidden of the loop below.
     def step():
         """The body of the loop over tokens: sample the next token of each row, and read it."""
         t = column - C  # [1]
-        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
-        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
-        tokens[rows, t] = token
-        logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
+        token, logprob = sample_next(head, hidden, uniforms[rows, t], temperature)  # [rows] each
+        tokens[rows, t], logprobs[rows, t] = token, logprob
         mask.index_fill_(1, column, True)
         hidden.copy_(hidden_states(body, token[:, None], mask, cache)[:, -1])
         column.add_(1)
 
     for start in range(0, T, TOKENS_PER_ROUND):
         end = min(start + TOKENS_PER_ROUND, T)
-        L = C + end + -(C + end) % 8  # columns after this round; fast attention needs a multiple of 8
-        mask = F.pad(mask, (0, L - mask.shape[1]))  # False: nothing is written there yet
+        columns = math.ceil((C + end) / 8) * 8  # after this round; fast attention needs a multiple of 8
+        mask = F.pad(mask, (0, columns - mask.shape[1]))  # False: nothing is written there yet
         for i, layer in enumerate(cache.layers):  # one by one, so that only one layer is in memory twice
-            cache.layers[i] = FixedSizeLayer(layer, L, column)
+            cache.layers[i] = FixedSizeLayer(layer, columns, column)
 
         repeat(step, end - start)
-        keep = (~find_ends(rows, tokens[rows, :end]).any(1)).nonzero().squeeze(1)
+        has_stopped = torch.isin(tokens[rows, start:end], stop_ids).any(1)  # [rows]
+        keep = (~has_stopped).nonzero().squeeze(1)
         if len(keep) == 0 or end == T:
             break
         if len(keep) < len(rows):
             cache.batch_select_indices(keep)
             rows, mask, hidden = rows[keep], mask[keep], hidden[keep]
 
-    # Cut off what rows sampled after their end, until their round was over.
-    is_end = find_ends(all_rows, tokens)  # [B, T]
-    stopped = is_end.any(1)
-    lengths = torch.where(stopped, is_end.int().argmax(1) + 1, T)
-    valid = length_mask(lengths, T)
-    return tokens.where(valid, 0), logprobs.where(valid, 0.0), lengths, stopped
+    # Discard what a row sampled between its end and the end of its round.
+    valid = length_mask(response_lengths(tokens, stop_ids), T)  # [B, T]
+    return tokens.where(valid, 0), logprobs.where(valid, 0.0)
 
 
 def repeat(step, count):
@@ -1335,13 +1337,13 @@ class FixedSizeLayer(DynamicLayer):
 
     is_compileable = True  # otherwise transformers asks for the values of the mask
 
-    def __init__(self, layer, L, column):
-        """A copy of a layer, with L columns. column: where update writes, a tensor [1]"""
+    def __init__(self, layer, columns, column):
+        """A copy of a layer, with free columns. column: where update writes, a tensor [1]"""
         super().__init__()
         dtype, device_type = layer.keys.dtype, layer.keys.device.type
         if torch.is_autocast_enabled(device_type):  # otherwise attention rounds all columns for each token
             dtype = torch.get_autocast_dtype(device_type)
-        room = (0, 0, 0, L - layer.keys.shape[2])
+        room = (0, 0, 0, columns - layer.keys.shape[2])
         self.keys = F.pad(layer.keys.to(dtype), room)
         self.values = F.pad(layer.values.to(dtype), room)
         self.is_initialized, self.column = True, column
@@ -1445,8 +1447,8 @@ def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else every tenth row of train.
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
+    validation; without both, every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1575,8 +1577,8 @@ def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    is_prompt: end where the assistant goes on, after the header of its turn or, if the last message is its
-    own, in that message. -> str
+    is_prompt: end where the assistant is to continue, after the header of its turn or, if the last message is
+    its own, in that message. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
@@ -1648,7 +1650,7 @@ def find_stop_tokens(args, tokenizer, policy):
 
 
 def start_accelerator(args):
-    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -1840,7 +1842,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # Worker processes that your code forks still end at these signals.
+            # These signals still terminate worker processes that your code forks.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1853,7 +1855,7 @@ class Run:
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
-            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
+            raise UserError(f"--resume: that run has done {state['update']} updates, not only {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -1866,7 +1868,7 @@ class Run:
         if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        self.accelerator.wait_for_everyone()  # no process writes until all have read
         if self.accelerator.is_main_process:
             # Raises an error if another new run has made this folder in the meantime.
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
@@ -1981,7 +1983,7 @@ def report_tasks(run, before, after):
     run.table("held-out tasks, the first of the sampled responses", samples)
     run.table(f"{count} held-out tasks", comparison)
     run.accelerator.print(
-        f"right: {args.reward_fn[0]} gives 1 or more\n"
+        f"right: the first of {', '.join(args.reward_fn)} that applies gives 1 or more\n"
         f"{args.num_eval_samples} responses per task by {decoding}; greedy: one, temperature 0.01"
     )
     about = {part: {row["metric"]: row[part] for row in comparison} for part in ("before", "after")}
@@ -2007,9 +2009,11 @@ def check_positive(args, *names):
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
 
 
-# Flags of all scripts that may change when a run is resumed:
+# Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
+# the updates that are left, unless the schedule is constant.)
 MAY_CHANGE = (
-    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations", "judge_model"),
+    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
+    *("judge_fn", "judge_model", "judge_url"),
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
@@ -2034,7 +2038,7 @@ def parse_args(argv):
     if args.resume is None:
         return args
 
-    # The flags of that run. Those may change that leave each update as it is.
+    # The flags of that run. Only those in MAY_CHANGE may differ.
     saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
     args = parse(default=Args(**saved))
     if names_recipe:

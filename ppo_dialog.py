@@ -4,15 +4,16 @@ This is ppo_sentiment.py with another task; PPO itself is the same code. If you 
 a dialog changes:
 
 1. The prompt is the end of a conversation. It comes with a reference answer: what the person said next
-   (`Turn`). "The references" are these answers; "the reference model" is the frozen policy, as elsewhere.
+   (`load_turns`). "The references" are these answers; "the reference model" is the frozen policy, as
+   elsewhere.
 2. The score is a weighted sum, and each part of it is logged (`load_reward_parts`). Intent: does the answer
    have the same dialog act (inform, question, directive, commissive) as the reference answer? Either 1 if
    a classifier finds that act the likeliest and 0 otherwise, or its probability (--intent-reward). METEOR:
    how many words does the answer share with the reference answer? And your own functions, if there are
    any. The KL penalty per token is subtracted, as in ppo_sentiment.py.
-3. An answer ends with an end mark, `<EOU>`. In GPT-2's vocabulary, these are several tokens, and not always
-   the same ones: "Bye.<EOU>" has a token ".<". So the mark is searched for in the text of the tokens, not
-   among their ids (`load_end_criteria`, `generate_until`).
+3. An answer ends with an end mark, `<EOU>`. In GPT-2's vocabulary this is several tokens, and not always the
+   same ones: "Bye.<EOU>" has a token ".<". So the mark is searched for in the text of the tokens, not among
+   their ids (`load_end_criteria`, `generate_until`).
 4. A policy can raise this score and still get worse. So the final table also has ROUGE, BLEU, distinct
    n-grams and the perplexity of the references, before and after training (`evaluate_dialogs`).
 5. Your own metrics go into one function and appear in the log and in the table (`custom_metrics`).
@@ -88,7 +89,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.cache_utils import DynamicLayer
 
 # ============================================================================================================
 # Part I: the algorithm
@@ -118,7 +118,7 @@ class Args:
     reward_model_path: str | None = "rajkumarrrk/roberta-daily-dialog-intent-classifier"  # None: no intent
     reward_fn: list[str] | None = None  # FILE.py:function ..., more parts of the reward; called as in TRL
     value_model_path: str | None = None  # a causal critic with its own weights; None: a head on the policy
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # float32: TF32 on GPUs; auto: bf16 if they can
     load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -230,7 +230,7 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: the first EOS predicts "Hi".
 #
-# Every other function names the sizes of its own arguments: learner(...) is called with t, and calls it T.
+# Size letters are local to a function: train passes t to learner(...), whose parameter is called T.
 #
 # score: one number per response, the weighted sum of intent, METEOR and --reward-fn. reward: one number per
 # token, the KL penalty, plus the score on the last one. (In TRL's names, such as reward functions,
@@ -263,10 +263,9 @@ def train(args):
     check_dialog_model(model.policy, args.model_name_or_path, args.max_prompt_length + T)
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     get_reward_parts, act_names = load_reward_parts(args, device, trainer_state)
-    num_acts = None if act_names is None else len(act_names)
     train_rows, held_out_rows = load_splits(args.dataset_name)
-    train_turns = load_turns(train_rows, tokenizer, num_acts, args)
-    held_out_turns = load_turns(held_out_rows, tokenizer, num_acts, args)
+    train_turns = load_turns(train_rows, tokenizer, act_names, args)
+    held_out_turns = load_turns(held_out_rows, tokenizer, act_names, args)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 
@@ -276,6 +275,8 @@ def train(args):
         f"{len(held_out_turns)} of {count_turns(held_out_rows)} held out; "
         f"{sum(turn.is_cut for turn in train_turns + held_out_turns)} of their prompts are cut to "
         f"{args.max_prompt_length} tokens\n"
+        "first prompt, whose end marks must be those of fine-tuning: "
+        f"{tokenizer.decode(train_turns[0].prompt_tokens)!r}\n"
         f"acts 1, 2, ... of the classifier (they must be those of the data): {act_names}\n"
         f"METEOR counts {meteor_matches()}; ROUGE sees only Latin letters, BLEU needs spaces between words\n"
         f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
@@ -315,7 +316,7 @@ def train(args):
         # The next B turns with their prompts, and the random numbers to sample answers with.
         prompt_batch = draw_prompts(train_turns, (update - 1) * B, B, args, update)
         turns = prompt_batch["turns"]  # of all processes
-        with accelerator.split_between_processes(dict(prompt_batch)) as prompt_share, autocast:
+        with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, answers = respond(prompt_share)
         b = accelerator.gather(b)  # rollouts of all processes: a dict of tensors, [B, ...] each
         answers = accelerate.utils.gather_object(answers)  # B str, in the order of turns
@@ -356,6 +357,8 @@ def train(args):
                 num_tokens = b["lengths"][minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
                     share = share[b["lengths"][share].argsort(stable=True)]  # similar lengths: less padding
+                # Exactly gradient_accumulation_steps micro-batches. accelerate counts them: before the last
+                # one, step and zero_grad do nothing. So never drop rows here; set their advantages to 0.
                 for rows in share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -434,8 +437,7 @@ def train(args):
             "val/num_eos_tokens": b["stopped"].sum(),
             "env/reward_mean": b["raw_scores"].mean(),
             "env/reward_std": b["raw_scores"].std(correction=0),
-            **{name: b[name].mean() for name in ("intent", "intent_match", "meteor") if name in b},
-            **reward_means(b),  # rewards/NAME/mean, one for each reward function
+            **part_means(b["parts"]),  # intent, meteor, ...
             **custom_metrics(turns, answers),
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
@@ -467,7 +469,9 @@ def train(args):
                 "answer": answers[:4],
                 "score": b["raw_scores"][:4].tolist(),  # as in the evaluation, before clip and penalty
             }
-            samples |= {name: b[name][:4].tolist() for name in ("intent", "meteor") if name in b}
+            for name, x in b["parts"].items():
+                if name != "intent_match":  # it is not in the score
+                    samples[name] = x[:4].nan_to_num().tolist()  # what does not apply counts as 0
             log_samples(run, update, rows_of(samples), b["lengths"], token_columns)
 
         # 7. Adapt the KL coefficient for the next update, and save.
@@ -507,20 +511,21 @@ def evaluate_dialogs(respond, policy, batch, args, accelerator):
         "score": b["raw_scores"].tolist(),
         "kl": (b["logprobs"] - b["ref_logprobs"]).sum(1).tolist(),
         "length": b["lengths"].tolist(),
-        "logprobs of the human answer": [score_reference(policy, turn) for turn in share["turns"]],
+        "logprobs_of_reference": [score_reference(policy, turn) for turn in share["turns"]],  # one per token
     }
-    parts = [name for name in ("meteor", "intent", "intent_match") if name in b]
-    columns |= {name: b[name].tolist() for name in parts}
     rows = accelerate.utils.gather_object(rows_of(columns))  # of all processes, in the order of the prompts
     gathered = {name: [row[name] for row in rows] for name in columns}
-    logprobs_of_human_answers = [x for logprobs in gathered["logprobs of the human answer"] for x in logprobs]
+    parts = {}
+    for name, x in b["parts"].items():
+        parts[name] = torch.tensor(accelerate.utils.gather_object(x.tolist()))
+    logprobs_of_references = [x for logprobs in gathered["logprobs_of_reference"] for x in logprobs]
     metrics = {
         **text_metrics(gathered["answer"], gathered["reference"]),
-        **{name: fmean(gathered[name]) for name in parts},
+        **part_means(parts),
         "tokens per answer": fmean(gathered["length"]),
         "distinct1": distinct_ngrams(gathered["answer"], 1),
         "distinct2": distinct_ngrams(gathered["answer"], 2),
-        "perplexity of the references": math.exp(-fmean(logprobs_of_human_answers)),
+        "perplexity of the references": math.exp(-fmean(logprobs_of_references)),
         "score mean": fmean(gathered["score"]),
         "score mean, +-": 1.96 * pstdev(gathered["score"]) / len(rows) ** 0.5,  # half of the 95 % interval
         "score median": median(gathered["score"]),
@@ -575,7 +580,7 @@ def score_reference(policy, turn):
     return logprobs[0].tolist()
 
 
-# ---- Rollout -----------------------------------------------------------------------------------------------
+# ---- Prompts and references --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -590,6 +595,65 @@ class Turn:
     prompt_tokens: list[int]  # token ids of the prompt: the end of the context
     reference_tokens: list[int]  # token ids of the reference, with its end mark
     is_cut: bool = False  # max_prompt_length cut something off the prompt
+
+
+def load_turns(rows, tokenizer, act_names, args):
+    """Every utterance but the first of each dialog. -> list of Turn
+
+    act_names: of the intent classifier, for acts 1, 2, ...; turns without an act are left out. None: no acts
+    needed.
+    """
+    bos = tokenizer("").input_ids  # [BOS], or nothing for GPT-2
+    turns = []
+    for row, utterances, acts in load_dialogs(rows):
+        tokens = utterance_ids(tokenizer, utterances, args.utterance_end)
+        for t in range(1, len(utterances)):
+            act = None if acts is None else acts[t]
+            if act_names is not None:
+                if act is None:
+                    continue
+                if act not in range(1, len(act_names) + 1):
+                    raise UserError(f"data: act {act}, but the classifier knows 1 to {len(act_names)}")
+            recent = tokens[:t][-args.num_context_utterances :]
+            prompt_tokens = context_ids(recent, args, bos)
+            is_cut = len(bos) + sum(map(len, recent)) > args.max_prompt_length
+            turns.append(Turn(row, t, utterances[:t], utterances[t], act, prompt_tokens, tokens[t], is_cut))
+    if not turns:
+        raise UserError(
+            f"{args.dataset_name}: no row has a column dialog with two utterances, and a column act with a "
+            "number for each (not needed with --reward-model-path None)"
+        )
+    return turns
+
+
+def utterance_ids(tokenizer, utterances, end):
+    """Token ids of each utterance: a space, its text, the end mark. -> list of lists
+
+    sft.py and ppo_dialog.py share this rule. Utterances are tokenized one by one, so no token spans two of
+    them, and an utterance has the same tokens in fine-tuning, in a prompt and as a reference.
+    """
+    end_text, end_ids = end, []
+    if end == "eos":
+        end_text, end_ids = "", [tokenizer.eos_token_id]
+    texts = [f" {' '.join(text.split())}{end_text}" for text in utterances]
+    return [ids + end_ids for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+
+
+def context_ids(utterances, args, bos=()):
+    """The prompt: the last utterances of a dialog, without the oldest ones if they are too long.
+
+    utterances: one list of token ids each; bos: [BOS] or nothing -> list of at most max_prompt_length token
+    ids. If the last utterance alone is too long, it loses its beginning.
+    """
+    max_length = args.max_prompt_length - len(bos)
+    kept = utterances[-args.num_context_utterances :]
+    while len(kept) > 1 and sum(len(ids) for ids in kept) > max_length:
+        kept = kept[1:]
+    prompt = sum(kept, [])  # one list of all tokens
+    return [*bos, *prompt[max(len(prompt) - max_length, 0) :]]
+
+
+# ---- Rollout -----------------------------------------------------------------------------------------------
 
 
 def draw_prompts(turns, start, B, args, purpose):
@@ -627,8 +691,8 @@ def rollout_answers(model, ref_model, tokenizer, is_end, get_reward_parts, batch
     """Sample an answer for each turn, score it, and compute the log-probabilities that PPO calls old.
 
     batch: from draw_prompts; is_end, get_reward_parts: from load_end_criteria, load_reward_parts. Returns
-    - a dict of tensors: ids, mask [B, C + T]; lengths, stopped, raw_scores, and the parts of the reward [B];
-      logprobs, ref_logprobs, sampling_logprobs, entropies, values [B, T]
+    - a dict of tensors: ids, mask [B, C + T]; lengths, stopped, raw_scores [B]; logprobs, ref_logprobs,
+      sampling_logprobs, entropies, values [B, T]; and parts, a dict: part of the score -> [B]
     - answers, a list of B str
     """
     model.eval()
@@ -677,7 +741,7 @@ def rollout_answers(model, ref_model, tokenizer, is_end, get_reward_parts, batch
         "sampling_logprobs": sampling_logprobs,
         "entropies": entropies,
         "values": values,
-        **parts,
+        "parts": parts,
     }
     return b, answers
 
@@ -694,27 +758,15 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
     body, head = body_and_head(policy)
     cache = transformers.DynamicCache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
-    if can_be_recorded(policy, cache):  # on a GPU, a faster version of the loop below
-
-        def find_ends(rows, tokens):
-            ends = [is_end(tokens[:, : t + 1], None) for t in range(tokens.shape[1])]
-            return torch.stack(ends, 1)
-
-        return generate_recorded(policy, cache, hidden, mask, uniforms, temperature, find_ends)
-
     tokens = torch.zeros(B, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(B, T, device=ids.device)
     lengths = torch.full([B], T, device=ids.device)
     stopped = torch.zeros(B, dtype=torch.bool, device=ids.device)
     rows = torch.arange(B, device=ids.device)  # the rows that are still being written
     for t in range(T):
-        # Sample the next token of each row.
-        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
-        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
-        tokens[rows, t] = token
-        logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
-        # Finished rows leave. Only the response is searched for an end mark, because the beginning of a
-        # response could complete a mark that the prompt began.
+        token, logprob = sample_next(head, hidden, uniforms[rows, t], temperature)  # [rows] each
+        tokens[rows, t], logprobs[rows, t] = token, logprob
+        # Drop the finished rows. Only the response is searched for its end mark: the prompt ends with one.
         has_ended = is_end(tokens[rows, : t + 1], None)  # [rows]; None instead of logits
         lengths[rows[has_ended]] = t + 1
         stopped[rows[has_ended]] = True
@@ -728,6 +780,35 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
         mask = F.pad(mask, (0, 1), value=True)
         hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
     return tokens, logprobs, lengths, stopped
+
+
+def sample_next(head, hidden, uniforms, temperature):
+    """Sample the next token of each row.
+
+    head: the output layer; hidden [B, H]; uniforms [B] -> tokens, log-probabilities [B]
+    """
+    probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [B, V]
+    token = sample_tokens(probs, uniforms)
+    return token, probs.gather(1, token[:, None]).squeeze(1).log()
+
+
+def load_end_criteria(args, tokenizer):
+    """What ends an answer: --utterance-end, and always EOS. -> function: token ids [B, t], None -> bool [B]
+
+    True if the last token completes the mark; that token may go on after it. transformers compares the texts
+    of the last tokens with the mark, so it does not matter how a tokenizer splits the mark, or what it merges
+    the mark with.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no EOS token, so no answer could end")
+    criteria = transformers.StoppingCriteriaList([transformers.EosTokenCriteria(tokenizer.eos_token_id)])
+    if args.utterance_end != "eos":
+        mark = args.utterance_end.strip()
+        ids = utterance_ids(tokenizer, ["Yes"], args.utterance_end)
+        if not mark or mark not in tokenizer.decode(ids[0]):
+            raise UserError(f"--utterance-end {mark!r}: it is blank, or the tokenizer cannot write it")
+        criteria.append(transformers.StopStringCriteria(tokenizer, mark))
+    return criteria
 
 
 def answer_text(tokenizer, tokens, end):
@@ -760,7 +841,7 @@ def load_reward_parts(args, device, trainer_state):
     classify, act_names = None, None
     if args.reward_model_path is not None:
         classify, act_names = load_classifier(args, args.reward_model_path, device)
-    functions = {} if args.reward_fn is None else load_functions(args.reward_fn)
+    functions = load_functions(args.reward_fn or [])
 
     def get_reward_parts(turns, answers, answer_tokens):
         parts = {}
@@ -775,13 +856,17 @@ def load_reward_parts(args, device, trainer_state):
             parts["intent_match"] = match
         meteors = [meteor(turn.reference, answer) for turn, answer in zip(turns, answers)]
         parts["meteor"] = torch.tensor(meteors, device=device)
-        # Your functions get the whole context as the prompt, one utterance per line (even if the policy reads
-        # only its end); the columns of the data; and a list of int, `turn`, which replaces a column of that
-        # name. The reference of answer i is dialog[i][turn[i]], with the spaces around it.
+        # Your functions are called by keyword. For example, a reward for being as long as the reference:
+        #     def same_length(completions, dialog, turn, **kwargs):
+        #         references = [utterances[t] for utterances, t in zip(dialog, turn)]
+        #         return [-abs(len(x) - len(y)) for x, y in zip(completions, references)]
+        # `prompts` is the whole context, one utterance per line, even if the policy reads only its end.
+        # `turn` replaces a column of that name.
         rows = [turn.columns | {"turn": turn.number} for turn in turns]
         prompts = ["\n".join(turn.context) for turn in turns]
-        inputs = rows, prompts, answers, answer_tokens
-        rewards = call_reward_functions(functions, trainer_state, device, *inputs)
+        rewards = call_reward_functions(
+            functions, trainer_state, device, rows, prompts, answers, answer_tokens
+        )
         return parts | {f"rewards/{name}": x for name, x in rewards.items()}
 
     return get_reward_parts, act_names
@@ -822,12 +907,25 @@ def words_of(text):
 def weighted_score(parts, args):
     """The score of each answer: the sum of the parts, each times its weight. dict of [B] -> [B]
 
-    A part without a weight is a KeyError. nan: a function of --reward-fn does not apply, which counts as 0.
+    A part without a weight raises a KeyError. nan means that a --reward-fn function does not apply; it counts
+    as 0.
     """
     functions = [name for name in parts if name.startswith("rewards/")]
     weights = dict(zip(functions, args.reward_weights or [1.0] * len(functions), strict=True))
     weights |= {"intent": args.intent_weight, "intent_match": 0.0, "meteor": args.meteor_weight}
     return sum(weights[name] * x.nan_to_num() for name, x in parts.items())
+
+
+def part_means(parts):
+    """The metric of each part: its mean over the answers to which it applies, or 0 if there is none.
+
+    parts: name -> [B] -> dict of floats. Functions of --reward-fn have TRL's name, rewards/NAME/mean.
+    """
+    means = {}
+    for name, x in parts.items():
+        metric = f"{name}/mean" if name.startswith("rewards/") else name
+        means[metric] = x.nanmean().nan_to_num().item()
+    return means
 
 
 # ---- Policy, value function, reference ---------------------------------------------------------------------
@@ -1081,8 +1179,8 @@ def learning_rate(args, update, updates):
 
 
 # ============================================================================================================
-# Part II: infrastructure. You need nothing below to understand PPO: here are models, rewards, data, files and
-# flags. The scripts share these functions, copied verbatim, so some arguments are not used in this one.
+# Part II: infrastructure. Nothing below is needed to understand PPO: it covers models, rewards, data, files
+# and flags. The scripts share these functions, copied verbatim, so some arguments are not used in this one.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -1092,8 +1190,8 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2.
 
-    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
-    reported by the libraries, with a traceback.
+    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
+    everything else, with a traceback.
     """
 
 
@@ -1237,8 +1335,8 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
 
     ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
     """
-    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only in large
-    # logits. So the output layer multiplies by 64 here, and we divide by 64.
+    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
+    # logits are large. So the output layer multiplies by 64 here, and we divide by 64.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
     for row, length in enumerate(lengths.tolist()):
@@ -1316,6 +1414,7 @@ def load_policy_and_value(args, device):
     folder = resolve_path(args.value_model_path or args.model_name_or_path)
     saved_head = Path(folder, "value_head.safetensors")
     if saved_head.exists():  # of an earlier run
+        accelerate.PartialState().print(f"the value head starts from {saved_head}")
         model.value_head.load_state_dict(load_file(saved_head))
     return model.to(device), ref_model
 
@@ -1374,122 +1473,6 @@ class LogprobsAndEntropies(torch.autograd.Function):
             # -p * (log_p + 1), but the gradient of log_softmax cancels the 1.
             grad -= grad_entropies[:, None] * log_p.exp() * log_p
         return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
-
-
-# ---- Token steps that a GPU records ------------------------------------------------------------------------
-
-
-TOKENS_PER_ROUND = 128  # then finished rows leave, and a step is recorded anew
-
-
-def can_be_recorded(policy, cache):
-    """Can a GPU record a token step of this model? No shape may change, and nothing may go to the CPU.
-
-    transformers says of each kind of model whether it can read a cache with free columns (GPT-Neo cannot).
-    """
-    body, _ = body_and_head(policy)
-    has_windows = any(type(layer) is not DynamicLayer for layer in cache.layers)  # sliding windows move
-    is_quantized = getattr(policy, "is_quantized", False)
-    return body.device.type == "cuda" and body._can_compile_fullgraph and not has_windows and not is_quantized
-
-
-def generate_recorded(policy, cache, hidden, mask, uniforms, temperature, find_ends):
-    """The loop over tokens on a GPU: the same tokens up to rounding, in less time.
-
-    It goes in rounds. Within a round, all steps are the same for the GPU, so that `repeat` can record one:
-    no shape changes, and nothing is copied to the CPU. Before a round, mask and cache get room for its
-    tokens. After it, finished rows leave.
-
-    cache, mask [B, C]: the prompts; hidden [B, H]: predicts the first token; uniforms [B, T]; find_ends(rows
-    [n], tokens [n, t]) -> bool [n, t], True at a token that ends its response
-    -> tokens, logprobs [B, T], both 0 after the end; lengths [B]; bool [B], True if a response has ended
-    """
-    (B, C), T = mask.shape, uniforms.shape[1]
-    body, head = body_and_head(policy)
-    tokens = torch.zeros(B, T, dtype=torch.long, device=mask.device)
-    logprobs = torch.zeros(B, T, device=mask.device)
-    all_rows = torch.arange(B, device=mask.device)
-    rows = all_rows  # the rows that are still being written
-    column = torch.full([1], C, device=mask.device)  # of the next token
-
-    # step reads the current rows, mask and hidden of the loop below.
-    def step():
-        """The body of the loop over tokens: sample the next token of each row, and read it."""
-        t = column - C  # [1]
-        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
-        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
-        tokens[rows, t] = token
-        logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
-        mask.index_fill_(1, column, True)
-        hidden.copy_(hidden_states(body, token[:, None], mask, cache)[:, -1])
-        column.add_(1)
-
-    for start in range(0, T, TOKENS_PER_ROUND):
-        end = min(start + TOKENS_PER_ROUND, T)
-        L = C + end + -(C + end) % 8  # columns after this round; fast attention needs a multiple of 8
-        mask = F.pad(mask, (0, L - mask.shape[1]))  # False: nothing is written there yet
-        for i, layer in enumerate(cache.layers):  # one by one, so that only one layer is in memory twice
-            cache.layers[i] = FixedSizeLayer(layer, L, column)
-
-        repeat(step, end - start)
-        keep = (~find_ends(rows, tokens[rows, :end]).any(1)).nonzero().squeeze(1)
-        if len(keep) == 0 or end == T:
-            break
-        if len(keep) < len(rows):
-            cache.batch_select_indices(keep)
-            rows, mask, hidden = rows[keep], mask[keep], hidden[keep]
-
-    # Cut off what rows sampled after their end, until their round was over.
-    is_end = find_ends(all_rows, tokens)  # [B, T]
-    stopped = is_end.any(1)
-    lengths = torch.where(stopped, is_end.int().argmax(1) + 1, T)
-    valid = length_mask(lengths, T)
-    return tokens.where(valid, 0), logprobs.where(valid, 0.0), lengths, stopped
-
-
-def repeat(step, count):
-    """Call step() count times. From the second time on, the GPU replays what it recorded of one call.
-
-    Launching a kernel from Python takes longer than running it. A recording (a CUDA graph) is the list of
-    the kernels of one call, with the addresses that they read and write; the GPU starts them by itself. So a
-    step must keep its state in tensors that it changes in place.
-    """
-    step()  # also loads the kernels, which must not happen during a recording
-    if count == 1:
-        return
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
-        step()  # only recorded, not executed
-    for _ in range(count - 1):
-        graph.replay()
-    torch.cuda.synchronize()  # before the graph and its memory are freed
-
-
-class FixedSizeLayer(DynamicLayer):
-    """Keys and values of one layer, [rows, heads, L, width]. Each token is written to a free column."""
-
-    is_compileable = True  # otherwise transformers asks for the values of the mask
-
-    def __init__(self, layer, L, column):
-        """A copy of a layer, with L columns. column: where update writes, a tensor [1]"""
-        super().__init__()
-        dtype, device_type = layer.keys.dtype, layer.keys.device.type
-        if torch.is_autocast_enabled(device_type):  # otherwise attention rounds all columns for each token
-            dtype = torch.get_autocast_dtype(device_type)
-        room = (0, 0, 0, L - layer.keys.shape[2])
-        self.keys = F.pad(layer.keys.to(dtype), room)
-        self.values = F.pad(layer.values.to(dtype), room)
-        self.is_initialized, self.column = True, column
-
-    def update(self, keys, values, *args, **kwargs):
-        """Called by each attention layer, with the newest token's keys and values. -> those of all columns"""
-        self.keys.index_copy_(2, self.column, keys.to(self.keys.dtype))
-        self.values.index_copy_(2, self.column, values.to(self.values.dtype))
-        return self.keys, self.values
-
-    def get_mask_sizes(self, query_length):
-        """Called by transformers, to make the attention mask. -> number of columns, the first column"""
-        return self.keys.shape[2], 0
 
 
 # ---- Rewards -----------------------------------------------------------------------------------------------
@@ -1592,14 +1575,6 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
     return rewards
 
 
-def reward_means(b):
-    """The means of b["rewards/NAME"] over the responses to which a function applies; 0 if there is none.
-
-    -> dict: name -> mean
-    """
-    return {f"{name}/mean": x.nanmean().nan_to_num() for name, x in b.items() if name.startswith("rewards/")}
-
-
 class NoWordNet:
     """Replaces nltk's WordNet if its data are not installed: no word has synonyms."""
 
@@ -1633,8 +1608,8 @@ def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else every tenth row of train.
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
+    validation; without both, every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1702,65 +1677,10 @@ def load_dialogs(rows):
     return dialogs
 
 
-def utterance_ids(tokenizer, utterances, end):
-    """Token ids of each utterance: a space, its text, the end mark. -> list of lists
-
-    sft.py and ppo_dialog.py share this rule. Utterances are tokenized one by one, so no token spans two of
-    them, and an utterance has the same tokens in fine-tuning, in a prompt and as a reference.
-    """
-    end_text, end_ids = end, []
-    if end == "eos":
-        end_text, end_ids = "", [tokenizer.eos_token_id]
-    texts = [f" {' '.join(text.split())}{end_text}" for text in utterances]
-    return [ids + end_ids for ids in tokenizer(texts, add_special_tokens=False).input_ids]
-
-
-def context_ids(utterances, args, bos=()):
-    """The prompt: the last utterances of a dialog, without the oldest ones if they are too long.
-
-    utterances: one list of token ids each; bos: [BOS] or nothing -> list of at most max_prompt_length token
-    ids. If the last utterance alone is too long, it loses its beginning.
-    """
-    max_length = args.max_prompt_length - len(bos)
-    kept = utterances[-args.num_context_utterances :]
-    while len(kept) > 1 and sum(len(ids) for ids in kept) > max_length:
-        kept = kept[1:]
-    prompt = [token for ids in kept for token in ids]
-    return [*bos, *prompt[max(len(prompt) - max_length, 0) :]]
-
-
-def load_turns(rows, tokenizer, num_acts, args):
-    """Every utterance but the first of each dialog. -> list of Turn
-
-    num_acts: for the intent classifier, which needs acts from 1 to this number. Turns without an act are left
-    out. None: no acts needed.
-    """
-    bos = tokenizer("").input_ids  # [BOS], or nothing for GPT-2
-    turns = []
-    for row, utterances, acts in load_dialogs([row for row in rows if row.get("dialog")]):
-        tokens = utterance_ids(tokenizer, utterances, args.utterance_end)
-        for t in range(1, len(utterances)):
-            act = None if acts is None else acts[t]
-            if num_acts is not None:
-                if act is None:
-                    continue
-                if act not in range(1, num_acts + 1):
-                    raise UserError(f"data: act {act}, but the classifier knows 1 to {num_acts}")
-            recent = tokens[max(t - args.num_context_utterances, 0) : t]
-            prompt_tokens = context_ids(recent, args, bos)
-            is_cut = len(prompt_tokens) < len(bos) + sum(len(ids) for ids in recent)
-            turns.append(Turn(row, t, utterances[:t], utterances[t], act, prompt_tokens, tokens[t], is_cut))
-    if not turns:
-        raise UserError(
-            f"{args.dataset_name}: no row has a column dialog with two utterances, and a column act with a "
-            "number for each (not needed with --reward-model-path None)"
-        )
-    return turns
-
-
 def count_turns(rows):
-    """The number of utterances that answer another one, with those that load_turns leaves out."""
-    return sum(len(row["dialog"]) - 1 for row in rows if row.get("dialog"))
+    """The number of utterances that answer another one, including those that load_turns leaves out."""
+    dialogs = [row["dialog"] for row in rows if isinstance(row.get("dialog"), list)]
+    return sum(max(len(dialog) - 1, 0) for dialog in dialogs)
 
 
 def set_global_seed(seed, *purpose):
@@ -1768,30 +1688,11 @@ def set_global_seed(seed, *purpose):
     transformers.set_seed(generator_for(seed, *purpose).initial_seed() % 2**32)
 
 
-def load_end_criteria(args, tokenizer):
-    """What ends an answer: --utterance-end, and always EOS. -> function: token ids [B, t], None -> bool [B]
-
-    True if the last token completes the mark; that token may go on after it. transformers compares the texts
-    of the last tokens with the mark, so it does not matter how a tokenizer splits the mark, or what it merges
-    the mark with.
-    """
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no EOS token, so no answer could end")
-    criteria = transformers.StoppingCriteriaList([transformers.EosTokenCriteria(tokenizer.eos_token_id)])
-    if args.utterance_end != "eos":
-        mark = args.utterance_end.strip()
-        ids = utterance_ids(tokenizer, ["Yes"], args.utterance_end)
-        if not mark or mark not in tokenizer.decode(ids[0]):
-            raise UserError(f"--utterance-end {mark!r}: it is blank, or the tokenizer cannot write it")
-        criteria.append(transformers.StopStringCriteria(tokenizer, mark))
-    return criteria
-
-
 # ---- Processes and optimizer -------------------------------------------------------------------------------
 
 
 def start_accelerator(args):
-    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -1983,7 +1884,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # Worker processes that your code forks still end at these signals.
+            # These signals still terminate worker processes that your code forks.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1996,7 +1897,7 @@ class Run:
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
-            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
+            raise UserError(f"--resume: that run has done {state['update']} updates, not only {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -2009,7 +1910,7 @@ class Run:
         if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        self.accelerator.wait_for_everyone()  # no process writes until all have read
         if self.accelerator.is_main_process:
             # Raises an error if another new run has made this folder in the meantime.
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
@@ -2109,9 +2010,16 @@ def report_dialog_evaluation(run, tokenizer, turns, before, after):
     metrics_after, samples_after = after
     rows = []
     for old, new in zip(samples_before, samples_after):
-        row = {"last": old["last"], "reference": old["reference"]}
-        row |= {"before": old["answer"], "score": old["score"]}
-        rows.append(row | {"after": new["answer"], "score after": new["score"]})
+        rows.append(
+            {
+                "last": old["last"],
+                "reference": old["reference"],
+                "before": old["answer"],
+                "score": old["score"],
+                "after": new["answer"],
+                "score after": new["score"],
+            }
+        )
     # The same metrics of the references, as far as they can be measured. They are cut like answers.
     args = run.args
     tokens = [turn.reference_tokens[: args.response_length] for turn in turns]
@@ -2124,8 +2032,10 @@ def report_dialog_evaluation(run, tokenizer, turns, before, after):
     }
     comparison = []
     for name, value in metrics_before.items():
-        row = {"metric": name, "before": value, "after": metrics_after[name]}
-        comparison.append(row | {"references": metrics_of_references.get(name, "")})
+        of_references = metrics_of_references.get(name, "")
+        comparison.append(
+            {"metric": name, "before": value, "after": metrics_after[name], "references": of_references}
+        )
     run.table("held-out prompts", rows[:6])
     run.table(f"{len(rows)} held-out prompts", comparison)
     about = {
@@ -2149,13 +2059,17 @@ def chat(argv):
     if not argv:
         raise UserError(f"chat needs a run folder or a model: python {SCRIPT}.py chat RUN_FOLDER_OR_MODEL")
     name, *flags = argv
-    # What the flags do not say comes from the run, from the recipe that starts with this model, or from Args.
-    default = {recipe.model_name_or_path: recipe for recipe in RECIPES.values()}.get(name, Args())
     path = Path(resolve_path(name))
+    # What the flags do not say comes from the run, from the recipe that starts with this model, or from Args.
+    default = Args()
+    for recipe in RECIPES.values():
+        start = Path(recipe.model_name_or_path)
+        if path == start or path.resolve() == (HERE / start).resolve():
+            default = recipe
     run_folder = path.parent if path.name == "model" else path
     if (run_folder / "args.json").exists():  # perhaps of another script: take the flags that both have
         saved = json.loads((run_folder / "args.json").read_text())["args"]
-        default = Args(**{key: value for key, value in saved.items() if hasattr(Args, key)})
+        default = replace(default, **{key: x for key, x in saved.items() if hasattr(Args, key)})
         name = str(run_folder / "model")
     args = tyro.cli(Args, default=default, args=flags, description=chat.__doc__)
     check_positive(args, "temperature", "num_context_utterances")
@@ -2207,9 +2121,11 @@ def check_positive(args, *names):
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
 
 
-# Flags of all scripts that may change when a run is resumed:
+# Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
+# the updates that are left, unless the schedule is constant.)
 MAY_CHANGE = (
-    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations", "judge_model"),
+    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
+    *("judge_fn", "judge_model", "judge_url"),
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
@@ -2234,7 +2150,7 @@ def parse_args(argv):
     if args.resume is None:
         return args
 
-    # The flags of that run. Those may change that leave each update as it is.
+    # The flags of that run. Only those in MAY_CHANGE may differ.
     saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
     args = parse(default=Args(**saved))
     if names_recipe:

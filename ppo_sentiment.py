@@ -81,7 +81,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.cache_utils import DynamicLayer
 
 # ============================================================================================================
 # Part I: the algorithm
@@ -115,7 +114,7 @@ class Args:
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
     judge_model_path: str | None = None  # a second classifier, not seen in training, for the final table
     value_model_path: str | None = None  # a causal critic, same tokenizer, trained whole; None: a value head
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # float32: TF32 on GPUs; auto: bf16 if they can
     load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -148,6 +147,7 @@ class Args:
     kl_coef: float = 0.2  # KL penalty coefficient; the initial value if kl_target is set (0 stays 0)
     kl_target: float | None = 6.0  # hold the KL near this, in nats per response; None: fixed coefficient
     kl_horizon: float = 10_000  # time scale of that adaptation, in episodes
+    # Set response_min_length to response_length with it: a lower limit leaves less room to end.
     missing_eos_penalty: float | None = None  # subtracted from the score of a response without a stop token
     score_clip: float | None = None  # clip scores to [-score_clip, score_clip]
     whiten_rewards: bool = False  # rescale rewards to std 1, keeping their mean
@@ -219,7 +219,7 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "film" predicts "was".
 #
-# Every other function names the sizes of its own arguments: learner(...) is called with t, and calls it T.
+# Size letters are local to a function: train passes t to learner(...), whose parameter is called T.
 #
 # score: one number per response, from the classifier or --reward-fn. reward: one number per token, the KL
 # penalty, plus the score on the last one. (In TRL's names, such as reward functions, rewards/NAME and
@@ -270,7 +270,8 @@ def train(args):
         f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
         f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes; {updates} updates "
         f"x {args.num_ppo_epochs} epochs x {args.num_mini_batches} minibatches = "
-        f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps"
+        f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps\n"
+        f"scores are clipped to +-: {args.score_clip}"
     )
 
     # The held-out prompts and their random numbers depend only on the seed, so the evaluations before and
@@ -328,8 +329,8 @@ def train(args):
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, valid, shift_mean=False)
 
-        # 4. Advantages, always whitened: minus their mean (so a constant baseline changes nothing), and
-        #    divided by their standard deviation.
+        # 4. Advantages, always whitened: subtract the mean (so a constant baseline changes nothing), and
+        #    divide by the standard deviation.
         advantages, returns = gae(rewards, b["values"], valid, args.gamma, args.lam)  # [B, T] each
         advantages = masked_whiten(advantages, valid)
 
@@ -346,6 +347,8 @@ def train(args):
                 num_tokens = b["lengths"][minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
                     share = share[b["lengths"][share].argsort(stable=True)]  # similar lengths: less padding
+                # Exactly gradient_accumulation_steps micro-batches. accelerate counts them: before the last
+                # one, step and zero_grad do nothing. So never drop rows here; set their advantages to 0.
                 for rows in share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -357,7 +360,7 @@ def train(args):
                         with autocast:
                             new_logprobs, entropies, new_values = learner(
                                 b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
-                            )  # [n, t] each, 0 after the end of a response; only these have a gradient
+                            )  # [n, t] each, 0 after the end of a response; all else in the loss is constant
                         policy_loss = clipped_policy_loss(
                             new_logprobs, old_logprobs, mb_advantages, args.cliprange
                         )
@@ -535,8 +538,8 @@ def draw_batch(reviews, start, B, args, purpose):
     The prompts are the beginnings of reviews start to start + B - 1 of an endless stream of shuffled passes.
     All other draws depend only on the seed and the purpose: the number of the update, or "held-out".
 
-    The policy is not told its limit. So it cannot plan to finish by then, and learns to write text that could
-    go on. With missing_eos_penalty, set response_min_length to response_length: else responses with a low
+    The policy is not told its limit. So it cannot plan to finish in time; it learns to write text that could
+    continue. With missing_eos_penalty, set response_min_length to response_length: else responses with a low
     limit are penalized because they had less room to end.
     -> dict: reviews (list of B), ids [B, C], bool mask [B, C], max_new_tokens [B], uniforms [B, T]
     """
@@ -647,25 +650,13 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_ids, temperature)
     body, head = body_and_head(policy)
     cache = transformers.DynamicCache(config=body.config)
     hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
-    if can_be_recorded(policy, cache):  # on a GPU, a faster version of the loop below
-
-        def find_ends(rows, tokens):
-            is_last = torch.arange(1, tokens.shape[1] + 1, device=rows.device) >= max_new_tokens[rows, None]
-            return torch.isin(tokens, stop_ids) | is_last
-
-        inputs = policy, cache, hidden, mask, uniforms, temperature, find_ends
-        return generate_recorded(*inputs)[:2]
-
     tokens = torch.zeros(B, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(B, T, device=ids.device)
     rows = torch.arange(B, device=ids.device)  # the rows that are still being written
     for t in range(T):
-        # Sample the next token of each row.
-        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
-        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
-        tokens[rows, t] = token
-        logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
-        # Finished rows leave.
+        token, logprob = sample_next(head, hidden, uniforms[rows, t], temperature)  # [rows] each
+        tokens[rows, t], logprobs[rows, t] = token, logprob
+        # Drop the finished rows.
         is_finished = torch.isin(token, stop_ids) | (t + 1 >= max_new_tokens[rows])  # [rows]
         keep = (~is_finished).nonzero().squeeze(1)
         if len(keep) == 0:
@@ -677,6 +668,16 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_ids, temperature)
         mask = F.pad(mask, (0, 1), value=True)
         hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
     return tokens, logprobs
+
+
+def sample_next(head, hidden, uniforms, temperature):
+    """Sample the next token of each row.
+
+    head: the output layer; hidden [B, H]; uniforms [B] -> tokens, log-probabilities [B]
+    """
+    probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [B, V]
+    token = sample_tokens(probs, uniforms)
+    return token, probs.gather(1, token[:, None]).squeeze(1).log()
 
 
 # ---- Policy, value function, reference ---------------------------------------------------------------------
@@ -950,8 +951,8 @@ def learning_rate(args, update, updates):
 
 
 # ============================================================================================================
-# Part II: infrastructure. You need nothing below to understand PPO: here are models, rewards, data, files and
-# flags. The scripts share these functions, copied verbatim, so some arguments are not used in this one.
+# Part II: infrastructure. Nothing below is needed to understand PPO: it covers models, rewards, data, files
+# and flags. The scripts share these functions, copied verbatim, so some arguments are not used in this one.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -961,8 +962,8 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2.
 
-    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
-    reported by the libraries, with a traceback.
+    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
+    everything else, with a traceback.
     """
 
 
@@ -1074,8 +1075,8 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
 
     ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
     """
-    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only in large
-    # logits. So the output layer multiplies by 64 here, and we divide by 64.
+    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
+    # logits are large. So the output layer multiplies by 64 here, and we divide by 64.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
     for row, length in enumerate(lengths.tolist()):
@@ -1192,6 +1193,7 @@ def load_policy_and_value(args, device):
     folder = resolve_path(args.value_model_path or args.model_name_or_path)
     saved_head = Path(folder, "value_head.safetensors")
     if saved_head.exists():  # of an earlier run
+        accelerate.PartialState().print(f"the value head starts from {saved_head}")
         model.value_head.load_state_dict(load_file(saved_head))
     return model.to(device), ref_model
 
@@ -1240,122 +1242,6 @@ class LogprobsAndEntropies(torch.autograd.Function):
             # -p * (log_p + 1), but the gradient of log_softmax cancels the 1.
             grad -= grad_entropies[:, None] * log_p.exp() * log_p
         return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
-
-
-# ---- Token steps that a GPU records ------------------------------------------------------------------------
-
-
-TOKENS_PER_ROUND = 128  # then finished rows leave, and a step is recorded anew
-
-
-def can_be_recorded(policy, cache):
-    """Can a GPU record a token step of this model? No shape may change, and nothing may go to the CPU.
-
-    transformers says of each kind of model whether it can read a cache with free columns (GPT-Neo cannot).
-    """
-    body, _ = body_and_head(policy)
-    has_windows = any(type(layer) is not DynamicLayer for layer in cache.layers)  # sliding windows move
-    is_quantized = getattr(policy, "is_quantized", False)
-    return body.device.type == "cuda" and body._can_compile_fullgraph and not has_windows and not is_quantized
-
-
-def generate_recorded(policy, cache, hidden, mask, uniforms, temperature, find_ends):
-    """The loop over tokens on a GPU: the same tokens up to rounding, in less time.
-
-    It goes in rounds. Within a round, all steps are the same for the GPU, so that `repeat` can record one:
-    no shape changes, and nothing is copied to the CPU. Before a round, mask and cache get room for its
-    tokens. After it, finished rows leave.
-
-    cache, mask [B, C]: the prompts; hidden [B, H]: predicts the first token; uniforms [B, T]; find_ends(rows
-    [n], tokens [n, t]) -> bool [n, t], True at a token that ends its response
-    -> tokens, logprobs [B, T], both 0 after the end; lengths [B]; bool [B], True if a response has ended
-    """
-    (B, C), T = mask.shape, uniforms.shape[1]
-    body, head = body_and_head(policy)
-    tokens = torch.zeros(B, T, dtype=torch.long, device=mask.device)
-    logprobs = torch.zeros(B, T, device=mask.device)
-    all_rows = torch.arange(B, device=mask.device)
-    rows = all_rows  # the rows that are still being written
-    column = torch.full([1], C, device=mask.device)  # of the next token
-
-    # step reads the current rows, mask and hidden of the loop below.
-    def step():
-        """The body of the loop over tokens: sample the next token of each row, and read it."""
-        t = column - C  # [1]
-        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
-        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
-        tokens[rows, t] = token
-        logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
-        mask.index_fill_(1, column, True)
-        hidden.copy_(hidden_states(body, token[:, None], mask, cache)[:, -1])
-        column.add_(1)
-
-    for start in range(0, T, TOKENS_PER_ROUND):
-        end = min(start + TOKENS_PER_ROUND, T)
-        L = C + end + -(C + end) % 8  # columns after this round; fast attention needs a multiple of 8
-        mask = F.pad(mask, (0, L - mask.shape[1]))  # False: nothing is written there yet
-        for i, layer in enumerate(cache.layers):  # one by one, so that only one layer is in memory twice
-            cache.layers[i] = FixedSizeLayer(layer, L, column)
-
-        repeat(step, end - start)
-        keep = (~find_ends(rows, tokens[rows, :end]).any(1)).nonzero().squeeze(1)
-        if len(keep) == 0 or end == T:
-            break
-        if len(keep) < len(rows):
-            cache.batch_select_indices(keep)
-            rows, mask, hidden = rows[keep], mask[keep], hidden[keep]
-
-    # Cut off what rows sampled after their end, until their round was over.
-    is_end = find_ends(all_rows, tokens)  # [B, T]
-    stopped = is_end.any(1)
-    lengths = torch.where(stopped, is_end.int().argmax(1) + 1, T)
-    valid = length_mask(lengths, T)
-    return tokens.where(valid, 0), logprobs.where(valid, 0.0), lengths, stopped
-
-
-def repeat(step, count):
-    """Call step() count times. From the second time on, the GPU replays what it recorded of one call.
-
-    Launching a kernel from Python takes longer than running it. A recording (a CUDA graph) is the list of
-    the kernels of one call, with the addresses that they read and write; the GPU starts them by itself. So a
-    step must keep its state in tensors that it changes in place.
-    """
-    step()  # also loads the kernels, which must not happen during a recording
-    if count == 1:
-        return
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
-        step()  # only recorded, not executed
-    for _ in range(count - 1):
-        graph.replay()
-    torch.cuda.synchronize()  # before the graph and its memory are freed
-
-
-class FixedSizeLayer(DynamicLayer):
-    """Keys and values of one layer, [rows, heads, L, width]. Each token is written to a free column."""
-
-    is_compileable = True  # otherwise transformers asks for the values of the mask
-
-    def __init__(self, layer, L, column):
-        """A copy of a layer, with L columns. column: where update writes, a tensor [1]"""
-        super().__init__()
-        dtype, device_type = layer.keys.dtype, layer.keys.device.type
-        if torch.is_autocast_enabled(device_type):  # otherwise attention rounds all columns for each token
-            dtype = torch.get_autocast_dtype(device_type)
-        room = (0, 0, 0, L - layer.keys.shape[2])
-        self.keys = F.pad(layer.keys.to(dtype), room)
-        self.values = F.pad(layer.values.to(dtype), room)
-        self.is_initialized, self.column = True, column
-
-    def update(self, keys, values, *args, **kwargs):
-        """Called by each attention layer, with the newest token's keys and values. -> those of all columns"""
-        self.keys.index_copy_(2, self.column, keys.to(self.keys.dtype))
-        self.values.index_copy_(2, self.column, values.to(self.values.dtype))
-        return self.keys, self.values
-
-    def get_mask_sizes(self, query_length):
-        """Called by transformers, to make the attention mask. -> number of columns, the first column"""
-        return self.keys.shape[2], 0
 
 
 # ---- Rewards -----------------------------------------------------------------------------------------------
@@ -1505,8 +1391,8 @@ def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else every tenth row of train.
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
+    validation; without both, every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1621,7 +1507,7 @@ def find_stop_tokens(args, tokenizer, policy):
 
 
 def start_accelerator(args):
-    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -1813,7 +1699,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # Worker processes that your code forks still end at these signals.
+            # These signals still terminate worker processes that your code forks.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1826,7 +1712,7 @@ class Run:
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
-            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
+            raise UserError(f"--resume: that run has done {state['update']} updates, not only {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -1839,7 +1725,7 @@ class Run:
         if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        self.accelerator.wait_for_everyone()  # no process writes until all have read
         if self.accelerator.is_main_process:
             # Raises an error if another new run has made this folder in the meantime.
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
@@ -1964,9 +1850,11 @@ def check_positive(args, *names):
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
 
 
-# Flags of all scripts that may change when a run is resumed:
+# Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
+# the updates that are left, unless the schedule is constant.)
 MAY_CHANGE = (
-    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations", "judge_model"),
+    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
+    *("judge_fn", "judge_model", "judge_url"),
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
@@ -1991,7 +1879,7 @@ def parse_args(argv):
     if args.resume is None:
         return args
 
-    # The flags of that run. Those may change that leave each update as it is.
+    # The flags of that run. Only those in MAY_CHANGE may differ.
     saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
     args = parse(default=Args(**saved))
     if names_recipe:

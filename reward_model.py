@@ -1,6 +1,6 @@
 """Train the reward model that PPO and RLOO use, from labels, preferences or rankings of texts.
 
-If you know how to train a text classifier, this is what its use as a reward adds:
+If you know how to train a text classifier, this is what changes when it serves as a reward:
 
 1. The columns of the data decide what is learned. With labels, the model is an ordinary classifier, and the
    reward is the logit of one label (ppo_sentiment.py's --reward-label). With preferences or rankings, it has
@@ -12,8 +12,8 @@ If you know how to train a text classifier, this is what its use as a reward add
        [prompt,] chosen, rejected      one score; without the column prompt, both texts contain it
        [prompt,] responses             one score; the responses are ranked, best first
 
-   act has a number for each utterance, its intent: 1 is the first of --label-names. A column margin says by
-   how much the better score should be higher.
+   act has a number for each utterance, its intent: 1 is the first of --label-names. An optional column,
+   margin, says how much higher the better score should be.
 
    Prompts and responses are texts, or chats (lists of messages).
 
@@ -129,15 +129,15 @@ class Args:
 
     # Models
     model_name_or_path: str = "distilbert/distilbert-base-uncased"  # a language model gets a new head
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of decoders, BERT stays fp32; auto: bf16 on GPUs
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
-    lora_r: int = 0  # LoRA rank (0: train all weights); the head is trained as a whole
+    lora_r: int = 0  # LoRA rank (0: train all weights); the head is always trained in full
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
     lora_target_modules: str = "all-linear"  # layers with an adapter: comma-separated names, or all-linear
 
     # Data
     dataset_name: str = "stanfordnlp/imdb"  # columns text, label | chosen, rejected | responses | dialog, act
-    train_shard: str = "0/1"  # i/n: only part i of n of the rows; 0/2 for a reward, 1/2 for its judge
+    train_shard: str = "0/1"  # i/n: part i of n of the rows; 0/2 for a reward, 1/2 for a model to check it
     center_dataset_name: str | None = None  # reward_offset: mean score of its completions; None: of the best
     label_names: str | None = None  # comma-separated names of classes 0, 1, ...; None: the labels themselves
     max_length: int = 512  # in tokens; a longer text (column text) loses its end, all others their beginning
@@ -145,7 +145,7 @@ class Args:
     num_eval_prompts: int = 25_000  # held-out rows to score at the end, at most
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes
-    num_train_epochs: float = 2.0  # epochs over the training rows
+    num_train_epochs: float = 2.0  # epochs over the training rows, rounded to whole updates (at least one)
     per_device_train_batch_size: int = 16  # rows per forward and backward pass, with all responses of each
     gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
 
@@ -280,8 +280,7 @@ def train(args):
     B = n * args.gradient_accumulation_steps * world  # rows per update
 
     tokenizer = load_tokenizer(args.model_name_or_path)
-    data = load_data(args, tokenizer)
-    train_rows, label_names = data["train"], data["label_names"]
+    train_rows, held_out_rows, references, label_names, counts = load_data(args, tokenizer)
     has_labels = label_names is not None
     if not has_labels and tokenizer.cls_token_id is None:
         refuse_appended_eos(tokenizer, args.model_name_or_path)  # it would be between prompt and response
@@ -291,22 +290,23 @@ def train(args):
 
     classifier, has_new_head = build_classifier(args, tokenizer, train_rows, label_names)
     wrapper = ClassLogits(classifier).to(device)
-    shares_prompts = not has_labels and can_share_prompts(wrapper, args, accelerator)
-    is_bf16 = wants_bf16(args, device)
+    shares_prompts = not has_labels and can_share_prompts(wrapper, train_rows, args, accelerator)
+    is_bf16 = wants_bf16(args, device) and hasattr(classifier, "score")  # sequence_logits runs BERT in fp32
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
     head = "a new head" if has_new_head else "the head that was saved with the model"
     outputs = f"classes 0, 1, ...: {', '.join(label_names)}" if has_labels else "one score"
     accelerator.print(
         f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
         f"{head}; {outputs}\n"
-        f"{data['counts']}\n"
+        f"{counts}\n"
         f"batch: {n} rows per pass x {args.gradient_accumulation_steps} accumulated x {world} processes "
         f"= {B} rows; {updates} optimizer steps"
     )
 
     # `classifier`, inside `wrapper`, is evaluated and saved, `learner` is trained. They share their weights,
     # unless FSDP2 or ZeRO-3 shards them: then the learner is a sharded copy, and `wrapper` waits on the CPU
-    # until the end of the run.
+    # until the end of the run. make_learner moves what is trained to the device: the whole model, or only the
+    # shards of this process.
     learner, optimizer = make_learner(wrapper.cpu(), args, accelerator)
     state = run.start(B)  # update 0 in a new run
 
@@ -330,12 +330,11 @@ def train(args):
         lengths = torch.tensor([max(len(ids) for ids in row.texts) for row in batch])  # [B]
         with accelerator.split_between_processes(torch.arange(B)) as share:
             share = share[lengths[share].argsort(stable=True)]  # similar lengths: less padding
-        for mb_places in share.split(n):  # places in the batch
-            rows = [batch[i] for i in mb_places.tolist()]
+        for places in share.split(n):  # places in the batch
+            rows = [batch[i] for i in places.tolist()]
             prompts, ids, mask, row_of_text = collate_texts(rows, device, shares_prompts)
 
-            # Before the last micro-batch, this keeps processes from exchanging gradients.
-            with accelerator.accumulate(learner):
+            with accelerator.accumulate(learner):  # processes exchange gradients only in the last micro-batch
                 with autocast:
                     logits = learner(prompts, ids, mask, row_of_text)  # [texts, classes or 1]
                 if has_labels:
@@ -345,7 +344,7 @@ def train(args):
                     unreduced = {"loss": losses, "accuracy": logits.argmax(-1) == labels}
                 else:
                     scores = logits.squeeze(-1)  # [texts]
-                    all_scores.extend(scores.tolist())
+                    all_scores += scores.tolist()
                     better, worse, weight, min_difference = pair_table(rows, device)  # [N] each
                     losses = pair_loss(scores[better], scores[worse], min_difference)
                     differences = scores[better] - scores[worse]  # [N]
@@ -362,7 +361,8 @@ def train(args):
         optimizer.step()
         optimizer.zero_grad()
 
-        # 4. Log and save. loss, accuracy, margin and *_reward are names of TRL's RewardTrainer.
+        # 4. Log and save. loss, accuracy, margin (the mean difference) and *_reward are names of TRL's
+        #    RewardTrainer.
         metric_sums = accelerator.reduce(dict(metric_sums), "sum")  # it cannot reduce a defaultdict
         num_tokens = sum(len(ids) for row in batch for ids in row.texts)
         metrics = {
@@ -371,14 +371,16 @@ def train(args):
             "lr": optimizer.param_groups[0]["lr"],
             **{name: x / B for name, x in metric_sums.items()},  # loss, accuracy, margin
             "grad_norm": unshard(grad_norm),  # before clipping
-            # There is no rollout, so it ends when the update starts.
+            # There is no rollout here, so its time is 0.
             **performance_metrics(start_time, start_time, num_tokens, device),
         }
         if not has_labels:
             all_scores = accelerate.utils.gather_object(all_scores)
-            metrics["min_reward"] = min(all_scores)
-            metrics["mean_reward"] = fmean(all_scores)
-            metrics["max_reward"] = max(all_scores)
+            metrics |= {
+                "min_reward": min(all_scores),
+                "mean_reward": fmean(all_scores),
+                "max_reward": max(all_scores),
+            }
         run.log(metrics)
         run.checkpoint({"update": update, "batch_size": B})
 
@@ -387,23 +389,24 @@ def train(args):
     copy_weights(learner, wrapper)  # does nothing if they share their weights
     wrapper.to(device)
     with autocast:
-        logits = score_rows(classifier, data["held_out"], accelerator)  # [texts, classes or 1]
+        logits = score_rows(classifier, held_out_rows, accelerator)  # [texts, classes or 1]
     if has_labels:
-        evaluation, table = evaluate_labels(logits, data["held_out"], label_names)
+        evaluation, table = evaluate_labels(logits, held_out_rows, label_names)
     else:
-        evaluation, table = evaluate_pairs(logits.squeeze(-1), data["held_out"])
+        evaluation, table = evaluate_pairs(logits.squeeze(-1), held_out_rows)
         with autocast:
-            offset = score_rows(classifier, data["references"], accelerator).mean().item()
+            offset = score_rows(classifier, references, accelerator).mean().item()
         evaluation["reward_offset"] = classifier.config.reward_offset = offset
-        count = len(data["references"])
-        accelerator.print(f"mean score of {count} references, saved as reward_offset: {offset:.3f}")
+        accelerator.print(f"mean score of {len(references)} references, saved as reward_offset: {offset:.3f}")
 
     # 6. Report and save.
     if accelerator.is_main_process:
         run.table(f"{evaluation['n']} held-out rows, accuracy {evaluation['accuracy']:.4f}", table)
         (run.folder / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
-        scalars = {f"eval/{name}": x for name, x in evaluation.items() if isinstance(x, (int, float))}
-        accelerator.log(scalars, step=updates)
+        accelerator.log(
+            {f"eval/{name}": x for name, x in evaluation.items() if isinstance(x, (int, float))},
+            step=updates,
+        )
         save_reward_model(classifier, tokenizer, args, run.folder / "model")
     run.finish()
     return classifier, run.folder
@@ -433,9 +436,10 @@ def evaluate_labels(logits, rows, names):
         "labels": names,
         "n": len(rows),
     }
-    table = []
-    for name, counts in zip(names, confusion.tolist()):
-        table.append({"label \\ predicted": name, **dict(zip(names, counts))})
+    table = [
+        {"label \\ predicted": name, **dict(zip(names, counts))}
+        for name, counts in zip(names, confusion.tolist())
+    ]
     return metrics, table
 
 
@@ -478,7 +482,7 @@ class Row:
 
     texts: list[list[int]]  # token ids of the labeled text, or of prompt + response for each response
     label: int = 0  # number of the class, if there are labels
-    margin: float = 0.0  # the column margin: by how much the score of the better response should be higher
+    min_difference: float = 0.0  # the column margin: how much higher the better score should be
 
 
 def generator_for(seed, *purpose):
@@ -537,10 +541,11 @@ def collate_texts(rows, device, shares_prompts=False):
 def preference_ids(tokenizer, prompt, responses, max_length):
     """Token ids of a prompt with each of its responses, by the same rule in training and in rollouts.
 
-    Texts: a response begins with its own space. EOS comes after it, even if it was cut off at its length
-    limit, because the score is read there. Lists of messages: prompt and response are one chat, which ends as
-    its template ends it. If a text is longer than max_length, the prompt loses its first tokens, but not BOS;
-    the same ones for all responses, so that they are compared after the same prompt. With max_length 5:
+    Texts: a response begins with its own space. EOS is appended even to a response that was cut off at its
+    length limit, because the score is read there. Lists of messages: prompt and response are one chat, which
+    ends as its template ends it. If a text is longer than max_length, the prompt loses its first tokens, but
+    not BOS. All responses lose the same ones, so that they are compared after the same prompt. For example,
+    with max_length 5:
 
         BOS p q r a EOS        ->    BOS r a EOS
         BOS p q r b c EOS      ->    BOS r b c EOS
@@ -556,7 +561,7 @@ def preference_ids(tokenizer, prompt, responses, max_length):
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
         texts = [prompt_ids + with_eos(ids, tokenizer) for ids in response_ids]
     start = int(texts[0][0] in (tokenizer.bos_token_id, tokenizer.cls_token_id))  # 1: keep the first token
-    num_shared = len(os.path.commonprefix(texts)) - start
+    num_shared = len(os.path.commonprefix(texts)) - start  # commonprefix works on lists of tokens too
     excess = max(len(ids) for ids in texts) - max_length
     shared_cut = max(min(excess, num_shared), 0)
     # A response that is longer than max_length loses its beginning too.
@@ -626,30 +631,6 @@ def hidden_states(body, ids, mask, cache=None):
 
 
 @torch.no_grad()
-def can_share_prompts(wrapper, args, accelerator):
-    """True if the scores stay the same when the common beginning of two texts is read once."""
-    classifier = wrapper.model
-    # BERT's family reads in both directions. A checkpointed layer cannot use a cache. FSDP2 gathers a layer
-    # for the backward pass when its output gets a gradient. For a prompt, the output of the last layer gets
-    # none, only its keys and values, so FSDP2 would not gather that layer.
-    is_decoder = hasattr(classifier, "score")
-    if not is_decoder or args.gradient_checkpointing or accelerator.distributed_type == "FSDP":
-        return False
-    # Recurrent layers have no keys and values.
-    layers = transformers.DynamicCache(config=classifier.config).layers
-    if not all(isinstance(layer, transformers.cache_utils.DynamicLayer) for layer in layers):
-        return False
-    # The longest text that there can be, and a short row next to it, which needs padding.
-    vocab_size = classifier.config.get_text_config().vocab_size
-    prompt = [i % vocab_size for i in range(args.max_length - 2)]
-    rows = [Row([[*prompt, 5, 6], [*prompt, 7]]), Row([[9, 8, 7], [9, 4]])]
-    wrapper.eval()
-    alone = wrapper(*collate_texts(rows, classifier.device, shares_prompts=False))
-    shared = wrapper(*collate_texts(rows, classifier.device, shares_prompts=True))
-    return torch.allclose(alone, shared, rtol=0.01, atol=0.01)  # TF32 rounds by about 0.001
-
-
-@torch.no_grad()
 def score_tokens(model, texts, batch_size):
     """Class logits of texts, batch_size at a time. texts: lists of token ids -> fp32 [len(texts), classes]"""
     lengths = torch.tensor([len(ids) for ids in texts], device=model.device)
@@ -685,13 +666,13 @@ def pair_table(rows, device):
     """All pairs of different responses to the same prompt (Ouyang et al. 2022, eq. 1). -> four tensors [N]
 
     better, worse: numbers of texts (the texts of all rows are numbered consecutively); weight: the weights of
-    a row's pairs are equal and add up to 1, so that all rows count alike; min_difference: the row's margin
+    a row's pairs are equal and add up to 1, so that all rows count alike; min_difference: that of the row
     """
     table = []
     first = 0  # the number of the row's first text
     for row in rows:
         pairs = different_pairs(row.texts)
-        table += [(first + i, first + j, 1 / len(pairs), row.margin) for i, j in pairs]
+        table += [(first + i, first + j, 1 / len(pairs), row.min_difference) for i, j in pairs]
         first += len(row.texts)
     return [torch.tensor(column, device=device) for column in zip(*table)]
 
@@ -736,8 +717,8 @@ def learning_rate(args, update, updates):
 
 
 # ============================================================================================================
-# Part II: infrastructure. How columns become Rows is in load_data and what it calls; how a model gets its
-# head, in build_classifier. The scripts share the other functions, copied verbatim, so a few arguments,
+# Part II: infrastructure. load_data and the functions it calls turn columns into Rows, and build_classifier
+# gives a model its head. The scripts share most of the other functions, copied verbatim, so a few arguments,
 # return values and names of flags are used only in another script.
 # ============================================================================================================
 
@@ -748,8 +729,8 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2.
 
-    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
-    reported by the libraries, with a traceback.
+    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
+    everything else, with a traceback.
     """
 
 
@@ -868,7 +849,8 @@ def has_head(name, num_labels):
     if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
         import peft
 
-        return peft.PeftConfig.from_pretrained(path).task_type == "SEQ_CLS"
+        adapter = peft.PeftConfig.from_pretrained(path)  # for SEQ_CLS, peft saves the head with the adapter
+        return adapter.task_type == "SEQ_CLS" or has_head(adapter.base_model_name_or_path, num_labels)
     config = transformers.AutoConfig.from_pretrained(path)
     return "ForSequenceClassification" in str(config.architectures) and config.num_labels == num_labels
 
@@ -879,13 +861,16 @@ def build_classifier(args, tokenizer, train_rows, label_names):
     -> model, bool: True if its head is new
     """
     name = args.model_name_or_path
-    settings = {"num_labels": 1}
-    if label_names is not None:
-        label2id = {label: i for i, label in enumerate(label_names)}
-        settings = {"id2label": dict(enumerate(label_names)), "label2id": label2id}
-    is_new = not has_head(name, len(label_names or ["score"]))
-    settings["ignore_mismatched_sizes"] = is_new  # a head for another number of labels is replaced
-    model = load_model(AutoModelForSequenceClassification, name, new_head=is_new, **settings)
+    labels = label_names or ["LABEL_0"]  # transformers' name for a single output
+    is_new = not has_head(name, len(labels))
+    model = load_model(
+        AutoModelForSequenceClassification,
+        name,
+        new_head=is_new,
+        ignore_mismatched_sizes=is_new,  # a head for another number of labels is replaced
+        id2label=dict(enumerate(labels)),
+        label2id={label: i for i, label in enumerate(labels)},
+    )
     if is_new and hasattr(model, "score"):  # of a decoder. BERT's family keeps what transformers made.
         nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
     if not all(p.is_floating_point() for p in model.parameters()):
@@ -899,15 +884,39 @@ def build_classifier(args, tokenizer, train_rows, label_names):
     # token of a single text, and refuses batches.
     ends_with_pad = any(ids[-1] == tokenizer.pad_token_id for row in train_rows for ids in row.texts)
     model.config.pad_token_id = None if ends_with_pad else tokenizer.pad_token_id
+    vars(model.config).pop("reward_offset", None)  # of an earlier run; with preferences, train sets it again
     if args.gradient_checkpointing:
         # transformers' new name of gradient_checkpointing_enable
         model.activation_checkpointing_enable(dict(use_reentrant=False))
-    if args.lora_r:  # for the transformer only; the head is trained as a whole, and BERT's pooler with it
+    if args.lora_r:  # for the transformer only; the head is trained in full, and BERT's pooler with it
         setattr(model, model.base_model_prefix, add_lora(model.base_model, args))
         for key, p in model.named_parameters():
             if "pooler" in key:
                 p.requires_grad_(True)
     return model, is_new
+
+
+@torch.no_grad()
+def can_share_prompts(wrapper, rows, args, accelerator):
+    """True if the scores stay the same when the common beginning of two texts is read once."""
+    classifier = wrapper.model
+    # BERT reads in both directions. A checkpointed layer cannot use a cache. FSDP2 gathers a layer for the
+    # backward pass when its output gets a gradient. For a prompt, the output of the last layer gets none, but
+    # its keys and values do, so FSDP2 would not gather that layer.
+    is_decoder = hasattr(classifier, "score")  # transformers' name of a decoder's head; BERT has a classifier
+    if not is_decoder or args.gradient_checkpointing or accelerator.distributed_type == "FSDP":
+        return False
+    # Recurrent layers have no keys and values.
+    layers = transformers.DynamicCache(config=classifier.config).layers
+    if not all(isinstance(layer, transformers.cache_utils.DynamicLayer) for layer in layers):
+        return False
+    # The longest row, which exposes a sliding window, and the shortest one, which needs padding next to it.
+    rows = sorted(rows, key=lambda row: len(row.texts[0]))
+    rows = [rows[0], rows[-1]]
+    wrapper.eval()
+    alone = wrapper(*collate_texts(rows, classifier.device, shares_prompts=False))
+    shared = wrapper(*collate_texts(rows, classifier.device, shares_prompts=True))
+    return torch.allclose(alone, shared, rtol=0.01, atol=0.01)  # TF32 rounds by about 0.001
 
 
 def save_reward_model(model, tokenizer, args, folder):
@@ -927,8 +936,8 @@ def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else every tenth row of train.
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
+    validation; without both, every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -974,8 +983,8 @@ def read_rows(path):
 
 
 def load_data(args, tokenizer):
-    """-> dict: train, held_out, references (lists of Row), label_names (list of str; None: preferences),
-    counts (str: how many rows are used, and how many are cut)
+    """-> training rows, held-out rows, references (lists of Row); label_names (list of str; None:
+    preferences); counts (str: how many rows are used, and how many are cut)
 
     References are the texts whose mean score is saved as reward_offset (point 6). With labels there are none.
     """
@@ -1009,7 +1018,7 @@ def load_data(args, tokenizer):
     if label_names is None:
         references = load_reference_rows(train, tokenizer, args)
     counts = f"training: {train_counts}\nheld out: {held_out_counts}"
-    return dict(train=train, held_out=held_out, references=references, label_names=label_names, counts=counts)
+    return train, held_out, references, label_names, counts
 
 
 def select_shard(rows, train_shard):
@@ -1024,13 +1033,13 @@ def select_shard(rows, train_shard):
 
 def load_labeled_rows(class_of, rows, tokenizer, args):
     """The rows that have a text. -> list of Row, and their number as a text"""
-    with_text = [row for row in rows if (row.get("text") or "").strip()]
-    if not with_text:
+    used = [row for row in rows if (row.get("text") or "").strip()]
+    if not used:
         raise UserError(f"{args.dataset_name}: no row has a text")
-    texts = [row["text"] for row in with_text]
-    texts = tokenizer(texts, truncation=True, max_length=args.max_length).input_ids
+    # A tokenizer is faster with many texts at once.
+    texts = tokenizer([row["text"] for row in used], truncation=True, max_length=args.max_length).input_ids
     labeled = []
-    for row, ids in zip(with_text, texts):
+    for row, ids in zip(used, texts):
         label = row.get("label")
         if label not in class_of:
             raise UserError(
@@ -1038,10 +1047,8 @@ def load_labeled_rows(class_of, rows, tokenizer, args):
             )
         labeled.append(Row([ids], class_of[label]))
     num_full = sum(len(ids) == args.max_length for ids in texts)
-    return (
-        labeled,
-        f"{len(labeled)} of {len(rows)} rows, {num_full} at the limit of {args.max_length} tokens",
-    )
+    counts = f"{len(labeled)} of {len(rows)} rows, {num_full} at the limit of {args.max_length} tokens"
+    return labeled, counts
 
 
 def find_classes(rows, args):
@@ -1095,9 +1102,9 @@ def load_answers(rows):
     """
     answers = []
     for _, utterances, acts in load_dialogs(rows):
-        for last, answer, act in zip(utterances, utterances[1:], (acts or [])[1:]):
+        texts = intent_texts(utterances, utterances[1:])
+        for text, act in zip(texts, (acts or [])[1:]):
             if act is not None:
-                [text] = intent_texts([last], [answer])
                 answers.append({"text": text, "label": act - 1})
     count = sum(len(row.get("dialog") or []) for row in rows)
     accelerate.PartialState().print(
@@ -1115,8 +1122,8 @@ def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    is_prompt: end where the assistant goes on, after the header of its turn or, if the last message is its
-    own, in that message. -> str
+    is_prompt: end where the assistant is to continue, after the header of its turn or, if the last message is
+    its own, in that message. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
@@ -1130,24 +1137,13 @@ def render_chat(tokenizer, messages, is_prompt=False):
 def load_preference_rows(rows, tokenizer, args):
     """The rows with two or more different responses. -> list of Row, and their number as a text"""
     preferences, num_full, num_equal = [], 0, 0
-    for row in rows:
-        responses = row.get("responses") or [row.get("chosen"), row.get("rejected")]
-        if not isinstance(responses, list) or len(responses) < 2 or not all(responses):
-            continue
-        # Without a column prompt, a text column that is not a response is probably the prompt.
-        has_prompt = "prompt" in row or (is_chat(responses[0]) and responses[0][0]["role"] != "assistant")
-        texts = [name for name, value in row.items() if isinstance(value, (str, list))]
-        if not has_prompt and not {"chosen", "rejected", "responses"}.issuperset(texts):
-            raise UserError(
-                f"{args.dataset_name} has no column prompt; its columns are {', '.join(row)}. Rename the one "
-                "with the prompts; if the responses contain them, add an empty one"
-            )
-        texts = response_texts(row.get("prompt"), responses, tokenizer, args)
+    for row, prompt, responses in read_preferences(rows, args.dataset_name):
+        texts = preference_ids(tokenizer, prompt, responses, args.max_length)
         num_pairs = len(different_pairs(texts))
         num_equal += math.comb(len(texts), 2) - num_pairs
-        if num_pairs > 0:
+        if num_pairs:
             num_full += max(len(ids) for ids in texts) == args.max_length
-            preferences.append(Row(texts, margin=float(row.get("margin") or 0.0)))
+            preferences.append(Row(texts, min_difference=float(row.get("margin") or 0.0)))
     if not preferences:
         raise UserError(
             f"{args.dataset_name} has no columns text and label, or dialog and act, and no row with two "
@@ -1157,17 +1153,46 @@ def load_preference_rows(rows, tokenizer, args):
     return preferences, f"{counts}, {num_equal} pairs of equal texts left out"
 
 
-def response_texts(prompt, responses, tokenizer, args):
-    """Token ids of a prompt with each of its responses. -> list of lists"""
-    if not is_chat(responses[0]):
-        prompt = prompt or ""
-    elif not is_chat(prompt):
-        # A text before chats is the user's message, unless they have one already, as most do.
-        has_user = any(message["role"] == "user" for message in responses[0])
-        prompt = [] if has_user or not prompt else [{"role": "user", "content": prompt}]
-    elif prompt[-1]["role"] == "assistant":  # in a rollout, the two would be one message
-        raise UserError(f"{args.dataset_name}: a prompt ends with the assistant: move that to the responses")
-    return preference_ids(tokenizer, prompt, responses, args.max_length)
+def read_preferences(rows, name):
+    """The rows with two or more responses: chosen and rejected or, without them, the column responses.
+
+    -> list of (row, its prompt, its responses, best first)
+    """
+    preferences = []
+    repeats_prompt = []  # of each response to a prompt
+    for row in rows:
+        responses = row.get("responses")
+        if row.get("chosen"):
+            responses = [row["chosen"], row.get("rejected")]
+        if not isinstance(responses, list) or len(responses) < 2 or not all(responses):
+            continue
+        prompt = find_prompt(row, responses, name)
+        preferences.append((row, prompt, responses))
+        repeats_prompt += [response[: len(prompt)] == prompt for response in responses if prompt]
+    if repeats_prompt and all(repeats_prompt):
+        raise UserError(
+            f"{name}: all responses begin with their prompt, so it would be read twice: empty that column"
+        )
+    return preferences
+
+
+def find_prompt(row, responses, name):
+    """The prompt of a row, a text or a chat as its responses are. It is empty if they contain it."""
+    prompt = row.get("prompt") or ""
+    if is_chat(prompt):
+        if prompt[-1]["role"] == "assistant":  # in a rollout, the two would be one message
+            raise UserError(f"{name}: a prompt ends with the assistant: move that to the responses")
+        return prompt
+    if is_chat(responses[0]) and len(responses[0]) > 1:  # more than the answer
+        return []
+    columns = {name for name, value in row.items() if isinstance(value, (str, list))}
+    columns -= {"chosen", "rejected", "responses"}
+    if "prompt" not in row and columns:  # one of them is probably the prompt
+        raise UserError(
+            f"{name} has no column prompt: rename one of {columns} or, if the responses contain the prompts, "
+            "add an empty one"
+        )
+    return [{"role": "user", "content": prompt}] if is_chat(responses[0]) else prompt
 
 
 def load_reference_rows(train_rows, tokenizer, args):
@@ -1175,16 +1200,19 @@ def load_reference_rows(train_rows, tokenizer, args):
 
     They are the completions of --center-dataset-name, or the best responses of the training rows.
     """
-    generator = generator_for(args.seed, "center")
+    rows = train_rows
+    if args.center_dataset_name is not None:
+        rows, _ = load_splits(args.center_dataset_name)
+    order = torch.randperm(len(rows), generator=generator_for(args.seed, "center"))[:1000]
+    rows = [rows[i] for i in order.tolist()]
     if args.center_dataset_name is None:
-        order = torch.randperm(len(train_rows), generator=generator)[:1000]
-        return [Row(train_rows[i].texts[:1]) for i in order.tolist()]
-    rows, _ = load_splits(args.center_dataset_name)
+        return [Row(row.texts[:1]) for row in rows]
     references = []
-    for i in torch.randperm(len(rows), generator=generator)[:1000].tolist():
-        prompt, completion = rows[i].get("prompt"), rows[i].get("completion")
-        if prompt and completion:
-            references.append(Row(response_texts(prompt, [completion], tokenizer, args)))
+    for row in rows:
+        if row.get("prompt") and row.get("completion"):
+            responses = [row["completion"]]
+            prompt = find_prompt(row, responses, args.center_dataset_name)
+            references.append(Row(preference_ids(tokenizer, prompt, responses, args.max_length)))
     if not references:
         raise UserError(
             f"--center-dataset-name {args.center_dataset_name}: no row has a prompt and a completion"
@@ -1201,7 +1229,7 @@ def set_global_seed(seed, *purpose):
 
 
 def start_accelerator(args):
-    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -1393,7 +1421,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # Worker processes that your code forks still end at these signals.
+            # These signals still terminate worker processes that your code forks.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1406,7 +1434,7 @@ class Run:
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
-            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
+            raise UserError(f"--resume: that run has done {state['update']} updates, not only {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -1419,7 +1447,7 @@ class Run:
         if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        self.accelerator.wait_for_everyone()  # no process writes until all have read
         if self.accelerator.is_main_process:
             # Raises an error if another new run has made this folder in the meantime.
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
@@ -1507,9 +1535,11 @@ def check_positive(args, *names):
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
 
 
-# Flags of all scripts that may change when a run is resumed:
+# Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
+# the updates that are left, unless the schedule is constant.)
 MAY_CHANGE = (
-    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations", "judge_model"),
+    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
+    *("judge_fn", "judge_model", "judge_url"),
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
@@ -1534,7 +1564,7 @@ def parse_args(argv):
     if args.resume is None:
         return args
 
-    # The flags of that run. Those may change that leave each update as it is.
+    # The flags of that run. Only those in MAY_CHANGE may differ.
     saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
     args = parse(default=Args(**saved))
     if names_recipe:

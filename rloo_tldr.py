@@ -10,12 +10,13 @@ If you know PPO (ppo_sentiment.py), this is what changes:
    reference model, a frozen copy of the policy before RLOO. (With --kl-estimator k2 or k3, the KL is a term
    of the loss instead.)
 4. The score comes from a reward model that was trained on pairs of summaries (reward_model.py), or is the
-   weighted sum of what your own functions return (--reward-fn). If a response has no stop token, its score is
-   lower by --missing-eos-penalty (1 in all recipes). That teaches the policy to stop.
-5. A policy can learn to please the reward model without getting better. So a judge compares summaries of
-   held-out posts, from before and after training, with reference summaries: the win rate (`win_rate`).
+   weighted sum of what your own functions return (--reward-fn). If a response has no stop token,
+   --missing-eos-penalty (1 in all recipes) is subtracted. That teaches the policy to stop.
+5. A policy can learn to please the reward model without getting better. So, before and after training, a
+   judge compares the policy's summaries of held-out posts with reference summaries. The result is the win
+   rate (`win_rate`).
 6. The k responses to a prompt share one forward pass over that prompt, in generation and in training
-   (`generate_groups`, `group_logprobs`). With gradient checkpointing, training reads it with each response.
+   (`generate_groups`, `group_logprobs`). With gradient checkpointing, training rereads it for every response.
 
     python rloo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
     python rloo_tldr.py --learning-rate 2e-4        # tiny with one change; every field of Args is a flag
@@ -68,7 +69,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean, median, pstdev
+from statistics import fmean, pstdev
 from typing import Annotated, Literal
 
 import accelerate
@@ -117,8 +118,8 @@ class Args:
     reward_model_path: str = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"  # classifier with 1 output
     reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the reward model; called as in TRL
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
-    bf16: bool = False  # the same as --dtype bfloat16 (TRL's spelling)
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # float32: TF32 on GPUs; auto: bf16 if they can
+    bf16: bool = False  # TRL's name for --dtype bfloat16; wins over --dtype
     load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -154,10 +155,10 @@ class Args:
     whiten_rewards: bool = False  # rescale rewards to std 1 (the baseline removes their mean)
     cliprange: float = 0.2  # epsilon of the clipped policy loss
 
-    # Judge: judge_model if there is one, or else judge_fn
+    # Judge: judge_model or, without one, judge_fn. (judge_fn also scores every batch of rollouts.)
     num_eval_prompts: Annotated[int, NUM_EXAMPLES] = 256  # posts whose summaries are judged
     judge_fn: str | None = None  # FILE.py:function like --reward-fn; the summary with the higher score wins
-    judge_model: str | None = None  # folder of a reward model; another name, or with judge_url: a chat model
+    judge_model: str | None = None  # a folder: a reward model; otherwise, or with judge_url: a chat model
     judge_url: str | None = None  # the chat model's OpenAI-compatible server (None: OpenAI); OPENAI_API_KEY
 
     # Optimizer
@@ -224,21 +225,22 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "DR:" predicts "My".
 #
-# Every other function names the sizes of its own arguments: learner(...) is called with t, and calls it T.
+# Size letters are local to a function: train passes t to learner(...), whose parameter is called T.
 #
 # From reward functions to the reward, per response:
 #
 #     rewards/NAME   what one reward function returns
 #     raw score      their weighted sum; logged as env/reward_mean
-#     score          the raw score, clipped, minus the penalty for a missing EOS; logged as objective/scores
+#     score          the raw score, clipped, minus the penalty for a missing EOS; logged as objective/scores.
+#                    (In tables of samples and in evaluations, it is the raw score.)
 #     reward         what RLOO maximizes: the score minus the KL penalty (with k2 or k3: the score)
 
 
 def train(args):
     """The whole run, from the flags to the final table. -> (Policy, run folder)"""
-    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
-    check_positive(args, "num_ppo_epochs", "total_episodes", "temperature", "max_grad_norm")
-    check_positive(args, "num_eval_prompts", "score_clip")
+    sizes = "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs"
+    check_positive(args, *sizes, "total_episodes", "num_eval_prompts")
+    check_positive(args, "temperature", "max_grad_norm", "score_clip")
     n, k, T = args.per_device_train_batch_size, args.rloo_k, args.response_length
     if k < 2 or n * args.gradient_accumulation_steps % k:
         raise UserError(
@@ -247,7 +249,8 @@ def train(args):
         )
     if args.missing_eos_penalty is not None and args.stop_token is None and args.stop_token_id is None:
         raise UserError("--missing-eos-penalty without a stop token would penalize all responses alike")
-    args = complete_args(args)
+    if args.bf16:
+        args = replace(args, dtype="bfloat16")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     B = (
@@ -264,8 +267,7 @@ def train(args):
     refuse_appended_eos(tokenizer, tokenizer_name)
     train_rows, held_out_rows = load_splits(args.dataset_name)
     train_posts = load_posts(train_rows, tokenizer, args)
-    all_held_out_posts = load_posts(held_out_rows, tokenizer, args)
-    held_out_posts = choose_held_out(all_held_out_posts, args)
+    held_out_posts = choose_held_out(load_posts(held_out_rows, tokenizer, args), args)
     if len(held_out_posts) < world:
         raise UserError(f"{world} processes need as many held-out posts; there are {len(held_out_posts)}")
     policy_name = args.sft_model_path or args.model_name_or_path
@@ -273,28 +275,25 @@ def train(args):
     ref_model = load_reference(args, policy, policy_name, device)
     max_tokens = max(len(post["ids"]) for post in train_posts + held_out_posts) + T
     check_group_model(policy, policy_name, max_tokens)
-    model = Policy(policy)  # the same weights; its forward pass is that of the update
+    # Three names for the same weights. `policy`, the Hugging Face model, generates. `model` wraps it: its
+    # forward pass gives log-probabilities. `learner` is what the optimizer trains: model itself, DDP around
+    # it or, with FSDP2 and ZeRO-3, a sharded copy, whose weights copy_weights copies back after each update.
+    model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
     get_scores = partial(score_responses, load_summary_reward(args, device), trainer_state, device)
-    # The scores of --judge-fn for each batch are only logged. In the evaluation it is the judge, unless there
-    # is a --judge-model.
     get_judge_scores = None
     if args.judge_fn is not None:
         get_judge_scores = partial(score_responses, load_functions([args.judge_fn]), trainer_state, device)
-    judge, judge_name = None, "none"
-    has_references = bool(held_out_posts[0]["reference"])  # choose_held_out: all posts have one, or none has
-    if args.judge_model is not None and not has_references:
-        raise UserError(f"{args.dataset_name}: the judge needs references, a column completion")
-    if accelerator.is_main_process and has_references:  # only one process asks a judge on a server
-        judge, judge_name = load_judge(args, tokenizer, trainer_state, device)
+    judge = None
+    if accelerator.is_main_process:  # only one process asks a judge on a server
+        judge = load_judge(args, tokenizer, trainer_state, device)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 
     accelerator.print(
-        f"recipe {args.recipe}: {policy_name} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
-        f"posts that are short enough: {len(train_posts)} of {len(train_rows)} for training, "
-        f"{len(all_held_out_posts)} of {len(held_out_rows)} held out\n"
+        f"recipe {args.recipe}: {policy_name} with the tokenizer of {tokenizer_name}, "
+        f"on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
         f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
         f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes = {P} prompts x {k}; "
         f"{updates} updates x {args.num_ppo_epochs} epochs x {args.num_mini_batches} minibatches = "
@@ -309,8 +308,6 @@ def train(args):
     with autocast:
         before = evaluate_summaries(respond, held_out, args, accelerator)
 
-    # `model` generates, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3 shards them:
-    # then the learner is a sharded copy, and copy_weights copies its weights back after each update.
     learner, optimizer = make_learner(model, args, accelerator)
     state = run.start(B)  # update 0 in a new run
     copy_weights(learner, model)  # run.start may have loaded a checkpoint into the learner
@@ -331,7 +328,8 @@ def train(args):
         prompt_batch = draw_groups([train_posts[i] for i in post_numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, responses = respond(prompt_share)
-        # If these scores fall while those of the reward rise, the policy over-optimizes the reward.
+        # The scores of --judge-fn are only logged. If they fall while those of the reward rise, the policy
+        # over-optimizes the reward.
         if get_judge_scores is not None:
             posts = [post for post in prompt_share["examples"] for _ in range(k)]
             b["judge_scores"] = score_texts(get_judge_scores, tokenizer, posts, responses)
@@ -360,10 +358,12 @@ def train(args):
         # 4. Advantages: the baseline is the mean reward of the other responses to the same prompt.
         advantages = rloo_advantages(rewards, k)  # [B]
 
-        # 5. Update. Minibatches are whole groups, drawn from the global batch; each process trains on its
-        #    share of these groups, n rows at a time. The loss is the sum over this process's responses,
-        #    divided by the number of responses in the minibatch on all processes. So the gradient does not
-        #    depend on how a minibatch is split.
+        # 5. Update. A minibatch, and each process's share of it, consists of whole groups, drawn from the
+        #    global batch. It is trained on n rows at a time, and neighboring rows of a group share one pass
+        #    over their prompt (group_logprobs). n need not be a multiple of k: if a micro-batch cuts a group,
+        #    its prompt is read once more. The loss is the sum over this process's responses, divided by the
+        #    number of responses in the minibatch on all processes. So the gradient does not depend on how a
+        #    minibatch is split.
         learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
         for param_group in optimizer.param_groups:
             param_group["lr"] = learning_rate(args, update, updates)
@@ -373,6 +373,8 @@ def train(args):
             for minibatch in order.split(P // args.num_mini_batches):  # numbers of prompts
                 with accelerator.split_between_processes(minibatch) as share:
                     rows_of_share = sorted_groups(share, b["lengths"], k)
+                # Exactly gradient_accumulation_steps micro-batches. accelerate counts them: before the last
+                # one, step and zero_grad do nothing. So never drop rows here; set their advantages to 0.
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -496,7 +498,7 @@ def train(args):
         after = evaluate_summaries(respond, held_out, args, accelerator)
     if accelerator.is_main_process:
         save_policy(policy, tokenizer, run.folder / "model")
-        report_summaries(run, judge, judge_name, held_out_posts, before, after)
+        report_summaries(run, judge, held_out_posts, before, after)
     run.finish()
     return model, run.folder
 
@@ -509,7 +511,8 @@ def evaluate_summaries(respond, batch, args, accelerator):
 
     respond: rollout_groups, with everything but the batch filled in. Each process takes its share of the
     posts.
-    -> metrics (dict of floats), one dict(prompt, response, score) per post; scores without clip and penalty
+    -> metrics: dict of floats; columns: dict of lists with one entry per post, such as prompt, response and
+    score (before clip and penalty)
     """
     # Nothing here uses the global generators, but your own reward function might.
     set_global_seed(args.seed, "held-out", accelerator.process_index)
@@ -520,26 +523,20 @@ def evaluate_summaries(respond, batch, args, accelerator):
         "response": responses,
         "score": b["raw_scores"].tolist(),
         "kl": (b["logprobs"] - b["ref_logprobs"]).sum(1).tolist(),
-        "ref_logprob": b["ref_logprobs"].sum(1).tolist(),
         "stopped": b["stopped"].tolist(),
         "length": b["lengths"].tolist(),
     }
     rows = accelerate.utils.gather_object(rows_of(columns))  # of all processes, in the order of the posts
-    gathered = {name: [row[name] for row in rows] for name in columns}
+    columns = {name: [row[name] for row in rows] for name in columns}
     metrics = {
-        "score mean": fmean(gathered["score"]),
-        "score mean, +-": 1.96 * pstdev(gathered["score"]) / len(rows) ** 0.5,  # half of the 95 % interval
-        "score median": median(gathered["score"]),
-        "KL, nats per response": fmean(gathered["kl"]),
-        "ended by itself": fmean(gathered["stopped"]),
-        "tokens per response": fmean(gathered["length"]),
-        # Like all log-probabilities here, those of the distribution at the sampling temperature.
-        "perplexity under the reference": math.exp(-sum(gathered["ref_logprob"]) / sum(gathered["length"])),
-        "distinct responses": len(set(gathered["response"])) / len(rows),
-        "distinct bigrams": distinct_bigrams(gathered["response"]),
+        "score mean": fmean(columns["score"]),
+        "score mean, +-": 1.96 * pstdev(columns["score"]) / len(rows) ** 0.5,  # half of the 95 % interval
+        "KL, nats per response": fmean(columns["kl"]),
+        "ended by itself": fmean(columns["stopped"]),
+        "tokens per response": fmean(columns["length"]),
+        "distinct bigrams": distinct_bigrams(columns["response"]),
     }
-    samples = [{name: row[name] for name in ("prompt", "response", "score")} for row in rows]
-    return metrics, samples
+    return metrics, columns
 
 
 def win_rate(verdicts):
@@ -611,12 +608,12 @@ def stream_rows(num_rows, start, count, seed):
 def rollout_groups(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each post, score them, and compute old and reference log-probabilities.
 
-    get_scores: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
+    get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [P * k]
+    batch: from draw_groups. Returns
     - the dict of sample_responses, and raw_scores (the weighted sum of the rewards) [P * k]; logprobs,
       ref_logprobs, entropies [P * k, T]
     - the responses, P * k str
     """
-    model.eval()
     b, responses = sample_responses(model.policy, tokenizer, stop_ids, get_scores, batch, args)
     scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
 
@@ -657,7 +654,8 @@ def sorted_groups(groups, lengths, k):
 def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each prompt, and reward them.
 
-    get_scores: score_responses, with its first arguments filled in; batch: from draw_groups. Returns
+    get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [P * k]
+    batch: from draw_groups. Returns
     - a dict of tensors, in which the responses to a prompt are neighbors: ids, mask [P * k, C + T]; lengths,
       stopped, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
     - the responses, P * k str
@@ -667,14 +665,12 @@ def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     P, k, T = batch["uniforms"].shape
 
     # 1. Generate.
-    tokens = torch.zeros(P, k, T, dtype=torch.long, device=stop_ids.device)
-    sampling_logprobs = torch.zeros(P, k, T, device=stop_ids.device)
+    outputs = []
     groups_at_once = max(1, args.local_rollout_forward_batch_size // k)
     for groups in torch.arange(P, device=stop_ids.device).split(groups_at_once):
         inputs = batch["ids"][groups], batch["mask"][groups], batch["uniforms"][groups]
-        outputs = generate_groups(policy, *inputs, stop_ids, args.temperature)
-        tokens[groups], sampling_logprobs[groups] = outputs
-    tokens, sampling_logprobs = tokens.flatten(0, 1), sampling_logprobs.flatten(0, 1)  # [P * k, T] each
+        outputs.append(generate_groups(policy, *inputs, stop_ids, args.temperature))
+    tokens, sampling_logprobs = [torch.cat(parts) for parts in zip(*outputs)]  # [P * k, T] each
     prompt_ids = batch["ids"].repeat_interleave(k, 0)  # [P * k, C]
     prompt_mask = batch["mask"].repeat_interleave(k, 0)
     lengths = response_lengths(tokens, stop_ids)  # [P * k]
@@ -707,7 +703,8 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     """Sample k responses to each prompt, until a stop token or T tokens. No top-k, no top-p.
 
     Left-padded ids, mask [P, C]; uniforms [P, k, T], one random number per token; stop_ids [any number]
-    -> tokens [P, k, T] and the log-probabilities they were sampled with, fp32 [P, k, T]; both 0 after the end
+    -> tokens and the log-probabilities they were sampled with (fp32), [P * k, T] each, 0 after the end; the k
+    responses to a prompt are neighbors
     """
     P, k, T = uniforms.shape
     body, head = body_and_head(policy)
@@ -719,21 +716,17 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
     cache.batch_select_indices(prompt_of_row)
     hidden, mask = hidden[prompt_of_row], mask[prompt_of_row]
     uniforms = uniforms.flatten(0, 1)  # [P * k, T]
-    if can_be_recorded(policy, cache):  # on a GPU, a faster version of the loop below
-        inputs = policy, cache, hidden, mask, uniforms, temperature
-        tokens, logprobs, *_ = generate_recorded(*inputs, lambda rows, tokens: torch.isin(tokens, stop_ids))
-        return tokens.view(P, k, T), logprobs.view(P, k, T)
+    if can_be_recorded(policy, cache):
+        # Most GPUs run the loop below in this faster version. Both sample by sample_next.
+        return generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature)
 
     tokens = torch.zeros(P * k, T, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(P * k, T, device=ids.device)
     rows = torch.arange(P * k, device=ids.device)  # the rows that are still being written
     for t in range(T):
-        # Sample the next token of each row.
-        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
-        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
-        tokens[rows, t] = token
-        logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
-        # Finished rows leave.
+        token, logprob = sample_next(head, hidden, uniforms[rows, t], temperature)  # [rows] each
+        tokens[rows, t], logprobs[rows, t] = token, logprob
+        # Drop the finished rows.
         keep = (~torch.isin(token, stop_ids)).nonzero().squeeze(1)
         if len(keep) == 0 or t + 1 == T:
             break
@@ -743,7 +736,17 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
         # Read the token.
         mask = F.pad(mask, (0, 1), value=True)
         hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
-    return tokens.view(P, k, T), logprobs.view(P, k, T)
+    return tokens, logprobs
+
+
+def sample_next(head, hidden, uniforms, temperature):
+    """Sample the next token of each row.
+
+    head: the output layer; hidden [B, H]; uniforms [B] -> tokens, log-probabilities [B]
+    """
+    probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [B, V]
+    token = sample_tokens(probs, uniforms)
+    return token, probs.gather(1, token[:, None]).squeeze(1).log()
 
 
 # ---- Policy and reference ----------------------------------------------------------------------------------
@@ -778,13 +781,13 @@ def reference_group_logprobs(ref_model, policy, *inputs):
 def group_logprobs(lm, ids, mask, T, temperature):
     """Log-probabilities of the last T tokens of each row, 0 after the end of a response.
 
-    The responses of a group share their prompt, so each prompt is read only once. Its keys and values serve
-    all responses to it, and gradients flow back through them: nothing is approximated.
+    The responses of a group share their prompt, so each prompt is read only once per micro-batch. Its keys
+    and values serve all responses to it, and gradients flow back through them: nothing is approximated.
     ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [B, T]
     """
     body, head = body_and_head(lm)
     if body.training and body.is_activation_checkpointing:
-        # Gradient checkpointing cannot use a cache, so each row reads its own prompt.
+        # --gradient-checkpointing cannot use a cache, so each row reads its own prompt.
         hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
     else:
         prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
@@ -977,7 +980,7 @@ def learning_rate(args, update, updates):
 
 
 # ============================================================================================================
-# Part II: infrastructure. You need nothing below to understand RLOO: here are models, rewards, judges, data,
+# Part II: infrastructure. Nothing below is needed to understand RLOO: here are models, rewards, judges, data,
 # files and flags. The scripts share these functions, copied verbatim, so a few arguments are used only in
 # another one.
 # ============================================================================================================
@@ -989,8 +992,8 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2.
 
-    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
-    reported by the libraries, with a traceback.
+    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
+    everything else, with a traceback.
     """
 
 
@@ -1090,8 +1093,7 @@ def check_group_model(lm, name, max_tokens):
     no_stop, uniforms = torch.tensor([-1], device=device), torch.rand(2, 2, T, device=device)
     first_tokens, _ = generate_groups(lm.eval(), ids, mask, uniforms[:, :, :1], no_stop, 1.0)
     stop_id = first_tokens[0, 0]
-    tokens, sampled = generate_groups(lm, ids, mask, uniforms, stop_id, 1.0)  # [2, 2, T] each
-    tokens, sampled = tokens.flatten(0, 1), sampled.flatten(0, 1)  # [4, T]
+    tokens, sampled = generate_groups(lm, ids, mask, uniforms, stop_id, 1.0)  # [4, T] each
     lengths = response_lengths(tokens, stop_id)
     ids = torch.cat([ids.repeat_interleave(2, 0), tokens], 1)
     mask = torch.cat([mask.repeat_interleave(2, 0), length_mask(lengths, T)], 1)
@@ -1104,8 +1106,8 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
 
     ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
     """
-    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only in large
-    # logits. So the output layer multiplies by 64 here, and we divide by 64.
+    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
+    # logits are large. So the output layer multiplies by 64 here, and we divide by 64.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
     for row, length in enumerate(lengths.tolist()):
@@ -1236,7 +1238,7 @@ class LogprobsAndEntropies(torch.autograd.Function):
 # ---- Token steps that a GPU records ------------------------------------------------------------------------
 
 
-TOKENS_PER_ROUND = 128  # then finished rows leave, and a step is recorded anew
+TOKENS_PER_ROUND = 128  # then finished rows are dropped, and a step is recorded again
 
 
 def can_be_recorded(policy, cache):
@@ -1250,58 +1252,52 @@ def can_be_recorded(policy, cache):
     return body.device.type == "cuda" and body._can_compile_fullgraph and not has_windows and not is_quantized
 
 
-def generate_recorded(policy, cache, hidden, mask, uniforms, temperature, find_ends):
-    """The loop over tokens on a GPU: the same tokens up to rounding, in less time.
+def generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature):
+    """The loop over tokens of generate_groups on a GPU: the same tokens up to rounding, in less time.
 
-    It goes in rounds. Within a round, all steps are the same for the GPU, so that `repeat` can record one:
+    It works in rounds. Within a round, all steps are the same for the GPU, so that `repeat` can record one:
     no shape changes, and nothing is copied to the CPU. Before a round, mask and cache get room for its
-    tokens. After it, finished rows leave.
+    tokens. After it, finished rows are dropped.
 
-    cache, mask [B, C]: the prompts; hidden [B, H]: predicts the first token; uniforms [B, T]; find_ends(rows
-    [n], tokens [n, t]) -> bool [n, t], True at a token that ends its response
-    -> tokens, logprobs [B, T], both 0 after the end; lengths [B]; bool [B], True if a response has ended
+    cache, mask [B, C]: the prompts; hidden [B, H]: predicts the first token; uniforms [B, T]
+    -> tokens and the log-probabilities they were sampled with, both [B, T] and 0 after the end
     """
     (B, C), T = mask.shape, uniforms.shape[1]
     body, head = body_and_head(policy)
     tokens = torch.zeros(B, T, dtype=torch.long, device=mask.device)
     logprobs = torch.zeros(B, T, device=mask.device)
-    all_rows = torch.arange(B, device=mask.device)
-    rows = all_rows  # the rows that are still being written
+    rows = torch.arange(B, device=mask.device)  # the rows that are still being written
     column = torch.full([1], C, device=mask.device)  # of the next token
 
     # step reads the current rows, mask and hidden of the loop below.
     def step():
         """The body of the loop over tokens: sample the next token of each row, and read it."""
         t = column - C  # [1]
-        probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [rows, V]
-        token = sample_tokens(probs, uniforms[rows, t])  # [rows]
-        tokens[rows, t] = token
-        logprobs[rows, t] = probs.gather(1, token[:, None]).squeeze(1).log()
+        token, logprob = sample_next(head, hidden, uniforms[rows, t], temperature)  # [rows] each
+        tokens[rows, t], logprobs[rows, t] = token, logprob
         mask.index_fill_(1, column, True)
         hidden.copy_(hidden_states(body, token[:, None], mask, cache)[:, -1])
         column.add_(1)
 
     for start in range(0, T, TOKENS_PER_ROUND):
         end = min(start + TOKENS_PER_ROUND, T)
-        L = C + end + -(C + end) % 8  # columns after this round; fast attention needs a multiple of 8
-        mask = F.pad(mask, (0, L - mask.shape[1]))  # False: nothing is written there yet
+        columns = math.ceil((C + end) / 8) * 8  # after this round; fast attention needs a multiple of 8
+        mask = F.pad(mask, (0, columns - mask.shape[1]))  # False: nothing is written there yet
         for i, layer in enumerate(cache.layers):  # one by one, so that only one layer is in memory twice
-            cache.layers[i] = FixedSizeLayer(layer, L, column)
+            cache.layers[i] = FixedSizeLayer(layer, columns, column)
 
         repeat(step, end - start)
-        keep = (~find_ends(rows, tokens[rows, :end]).any(1)).nonzero().squeeze(1)
+        has_stopped = torch.isin(tokens[rows, start:end], stop_ids).any(1)  # [rows]
+        keep = (~has_stopped).nonzero().squeeze(1)
         if len(keep) == 0 or end == T:
             break
         if len(keep) < len(rows):
             cache.batch_select_indices(keep)
             rows, mask, hidden = rows[keep], mask[keep], hidden[keep]
 
-    # Cut off what rows sampled after their end, until their round was over.
-    is_end = find_ends(all_rows, tokens)  # [B, T]
-    stopped = is_end.any(1)
-    lengths = torch.where(stopped, is_end.int().argmax(1) + 1, T)
-    valid = length_mask(lengths, T)
-    return tokens.where(valid, 0), logprobs.where(valid, 0.0), lengths, stopped
+    # Discard what a row sampled between its end and the end of its round.
+    valid = length_mask(response_lengths(tokens, stop_ids), T)  # [B, T]
+    return tokens.where(valid, 0), logprobs.where(valid, 0.0)
 
 
 def repeat(step, count):
@@ -1327,13 +1323,13 @@ class FixedSizeLayer(DynamicLayer):
 
     is_compileable = True  # otherwise transformers asks for the values of the mask
 
-    def __init__(self, layer, L, column):
-        """A copy of a layer, with L columns. column: where update writes, a tensor [1]"""
+    def __init__(self, layer, columns, column):
+        """A copy of a layer, with free columns. column: where update writes, a tensor [1]"""
         super().__init__()
         dtype, device_type = layer.keys.dtype, layer.keys.device.type
         if torch.is_autocast_enabled(device_type):  # otherwise attention rounds all columns for each token
             dtype = torch.get_autocast_dtype(device_type)
-        room = (0, 0, 0, L - layer.keys.shape[2])
+        room = (0, 0, 0, columns - layer.keys.shape[2])
         self.keys = F.pad(layer.keys.to(dtype), room)
         self.values = F.pad(layer.values.to(dtype), room)
         self.is_initialized, self.column = True, column
@@ -1447,6 +1443,8 @@ def load_reward_model(args, name, device):
     config, _ = transformers.PretrainedConfig.get_config_dict(resolve_path(name))
     architectures = config.get("architectures")  # None: a folder with a LoRA adapter
     new_head = architectures is not None and not any("SequenceClassification" in x for x in architectures)
+    if new_head and name == args.judge_model:
+        raise UserError(f"--judge-model {name} is a language model: use --judge-url, or a reward model")
     if new_head:
         accelerate.PartialState().print(f"{name} is a language model: random reward head")
     model = load_model(AutoModelForSequenceClassification, name, new_head, num_labels=1)
@@ -1473,10 +1471,11 @@ def load_reward_model(args, name, device):
 def preference_ids(tokenizer, prompt, responses, max_length):
     """Token ids of a prompt with each of its responses, by the same rule in training and in rollouts.
 
-    Texts: a response begins with its own space. EOS comes after it, even if it was cut off at its length
-    limit, because the score is read there. Lists of messages: prompt and response are one chat, which ends as
-    its template ends it. If a text is longer than max_length, the prompt loses its first tokens, but not BOS;
-    the same ones for all responses, so that they are compared after the same prompt. With max_length 5:
+    Texts: a response begins with its own space. EOS is appended even to a response that was cut off at its
+    length limit, because the score is read there. Lists of messages: prompt and response are one chat, which
+    ends as its template ends it. If a text is longer than max_length, the prompt loses its first tokens, but
+    not BOS. All responses lose the same ones, so that they are compared after the same prompt. For example,
+    with max_length 5:
 
         BOS p q r a EOS        ->    BOS r a EOS
         BOS p q r b c EOS      ->    BOS r b c EOS
@@ -1492,7 +1491,7 @@ def preference_ids(tokenizer, prompt, responses, max_length):
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
         texts = [prompt_ids + with_eos(ids, tokenizer) for ids in response_ids]
     start = int(texts[0][0] in (tokenizer.bos_token_id, tokenizer.cls_token_id))  # 1: keep the first token
-    num_shared = len(os.path.commonprefix(texts)) - start
+    num_shared = len(os.path.commonprefix(texts)) - start  # commonprefix works on lists of tokens too
     excess = max(len(ids) for ids in texts) - max_length
     shared_cut = max(min(excess, num_shared), 0)
     # A response that is longer than max_length loses its beginning too.
@@ -1549,35 +1548,36 @@ Answer with one letter, A or B, and nothing else."""
 
 
 def load_judge(args, tokenizer, trainer_state, device):
-    """The judge and its name: --judge-model, or else the function of --judge-fn, or else none.
+    """The judge: --judge-model, or else the function of --judge-fn, or else None.
 
-    The judge is a function of posts and responses (list of str) that returns their verdicts: see win_rate.
+    It is a function of posts and responses (list of str) that returns their verdicts: see win_rate.
     """
-    if args.judge_url is not None and args.judge_model is None:
-        raise UserError("--judge-url needs --judge-model: the name of the model on that server")
-    name = args.judge_model or args.judge_fn
+    name = args.judge_model
     if name is None:
-        return None, "none"
-    if args.judge_model is None:
+        if args.judge_url is not None:
+            raise UserError("--judge-url needs --judge-model: the name of the model on that server")
+        if args.judge_fn is None:
+            return None
         functions = load_functions([args.judge_fn])
     elif args.judge_url is None and Path(resolve_path(name)).is_dir():
-        # In fp32: bf16 rounds so much that equal texts would not be a tie.
-        functions = {"judge": load_reward_model(replace(args, dtype="float32"), name, device)}
+        functions = {"judge": load_reward_model(args, name, device)}
     else:
         import openai
 
         client = openai.OpenAI(base_url=args.judge_url, max_retries=4)  # its key is in OPENAI_API_KEY
-        return partial(ask_chat_model, client, args), f"{name} at {client.base_url}"
+        return partial(ask_chat_model, client, args)
     get_scores = partial(score_responses, functions, trainer_state, device)
-    return partial(compare_scores, get_scores, tokenizer), name
+    return partial(compare_scores, get_scores, tokenizer)
 
 
 def compare_scores(get_scores, tokenizer, posts, responses):
     """The verdicts of a judge that prefers the higher score. -> fp32 [posts]"""
+    references = [post["reference"] for post in posts]
     ours = score_texts(get_scores, tokenizer, posts, responses)  # [posts]
-    theirs = score_texts(get_scores, tokenizer, posts, [post["reference"] for post in posts])  # [posts]
-    # A text has two scores in two batches, because they round differently.
-    is_tie = torch.isclose(ours, theirs, rtol=1e-3, atol=1e-3)
+    theirs = score_texts(get_scores, tokenizer, posts, references)  # [posts]
+    # The same text can score slightly differently in two batches, because of rounding.
+    is_same_text = torch.tensor([x == y for x, y in zip(responses, references)], device=ours.device)
+    is_tie = is_same_text | (ours == theirs)
     verdicts = torch.where(is_tie, 0.5, (ours > theirs).float())
     return verdicts.masked_fill((ours + theirs).isnan(), math.nan).cpu()
 
@@ -1595,8 +1595,8 @@ def score_texts(get_scores, tokenizer, posts, texts):
 def ask_chat_model(client, args, posts, responses):
     """The verdicts of a chat model on an OpenAI-compatible server. -> fp32 [posts]
 
-    Judges prefer the first or the second of two summaries, so the order is random. Temperature and limit of
-    tokens are the server's: some models refuse other ones, and some think before they answer.
+    Judges prefer the first or the second of two summaries, so the order is random. Temperature and token
+    limit are left to the server: some models reject any other value, and some think before they answer.
     """
     uniforms = torch.rand(len(posts), generator=generator_for(args.seed, "order of the two"))
 
@@ -1608,12 +1608,9 @@ def ask_chat_model(client, args, posts, responses):
         messages = [{"role": "user", "content": question}]
         [choice] = client.chat.completions.create(model=args.judge_model, messages=messages).choices
         _, _, answer = (choice.message.content or "").rpartition("</think>")  # without its thoughts
-        letters = re.findall(r"\b[AB]\b", answer)
-        # Not a verdict: an answer that was cut off, names both or neither, or only begins with the article A.
-        is_cut_off = choice.finish_reason == "length"
-        if is_cut_off or len(set(letters)) != 1 or not re.search(r"\b[AB]\W*$", answer):
-            return math.nan
-        return float((letters[0] == "A") == response_is_a)
+        # A verdict is the letter alone, as in "B", "**B**" or "Answer: B.".
+        verdict = re.fullmatch(r"(?:Answer|Summary|\W)*([AB])\W*", answer)
+        return math.nan if verdict is None else float((verdict[1] == "A") == response_is_a)
 
     with ThreadPoolExecutor(8) as pool:
         return torch.tensor(list(pool.map(ask, posts, responses, (uniforms < 0.5).tolist())))
@@ -1621,27 +1618,24 @@ def ask_chat_model(client, args, posts, responses):
 
 def judge_policy(args):
     """`rloo_tldr.py judge`: a model's win rate against the references, as TRL's judge_tldr.py. -> dict"""
-    if args.resume is not None:
-        raise UserError("judge has no --resume: use --model-name-or-path RUN/model")
-    if args.model_name_or_path is not None and args.sft_model_path is not None:
-        raise UserError("judge: which model? --model-name-or-path or --sft-model-path must be None")
+    if args.resume is not None or args.sft_model_path is not None:
+        raise UserError("judge: --model-name-or-path is the model; use --sft-model-path None and no --resume")
     check_positive(args, "temperature", "num_eval_prompts")
-    args = complete_args(args)
+    if args.bf16:
+        args = replace(args, dtype="bfloat16")
     accelerator = start_accelerator(args)
     if not accelerator.is_main_process:  # so that a judge on a server is asked only once
         return None
-    device = accelerator.device
-    tokenizer_name = args.model_name_or_path or args.sft_model_path
-    tokenizer = load_tokenizer(tokenizer_name)
-    refuse_appended_eos(tokenizer, tokenizer_name)
+    device, name = accelerator.device, args.model_name_or_path
+    tokenizer = load_tokenizer(name)
+    refuse_appended_eos(tokenizer, name)
+    judge = load_judge(args, tokenizer, transformers.TrainerState(), device)
+    if judge is None:
+        raise UserError("judge needs --judge-model or --judge-fn")
     _, rows = load_splits(args.dataset_name)
     posts = choose_held_out(load_posts(rows, tokenizer, args), args)
-    judge, judge_name = load_judge(args, tokenizer, transformers.TrainerState(), device)
-    if judge is None or not posts[0]["reference"]:
-        raise UserError("judge needs --judge-model or --judge-fn, and a column completion with references")
-    policy_name = args.sft_model_path or args.model_name_or_path
-    policy = load_model(AutoModelForCausalLM, policy_name).to(device)
-    check_group_model(policy, policy_name, max(len(post["ids"]) for post in posts) + args.response_length)
+    policy = load_model(AutoModelForCausalLM, name).to(device)
+    check_group_model(policy, name, max(len(post["ids"]) for post in posts) + args.response_length)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)
     batch = draw_groups(posts, 1, args, "held-out")  # the posts and random numbers of the evaluation in train
     with torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device)):
@@ -1650,7 +1644,8 @@ def judge_policy(args):
     print(
         f"Model win rate: {metrics['win rate']:.2%} +- {metrics['+- (95 % interval)']:.2%} "
         f"({metrics['ties']:.1%} ties, {metrics['no verdict']:.1%} without verdict), n = {len(posts)}, "
-        f"judge {judge_name}, {describe_decoding(args)}, model {policy_name}, data {args.dataset_name}"
+        f"judge {args.judge_model or args.judge_fn}, sampling, temperature {args.temperature}, "
+        f"at most {args.response_length} tokens, model {name}, data {args.dataset_name}"
     )
     return metrics
 
@@ -1662,8 +1657,8 @@ def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else every tenth row of train.
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
+    validation; without both, every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1724,17 +1719,19 @@ def load_posts(rows, tokenizer, args):
         ids = tokenize_prompt(tokenizer, prompt)
         if len(ids) <= args.max_prompt_length:
             posts.append(dict(ids=ids, prompt=prompt, reference=reference or "", columns=row))
+    about = f"{len(posts)} of {len(rows)} rows have a prompt of at most {args.max_prompt_length} tokens"
     if not posts:
-        raise UserError(
-            f"{args.dataset_name}: no row has a column prompt of at most --max-prompt-length "
-            f"{args.max_prompt_length} tokens"
-        )
+        raise UserError(f"{args.dataset_name}: {about} (column prompt, --max-prompt-length)")
+    accelerate.PartialState().print(about)
     return posts
 
 
 def choose_held_out(posts, args):
-    """num_eval_prompts held-out posts, in random order; of those with a reference, if there are any."""
-    posts = [post for post in posts if post["reference"]] or posts
+    """num_eval_prompts held-out posts, in random order. If there is a judge, all have a reference."""
+    if args.judge_model is not None or args.judge_fn is not None:
+        posts = [post for post in posts if post["reference"]]
+        if not posts:
+            raise UserError(f"{args.dataset_name}: a judge needs references, a column completion")
     count = min(args.num_eval_prompts, len(posts))
     return [posts[row] for row in stream_rows(len(posts), start=0, count=count, seed=args.seed)]
 
@@ -1755,8 +1752,8 @@ def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    is_prompt: end where the assistant goes on, after the header of its turn or, if the last message is its
-    own, in that message. -> str
+    is_prompt: end where the assistant is to continue, after the header of its turn or, if the last message is
+    its own, in that message. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
@@ -1828,7 +1825,7 @@ def find_stop_tokens(args, tokenizer, policy):
 
 
 def start_accelerator(args):
-    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -2020,7 +2017,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # Worker processes that your code forks still end at these signals.
+            # These signals still terminate worker processes that your code forks.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -2033,7 +2030,7 @@ class Run:
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
-            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
+            raise UserError(f"--resume: that run has done {state['update']} updates, not only {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -2046,7 +2043,7 @@ class Run:
         if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        self.accelerator.wait_for_everyone()  # no process writes until all have read
         if self.accelerator.is_main_process:
             # Raises an error if another new run has made this folder in the meantime.
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
@@ -2140,50 +2137,44 @@ def rows_of(columns):
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def report_summaries(run, judge, judge_name, posts, before, after):
-    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from
-    evaluate_summaries; judge: from load_judge, or None
+def report_summaries(run, judge, posts, before, after):
+    """The final tables, evaluation.json and evaluation_samples.jsonl.
+
+    before, after: from evaluate_summaries; judge: from load_judge, or None
     """
-    metrics_before, samples_before = before
-    metrics_after, samples_after = after
-    rows = []
-    for post, old, new in zip(posts, samples_before, samples_after):
-        row = {"prompt": old["prompt"], "reference": post["reference"]}
-        row |= {"before": old["response"], "score": old["score"]}
-        rows.append(row | {"after": new["response"], "score after": new["score"]})
-    lines = [json.dumps(row) + "\n" for row in rows]
-    (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
+    args = run.args
+    metrics_before, old = before
+    metrics_after, new = after
     if judge is not None:
-        # Both evaluations are judged here, at the end, so that a run that is resumed asks a paid judge once.
-        verdicts = [judge(posts, [row[name] for row in rows]) for name in ("before", "after")]
-        has_none = torch.stack(verdicts).isnan().any(0)  # compare the same posts
-        win_rates = [win_rate(x.masked_fill(has_none, math.nan)) for x in verdicts]
-        metrics_before, metrics_after = win_rates[0] | metrics_before, win_rates[1] | metrics_after
+        # Both evaluations are judged here, at the end, so that resuming a run does not pay the judge twice.
+        metrics_before = win_rate(judge(posts, old["response"])) | metrics_before
+        metrics_after = win_rate(judge(posts, new["response"])) | metrics_after
+    columns = {
+        "prompt": old["prompt"],
+        "reference": [post["reference"] for post in posts],
+        "before": old["response"],
+        "score": old["score"],
+        "after": new["response"],
+        "score after": new["score"],
+    }
+    samples = rows_of(columns)
+    lines = [json.dumps(row) + "\n" for row in samples]
+    (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
+    about = {
+        "before": metrics_before,
+        "after": metrics_after,
+        "n": len(posts),
+        "judge": args.judge_model or args.judge_fn or "none",
+        "decoding": f"sampling, temperature {args.temperature}, at most {args.response_length} tokens",
+    }
+    (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
     comparison = []
     for name, value in metrics_before.items():
         comparison.append({"metric": name, "before": value, "after": metrics_after[name]})
-    decoding = describe_decoding(run.args)
-    run.table("held-out posts", rows[:3])
-    run.table(f"{len(rows)} held-out posts", comparison)
-    run.accelerator.print(f"judge: {judge_name}; {decoding}")
-    about = {"before": metrics_before, "after": metrics_after, "n": len(rows)}
-    about |= {"judge": judge_name, "decoding": decoding}
-    (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
+    run.table("held-out posts", samples[:3])
+    run.table(f"{len(posts)} held-out posts", comparison)
+    run.accelerator.print(f"judge: {about['judge']}; {about['decoding']}")
     run.accelerator.log({f"eval/{name}": x for name, x in metrics_after.items()}, step=run.updates)
-
-
-def describe_decoding(args):
-    return f"sampling, temperature {args.temperature}, at most {args.response_length} tokens"
-
-
-def complete_args(args):
-    """--bf16 means --dtype bfloat16. The judge of the recipe tiny only knows its own posts. -> Args"""
-    if args.bf16:
-        args = replace(args, dtype="bfloat16")
-    tiny = RECIPES["tiny"]
-    if args.judge_fn == tiny.judge_fn and Path(args.dataset_name) != Path(tiny.dataset_name):
-        args = replace(args, judge_fn=None)
-    return args
 
 
 # ---- Command line ------------------------------------------------------------------------------------------
@@ -2197,9 +2188,11 @@ def check_positive(args, *names):
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
 
 
-# Flags of all scripts that may change when a run is resumed:
+# Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
+# the updates that are left, unless the schedule is constant.)
 MAY_CHANGE = (
-    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations", "judge_model"),
+    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
+    *("judge_fn", "judge_model", "judge_url"),
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
@@ -2224,7 +2217,7 @@ def parse_args(argv):
     if args.resume is None:
         return args
 
-    # The flags of that run. Those may change that leave each update as it is.
+    # The flags of that run. Only those in MAY_CHANGE may differ.
     saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
     args = parse(default=Args(**saved))
     if names_recipe:

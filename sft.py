@@ -6,7 +6,7 @@ If you know nanoGPT's train.py, this is what differs:
    EOS (or a chat's end of turn), which has a label like any other token. A model that never saw EOS as a
    label never ends a response in PPO.
 2. A row holds several whole documents (packing), but they do not see each other: positions start at 0 in
-   each document, and transformers makes a block-diagonal attention mask of that. nanoGPT's rows are random
+   each document, from which transformers builds a block-diagonal attention mask. nanoGPT's rows are random
    cuts of the stream, in which a document attends to the one before it.
 3. With the columns prompt and completion, the loss is on the completion and its EOS only. The two parts are
    tokenized separately, exactly as in reward_model.py and in rollouts. A chat (a list of messages) is
@@ -19,7 +19,7 @@ If you know nanoGPT's train.py, this is what differs:
 6. Logits are computed for 128 positions at a time, and only at positions that have a label.
 7. The model is nearly any causal language model of transformers (`check_language_model` says which are
    refused): pretrained, with or without LoRA, or with random weights. Pretrained models are trained without
-   dropout, as in the other scripts. Models with random weights keep that of their config.
+   dropout, as in the other scripts. Models with random weights keep the dropout that their config sets.
 8. The optimizer has PyTorch's defaults. AdamW's weight decay of 0.01 applies to all weights, including
    biases.
 
@@ -125,7 +125,7 @@ class Args:
     # Model
     model_name_or_path: str = "openai-community/gpt2"  # model and tokenizer: Hub name, folder, LoRA folder
     from_config: str | None = None  # random weights instead: a model type and name=value pairs (JSON values)
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of matrix products; auto: bf16 if a GPU has it
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # float32: TF32 on GPUs; auto: bf16 if they can
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights)
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
@@ -140,7 +140,7 @@ class Args:
     utterance_end: str = " <EOU>"  # text after each utterance, as in RL4LMs; eos: EOS, as in DialoGPT
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes, in packed rows
-    num_train_epochs: float = 1.0  # epochs over the packed rows
+    num_train_epochs: float = 1.0  # epochs over the packed rows, rounded to whole updates (at least one)
     per_device_train_batch_size: int = 8  # rows per forward and backward pass on one process
     gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
 
@@ -153,64 +153,52 @@ class Args:
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
 
 
+TINY = Args(  # made checkpoints/reviews-lm
+    from_config="gpt2 n_embd=128 n_layer=3 n_head=4 n_positions=256",
+    model_name_or_path="checkpoints/reviews-lm",  # only the tokenizer: the weights are random
+    dataset_name="data/reviews",
+    max_length=256,
+    dtype="float32",
+    num_train_epochs=12.0,
+    per_device_train_batch_size=16,
+    learning_rate=2e-3,
+    lr_scheduler_type="cosine",
+    warmup_ratio=0.05,
+)
+
 RECIPES = {
-    "tiny": Args(  # made checkpoints/reviews-lm
-        from_config="gpt2 n_embd=128 n_layer=3 n_head=4 n_positions=256",
-        model_name_or_path="checkpoints/reviews-lm",  # only the tokenizer: the weights are random
-        dataset_name="data/reviews",
-        max_length=256,
-        dtype="float32",
-        num_train_epochs=12.0,
-        per_device_train_batch_size=16,
-        learning_rate=2e-3,
-        lr_scheduler_type="cosine",
-        warmup_ratio=0.05,
-    ),
-    "tiny-tldr": Args(  # made checkpoints/tldr-sft
+    "tiny": TINY,
+    "tiny-tldr": replace(  # made checkpoints/tldr-sft
+        TINY,
         from_config=(
             "gpt_neox hidden_size=128 num_hidden_layers=3 num_attention_heads=4 "
             "intermediate_size=512 max_position_embeddings=256"
         ),
-        model_name_or_path="checkpoints/tldr-sft",  # only the tokenizer
+        model_name_or_path="checkpoints/tldr-sft",
         dataset_name="data/tldr",
-        max_length=256,
-        dtype="float32",
         num_train_epochs=10.0,
-        per_device_train_batch_size=16,
         learning_rate=3e-3,
-        lr_scheduler_type="cosine",
-        warmup_ratio=0.05,
     ),
-    "tiny-dialog": Args(  # made checkpoints/dialogs-lm
+    "tiny-dialog": replace(  # made checkpoints/dialogs-lm
+        TINY,
         from_config=(  # attention without dropout and a fused GELU are faster
             "gpt2 n_embd=128 n_layer=3 n_head=4 n_positions=256 "
             'attn_pdrop=0.0 activation_function="gelu_pytorch_tanh"'
         ),
-        model_name_or_path="checkpoints/dialogs-lm",  # only the tokenizer
+        model_name_or_path="checkpoints/dialogs-lm",
         dataset_name="data/dialogs",
         utterance_end="eos",
-        max_length=256,
-        dtype="float32",
-        num_train_epochs=12.0,
         per_device_train_batch_size=8,
-        learning_rate=2e-3,
-        lr_scheduler_type="cosine",
-        warmup_ratio=0.05,
     ),
-    "tiny-arithmetic": Args(  # made checkpoints/arithmetic-sft
+    "tiny-arithmetic": replace(  # made checkpoints/arithmetic-sft
+        TINY,
         from_config=(
             "llama hidden_size=128 num_hidden_layers=3 num_attention_heads=4 num_key_value_heads=2 "
             "intermediate_size=384 max_position_embeddings=256 tie_word_embeddings=true"
         ),
         model_name_or_path="checkpoints/arithmetic-tokenizer",
         dataset_name="data/arithmetic-sft",
-        max_length=256,
-        dtype="float32",
         num_train_epochs=14.0,
-        per_device_train_batch_size=16,
-        learning_rate=2e-3,
-        lr_scheduler_type="cosine",
-        warmup_ratio=0.05,
     ),
     "gpt2-imdb": Args(),
     "smollm2-imdb": Args(  # the start of ppo_sentiment.py's recipe of this name: docs/real_models.md
@@ -282,7 +270,7 @@ def train(args):
     """The whole run, from the flags to the final table. -> transformers model, run folder"""
     check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
     check_positive(args, "max_length", "num_train_rows", "num_eval_prompts", "max_grad_norm")
-    if args.from_config is not None and args.lora_r:
+    if args.from_config and args.lora_r:
         raise UserError("--lora-r: an adapter needs a trained model, so give --model-name-or-path")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
@@ -313,7 +301,7 @@ def train(args):
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
     name = args.model_name_or_path
-    if args.from_config is not None:
+    if args.from_config:
         name = f"random weights ({args.from_config}; tokenizer of {name})"
     accelerator.print(
         f"recipe {args.recipe}: {name} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
@@ -329,8 +317,9 @@ def train(args):
     with autocast:
         before = held_out_metrics(model, held_out_rows, accelerator, args)
 
-    # `model` is evaluated and saved, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3
-    # shards them: then the learner is a sharded copy, and `model` waits on the CPU until the end of the run.
+    # `model` is evaluated and saved, `learner` is trained. With one process or DDP they share their weights,
+    # which accelerate moves back to the GPU at once. With FSDP2 and ZeRO-3 the learner is a sharded copy, and
+    # `model` waits on the CPU until the end of the run.
     learner, optimizer = make_learner(model.cpu(), args, accelerator)
     state = run.start(B)  # update 0 in a new run
 
@@ -381,7 +370,7 @@ def train(args):
             "mean_token_accuracy": accelerator.reduce(correct_sum) / num_labels,
             "perplexity": perplexity(mean_loss),
             "grad_norm": unshard(grad_norm),  # before clipping
-            # There is no rollout, so it ends when the update starts.
+            # There is no rollout here, so its time is 0.
             **performance_metrics(start_time, start_time, num_tokens, device),
         }
         run.log(metrics)
@@ -538,7 +527,7 @@ def learning_rate(args, update, updates):
 # ---- Documents: token ids and labels -----------------------------------------------------------------------
 #
 # An example is one entry of the data set (a dict), a document is a pair of arrays, ids and labels. Two
-# documents, each with a prompt and a completion, packed into a row (a pad keeps its position in the row, 10):
+# documents, each with a prompt and a completion, packed into a row (a pad's position does not matter):
 #
 #     ids          Was    it     good   ?      Yes    EOS    Really ?      No     EOS    pad
 #     labels       -100   -100   -100   -100   Yes    EOS    -100   -100   No     EOS    -100
@@ -558,7 +547,7 @@ def load_documents(examples, tokenizer, args):
         is_cut = len(ids) > args.max_length
         # -100 means no label. Nothing predicts the first token.
         ids, labels = ids[: args.max_length], [-100, *labels[1 : args.max_length]]
-        if all(label == -100 for label in labels):
+        if set(labels) == {-100}:
             counts["examples without anything to learn"] += 1
         else:
             # Arrays of 4-byte numbers: lists would need ten times the memory.
@@ -580,20 +569,20 @@ def make_document(example, tokenizer, args, counts):
         raise UserError(f"{args.dataset_name}: an example has {' and '.join(columns)}; keep one of them")
     if example.get("tools"):
         raise UserError(f"{args.dataset_name}: chats with the column tools are not supported")
-    prompt, completion = example.get("prompt"), example.get("completion")
     if example.get("text"):
         ids = with_eos(tokenizer(example["text"]).input_ids, tokenizer)
         return ids, ids
     if example.get("messages"):
         return chat_document(example["messages"], 0, tokenizer, counts)
-    if is_chat(completion) and prompt is not None:
-        first_labeled = len(prompt) if args.completion_only_loss else 0
-        return chat_document(prompt + completion, first_labeled, tokenizer, counts)
-    if completion and prompt is not None:  # it may be ""
-        return completion_document(prompt, completion, tokenizer, args)
     if example.get("dialog"):
         return dialog_document(example, tokenizer, args)
-    return [], []
+    prompt, completion = example.get("prompt"), example.get("completion")
+    if not completion or prompt is None:  # the prompt may be empty
+        return [], []
+    if is_chat(completion):
+        first_labeled = len(prompt) if args.completion_only_loss else 0
+        return chat_document(prompt + completion, first_labeled, tokenizer, counts)
+    return completion_document(prompt, completion, tokenizer, args)
 
 
 def with_eos(ids, tokenizer):
@@ -625,27 +614,31 @@ def chat_document(messages, first_labeled, tokenizer, counts):
         labels       It is 5.<|im_end|>
         no labels    \n
 
-    Some templates write no token that ends a turn. Then EOS is put after the last answer with labels; the
-    others are learned without an end. counts: a Counter of answers that cannot have labels
+    Some templates write no token that ends a turn. Then EOS is put after the last answer with labels; earlier
+    answers get no end token. counts: a Counter of answers that cannot have labels
     """
     if any(message.get("content") is None for message in messages):
         return [], []  # a tool call, for example; some templates would write "None"
     text = render_chat(tokenizer, messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)  # the template has BOS
     ids = encoded.input_ids
-    first_characters = [first for first, _ in encoded.offset_mapping]  # of each token: its place in the text
+    token_starts = [start for start, _ in encoded.offset_mapping]  # where in `text` each token starts
     labels = [-100] * len(ids)
     end = 0  # of the last answer with labels
     for i in range(first_labeled, len(messages)):
         if messages[i]["role"] != "assistant":
             continue
+        # The answer starts where the tokens of its prompt end, rendered alone as in a rollout. If ids do not
+        # begin with these tokens, no policy would ever be in this state, and the answer gets no labels. (A
+        # template may rewrite earlier turns, or a token may span the border.) The answer ends at its last
+        # character, found in the text, because its tokens alone could be others.
         prompt, last_character = find_answer(tokenizer, messages[: i + 1], text)
         if prompt is None or ids[: len(prompt)] != prompt:
             counts["answers not learned (no rollout could give them: see docs/sft.md)"] += 1
             continue
         start = len(prompt)
-        # The answer ends with the last token that begins at its last character or before it.
-        end = max(start, bisect.bisect(first_characters, last_character))
+        # Its last token is the last one that starts at its last character or before it.
+        end = max(start, bisect.bisect(token_starts, last_character))
         labels[start:end] = ids[start:end]
     if end > 0 and ids[end - 1] not in special_ids(tokenizer):
         # There is no token that ends the turn: put EOS after the answer, and drop what follows.
@@ -657,7 +650,7 @@ def chat_document(messages, first_labeled, tokenizer, counts):
 def find_answer(tokenizer, messages, text):
     """Where the last of these messages, an answer of the assistant, is in the text of the whole chat.
 
-    -> the token ids of its prompt in a rollout, and the place of its last character in the text. None, None
+    -> the token ids of its prompt in a rollout, and the position in `text` of its last character. None, None
     if it has no prompt, or if the text does not begin with prompt and answer: templates of thinking models
     drop the thoughts of all but the last answer, for example.
     """
@@ -667,7 +660,7 @@ def find_answer(tokenizer, messages, text):
     after = render_chat(tokenizer, messages)
     if not (after.startswith(before) and text.startswith(after)):
         return None, None
-    # Generation stops before the line break that ends a turn.
+    # rstrip: a turn ends in "<|im_end|>\n", but a policy stops at <|im_end|>, so "\n" is not learned.
     return tokenizer(before, add_special_tokens=False).input_ids, len(after.rstrip()) - 1
 
 
@@ -677,11 +670,10 @@ def dialog_document(example, tokenizer, args):
     if not dialogs:  # an utterance is blank, for example
         return [], []
     [(_, utterances, _)] = dialogs
-    ids = list(tokenizer("").input_ids)  # [BOS], or nothing for GPT-2
+    ids = tokenizer("").input_ids  # [BOS], or nothing for GPT-2
     for utterance in utterance_ids(tokenizer, utterances, args.utterance_end):
-        ids.extend(utterance)
-    if args.utterance_end != "eos":  # otherwise the last utterance ends in EOS already
-        ids.append(tokenizer.eos_token_id)
+        ids = ids + utterance
+    ids = with_eos(ids, tokenizer)
     return ids, ids
 
 
@@ -730,7 +722,7 @@ def collate_rows(rows, device):
     L = max(sum(len(ids) for ids, _ in row) for row in rows)
     ids = torch.zeros(B, L, dtype=torch.long)
     labels = torch.full((B, L), -100)
-    positions = torch.arange(L).repeat(B, 1)  # pads keep these
+    positions = torch.arange(L).repeat(B, 1)  # pads keep these, which do not matter: they come last
     for i, row in enumerate(rows):
         start = 0
         for document_ids, document_labels in row:
@@ -757,8 +749,8 @@ def stream_rows(num_rows, start, count, seed):
 
 
 # ============================================================================================================
-# Part II: infrastructure. You need nothing below to understand fine-tuning: here are models, data, files and
-# flags. The scripts share these functions, copied verbatim, so some arguments are not used in this one.
+# Part II: infrastructure. Nothing below is needed to understand fine-tuning: it covers models, data, files
+# and flags. The scripts share these functions, copied verbatim, so some arguments are not used in this one.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -768,8 +760,8 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2.
 
-    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
-    reported by the libraries, with a traceback.
+    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
+    everything else, with a traceback.
     """
 
 
@@ -946,7 +938,7 @@ def load_language_model(args, tokenizer, documents):
 
 @torch.no_grad()
 def check_language_model(lm, args):
-    """Raise if what we compute for a document differs from what the model itself computes for it alone.
+    """Raise if our results for a packed document differ from the model's own results for that document alone.
 
     Its logits must be the product of its last hidden states and the output layer. They are not with a soft
     cap (Gemma 2) or a scale (Granite). The states of a document must not depend on what follows, as they do
@@ -956,7 +948,8 @@ def check_language_model(lm, args):
     name, length = args.from_config or args.model_name_or_path, args.max_length
     if length > context_length(lm.config):
         raise UserError(f"--max-length {length}: the context of {name} is {context_length(lm.config)} tokens")
-    # Two rows of random tokens, with the same document in the same place.
+    # Two rows of random tokens, which hold the same document in the same place. If the document does not
+    # depend on what surrounds it, its states in the two rows are equal.
     size = min(length // 2, 64)
     start = size if args.packing else 0  # if packed, it is the second document of its row
     document = slice(start, start + size)
@@ -967,17 +960,22 @@ def check_language_model(lm, args):
     positions[:, start:] -= start
 
     body, head = body_and_head(lm)
-    lm.train(not args.from_config)  # noise that load_model has missed shows; a new model may have dropout
-    one, other = document_states(body, ids, positions)[:, document]  # [size, H] each
+    # Pretrained: train mode, so that dropout which load_model failed to turn off makes the two rows differ.
+    # A new model may have dropout, so it is checked in eval mode.
+    lm.train(not args.from_config)
+    states, other_states = document_states(body, ids, positions)[:, document]  # [size, H] each
     # A soft cap shows only in large logits. So the output layer multiplies by 64, and we divide by 64.
     hook = head.register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own_logits = lm.eval()(ids[:1, document], use_cache=False).logits[0].float() / 64  # [size, V]
     hook.remove()
-    is_other_loss = differ(F.linear(one, head.weight, head.bias), own_logits, 1e-2)
-    # The rows differ only around the document. An untrained model reacts little to that: the limit is tight.
-    if is_other_loss or differ(one, other, 1e-4):
+    is_other_loss = differ(F.linear(states, head.weight, head.bias), own_logits, 1e-2)
+    # A tight limit, because the states of an untrained model hardly depend on other tokens.
+    if is_other_loss or differ(states, other_states, 1e-4):
         hint = " (perhaps with --no-packing)" if args.packing else ""
-        raise UserError(f"{name} does not work here{hint}: its own loss of a document differs from ours")
+        raise UserError(
+            f"{name} does not work here{hint}: the model's own loss on a document differs from the one "
+            "computed here"
+        )
 
 
 def differ(found, expected, limit):
@@ -994,14 +992,18 @@ def special_ids(tokenizer):
 def find_end_tokens(lm, tokenizer, documents, max_length):
     """The ids of the tokens that end a response. -> list, for generation_config
 
-    They are EOS, those of the model's generation_config, and the special tokens at the end of what is learned
-    of a document, such as <|im_end|>. documents: list of (ids, labels) with one label or more
+    They are EOS, those of the model's generation_config, and the special tokens that end a run of labels: an
+    answer in a chat may end in <|im_end|>, for example. documents: list of (ids, labels)
     """
     eos = lm.generation_config.eos_token_id  # an id, a list of ids, or None
     ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
-    uncut = [labels for _, labels in documents if len(labels) < max_length]  # one of max_length may be cut
-    last_tokens = {[label for label in labels if label != -100][-1] for labels in uncut}
-    return sorted(ids | last_tokens & special_ids(tokenizer))
+    last_tokens = set()
+    for _, labels in documents:
+        # A run of labels ends where -100 follows. A document of max_length tokens may be cut there.
+        if len(labels) < max_length:
+            labels = [*labels, -100]
+        last_tokens |= {label for label, next_label in itertools.pairwise(labels) if next_label == -100}
+    return sorted(ids | (last_tokens & special_ids(tokenizer)))
 
 
 def save_policy(policy, tokenizer, folder):
@@ -1020,8 +1022,8 @@ def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else every tenth row of train.
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
+    validation; without both, every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1075,8 +1077,8 @@ def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    is_prompt: end where the assistant goes on, after the header of its turn or, if the last message is its
-    own, in that message. -> str
+    is_prompt: end where the assistant is to continue, after the header of its turn or, if the last message is
+    its own, in that message. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
@@ -1114,7 +1116,7 @@ def set_global_seed(seed, *purpose):
 
 
 def start_accelerator(args):
-    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -1306,7 +1308,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # Worker processes that your code forks still end at these signals.
+            # These signals still terminate worker processes that your code forks.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1319,7 +1321,7 @@ class Run:
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
-            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
+            raise UserError(f"--resume: that run has done {state['update']} updates, not only {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -1332,7 +1334,7 @@ class Run:
         if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        self.accelerator.wait_for_everyone()  # no process writes until all have read
         if self.accelerator.is_main_process:
             # Raises an error if another new run has made this folder in the meantime.
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
@@ -1443,9 +1445,11 @@ def check_positive(args, *names):
             raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
 
 
-# Flags of all scripts that may change when a run is resumed:
+# Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
+# the updates that are left, unless the schedule is constant.)
 MAY_CHANGE = (
-    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations", "judge_model"),
+    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
+    *("judge_fn", "judge_model", "judge_url"),
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
@@ -1470,7 +1474,7 @@ def parse_args(argv):
     if args.resume is None:
         return args
 
-    # The flags of that run. Those may change that leave each update as it is.
+    # The flags of that run. Only those in MAY_CHANGE may differ.
     saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
     args = parse(default=Args(**saved))
     if names_recipe:

@@ -1,4 +1,4 @@
-"""Token steps that a GPU records (TOKENS_PER_ROUND in the RL scripts): are they right, and how fast are they?
+"""Token steps that a GPU records (TOKENS_PER_ROUND in grpo_math.py): are they right, and how fast are they?
 
     python benchmarks/gpu_rollout.py OUT.json          # on a GPU, about two minutes; no network, random weights
     python benchmarks/gpu_rollout.py OUT.json --toy    # on a CPU, at toy size, with emulated recordings
@@ -147,7 +147,6 @@ def is_right(shape, model):
         (ids, mask), tokens, logprobs, _, _ = outputs["recorded"]
         gaps = {}
         for how, (_, own_tokens, own_logprobs, _, _) in outputs.items():
-            own_tokens, own_logprobs = own_tokens.flatten(0, 1), own_logprobs.flatten(0, 1)
             valid = own_logprobs != 0
             row_ids = torch.cat([ids.repeat_interleave(K, 0), own_tokens], 1)
             row_mask = torch.cat([mask.repeat_interleave(K, 0), valid], 1)

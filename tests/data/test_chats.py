@@ -319,7 +319,10 @@ def test_the_end_of_a_turn_ends_generation(sft, chat_lm, tmp_path):
 
 
 def test_what_ends_a_response(scripts, chat_lm, family):
-    """The last token that is learned, if it is special: not what follows it, nor where a document was cut."""
+    """The last token of what is learned, if it is special: not what follows it, nor where a document was cut.
+
+    The answers before the cut count too: perhaps every document of a data set is too long.
+    """
     tokenizer = build_tokenizer(family)
     model = transformers.AutoModelForCausalLM.from_pretrained(chat_lm(family))
     model.generation_config.eos_token_id = None
@@ -328,8 +331,11 @@ def test_what_ends_a_response(scripts, chat_lm, family):
     assert start not in (eos, end)
     learned = ([9, 20, end, 21, start], [-100, 20, end, -100, -100])  # a line break follows, for example
     cut = ([9, 20, 20, 20, 20, start], [-100, 20, 20, 20, 20, start])
-    stops = scripts["sft"].find_end_tokens(model, tokenizer, [learned, cut], 6)
-    assert stops == sorted({eos, end})
+    cut_later = ([9, 20, end, 21, 20, start], [-100, 20, end, -100, 20, start])
+    find_end_tokens = scripts["sft"].find_end_tokens
+    assert find_end_tokens(model, tokenizer, [cut], 6) == [eos]
+    for documents in ([learned, cut], [cut_later], [cut_later, cut]):
+        assert find_end_tokens(model, tokenizer, documents, 6) == sorted({eos, end})
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -98,7 +98,7 @@ def keep(scripts, small, tokenizers_of, tmp_path):
         tokenizer = copy.deepcopy(tokenizers_of[script])
         try:
             if script == "reward_model":
-                return len(module.load_data(args, tokenizer)["train"])
+                return len(module.load_data(args, tokenizer)[0])
             splits = module.load_splits(args.dataset_name)
             return [len(read_rows(module, rows, tokenizer, args)) for rows in splits][0]
         except Exception as error:
@@ -112,7 +112,7 @@ def keep(scripts, small, tokenizers_of, tmp_path):
 def read_rows(module, rows, tokenizer, args):
     """What a script makes of the rows of a split."""
     if module.__name__ == "ppo_dialog":
-        return module.load_turns(rows, tokenizer, 4, args)
+        return module.load_turns(rows, tokenizer, ["inform", "question", "directive", "commissive"], args)
     if module.__name__ == "grpo_math":
         return module.load_tasks(rows, tokenizer, args)
     if module.__name__ == "sft":

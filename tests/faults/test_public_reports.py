@@ -264,15 +264,31 @@ def test_a_text_that_ends_with_eos(scripts, tiny_lm):
     assert reward_model.preference_ids(tokenizer, " good", responses, 99) == [ids + expected] * 2
 
 
-def test_a_prompt_that_begins_the_answer(scripts, tiny_lm):
+reads_preferences = pytest.mark.parametrize("name", ["reward_model", "dpo_tldr"])
+
+
+@reads_preferences
+def test_a_prompt_that_begins_the_answer(scripts, name):
     """In a rollout, it is one message with the rest; two messages would be another text."""
-    script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(tiny_lm())
-    tokenizer.chat_template = CHATML
     prompt = [dict(role="user", content="2 + 3?"), dict(role="assistant", content="It is")]
     good, bad = [[dict(role="assistant", content=text)] for text in (" 5.", " 6.")]
-    with pytest.raises(script.UserError, match="a prompt ends with the assistant"):
-        rows = [dict(prompt=prompt, chosen=good, rejected=bad)]
-        script.load_preference_rows(rows, tokenizer, script.Args())
+    with pytest.raises(scripts[name].UserError, match="a prompt ends with the assistant"):
+        scripts[name].read_preferences([dict(prompt=prompt, chosen=good, rejected=bad)], "data")
+
+
+@reads_preferences
+def test_responses_that_begin_with_their_prompt(scripts, name):
+    """In a column of its own, it would be read twice. But a response may quote its prompt."""
+    script = scripts[name]
+    texts = dict(prompt="Who?", chosen="Who? Me.", rejected="Who? You.")
+    chats = dict(prompt=CHAT[:1], chosen=CHAT, rejected=[CHAT[0], {"role": "assistant", "content": "No"}])
+    for row in (texts, chats):
+        with pytest.raises(script.UserError, match="responses begin with their prompt"):
+            script.read_preferences([row] * 3, "data")
+        [(_, prompt, _)] = script.read_preferences([row | dict(prompt="")], "data")
+        assert not prompt
+    rows = [texts, texts | dict(rejected="You.")]
+    assert [prompt for _, prompt, _ in script.read_preferences(rows, "data")] == ["Who?"] * 2
 
 
 def test_a_prompt_beside_chats(scripts, tiny_lm):
@@ -344,19 +360,19 @@ def test_a_part_of_a_sorted_file(scripts, small, tmp_path, monkeypatch):
     assert 4 < sum(row["label"] for row in train) < 16 and sum(row["label"] for row in held_out) == 5
 
 
+@reads_preferences
 @pytest.mark.parametrize("other", [dict(question="Who?"), dict(messages=CHAT[:1]), dict(system="Be good.")])
-def test_preferences_without_a_prompt(scripts, tiny_lm, other):
+def test_preferences_without_a_prompt(scripts, name, other):
     """The model would read the answers alone. Texts of hh-rlhf hold the prompt, and chats with a user do."""
-    script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(tiny_lm())
-    tokenizer.chat_template = CHATML
+    script = scripts[name]
     texts = dict(chosen="Me.", rejected="You.", margin=1.0)
     chats = dict(chosen=CHAT, rejected=[CHAT[0], {"role": "assistant", "content": "No"}])
     answers = {name: messages[1:] for name, messages in chats.items()}
     for row in (texts, answers):
         with pytest.raises(script.UserError, match="has no column prompt"):
-            script.load_preference_rows([row | other], tokenizer, script.Args())
+            script.read_preferences([row | other], "data")
     for row in (texts, texts | other | dict(prompt=""), chats | other, answers | other | dict(prompt="Hi")):
-        assert script.load_preference_rows([row], tokenizer, script.Args())[0]
+        assert script.read_preferences([row], "data")
 
 
 def test_decimals_are_no_classes(scripts):
@@ -413,12 +429,12 @@ def test_meteor_of_scripts_without_spaces(scripts):
 
 @pytest.mark.parametrize("thought", ["", "<think>\nA is short. B is long.\n</think>\n\n", "A or B?</think>"])
 def test_a_judge_that_thinks_first(scripts, chat_with, thought):
-    """inspect_ai#3259: the thought is no verdict. Without its end, it is cut off, and there is none."""
+    """inspect_ai#3259: the thought is no verdict. An answer that was cut off is none either."""
     script = scripts["rloo_tldr"]
     posts = [dict(prompt="A post.", reference=" theirs")] * 8
-    for end, verdicts in (("A", {0.0, 1.0}), ("A...", set()), ("", set())):
+    for end, verdicts in (("A", {0.0, 1.0}), ("A is...", set()), ("", set())):
         flags, _ = chat_with(lambda question, end=end: thought + end)
-        judge, _ = script.load_judge(script.Args(**flags), None, None, CPU)
+        judge = script.load_judge(script.Args(**flags), None, None, CPU)
         found = judge(posts, [" ours"] * 8)
         assert set(found[~found.isnan()].tolist()) == verdicts
 

@@ -106,9 +106,10 @@ def test_where_prompts_are_shared(classifier_folder):
 
     def is_possible(arch, distributed_type="NO", **flags):
         model = reward.load_model(transformers.AutoModelForSequenceClassification, classifier_folder(arch))
-        args = reward.Args(max_length=20, **flags)
+        rows = [reward.Row(texts) for texts in PAIRS]
         accelerator = SimpleNamespace(distributed_type=distributed_type)
-        return reward.can_share_prompts(reward.ClassLogits(model), args, accelerator)
+        learner = reward.ClassLogits(model)
+        return reward.can_share_prompts(learner, rows, reward.Args(**flags), accelerator)
 
     assert is_possible("gpt2")
     assert not is_possible("distilbert")

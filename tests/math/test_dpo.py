@@ -140,7 +140,7 @@ def test_samples_have_the_probabilities_of_the_model(tiny_lm, pad):
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=1e-4)
     rloo = module_with("generate_groups")
     theirs, _ = rloo.generate_groups(lm, ids, mask, uniforms[:, None], torch.tensor([-1]), 0.7)
-    assert torch.equal(tokens, theirs.squeeze(1))
+    assert torch.equal(tokens, theirs)
 
 
 # ---- TRL ---------------------------------------------------------------------------------------------------

@@ -85,8 +85,9 @@ def test_packed_documents_do_not_see_each_other(language_model, arch):
             start += len(ids)
 
 
-ALONE = "does not work here: its own loss of a document differs from ours"
-USE = "does not work here (perhaps with --no-packing): its own loss of a document differs from ours"
+DIFFERS = "the model's own loss on a document differs from the one computed here"
+ALONE = f"does not work here: {DIFFERS}"
+USE = f"does not work here (perhaps with --no-packing): {DIFFERS}"
 OTHER_MODELS = {  # what is said about a document alone, and about documents in a row
     "gemma2 head_dim=16": (ALONE, USE),
     "granite logits_scaling=4.0": (ALONE, USE),

@@ -58,13 +58,13 @@ def test_generate_groups_is_generate_for_each_response(language_model):
     k = 3
     uniforms = torch.rand(5, k, T, generator=torch.Generator().manual_seed(5))
     free, _ = rloo.generate_groups(model, ids, mask, uniforms, NO_STOP_TOKEN, 0.7)
-    stop_ids = free[[2, 0], [1, 2], [3, 5]]
+    stop_ids = free.view(5, k, T)[[2, 0], [1, 2], [3, 5]]
     tokens, logprobs = rloo.generate_groups(model, ids, mask, uniforms, stop_ids, 0.7)
-    assert tokens.shape == logprobs.shape == (5, k, T)
-    for j in range(k):
+    assert tokens.shape == logprobs.shape == (5 * k, T)
+    for j in range(k):  # the responses to a prompt are neighbors
         expected = ppo.generate(model, ids, mask, torch.full((5,), T), uniforms[:, j], stop_ids, 0.7)
-        assert torch.equal(tokens[:, j], expected[0])
-        close(logprobs[:, j], expected[1], rtol=0, atol=1e-5)
+        assert torch.equal(tokens[j::k], expected[0])
+        close(logprobs[j::k], expected[1], rtol=0, atol=1e-5)
     assert not torch.equal(tokens, free)  # something did stop
 
 

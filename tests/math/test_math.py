@@ -389,7 +389,11 @@ def test_rankings_agree_with_naive(rows):
 def test_pairs_by_hand():
     """Texts of all rows are counted through; a row has weight 1 in all. Equal texts are not a pair."""
     a, b, c = [5, 6], [5, 7], [5, 8]
-    rows = [reward.Row([a, b, c], margin=0.5), reward.Row([c, a]), reward.Row([a, b, a], margin=1.0)]
+    rows = [
+        reward.Row([a, b, c], min_difference=0.5),
+        reward.Row([c, a]),
+        reward.Row([a, b, a], min_difference=1.0),
+    ]
     better, worse, weight, margin = reward.pair_table(rows, "cpu")
     assert better.tolist() == [0, 0, 1, 3, 5, 6]
     assert worse.tolist() == [1, 2, 2, 4, 6, 7]

@@ -15,7 +15,7 @@ from conftest import module_with
 from math_tools import close, left_padded, random_ids
 
 ARCHITECTURES = ("gpt2", "gpt_neox", "opt", "bloom", "llama", "qwen2", "qwen3")
-B, T, ROUND = 5, 21, 8  # a round of 8, 8 and 4 tokens after the first token
+B, T, ROUND = 5, 21, 8  # rounds of 8, 8 and 5 tokens
 STOP_IDS = torch.arange(3, 25)
 
 
@@ -30,7 +30,7 @@ def emulated():
 
 @contextmanager
 def rounds(name, how):
-    """A script whose rounds are recorded, called (the same rounds without a recording), or of one token."""
+    """A script whose rounds are recorded or called (without a recording), or whose loop is the plain one."""
     script = importlib.import_module(name)
 
     def is_possible(policy, cache):
@@ -68,21 +68,12 @@ def model_of(tiny_lm, arch, lora=False):
     return model.eval()
 
 
-def generated(name, how, model, bf16=False):
-    """What generate, generate_groups or generate_until returns: tokens and log-probabilities."""
+def generated(how, model, bf16=False, name="rloo_tldr"):
+    """Three responses to each prompt: tokens and log-probabilities."""
     ids, mask = left_padded([random_ids(n, seed=20 + n) for n in (6, 2, 4, 1, 5)], 6)
     generator = torch.Generator().manual_seed(4)
     uniforms = torch.rand(B, 3, T, generator=generator)
-    limits = torch.tensor([3, 21, 9, 1, 17])
-
-    def is_end(tokens, logits):
-        return torch.isin(tokens[:, -1], STOP_IDS)
-
     with rounds(name, how) as script, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        if name == "ppo_sentiment":
-            return script.generate(model, ids, mask, limits, uniforms[:, 0], STOP_IDS, 0.8)
-        if name == "ppo_dialog":
-            return script.generate_until(model, ids, mask, uniforms[:, 0], is_end, 0.8)[:2]
         return script.generate_groups(model, ids, mask, uniforms, STOP_IDS, 0.8)
 
 
@@ -92,38 +83,39 @@ def generated(name, how, model, bf16=False):
 def test_recorded_steps_are_called_steps(tiny_lm, emulated, arch, lora, bf16):
     """Bit for bit. And they are today's steps on a CPU, whose cache grows, up to rounding."""
     model = model_of(tiny_lm, arch, lora)
-    tokens, logprobs = generated("ppo_sentiment", "recorded", model, bf16)
+    tokens, logprobs = generated("recorded", model, bf16)
     assert emulated.lengths
-    for ours, called in zip((tokens, logprobs), generated("ppo_sentiment", "called", model, bf16)):
+    for ours, called in zip((tokens, logprobs), generated("called", model, bf16)):
         assert torch.equal(ours, called)
-    own_tokens, own_logprobs = generated("ppo_sentiment", "one token", model, bf16)
     if not bf16:  # bf16 may choose other tokens
-        assert torch.equal(tokens, own_tokens)
-        close(logprobs, own_logprobs, rtol=0, atol=1e-5)
+        assert_like_the_plain_loop(tokens, logprobs, model)
 
 
-@pytest.mark.parametrize("name", ["ppo_dialog", "rloo_tldr", "grpo_math"])
-def test_all_scripts_record(tiny_lm, emulated, name):
-    """Groups, and answers that end with a mark: the same tokens as with a cache that grows."""
+def test_grpo_records_too(tiny_lm, emulated):
     model = model_of(tiny_lm, "llama")
-    tokens, logprobs = generated(name, "recorded", model)
+    tokens, logprobs = generated("recorded", model, name="grpo_math")
     assert emulated.lengths
-    own_tokens, own_logprobs = generated(name, "one token", model)
+    assert_like_the_plain_loop(tokens, logprobs, model)
+
+
+def assert_like_the_plain_loop(tokens, logprobs, model):
+    """The same tokens as with a cache that grows. Some responses end in the first round, and some never."""
+    own_tokens, own_logprobs = generated("one token", model)
     assert torch.equal(tokens, own_tokens)
     close(logprobs, own_logprobs, rtol=0, atol=1e-5)
     lengths = (logprobs != 0).sum(-1)
-    assert lengths.min() < ROUND and lengths.max() == T  # some end in the first round, and some never
+    assert lengths.min() < ROUND and lengths.max() == T
 
 
 def test_a_recording_sees_new_weights(tiny_lm, emulated):
     """An optimizer changes weights in place. The next rollout records anew, under autocast too."""
     model = model_of(tiny_lm, "llama")
-    _, before = generated("ppo_sentiment", "recorded", model, bf16=True)
+    _, before = generated("recorded", model, bf16=True)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.02)
-    _, after = generated("ppo_sentiment", "recorded", model, bf16=True)
-    assert torch.equal(after, generated("ppo_sentiment", "called", model, bf16=True)[1])
+    _, after = generated("recorded", model, bf16=True)
+    assert torch.equal(after, generated("called", model, bf16=True)[1])
     assert not torch.equal(after, before)
 
 
@@ -136,7 +128,7 @@ def test_what_cannot_be_recorded(tiny_lm, monkeypatch, arch, expected):
         model = transformers.AutoModelForCausalLM.from_config(config)
     else:
         model = model_of(tiny_lm, arch)
-    script = module_with("generate")
+    script = module_with("generate_groups")
     cache = transformers.DynamicCache(config=model.config)
     assert not script.can_be_recorded(model, cache)  # on a CPU
     monkeypatch.setattr(transformers.PreTrainedModel, "device", torch.device("cuda"))

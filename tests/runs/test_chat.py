@@ -1,6 +1,7 @@
 """The verb chat of ppo_dialog.py: what it shows, remembers and takes as flags."""
 
 import pytest
+from conftest import ROOT
 from run_tools import one_line, spy, write_rows
 from transformers import AutoTokenizer
 
@@ -168,9 +169,14 @@ def test_flags_of_a_chat(chat, dialog, script, monkeypatch, talker):
         assert model_name == str(folder / "model")
         (_, _, _, _, _, temperature), _ = calls[-1]
         assert temperature == 0.6
-    chat(["checkpoints/dialogs-lm"])
-    assert last_args().utterance_end == "eos"
-    assert last_args().num_context_utterances == 8
+    for name in (
+        "checkpoints/dialogs-lm",
+        "./checkpoints/dialogs-lm/",
+        f"{ROOT}/docs/../checkpoints/dialogs-lm",
+    ):
+        chat([name])
+        assert last_args().utterance_end == "eos"
+        assert last_args().num_context_utterances == 8
     chat([talker.model])
     assert last_args() == script.Args()
 

@@ -51,9 +51,12 @@ def test_texts(script, tokenizer):
 
 
 def test_a_ranking(script, tokenizer):
-    """The best one against the worst one."""
-    [pair], _ = load(script, tokenizer, dict(prompt="P:", responses=[" a", " b", " c"]))
+    """The best one against the worst one. chosen and rejected come first: responses may be in any order."""
+    row = dict(prompt="P:", responses=[" a", " b", " c"])
+    [pair], _ = load(script, tokenizer, row)
     assert pair == ["P:", " a<|endoftext|>", " c<|endoftext|>"]
+    [pair], _ = load(script, tokenizer, row | dict(chosen=" b", rejected=" a"))
+    assert pair == ["P:", " b<|endoftext|>", " a<|endoftext|>"]
 
 
 def test_a_prompt_that_both_texts_contain(script, tokenizer):
@@ -254,12 +257,19 @@ def test_the_evaluation_by_hand(script, small, tiny_lm, tmp_path, judge):
 
 def test_the_policies_that_are_compared(dpo, script, monkeypatch, tiny_lm):
     """Before: the start with itself, so the KL is 0. After: what was trained, with the start."""
+    evaluate_samples, references = script.evaluate_samples, []
+
+    def recorded(*inputs, reference):
+        references.append(reference)
+        return evaluate_samples(*inputs, reference=reference)
+
+    monkeypatch.setattr(script, "evaluate_samples", recorded)
     calls = spy(monkeypatch, script, "evaluate_samples")
     model, folder, _ = dpo()
     (before, _), (after, _) = calls
-    assert before[-1] is before[0] and after[0] is before[0] is model.policy
+    assert references[0] is before[0] and after[0] is before[0] is model.policy
     start = weights(tiny_lm())
-    assert all(torch.equal(after[-1].state_dict()[name], x) for name, x in start.items())
+    assert all(torch.equal(references[1].state_dict()[name], x) for name, x in start.items())
     assert distance(weights(folder / "model"), start) > 1e-3
     evaluation = evaluation_of(folder)
     assert abs(evaluation["before"]["KL, nats per response"]) < 1e-4
@@ -315,3 +325,22 @@ def test_a_model_with_other_probabilities_is_refused(script, small, tiny_lm, tmp
     model.lm_head.register_forward_hook(lambda module, inputs, logits: logits / 2)
     with pytest.raises(script.UserError, match="its own log-probabilities differ"):
         script.check_lm(model, pairs, pairs, small("dpo_tldr"))
+
+
+@pytest.mark.parametrize("wrong", ["with a cache", "without a cache"])
+def test_both_forward_passes_are_checked(script, small, tiny_lm, monkeypatch, wrong):
+    """With gradient checkpointing, the update reads whole rows; the reference and samples use a cache."""
+    args = small("dpo_tldr", gradient_checkpointing=True)
+    rows = rows_of(args.dataset_name, "train.jsonl")
+    pairs, _ = script.load_pairs(rows, AutoTokenizer.from_pretrained(tiny_lm()), args)
+    model = script.load_lm(args)
+    script.check_lm(model, pairs, pairs, args)
+    hidden_states = script.hidden_states
+
+    def scaled(body, ids, mask, cache=None):
+        is_wrong = (cache is not None) == (wrong == "with a cache")
+        return hidden_states(body, ids, mask, cache) * (2 if is_wrong else 1)
+
+    monkeypatch.setattr(script, "hidden_states", scaled)
+    with pytest.raises(script.UserError, match="its own log-probabilities differ"):
+        script.check_lm(model, pairs, pairs, args)

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from conftest import PPO, RL, ROOT
 from run_tools import evaluation_of, reward_file, rows_of, same, spy, weights, write_rows
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
 
 pytest_plugins = ["run_fixtures"]
 SCRIPT = "ppo_sentiment"
@@ -750,6 +750,7 @@ def test_the_table_of_dialogs(dialogs_run):
             "sacrebleu": sacrebleu.BLEU(force=True).corpus_score(answers, [references]).score / 100,
             "intent": mean(parts["intent"]),
             "intent_match": mean(parts["intent_match"]),
+            "rewards/reward/mean": mean(parts["rewards/reward"]),
             "tokens per answer": mean(lengths),
             "perplexity of the references": math.exp(-mean(of_references)),
             "score mean": mean(scores),
@@ -807,7 +808,8 @@ def test_which_stop_tokens(script):
     tokenizer = SimpleNamespace(eos_token_id=9)
 
     def found(eos, **flags):
-        policy = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=eos))
+        config = GPT2Config(vocab_size=10)
+        policy = SimpleNamespace(config=config, generation_config=SimpleNamespace(eos_token_id=eos))
         return script.find_stop_tokens(script.Args(**flags), tokenizer, policy).tolist()
 
     assert found(None) == found(9) == [9]
@@ -815,6 +817,9 @@ def test_which_stop_tokens(script):
     assert found(7, stop_token=None) == [-1]  # the id of no token
     assert found(7, stop_token_id=0) == [0]
     assert found(7, stop_token_id=4, stop_token=None) == [4]
+    for no_token in (-1, 10):
+        with pytest.raises(script.UserError, match="the model has no such token"):
+            found(7, stop_token_id=no_token)
 
 
 def test_which_split_is_held_out(script, tmp_path):

@@ -406,14 +406,13 @@ def test_the_final_table_by_hand(trained, part):
     policy = reference
     if part == "after":
         policy = AutoModelForCausalLM.from_pretrained(run.folder / "model").eval()
-    kl, ref_logprobs = [], []
+    kl = []
     for row in rows:
         with torch.no_grad():
             ours, _ = plain_logprobs(policy, row)
             theirs, _ = plain_logprobs(reference, row)
         assert torch.allclose(ours, row.sampled, atol=1e-4)  # this policy wrote it, at this temperature
         kl.append((ours - theirs).sum().item())
-        ref_logprobs += theirs.tolist()
     score, responses = {"before": "score", "after": "score after"}[part], [row.response for row in rows]
     raw_scores = [row[score] for row in run.samples]
     assert len(run.judge_calls) == 6  # both rollouts, then responses and references before and after
@@ -428,19 +427,15 @@ def test_the_final_table_by_hand(trained, part):
         "no verdict": 0.0,
         "score mean": mean(raw_scores),
         "score mean, +-": 1.96 * statistics.pstdev(raw_scores) / math.sqrt(6),
-        "score median": statistics.median(raw_scores),
         "KL, nats per response": mean(kl),
         "ended by itself": mean([row.ended for row in rows]),
         "tokens per response": mean([len(row.tokens) for row in rows]),
-        "perplexity under the reference": math.exp(-mean(ref_logprobs)),
-        "distinct responses": len(set(responses)) / 6,
         "distinct bigrams": bigram_share(responses),
     }
     assert set(run.table[part]) == set(expected)
     for name, x in expected.items():
         assert run.table[part][name] == pytest.approx(x, rel=1e-3, abs=1e-5), name
     assert 0 < expected["ended by itself"] < 1 and 0 < expected["win rate"] < 1
-    assert expected["score mean"] != pytest.approx(expected["score median"], abs=0.01)
 
 
 def test_what_is_on_the_screen(trained):
@@ -459,7 +454,7 @@ def test_what_is_on_the_screen(trained):
     assert list(run.table) == ["before", "after", "n", "judge", "decoding"]
     assert (run.table["n"], run.table["judge"]) == (6, run.args.judge_fn)
     assert run.table["decoding"] == "sampling, temperature 0.8, at most 9 tokens"
-    for name in ("KL, nats per response", "perplexity under the reference", "score mean"):
+    for name in ("KL, nats per response", "score mean"):
         assert abs(run.table["before"][name] - run.table["after"][name]) > 1e-3, name
 
 
@@ -557,58 +552,63 @@ def test_a_response_that_completes_a_character(script):
 # ---- Judges ------------------------------------------------------------------------------------------------
 
 
-def test_both_evaluations_judge_the_same_posts(trained, tmp_path):
-    """A post that has no verdict before or after training counts in neither win rate."""
-    judge = (
-        JUDGE
-        + """
+def test_a_post_without_a_verdict_does_not_count(trained, tmp_path):
+    """The win rate is that of the others. Before and after training, they may be other posts."""
+    judge = """
 calls = []
-def score(prompt, response, plain=score):
+def score(prompt, response):
     calls.append(1)
     number = (len(calls) - 1) % 6
     is_evaluation = len(prompts) == 6
-    return None if is_evaluation and number == len(response) % 6 else plain(prompt, response)
+    plain = -(len(response) // 8) + len(prompt) / 100
+    return None if is_evaluation and number == len(response) % 6 else plain
 """
-    )
     [judge_fn] = reward_file(tmp_path, CALLS.format(score=judge.strip()), "half_judge")
     run = trained(judge_fn=judge_fn)
     calls = calls_of(tmp_path / "half_judge.py.calls")[2:]
-    has_none = [None in (score for _, _, score in row) for row in zip(*calls)]
-    assert 0 < sum(has_none) < 6
     for part, (ours, theirs) in {"before": calls[:2], "after": calls[2:]}.items():
         verdicts = []
-        for i in range(6):
-            x, y = ours[i][2], theirs[i][2]
-            if not has_none[i]:
+        for (_, _, x), (_, _, y) in zip(ours, theirs, strict=True):
+            if x is not None and y is not None:
                 verdicts.append(1.0 if x > y else 0.5 if x == y else 0.0)
+        assert 0 < len(verdicts) < 6
         assert run.table[part]["win rate"] == pytest.approx(mean(verdicts))
-        assert run.table[part]["no verdict"] == pytest.approx(mean(has_none))
+        assert run.table[part]["no verdict"] == pytest.approx(1 - len(verdicts) / 6)
 
 
 def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script, tiny_lm):
-    """The response wins with the higher score, post by post. Scores that only rounding tells apart are a tie.
+    """The response wins with the higher score, post by post, by however little. Equal scores are a tie.
 
-    A post for which one of the two has no score has no verdict.
+    So are equal texts, which rounding may give other scores. A post for which one of the two has no score has
+    no verdict, whatever the texts.
     """
+    calls = []
 
     def score(prompts, completions, **columns):
+        calls.append(1)
         pairs = list(zip(prompts, completions))
-        return [None if "?" in prompt else prompt.count(text.strip()) for prompt, text in pairs]
+        scores = [2000 + prompt.count(text.strip()) for prompt, text in pairs]
+        rounding = 1e-3 * len(calls) if "same" in prompts[-1] else 0.0
+        return [None if "?" in prompt else x + rounding for x, prompt in zip(scores, prompts)]
 
-    posts = [
-        dict(prompt=x, reference=" y", columns={}) for x in ("x x y", "y y x", "x y", "z y y", "x", "x ?")
-    ]
+    def judge(prompts, references):
+        posts = [dict(prompt=x, reference=y, columns={}) for x, y in zip(prompts, references, strict=True)]
+        return script.compare_scores(get_scores, tokenizer, posts, [" x"] * len(posts)).tolist()
+
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     get_scores = partial(script.score_responses, {"score": score}, None, torch.device("cpu"))
-    verdicts = script.compare_scores(get_scores, tokenizer, posts, [" x"] * 6)
-    assert verdicts.tolist()[:5] == [1.0, 0.0, 0.5, 0.0, 1.0] and verdicts[5].isnan()
+    prompts = ["x x y", "y y x", "x y", "z y y", "x", "x ?"]
+    verdicts = judge(prompts, [" y"] * 6)
+    assert verdicts[:5] == [1.0, 0.0, 0.5, 0.0, 1.0] and math.isnan(verdicts[5])
+    verdicts = judge(["same ?", "same", "same x"], [" x", " x", " y"])
+    assert math.isnan(verdicts[0]) and verdicts[1:] == [0.5, 1.0]
 
 
 def test_a_chat_judge_reads_the_text_of_a_chat(script, chat_with):
     """Not the list of messages as Python writes it."""
     flags, asked = chat_with(lambda question: "A")
     messages = [dict(role="system", content="Be brief."), dict(role="user", content="What is\n2 + 3?")]
-    judge, _ = script.load_judge(script.Args(**flags), None, None, None)
+    judge = script.load_judge(script.Args(**flags), None, None, None)
     judge([dict(prompt=messages, reference="5")], ["It is 5."])
     [(question, _)] = asked
     assert "system: Be brief.\n\nuser: What is\n2 + 3?" in question and "{" not in question
@@ -618,7 +618,7 @@ def test_a_chat_judge_in_a_run(trained, chat_with):
     """It is asked about each evaluated post twice, never about training posts; --judge-fn is still logged."""
     flags, asked = chat_with(lambda question: "A" if "Exam 2" in question[:200] else "B")
     run = trained(**flags)
-    assert run.table["judge"] == f"m at {flags['judge_url']}/"
+    assert run.table["judge"] == "m"
     assert len(asked) == 12 and not any("Train" in question for question, _ in asked)
     for part, name in ((asked[:6], "before"), (asked[6:], "after")):
         for row in run.samples:
@@ -642,7 +642,7 @@ def test_a_paid_judge_is_asked_once(script, small, chat_with, monkeypatch):
     assert asked == []
     _, folder = script.train(script.parse_args(["--resume", args.output_dir]))
     assert len(asked) == 2 * args.num_eval_prompts == 8
-    assert evaluation_of(folder)["judge"] == f"m at {flags['judge_url']}/"
+    assert evaluation_of(folder)["judge"] == "m"
 
 
 def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, monkeypatch, capsys):
@@ -651,10 +651,10 @@ def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, m
     for part, policy in (("before", trained.lm), ("after", str(run.folder / "model"))):
         (tmp_path / part).mkdir()
         [judge] = reward_file(tmp_path / part, CALLS.format(score=JUDGE.strip()), f"judge_{part}")
-        flags = dict(judge_fn=judge, output_dir=None, reward_fn=["no.py:f"], sft_model_path=policy)
-        with pytest.raises(script.UserError, match="which model"):
-            script.judge_policy(replace(run.args, **flags, model_name_or_path=trained.lm))
-        result = script.judge_policy(replace(run.args, **flags, model_name_or_path=None))
+        flags = dict(judge_fn=judge, output_dir=None, reward_fn=["no.py:f"], model_name_or_path=policy)
+        with pytest.raises(script.UserError, match="use --sft-model-path None and no --resume"):
+            script.judge_policy(replace(run.args, **flags, sft_model_path=trained.lm))
+        result = script.judge_policy(replace(run.args, **flags))
         assert set(result) == {"win rate", "+- (95 % interval)", "ties", "no verdict"}
         assert result == {name: pytest.approx(run.table[part][name]) for name in result}
         ours, theirs = calls_of(tmp_path / part / f"judge_{part}.py.calls")

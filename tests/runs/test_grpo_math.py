@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from conftest import ROOT
 from run_tools import rows_of, spy, write_rows
 from tokenizers.pre_tokenizers import ByteLevel
@@ -386,3 +387,17 @@ def test_a_recipe_on_data_in_the_published_format(script, qwen, tmp_path, monkey
         if line["set"] == "held-out":
             is_first = "Natalia" in line["task"] or "[44, 19, 35]" in line["task"]
             assert line["before"]["right"] == line["after"]["right"] == [is_first, False]
+
+
+def test_the_first_function_that_applies_says_what_is_right(script):
+    """Tasks of two kinds, each with a reward function that returns None for the other kind."""
+    nan = float("nan")
+    scores = {
+        "rewards/a": torch.tensor([1.0, 0.5, nan, nan]),
+        "rewards/b": torch.tensor([0.0, 1.0, 1.0, nan]),
+    }
+    b = scores | {"stopped": torch.ones(4).bool(), "lengths": torch.ones(4).long()}
+    args = script.Args(num_eval_samples=2, response_length=3)
+    tasks = [dict(ids=[5], prompt="a"), dict(ids=[6, 7], prompt="b")]
+    records = script.evaluate_tasks(lambda share, args: (b, list("wxyz")), tasks, args, Accelerator(cpu=True))
+    assert [record["right"] for record in records] == [[True, False], [True, False]]

@@ -10,6 +10,7 @@ from statistics import fmean
 
 import pytest
 import torch
+from conftest import EOS
 from run_tools import evaluation_of, rows_of, spy, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -48,7 +49,8 @@ def talk(dialog, talker):
 
 def load_turns(script, rows, tokenizer, **flags):
     """The turns of these dialogs, for a classifier of four acts."""
-    return script.load_turns(rows, tokenizer, 4, script.Args(**flags))
+    acts = ["inform", "question", "directive", "commissive"]
+    return script.load_turns(rows, tokenizer, acts, script.Args(**flags))
 
 
 # ---- The first update --------------------------------------------------------------------------------------
@@ -155,7 +157,9 @@ def test_what_is_left_out_is_counted(dialog, tmp_path, capsys):
     data = write_rows(tmp_path / "data", train=rows * 8, test=rows * 2)
     dialog(dataset_name=data, max_prompt_length=8)
     line = "turns that can be used: 16 of 32 for training, 4 of 8 held out; 10 of their prompts are cut to 8"
-    assert line in capsys.readouterr().out
+    screen = capsys.readouterr().out
+    assert line in screen
+    assert f"first prompt, whose end marks must be those of fine-tuning: ' Hi.{EOS}'" in screen
 
 
 # ---- The parts of the reward -------------------------------------------------------------------------------

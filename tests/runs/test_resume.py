@@ -212,13 +212,16 @@ def test_flags_of_a_resumed_run(script, small):
     for flag, value in (("kl_coef", "0.5"), ("lora_alpha", "64"), ("output_dir", "elsewhere"), ("seed", "2")):
         with pytest.raises(script.UserError, match=f"cannot change {flag}: it is {getattr(args, flag)} in"):
             script.parse_args([*resume_flags, f"--{flag}", value])
+    moved = args.output_dir + "-moved"
+    Path(args.output_dir).rename(moved)
+    assert script.parse_args(["--resume", moved]).output_dir == moved
 
 
 def test_resume_with_fewer_updates(script, small):
     """The checkpoint is of a later update than the last one now."""
     args = small("ppo_sentiment", total_episodes=16)
     script.train(args)
-    with pytest.raises(script.UserError, match="is after update 2 of 1"):
+    with pytest.raises(script.UserError, match="has done 2 updates, not only 1"):
         resume(script, args.output_dir, "--total-episodes", "8")
 
 

@@ -8,7 +8,7 @@ from statistics import fmean as mean
 import pytest
 import torch
 from conftest import GROUPS, RL, ROOT
-from run_tools import reward_file, rows_of, spy, write_rows
+from run_tools import evaluation_of, reward_file, rows_of, spy, write_rows
 from transformers import AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -223,7 +223,7 @@ def test_scores_are_weighted_sums(recorded, scripts, monkeypatch, tmp_path, name
     assert lengths != letters
     expected = 0.5 * torch.tensor(letters) - 2.0 * torch.tensor(lengths)
     if name == "ppo_dialog":
-        expected = expected + 0.25 * b["intent"] + 3 * b["meteor"]
+        expected = expected + 0.25 * b["parts"]["intent"] + 3 * b["parts"]["meteor"]
     torch.testing.assert_close(b[SCORES[name]], expected)
     (used, *_), _ = credits[0]
     torch.testing.assert_close(used, expected)
@@ -277,12 +277,18 @@ def test_a_function_that_does_not_apply(recorded, tmp_path, name):
         assert 0 < len(even) < len(lengths)
         scores = [2.0 * n - 3 if n % 2 == 0 else -3.0 for n in lengths]
         assert b[SCORES[name]].tolist() == scores
-        assert b["rewards/even"].isnan().tolist() == [n % 2 == 1 for n in lengths]
-        assert b["rewards/never"].isnan().all()
+        scores_by_name = b["parts"] if name == "ppo_dialog" else b
+        assert scores_by_name["rewards/even"].isnan().tolist() == [n % 2 == 1 for n in lengths]
+        assert scores_by_name["rewards/never"].isnan().all()
         assert row["env/reward_mean"] == row["objective/scores"] == pytest.approx(mean(scores))
         assert row["rewards/even/mean"] == pytest.approx(mean(even))
         assert row["rewards/three/mean"] == 3
         assert row["rewards/never/mean"] == 0
+    if name == "ppo_dialog":  # its final table has the parts of the score
+        lengths = [len(row["after"]) for row in rows_of(folder, "evaluation_samples.jsonl")]
+        table = evaluation_of(folder)["after"]
+        assert table["rewards/even/mean"] == mean(n for n in lengths if n % 2 == 0)
+        assert (table["rewards/three/mean"], table["rewards/never/mean"]) == (3, 0)
 
 
 @pytest.mark.parametrize("name", RL)
@@ -303,10 +309,13 @@ def test_a_function_that_never_applies(recorded, tmp_path, name):
 
 def test_the_judge_of_an_update_gets_what_the_reward_gets(recorded, tmp_path):
     """judge/scores: each response with its own post, and the mean of what the judge returns."""
-    data = numbered_data("rloo_tldr", tmp_path / "data")
+    data = tmp_path / "data"
+    train = [numbered_row("rloo_tldr", number) for number in range(10, 22)]
+    test = [numbered_row("rloo_tldr", number) | dict(completion=" Cats.") for number in range(30, 36)]
+    write_rows(data, train=train, test=test)
     flags = dict(rloo_k=3, per_device_train_batch_size=6, total_episodes=12)
     flags |= dict(reward_fn=reward_file(tmp_path, RECORD), judge_fn=reward_file(tmp_path, RECORD, "judge")[0])
-    folder, _ = recorded("rloo_tldr", dataset_name=data, **flags)
+    folder, _ = recorded("rloo_tldr", dataset_name=str(data), **flags)
     [rewarded] = [call for call in rows_of(tmp_path, "reward.py.calls") if len(call["prompts"]) == 12]
     [judged] = [call for call in rows_of(tmp_path, "judge.py.calls") if len(call["prompts"]) == 12]
     assert len(set(zip(rewarded["prompts"], rewarded["completions"]))) > 4
@@ -350,4 +359,4 @@ def test_a_reward_that_cannot_teach_is_said(scripts, small, tmp_path, capsys, nu
     flags = dict(score_clip=4.0, missing_eos_penalty=None, num_sample_generations=0)
     args = small("ppo_sentiment", reward_fn=[f"{path}:flat"], **flags)
     scripts["ppo_sentiment"].train(args)
-    assert "all scores are equal (perhaps by --score-clip)" in " ".join(capsys.readouterr().out.split())
+    assert "all scores are equal (because of --score-clip?)" in " ".join(capsys.readouterr().out.split())

@@ -193,13 +193,13 @@ def test_names_give_words_their_numbers(scripts, tmp_path):
         ("dialog act text label", "labels"),
         ("text label prompt chosen rejected", "labels"),
         ("text prompt chosen rejected", "pairs"),
-        ("prompt chosen rejected responses", "rankings"),
+        ("prompt chosen rejected responses", "pairs"),
         ("responses", "rankings"),
         ("text dialog prompt chosen", None),
     ],
 )
 def test_which_columns_decide(scripts, small, world, tmp_path, columns, learned):
-    """Acts before labels, labels before rankings, rankings before pairs. A prompt is optional."""
+    """Acts before labels, labels before pairs, pairs before rankings. A prompt is optional."""
     script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(world.lm())
     values = dict(text="a", label=0, dialog=["b", "c"], act=[1, 2], prompt="d", chosen="e", rejected="f")
     values["responses"] = ["g", "h", "i"]
@@ -210,9 +210,9 @@ def test_which_columns_decide(scripts, small, world, tmp_path, columns, learned)
         with pytest.raises(script.UserError, match="no columns text and label, or dialog and act"):
             script.load_data(args, tokenizer)
         return
-    loaded = script.load_data(args, tokenizer)
-    assert loaded["label_names"] == (["x", "y"] if learned == "labels" else None)
-    assert len(loaded["train"][0].texts) == dict(labels=1, pairs=2, rankings=3)[learned]
+    loaded, _, _, label_names, _ = script.load_data(args, tokenizer)
+    assert label_names == (["x", "y"] if learned == "labels" else None)
+    assert len(loaded[0].texts) == dict(labels=1, pairs=2, rankings=3)[learned]
 
 
 def test_a_row_without_text_takes_its_label_with_it(scripts):
@@ -234,10 +234,10 @@ def test_a_row_without_text_takes_its_label_with_it(scripts):
 
 def loaded_numbers(scripts, small, tokenizer, **flags):
     """The numbers of the rows that reward_model.py trains on, and of those that it evaluates."""
-    data = scripts["reward_model"].load_data(small("reward_model", **flags), tokenizer)
+    train, test, *_ = scripts["reward_model"].load_data(small("reward_model", **flags), tokenizer)
     numbers = []
-    for name, split in (("train", "train"), ("held_out", "test")):
-        numbers.append([number_in(tokenizer.decode(row.texts[0]), split) for row in data[name]])
+    for split, rows in (("train", train), ("test", test)):
+        numbers.append([number_in(tokenizer.decode(row.texts[0]), split) for row in rows])
     return numbers
 
 
@@ -292,7 +292,7 @@ def test_shards_have_no_dialog_in_common(scripts, small, world, tmp_path):
     shards = []
     for shard in ("0/2", "1/2"):
         flags = dict(dataset_name=data, train_shard=shard, label_names=",".join(ACTS))
-        loaded = scripts["reward_model"].load_data(small("reward_model", **flags), tokenizer)["train"]
+        loaded, *_ = scripts["reward_model"].load_data(small("reward_model", **flags), tokenizer)
         texts = [tokenizer.decode(row.texts[0]) for row in loaded]
         shards.append(Counter(number_in(text, "train") // 3 for text in texts))
     assert sorted(shards[0] | shards[1]) == list(range(8)) and not shards[0] & shards[1]
@@ -522,14 +522,14 @@ def test_margins_stay_with_their_pairs(scripts, world):
     loaded, counts = script.load_preference_rows(rows, tokenizer, script.Args())
     assert counts == "3 of 6 rows, 0 at the limit of 512 tokens, 1 pairs of equal texts left out"
     kept = [row for i, row in enumerate(rows) if i not in (1, 3, 4)]
-    assert [row.margin for row in loaded] == [row["margin"] for row in kept]
+    assert [row.min_difference for row in loaded] == [row["margin"] for row in kept]
     for row, data_row in zip(loaded, kept, strict=True):
         pair = [data_row["chosen"], data_row["rejected"]]
         assert row.texts == response_ids(tokenizer, data_row["prompt"], pair, 512)
     rankings = rankings_of("train", 4)
     loaded, _ = script.load_preference_rows(rankings, tokenizer, script.Args())
     assert [len(row.texts) for row in loaded] == [3, 2, 4, 3]
-    assert [row.margin for row in loaded] == [0.0] * 4
+    assert [row.min_difference for row in loaded] == [0.0] * 4
 
 
 # ---- Models ------------------------------------------------------------------------------------------------
@@ -739,7 +739,7 @@ def test_a_long_dialog_keeps_its_answer(scripts, small, world, tmp_path):
     data = write_rows(tmp_path / "data", train=rows, test=rows)
     args = small("reward_model", dataset_name=data, label_names=",".join(ACTS), max_length=16)
     tokenizer = AutoTokenizer.from_pretrained(world.classifier())
-    loaded = scripts["reward_model"].load_data(args, tokenizer)["train"]
+    loaded, *_ = scripts["reward_model"].load_data(args, tokenizer)
     assert [row.label for row in loaded] == [0, 1, 2, 3] * 2
     for i, row in enumerate(loaded):
         [ids] = row.texts
@@ -894,6 +894,32 @@ def test_a_run_can_start_from_an_adapter(build, tiny_lm, tmp_path, task):
     merged = model.merge_and_unload().base_model.state_dict()
     for name, x in built.base_model.state_dict().items():
         torch.testing.assert_close(x, merged[name])
+
+
+def test_the_head_below_an_adapter_without_a_head(build, tiny_lm, tmp_path):
+    """An adapter for no task, on a classifier: its base has the head (trick 35)."""
+    config = AutoConfig.from_pretrained(tiny_lm("llama"), num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "base")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    head = base.score.weight.clone()
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(base, lora).save_pretrained(tmp_path / "adapter")
+    built, is_new = build(tmp_path / "adapter")
+    assert not is_new and torch.equal(built.score.weight, head)
+
+
+def test_a_classifier_has_no_offset(build, tiny_preference_model):
+    """reward_offset belongs to the score that the model had before."""
+    model, _ = build(tiny_preference_model("llama"), ["bad", "good"])
+    assert not hasattr(model.config, "reward_offset")
+
+
+@pytest.mark.parametrize("base, is_bf16", [("distilbert", False), ("gpt2", True)])
+def test_bf16_is_for_decoders(reward, tiny_lm, tiny_classifier, capsys, base, is_bf16):
+    """The run says so: BERT's family stays in fp32."""
+    path = tiny_classifier() if base == "distilbert" else tiny_lm(base)
+    reward(model_name_or_path=path, dtype="bfloat16", num_train_epochs=0.1)
+    assert f"bf16: {is_bf16}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("references", ["given", "chosen"])

@@ -117,13 +117,15 @@ def test_another_stop_token(rloo, rollouts, tiny_lm, tmp_path):
 # ---- Models ------------------------------------------------------------------------------------------------
 
 
-def test_sft_model_path_is_the_policy(rloo, script, tiny_lm, tmp_path):
-    """As in TRL: the policy comes from sft_model_path, the tokenizer from model_name_or_path."""
+def test_sft_model_path_is_the_policy(rloo, script, capsys, tiny_lm, tmp_path):
+    """As in TRL, the tokenizer comes from model_name_or_path. The run says so."""
     torch.manual_seed(5)
     config = transformers.AutoConfig.from_pretrained(tiny_lm())
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "sft")
     _, folder, _ = rloo(sft_model_path=str(tmp_path / "sft"), learning_rate=0.0, total_episodes=8)
     assert same(weights(folder / "model"), weights(tmp_path / "sft"))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{tmp_path}/sft with the tokenizer of {tiny_lm()}, on " in shown
     assert script.parse_args(["--sft-model-path", "x"]).recipe == "custom"
 
 
@@ -204,17 +206,16 @@ def test_a_named_judge_is_the_judge(rloo, script, tiny_preference_model, monkeyp
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     tiny = script.parse_args(["--judge-model", "m", "--judge-url", "http://here/v1"])
     assert tiny.judge_fn
-    chat, name = script.load_judge(tiny, None, None, CPU)
-    assert (chat.func, name) == (script.ask_chat_model, "m at http://here/v1/")
-    _, name = script.load_judge(replace(tiny, judge_url=None), None, None, CPU)
-    assert name == "m at https://api.openai.com/v1/"
+    for judge_url, asked in (("http://here/v1", "http://here/v1/"), (None, "https://api.openai.com/v1/")):
+        judge = script.load_judge(replace(tiny, judge_url=judge_url), None, None, CPU)
+        assert judge.func == script.ask_chat_model
+        assert str(judge.args[0].base_url) == asked
     with pytest.raises(script.UserError, match="--judge-url needs --judge-model"):
         script.load_judge(replace(tiny, judge_model=None), None, None, CPU)
 
     args = replace(tiny, judge_model=tiny_preference_model("llama"), judge_url=None)
     tokenizer = AutoTokenizer.from_pretrained(args.judge_model)
-    judge, name = script.load_judge(args, tokenizer, None, CPU)
-    assert name == args.judge_model
+    judge = script.load_judge(args, tokenizer, None, CPU)
     posts = [dict(prompt="a post" * (i % 7), reference=" x", columns={}) for i in range(32)]
     assert judge(posts, [" x"] * 32).tolist() == [0.5] * 32  # equal texts, in batches that round differently
 
@@ -225,8 +226,16 @@ def test_a_named_judge_is_the_judge(rloo, script, tiny_preference_model, monkeyp
     assert evaluation_of(folder)["after"]["win rate"] == pytest.approx(win_rate_by_hand(ours, theirs))
 
 
-def test_without_references(rloo, tmp_path):
-    """Data without summaries: the same table, without a win rate."""
+def test_the_judge_of_tiny_refuses_other_posts(rloo, script, tmp_path):
+    """Its gold score knows only its own."""
+    rows = [dict(prompt=f"Post {i}.\n\nTL;DR:", completion=" A post.") for i in range(12)]
+    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    with pytest.raises(ValueError, match="for other data, use --judge-fn None"):
+        rloo(dataset_name=data, judge_fn=script.RECIPES["tiny"].judge_fn)
+
+
+def test_without_references(rloo, script, tiny_preference_model, tmp_path):
+    """Data without summaries: the same table, without a win rate. A judge would have nothing to compare."""
     train = [dict(prompt=f"Old post {i}.\n\nTL;DR:") for i in range(12)]
     test = [dict(prompt=f"Post {i}.\n\nTL;DR:") for i in range(7)]
     _, folder, _ = rloo(dataset_name=write_rows(tmp_path / "data", train=train, test=test))
@@ -235,10 +244,12 @@ def test_without_references(rloo, tmp_path):
     table = evaluation_of(folder)
     assert "win rate" not in table["after"]
     assert "score mean" in table["after"] and table["n"] == 4
+    with pytest.raises(script.UserError, match="a judge needs references"):
+        rloo("judged", dataset_name=str(tmp_path / "data"), judge_model=tiny_preference_model())
 
 
-def test_a_judge_that_fails_at_the_end(script, small, tmp_path, monkeypatch):
-    """Nothing is lost: the model is saved, and --resume with another judge judges it."""
+def test_a_judge_that_fails_at_the_end(script, small, tiny_preference_model, tmp_path, monkeypatch):
+    """Nothing is lost: the model is saved, and --resume with a --judge-model judges it."""
     broken = tmp_path / "broken"
     body = f"""if os.path.exists('{broken}'):
     return [float('nan')] * len(prompts)
@@ -256,8 +267,8 @@ return [float(len(r)) for r in completions]"""
         with pytest.raises(script.UserError, match="not finite"):
             script.train(args)
     assert (tmp_path / "run/model/model.safetensors").exists()
-    [other] = reward_file(tmp_path, "return [0.0] * len(prompts)", "other")
-    _, folder = script.train(script.parse_args(["--resume", args.output_dir, "--judge-fn", other]))
+    other = tiny_preference_model()
+    _, folder = script.train(script.parse_args(["--resume", args.output_dir, "--judge-model", other]))
     assert evaluation_of(folder)["judge"] == other
 
 
@@ -266,7 +277,7 @@ return [float(len(r)) for r in completions]"""
 
 def ask(script, flags, posts, responses):
     """The verdicts of a chat model; None where there is none."""
-    judge, _ = script.load_judge(script.Args(**flags), None, None, CPU)
+    judge = script.load_judge(script.Args(**flags), None, None, CPU)
     return [None if math.isnan(verdict) else verdict for verdict in judge(posts, responses).tolist()]
 
 
@@ -305,12 +316,12 @@ def test_verdicts_of_a_chat_judge_stay_with_their_posts(script, chat_with):
         (" A", "first"),
         ("Answer: B.", "second"),
         ("**B**", "second"),
-        *[(answer, None) for answer in ("hmm", "Both A and B", "ABBA", "a", "A tie", "A...", None)],
+        ("Summary A", "first"),
+        *[(answer, None) for answer in ("hmm", "Both A and B", "ABBA", "a", "A tie", "A, or B", None)],
     ],
 )
 def test_a_chat_judge_reads_verdicts(script, chat_with, answer, expected):
-    """Exactly one of A and B, at the end of the answer. Anything else, or an answer that was cut off, is no
-    verdict, and no defeat."""
+    """The letter A or B alone. Anything else is no verdict, and no defeat."""
     flags, asked = chat_with(lambda question: answer)
     posts = [dict(prompt=f"post {i}", reference=" theirs") for i in range(40)]
     verdicts = ask(script, flags, posts, [" ours"] * 40)
@@ -349,8 +360,10 @@ def test_the_verb_judge(script, capsys, monkeypatch, tiny_lm, tiny_posts, tmp_pa
     expected = "Model win rate: 0.00% +- 0.00% (0.0% ties, 0.0% without verdict), n = 5, judge "
     line = out.splitlines()[-1]
     assert line.startswith(expected) and line.endswith(f", model {flags.split()[1]}, data {tiny_posts}")
-    with pytest.raises(script.UserError, match="judge has no --resume"):
+    with pytest.raises(script.UserError, match="and no --resume"):
         script.judge_policy(script.Args(resume="RUN"))
+    with pytest.raises(script.UserError, match="judge needs --judge-model or --judge-fn"):
+        script.judge_policy(script.Args(model_name_or_path=tiny_lm()))
 
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setenv("OPENAI_API_KEY", "any")
@@ -436,7 +449,7 @@ def test_the_verb_judge_takes_the_flags_of_training(
         judge = args.judge_model
         last = {ids[mask][-1].item() for ids, mask in zip(judged["ids"], judged["mask"])}
         assert {tokenizer.eos_token_id} < last <= {tokenizer.eos_token_id, *range(200, 300)}
-        script.judge_policy(replace(args, bf16=False))
+        script.judge_policy(replace(args, bf16=False, dtype="float32"))
         assert not torch.equal(calls[1][1][0]["sampling_logprobs"], judged["sampling_logprobs"])
     else:
         ours, theirs = ([len(row[name]) % 4 for row in rows] for name in ("before", "reference"))
@@ -462,4 +475,4 @@ def test_the_verb_judge_needs_references(script, small, capsys, tmp_path):
     assert "n = 4, judge " in capsys.readouterr().out
     words = ["judge", *flags_of(small("rloo_tldr", dataset_name=none, **flags))]
     line = one_line(script, words, capsys)
-    assert "judge needs --judge-model or --judge-fn, and a column completion" in line
+    assert line.endswith(f"{none}: a judge needs references, a column completion")

@@ -246,7 +246,8 @@ def test_dropout_is_on_in_training_only(sft, tmp_path):
 
 def test_lora_is_merged_as_it_was_trained(sft, tiny_lm):
     """model/ is W + lora_alpha / lora_r * B A, with A and B of the last checkpoint."""
-    _, folder, _ = sft(lora_r=2, lora_alpha=6, packing=False, num_train_rows=8)
+    flags = dict(packing=False, num_train_rows=8, from_config="")  # "" is no config, like None
+    _, folder, _ = sft(lora_r=2, lora_alpha=6, **flags)
     [checkpoint] = (folder / "checkpoints").iterdir()
     trained = load_file(checkpoint / "trained.safetensors")
     before, after = weights(tiny_lm()), weights(folder / "model")
