@@ -113,9 +113,9 @@ def chat_with(monkeypatch):
                 requests.append((message["content"], body))
                 text = answer(message["content"])
                 reason = "length" if str(text).endswith("...") else "stop"
-                choices = [dict(index=0, finish_reason=reason, message=dict(role="assistant", content=text))]
+                choice = dict(index=0, finish_reason=reason, message=dict(role="assistant", content=text))
                 about = dict(id="1", object="chat.completion", created=0, model="m")
-                reply = json.dumps(about | dict(choices=choices))
+                reply = json.dumps(about | dict(choices=[choice]))
                 self.send_response(text if isinstance(text, int) else 200)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(reply)))

@@ -274,9 +274,9 @@ def grouped(rows, values):
     return list(groups.values())
 
 
-def bigram_share(texts):
+def bigram_share(texts, words_of=str.split):
     """Different pairs of neighboring words / all pairs."""
-    words = [text.lower().split() for text in texts]
+    words = [words_of(text.lower()) for text in texts]
     pairs = [pair for row in words for pair in zip(row, row[1:])]
     return len(set(pairs)) / len(pairs)
 

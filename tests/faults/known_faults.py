@@ -165,7 +165,7 @@ ppo_dialog.load_end_criteria: EOS ends no answer
   - [transformers.EosTokenCriteria(tokenizer.eos_token_id)]
   + []
 ppo_sentiment.decode: the reward reads BOS (UserError)
-  runs/test_first_steps.py::test_bos_in_prompts[ppo_sentiment-5-flags0]
+  runs/test_reward_functions.py::test_a_function_gets_the_columns_of_its_rows[ppo_sentiment]
   - tokenizer.bos_token_id, tokenizer.eos
   + tokenizer.eos
 
@@ -192,7 +192,7 @@ rloo_tldr.generate_groups: the sampler's log-probabilities of rloo are a token l
   - logprobs[rows, t] = token, logprob
   + logprobs[rows, t - 1] = token, logprob
 ppo_sentiment.sample_next: no temperature in sampling (trap 11)
-  runs/test_ppo_sentiment.py::test_the_sampled_distribution_is_the_scored_one
+  runs/test_evaluation_ppo.py::test_responses_come_from_the_policy_of_their_time[reviews_run]
   - token_logits(hidden, head.weight, temperature, head.bias)
   + token_logits(hidden, head.weight, 1.0, head.bias)
 ppo_sentiment.token_logprobs: no temperature in log-probabilities (trap 11)
@@ -200,7 +200,7 @@ ppo_sentiment.token_logprobs: no temperature in log-probabilities (trap 11)
   - token_logits(hidden, weight, temperature, bias)
   + token_logits(hidden, weight, 1.0, bias)
 ppo_sentiment.reference_logprobs: no temperature in the reference (trap 11)
-  runs/test_ppo_sentiment.py::test_the_sampled_distribution_is_the_scored_one
+  runs/test_evaluation_ppo.py::test_every_metric_of_every_update[reviews_run]
   - response_logprobs(ref_model, *inputs)
   + response_logprobs(ref_model, *inputs[:3], 1.0)
 ppo_dialog.rollout_answers: no temperature in the old log-probabilities (trap 11, UserError)
@@ -577,8 +577,8 @@ ppo_sentiment.make_learner: adam_eps does not reach the optimizer (trap 31)
   math/test_update.py::test_flags_reach_the_optimizer
   - = args.adam_eps
   + = 1e-8
-ppo_sentiment.train: gradients are not clipped
-  runs/test_ppo_sentiment.py::test_max_grad_norm
+ppo_dialog.train: gradients are not clipped
+  runs/test_evaluation_ppo.py::test_every_metric_of_every_update[dialogs_run]
   - args.max_grad_norm or math.inf
   + math.inf
 ppo_sentiment.learning_rate: the learning rate is one update ahead
@@ -640,7 +640,7 @@ sft.find_end_tokens: a stop token is the last token of a document, learned or no
   - for _, labels in documents
   + for labels, _ in documents
 sft.make_document: BOS is dropped
-  runs/test_first_steps.py::test_bos_in_an_evaluation_of_sft[texts]
+  runs/test_first_steps.py::test_bos_in_documents_of_sft
   - tokenizer(example["text"]).
   + tokenizer(example["text"], add_special_tokens=False).
 grpo_math.task_prompt: a null in the template becomes None (KeyError)
@@ -809,11 +809,11 @@ grpo_math.train: the same random numbers in each update of GRPO
   - k, args, update)
   + k, args, "update")
 grpo_math.load_all_tasks: GRPO is evaluated on training tasks
-  runs/test_evaluation_grpo.py::test_training_and_held_out_tasks_are_apart
+  runs/test_evaluation_grpo.py::test_the_tasks_of_the_evaluation
   - "held-out": held_out_rows
   + "held-out": train_rows
 grpo_math.load_all_tasks: harder tasks are those of the split train
-  runs/test_evaluation_grpo.py::test_training_and_held_out_tasks_are_apart
+  runs/test_evaluation_grpo.py::test_the_tasks_of_the_evaluation
   - _, splits["harder"] = load_splits(args.hard_dataset_name)
   + splits["harder"], _ = load_splits(args.hard_dataset_name)
 grpo_math.takes_several_steps: only several epochs are several steps of GRPO
@@ -835,7 +835,7 @@ grpo_math.evaluate_tasks: half a point is right
   - first_score >= 1
   + first_score > 0
 grpo_math.evaluate_tasks: a task to which the first function does not apply is wrong
-  runs/test_grpo_math.py::test_the_first_function_that_applies_says_what_is_right
+  runs/test_evaluation_grpo.py::test_the_final_table_by_hand[after]
   - first_score.isnan(), score
   + first_score == first_score, score
 grpo_math.evaluate_tasks: responses of other tasks

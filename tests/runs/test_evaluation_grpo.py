@@ -18,13 +18,13 @@ from run_tools import (
     distance,
     eos_prone,
     evaluation_of,
-    forget_reward_files,
     grouped,
     maker,
     plain_logprobs,
     rows_by_hand,
     rows_of,
     spy,
+    timeless,
     wordy,
     write_rows,
 )
@@ -60,49 +60,21 @@ FLAGS = dict(  # of the run that most tests look at; 20 episodes are rounded up 
     seed=19,
 )
 WEIGHTS = [1.0, 0.5]
-FUNCTIONS = """import json
 
 
-def record(name, *columns):
-    with open(f"{__file__}.{name}.calls", "a") as file:
-        file.write(json.dumps([list(row) for row in zip(*columns)]) + "\\n")
+def judge(completions, number, **columns):
+    """Says what is right: -3 to 1.5, where 1 or more is right. It does not apply to every fifth task."""
+    return [None if n % 5 == 4 else 0.75 * (len(text) % 7 - 4) for n, text in zip(number, completions)]
 
 
-def points(prompts, completions, number, **columns):
-    scores = [0.5 if n % 3 == 0 else 0.25 * (len(text) % 8) for n, text in zip(number, completions)]
-    record("points", prompts, completions, number, scores)
-    return scores
+def points(completions, number, **columns):
+    """The responses to every third task have equal points."""
+    return [0.5 if n % 3 == 0 else 0.25 * (len(text) % 8) for n, text in zip(number, completions)]
 
 
 def short(completions, number, **columns):
+    """Does not apply to every fourth task."""
     return [None if n % 4 == 1 else float(len(text) < 35) for n, text in zip(number, completions)]
-
-
-def judge(prompts, completions, **columns):
-    scores = [0.75 * (len(text) % 7 - 4) for text in completions]
-    record("judge", prompts, completions, scores)
-    return scores
-"""
-
-
-def points(number, text):
-    """The first reward, again."""
-    return 0.5 if number % 3 == 0 else 0.25 * (len(text) % 8)
-
-
-def short(number, text):
-    """The second reward, again."""
-    return None if number % 4 == 1 else float(len(text) < 35)
-
-
-def judge(text):
-    """The verdict, again: -3 to 1.5; right is 1 or more, and some responses get 0.75."""
-    return 0.75 * (len(text) % 7 - 4)
-
-
-def is_right(text):
-    """At 1 or more."""
-    return judge(text) >= 1
 
 
 def row_of(kind, number):
@@ -114,28 +86,6 @@ def prompt_of(kind, number):
     """What --prompt-template and --system-prompt make of it."""
     row = row_of(kind, number)
     return f"{SYSTEM}\n\n{kind} {number}: {row['text']} ="
-
-
-def number_of(prompt):
-    """The number in a prompt."""
-    return int(prompt.split(": ")[0].split()[-1])
-
-
-def task_data(folder):
-    """Training and held-out tasks. One row of each is too long. -> its path, a str"""
-    too_long = dict(kind="Long", number=99, text="1 +" * 60)
-    train = [row_of("Train", i) for i in range(8)]
-    train.insert(3, too_long)
-    test = [row_of("Exam", i) for i in range(20, 29)]
-    test.insert(2, too_long)
-    validation = [row_of("Valid", i) for i in range(40, 44)]
-    return write_rows(folder, train=train, validation=validation, test=test)
-
-
-def hard_data(folder):
-    """Harder tasks, fewer than --num-eval-prompts. -> its path, a str"""
-    rows = [row_of("Hard", i) for i in range(60, 65)]
-    return write_rows(folder, train=[row_of("Never", i) for i in range(4)], test=rows)
 
 
 CALLS = [  # the calls of sample_responses
@@ -158,72 +108,79 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             done[key] = recorded_run(scripts["grpo_math"], tmp_path_factory.mktemp("run"), changes)
         return done[key]
 
-    run.data, run.hard = task_data(root / "data"), hard_data(root / "hard")
+    too_long = dict(kind="Long", number=99, text="1 +" * 60)
+    train = [*(row_of("Train", i) for i in range(4)), too_long, *(row_of("Train", i) for i in range(4, 8))]
+    test = [too_long, *(row_of("Exam", i) for i in range(20, 29))]
+    validation = [row_of("Valid", i) for i in range(40, 44)]
+    run.data = write_rows(root / "data", train=train, validation=validation, test=test)
+    never, hard = [row_of("Never", i) for i in range(4)], [row_of("Hard", i) for i in range(60, 65)]
+    run.hard = write_rows(root / "hard", train=never, test=hard)  # fewer than --num-eval-prompts
     run.lm = wordy(eos_prone(tiny_lm, root / "lm"))
 
     def recorded_run(script, folder, changes):
-        forget_reward_files(folder.parent)
-        path = folder / "functions.py"
-        path.write_text(FUNCTIONS)
         places = dict(
             dataset_name=run.data,
             hard_dataset_name=run.hard,
             model_name_or_path=run.lm,
-            reward_fn=[f"{path}:judge", f"{path}:points", f"{path}:short"],
+            reward_fn=[f"{__file__}:{name}" for name in ("judge", "points", "short")],
             reward_weights=[0.0, *WEIGHTS],
         )
+        sample_responses = script.sample_responses
+
+        def sample_with_a_gap(*inputs):
+            """In updates, the sampler's log-probabilities are 0.01 too low, 0.02 at the second token, ..."""
+            b, responses = sample_responses(*inputs)
+            if len(responses) == P * K:
+                b["sampling_logprobs"] -= 0.01 * torch.arange(1, T + 1)
+            return b, responses
+
         args = maker(scripts, world, folder)("grpo_math", **(places | FLAGS | changes))
         with pytest.MonkeyPatch.context() as patch, handlers_kept():
+            patch.setattr(script, "sample_responses", sample_with_a_gap)
             sampled = spy(patch, script, "sample_responses")
-            losses = spy(patch, script, "clipped_policy_loss")
-            model, run_folder = script.train(args)
+            _, run_folder = script.train(args)
         tokenizer = AutoTokenizer.from_pretrained(run.lm)
         parts = {}
         for name, (inputs, (b, responses)) in zip(CALLS, sampled, strict=True):
             parts[name] = rows_by_hand(tokenizer, b, responses, inputs[-1].temperature)
             for row in parts[name]:
-                row.number = number_of(row.prompt)
+                row.number = int(row.prompt.split(": ")[0].split()[-1])
+                for reward in (judge, points, short):
+                    [score] = reward([row.response], [row.number])
+                    setattr(row, reward.__name__, score)
         return SimpleNamespace(
             args=args,
-            model=model,
             folder=run_folder,
             metrics=rows_of(run_folder),
             table=evaluation_of(run_folder),
             samples=rows_of(run_folder, "evaluation_samples.jsonl"),
             parts=parts,
-            losses=[inputs for inputs, _ in losses],
             uniforms={name: inputs[4]["uniforms"] for name, (inputs, _) in zip(CALLS, sampled)},
-            reward_calls=rows_of(folder, "functions.py.points.calls"),
-            judge_calls=rows_of(folder, "functions.py.judge.calls"),
         )
 
     return run
 
 
-def repeated(values, k):
-    """Each value k times, one after the other."""
-    return [value for value in values for _ in range(k)]
-
-
 def scores_of(rows):
     """The weighted sums. A reward that does not apply counts 0."""
     first, second = WEIGHTS
-    return [first * points(r.number, r.response) + second * (short(r.number, r.response) or 0) for r in rows]
+    return [first * row.points + second * (row.short or 0) for row in rows]
+
+
+def mean_of_applied(rows, name):
+    """The mean of a reward over the responses to which it applies."""
+    return mean(getattr(row, name) for row in rows if getattr(row, name) is not None)
 
 
 def advantages_of(rows, scores):
     """(Score - mean of the group) / (its deviation, with n - 1, + 1e-4)."""
-    of_prompt = {row.prompt: [] for row in rows}
-    for row, score in zip(rows, scores):
-        of_prompt[row.prompt].append(score)
     advantages = []
-    for row, score in zip(rows, scores):
-        group = of_prompt[row.prompt]
-        advantages.append((score - mean(group)) / (statistics.stdev(group) + 1e-4))
+    for group in grouped(rows, scores):
+        advantages += [(score - mean(group)) / (statistics.stdev(group) + 1e-4) for score in group]
     return advantages
 
 
-def update_by_hand(script, run, number, policy, reference, optimizer, lr):
+def update_by_hand(script, run, number, policy, reference, lr):
     """Train with plain transformers on the rollouts of an update. -> its metrics, except for clocks"""
     args, rows = run.args, run.parts[f"update {number}"]
     old, ref, gaps = [], [], []
@@ -234,8 +191,7 @@ def update_by_hand(script, run, number, policy, reference, optimizer, lr):
         gaps += (row.sampled - old[-1]).abs().tolist()
     scores = scores_of(rows)
     advantages = advantages_of(rows, scores)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    optimizer = torch.optim.SGD(policy.parameters(), lr=lr)
     losses, log_ratios, clipped, entropies = [], [], [], []
     for epoch in range(EPOCHS):
         generator = script.generator_for(args.seed, "order", number, epoch)
@@ -262,17 +218,15 @@ def update_by_hand(script, run, number, policy, reference, optimizer, lr):
     lengths = [len(row.tokens) for row in rows]
     ended = [row.ended for row in rows]
     kl = [(x - y).sum().item() for x, y in zip(old, ref)]
-    applies = [short(row.number, row.response) for row in rows]
-    responses = [row.response for row in rows]
     metrics = {
         "update": number,
         "episode": 12 * number,
         "lr": lr,
         "objective/entropy": mean(-x.sum().item() for x in old),
         "objective/scores": mean(scores),
-        "rewards/judge/mean": mean(judge(row.response) for row in rows),
-        "rewards/points/mean": mean(points(row.number, row.response) for row in rows),
-        "rewards/short/mean": mean(x for x in applies if x is not None),
+        "rewards/judge/mean": mean_of_applied(rows, "judge"),
+        "rewards/points/mean": mean_of_applied(rows, "points"),
+        "rewards/short/mean": mean_of_applied(rows, "short"),
         "loss/policy_avg": mean(losses),
         "policy/approxkl_avg": mean(0.5 * x**2 for x in log_ratios),
         "policy/clipfrac_avg": mean(clipped),
@@ -288,7 +242,7 @@ def update_by_hand(script, run, number, policy, reference, optimizer, lr):
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": 1 - mean(ended),
-        "completions/distinct_2": bigram_share(responses),
+        "completions/distinct_2": bigram_share([row.response for row in rows]),
         "sampling/logprob_gap_mean": mean(gaps),
         "sampling/logprob_gap_max": max(gaps),
     }
@@ -305,56 +259,34 @@ def update_by_hand(script, run, number, policy, reference, optimizer, lr):
     [
         dict(),
         dict(kl_coef=0.0, max_grad_norm=0.5),
-        dict(optimizer="torch.optim.AdamW", adam_eps=1e-2, learning_rate=0.005),
         dict(per_device_train_batch_size=3, gradient_accumulation_steps=1),
     ],
-    ids=["plain", "no KL, clipped gradient", "AdamW", "one micro-batch"],
+    ids=["plain", "no KL, clipped gradient", "one micro-batch"],
 )
 def test_two_updates_by_hand(script, trained, changes):
     """Every metric of both updates, and the weights in model/, are those of a run in plain transformers."""
     run = trained(**changes)
     policy = AutoModelForCausalLM.from_pretrained(trained.lm).eval()
     reference = AutoModelForCausalLM.from_pretrained(trained.lm).eval()
-    if "optimizer" in changes:
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0, eps=1e-2)
-    else:
-        optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     assert len(run.metrics) == 2
-    for number in (1, 2):
+    for number, row in enumerate(timeless(run.metrics), 1):
         lr = run.args.learning_rate / number  # linear
-        expected = update_by_hand(script, run, number, policy, reference, optimizer, lr)
-        row = run.metrics[number - 1]
-        clocks = {name for name in row if name == "eps" or name.startswith("perf/")}
-        assert set(expected) == set(row) - clocks
-        for name, x in expected.items():
-            assert row[name] == pytest.approx(x, rel=2e-3, abs=2e-5), (number, name)
+        expected = update_by_hand(script, run, number, policy, reference, lr)
+        assert row == pytest.approx(expected, rel=2e-3, abs=2e-5)
     ours = AutoModelForCausalLM.from_pretrained(run.folder / "model").state_dict()
     assert distance(ours, policy.state_dict()) < 2e-4
     assert distance(ours, reference.state_dict()) > 1e-3
 
 
 def test_the_fixture_is_asymmetric(trained):
-    """Numbers that could be equal by chance are not: otherwise the test above would see less."""
+    """Otherwise the test above would see less."""
     run = trained()
     rows = run.parts["update 1"] + run.parts["update 2"]
     assert any(row.ended and len(row.tokens) == T for row in rows)  # EOS on the last allowed token
-    assert len({len(row.tokens) for row in rows}) > 3
-    assert {short(row.number, row.response) for row in rows} == {None, 0.0, 1.0}
-    equal, other_order = [], []
-    for number in (1, 2):
-        row, rows = run.metrics[number - 1], run.parts[f"update {number}"]
-        assert 0 < sum(r.ended for r in rows) < 12
-        assert row["policy/clipfrac_avg"] > 0
-        scores = scores_of(rows)
-        equal.append(row["frac_reward_zero_std"])
-        other_order.append(mean(len(set(scores[i::P])) == 1 for i in range(P)))
-        # The mean over all tokens is not that of the responses' means, and groups are neighbors.
-        advantages = advantages_of(rows, scores)
-        lengths = [len(r.tokens) for r in rows]
-        over_tokens = sum(a * n for a, n in zip(advantages, lengths)) / sum(lengths)
-        assert abs(over_tokens - mean(advantages)) > 0.005
-    assert any(0 < x < 1 for x in equal) and equal != other_order
-    assert abs(run.metrics[1]["objective/kl"]) > 0.005
+    assert 0 < sum(row.ended for row in rows) < len(rows) and len({len(row.tokens) for row in rows}) > 3
+    assert {row.short for row in rows} == {None, 0.0, 1.0}
+    assert any(0 < row["frac_reward_zero_std"] < 1 for row in run.metrics)
+    assert run.metrics[1]["policy/clipfrac_avg"] > 0 and abs(run.metrics[1]["objective/kl"]) > 0.005
 
 
 def test_every_training_task_is_used_once_per_epoch(trained):
@@ -364,69 +296,51 @@ def test_every_training_task_is_used_once_per_epoch(trained):
     seen = []
     for number in (1, 2):
         prompts = [row.prompt for row in run.parts[f"update {number}"]]
-        assert prompts == repeated(prompts[::K], K)
+        assert prompts == [prompt for prompt in prompts[::K] for _ in range(K)]
         seen += prompts[::K]
     assert sorted(seen) == usable
     assert seen != usable
 
 
-def test_training_and_held_out_tasks_are_apart(trained):
-    """Rewards are of training tasks in updates, and of held-out and harder ones in evaluations."""
-    run = trained()
-    kinds = {"update": {"Train"}, "harder": {"Hard"}}
-    for name, call in zip(CALLS, run.reward_calls, strict=True):
-        part = "harder" if "harder" in name else name.split()[0]
-        seen = {prompt.removeprefix(f"{SYSTEM}\n\n").split()[0] for prompt, *_ in call}
-        assert seen == kinds.get(part, {"Exam"}), name
-        for (prompt, text, number, score), row in zip(call, run.parts[name], strict=True):
-            assert (prompt, text, number) == (row.prompt, row.response, row.number)
-            assert score == points(number, text)
-
-
-def test_each_function_gets_all_responses(trained):
-    """Also a function with weight 0."""
-    run = trained()
-    for name, call in zip(CALLS, run.judge_calls, strict=True):
-        assert [(prompt, text) for prompt, text, _ in call] == [
-            (row.prompt, row.response) for row in run.parts[name]
-        ]
-
-
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
 def test_one_step_per_batch(trained, kl_coef):
-    """The default: every ratio is 1, nothing is clipped, and the loss is minus the mean advantage."""
-    changes = dict(num_mini_batches=1, num_ppo_epochs=1, gradient_accumulation_steps=12, kl_coef=kl_coef)
-    run = trained(**changes)
-    assert len(run.losses) == 2 * 12
+    """The default: every ratio is 1, and the loss is minus the mean advantage."""
+    one_step = dict(num_mini_batches=1, num_ppo_epochs=1, gradient_accumulation_steps=12)
+    run = trained(**one_step, kl_coef=kl_coef)
     for number, row in enumerate(run.metrics, 1):
         rows = run.parts[f"update {number}"]
         advantages = advantages_of(rows, scores_of(rows))
         tokens = [a for a, r in zip(advantages, rows) for _ in r.tokens]
         assert row["loss/policy_avg"] == pytest.approx(-mean(tokens), abs=1e-5)
         assert row["val/ratio"] == pytest.approx(1, abs=1e-5)
-        assert row["val/ratio_var"] == pytest.approx(0, abs=1e-6)
-        assert row["policy/clipfrac_avg"] == 0
-        assert row["policy/approxkl_avg"] == pytest.approx(0, abs=1e-9)
         assert row["grad_norm"] > 1e-3
-        assert ("objective/kl" in row) == (kl_coef > 0)
+        gaps = [0.01 * t for r in rows for t in range(1, len(r.tokens) + 1)]
+        assert row["sampling/logprob_gap_mean"] == pytest.approx(mean(gaps), abs=1e-4)
+        assert row["sampling/logprob_gap_max"] == pytest.approx(max(gaps), abs=1e-4)
 
 
 def test_each_response_has_its_own_random_numbers(trained):
     """All numbers of a run differ, except those that an evaluation repeats."""
     run = trained()
-    numbers = [*run.uniforms["before held-out"].flatten().tolist()]
+    numbers = run.uniforms["before held-out"].flatten().tolist()
     for number in (1, 2):
-        assert run.uniforms[f"update {number}"].shape == (P, K, T)
         numbers += run.uniforms[f"update {number}"].flatten().tolist()
     assert len(set(numbers)) == len(numbers) == (6 * SAMPLES + 2 * P * K) * T
+    for name in SETS:
+        assert torch.equal(run.uniforms[f"before {name}"], run.uniforms[f"after {name}"])
 
 
 # ---- The evaluation, by hand -------------------------------------------------------------------------------
 
 
+def is_right(row):
+    """At 1 or more, by the first reward that applies."""
+    return (row.points if row.judge is None else row.judge) >= 1
+
+
 def table_by_hand(name, rows):
     """The numbers of the final table for one set of tasks."""
-    right = grouped(rows, [is_right(row.response) for row in rows])
+    right = grouped(rows, [is_right(row) for row in rows])
     shares = [mean(group) for group in right]
     expected = {
         "pass@1": mean(shares),
@@ -435,16 +349,15 @@ def table_by_hand(name, rows):
     }
     if name != "greedy":
         texts = grouped(rows, [row.response for row in rows])
-        applies = [short(row.number, row.response) for row in rows]
         expected |= {
             f"pass@{SAMPLES}": mean(any(group) for group in right),
             "tasks all right or all wrong": mean(len(set(group)) == 1 for group in right),
             "different responses per task": mean(len(set(group)) for group in texts),
             "distinct bigrams": bigram_share([row.response for row in rows]),
             "ended by itself": mean(row.ended for row in rows),
-            "rewards/judge": mean(judge(row.response) for row in rows),
-            "rewards/points": mean(points(row.number, row.response) for row in rows),
-            "rewards/short": mean(x for x in applies if x is not None),
+            "rewards/judge": mean_of_applied(rows, "judge"),
+            "rewards/points": mean_of_applied(rows, "points"),
+            "rewards/short": mean_of_applied(rows, "short"),
         }
     return {f"{name}: {metric}": x for metric, x in expected.items()}
 
@@ -457,30 +370,23 @@ def test_the_final_table_by_hand(trained, part):
     for name in SETS:
         expected |= table_by_hand(name, run.parts[f"{part} {name}"])
     assert run.table[part] == pytest.approx(expected, abs=1e-6)
-    assert list(run.table[part]) == list(expected)
-    policy = AutoModelForCausalLM.from_pretrained(
-        trained.lm if part == "before" else run.folder / "model"
-    ).eval()
+    lm = trained.lm if part == "before" else run.folder / "model"
+    policy = AutoModelForCausalLM.from_pretrained(lm).eval()
     for name in SETS:
         for row in run.parts[f"{part} {name}"]:
             with torch.no_grad():
                 logprobs, _ = plain_logprobs(policy, row)
             near = 0.05 if name == "greedy" else 1e-4  # a temperature of 0.01 magnifies roundings
             assert torch.allclose(logprobs, row.sampled, atol=near)
-    for metric in ("pass@1", f"pass@{SAMPLES}", "tasks all right or all wrong"):
-        assert 0 < expected[f"held-out: {metric}"] < 1
-    assert expected["held-out: pass@1"] < expected[f"held-out: pass@{SAMPLES}"]
-    assert 1 < expected["held-out: different responses per task"]
-    assert 0 < expected["held-out: ended by itself"] < 1
+    assert 0 < expected["held-out: pass@1"] < expected[f"held-out: pass@{SAMPLES}"] < 1
+    assert 0 < expected["held-out: tasks all right or all wrong"] < 1
 
 
 def test_greedy_responses_are_the_likeliest_tokens(trained):
     """One response to each held-out task; its tokens are the most probable ones."""
     run = trained()
     policy = AutoModelForCausalLM.from_pretrained(run.folder / "model").eval()
-    rows = run.parts["after greedy"]
-    assert [row.prompt for row in rows] == [row.prompt for row in run.parts["after held-out"][::SAMPLES]]
-    for row in rows:
+    for row in run.parts["after greedy"]:
         with torch.no_grad():
             logits = policy(torch.tensor([row.ids + row.tokens])).logits[0, len(row.ids) - 1 : -1]
         lead = logits.max(-1).values - logits[range(len(row.tokens)), row.tokens]
@@ -491,18 +397,12 @@ def test_greedy_responses_are_the_likeliest_tokens(trained):
 def test_the_tasks_of_the_evaluation(trained):
     """6 of the 9 usable test rows, and all 5 harder ones, each once and in random order."""
     run = trained()
-    held_out = [row["task"] for row in run.samples if row["set"] == "held-out"]
-    harder = [row["task"] for row in run.samples if row["set"] == "harder"]
-    greedy = [row["task"] for row in run.samples if row["set"] == "greedy"]
-    assert len(set(held_out)) == len(held_out) == 6
-    assert set(held_out) < {prompt_of("Exam", i) for i in range(20, 29)}
-    assert held_out != sorted(held_out)
-    assert sorted(harder) == [prompt_of("Hard", i) for i in range(60, 65)]
-    assert greedy == held_out
-    for part in ("before", "after"):
-        for name, tasks in (("held-out", held_out), ("harder", harder), ("greedy", greedy)):
-            prompts = [row.prompt for row in run.parts[f"{part} {name}"]]
-            assert prompts == repeated(tasks, len(prompts) // len(tasks))
+    tasks = {name: [row["task"] for row in run.samples if row["set"] == name] for name in SETS}
+    assert len(set(tasks["held-out"])) == len(tasks["held-out"]) == 6
+    assert set(tasks["held-out"]) < {prompt_of("Exam", i) for i in range(20, 29)}
+    assert tasks["held-out"] != sorted(tasks["held-out"])
+    assert sorted(tasks["harder"]) == [prompt_of("Hard", i) for i in range(60, 65)]
+    assert tasks["greedy"] == tasks["held-out"]
 
 
 def test_evaluation_samples(trained):
@@ -518,16 +418,10 @@ def test_evaluation_samples(trained):
                 assert {row.prompt for row in of_task} == {line["task"]}
                 seen = line[part]
                 assert seen["responses"] == [row.response for row in of_task]
-                assert seen["right"] == [is_right(row.response) for row in of_task]
+                assert seen["right"] == [is_right(row) for row in of_task]
                 assert seen["ended"] == [row.ended for row in of_task]
                 assert seen["length"] == [len(row.tokens) for row in of_task]
-                assert seen["rewards/points"] == [points(row.number, row.response) for row in of_task]
-                applies = [short(row.number, row.response) for row in of_task]
-                # A reward that does not apply: null or NaN.
-                found = [None if x is None or math.isnan(x) else x for x in seen["rewards/short"]]
-                assert found == applies
-                assert set(line) == {"set", "task", "before", "after"}
-    assert all(line["set"] in SETS for line in run.samples)
+                assert seen["rewards/short"] == [row.short for row in of_task]
 
 
 def test_samples_during_the_run(trained):
@@ -547,18 +441,3 @@ def test_samples_during_the_run(trained):
             assert sample["logprob"] == pytest.approx(row.sampled.tolist())
             assert sample["advantage"] == pytest.approx([advantages[i]] * len(row.tokens), rel=1e-4)
             assert len(sample["kl"]) == len(row.tokens)
-
-
-def test_the_same_random_numbers_before_and_after(trained):
-    """A policy that did not learn writes the same again. Another seed takes other tasks and numbers."""
-    frozen = trained(learning_rate=0.0)
-    assert frozen.table["before"] == frozen.table["after"]
-    for line in frozen.samples:
-        assert line["before"]["responses"] == line["after"]["responses"]
-    for name in SETS:
-        numbers = [trained().uniforms[f"{part} {name}"] for part in ("before", "after")]
-        assert torch.equal(*numbers)
-    other = trained(learning_rate=0.0, seed=4)
-    assert [line["task"] for line in frozen.samples] != [line["task"] for line in other.samples]
-    mine, theirs = (run.uniforms["before held-out"].flatten().tolist() for run in (frozen, other))
-    assert not set(mine) & set(theirs)

@@ -5,22 +5,19 @@ repeats the training in plain transformers, one response at a time, from the tok
 """
 
 import collections
-import contextlib
-import io
-import json
 import math
-import re
 import resource
-import statistics
 import time
 from statistics import fmean as mean
+from statistics import median, pstdev
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import PPO, RL, ROOT
-from run_tools import evaluation_of, reward_file, rows_of, same, spy, weights, write_rows
+from conftest import ROOT
+from run_fixtures import handlers_kept
+from run_tools import bigram_share, distance, evaluation_of, reward_file, rows_of, spy, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
 
@@ -57,34 +54,9 @@ FLAGS = dict(
 # ---- Runs --------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """In place of the module time: it moves only when a test moves it."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def time(self):
-        return self.now
-
-    def strftime(self, form):
-        return time.strftime(form)
-
-    def after(self, function, seconds):
-        """The same function, which now takes this long."""
-
-        def slow(*args, **kwargs):
-            result = function(*args, **kwargs)
-            self.now += seconds
-            return result
-
-        return slow
-
-
 def record(script, args, rollout, generate):
-    """Train. -> what the run wrote, printed and sampled, and the responses of each micro-batch"""
-    from run_fixtures import handlers_kept
-
-    clock, screen, micro_batches = Clock(), io.StringIO(), []
+    """Train. -> what the run wrote and sampled, and the responses of each micro-batch"""
+    clock, micro_batches = [1000.0], []
     forward = script.PolicyAndValue.forward
     plain_generate = getattr(script, generate)
 
@@ -97,23 +69,29 @@ def record(script, args, rollout, generate):
         tokens, logprobs, *rest = plain_generate(*inputs)
         return tokens, logprobs - 0.01 * torch.arange(1, tokens.shape[1] + 1), *rest
 
+    def slow(function, seconds):
+        """The same function, which now takes this long. Nothing else takes any time."""
+
+        def slow_function(*args, **kwargs):
+            clock[0] += seconds
+            return function(*args, **kwargs)
+
+        return slow_function
+
     with handlers_kept(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(script.PolicyAndValue, "forward", recorded_forward)
         patch.setattr(script, generate, generate_with_a_gap)
         patch.setattr(script, "compare_logprobs", lambda *inputs: None)  # it would refuse the gap
-        patch.setattr(script, "time", clock)
-        patch.setattr(script, rollout, clock.after(getattr(script, rollout), 2.0))
-        clip_grad_norm = clock.after(Accelerator.clip_grad_norm_, 3.0)
-        patch.setattr(Accelerator, "clip_grad_norm_", clip_grad_norm)
-        rollouts = spy(patch, script, rollout)
-        patch.setenv("COLUMNS", "200")
-        with contextlib.redirect_stdout(screen):
-            _, folder = script.train(args)
+        patch.setattr(script, "time", SimpleNamespace(time=lambda: clock[0], strftime=time.strftime))
+        patch.setattr(script, rollout, slow(getattr(script, rollout), 2.0))
+        patch.setattr(Accelerator, "clip_grad_norm_", slow(Accelerator.clip_grad_norm_, 3.0))
+        calls = spy(patch, script, rollout)
+        _, folder = script.train(args)
+    rollouts = [read_rollout(*call) for call in calls]
     return SimpleNamespace(
         script=script,
         args=args,
         folder=folder,
-        screen=screen.getvalue(),
         rows=rows_of(folder),
         evaluation=evaluation_of(folder),
         samples=rows_of(folder, "evaluation_samples.jsonl"),
@@ -124,18 +102,33 @@ def record(script, args, rollout, generate):
     )
 
 
+def read_rollout(inputs, result):
+    """What a rollout function got and returned. texts: tokens of prompt and response, without padding."""
+    b, *prompts, responses = result
+    [batch] = [x for x in inputs if isinstance(x, dict)]
+    texts = [ids[is_token] for ids, is_token in zip(b["ids"], b["mask"])]
+    return SimpleNamespace(
+        batch=batch,
+        b=b,
+        prompts=prompts[0] if prompts else None,
+        responses=responses,
+        texts=texts,
+        lengths=b["lengths"].tolist(),
+    )
+
+
 def review(start, split):
     """A text whose first two tokens are a letter and the number of its split."""
     endings = [" film was slow.", " very good story about the sea", " bad", " long and dark, with no end."]
     return f"{start}{split}{endings[ord(start) % 4]} The {start} of it."
 
 
-TRAIN_LETTERS, TEST_LETTERS = "ABCDEFGHIJK", "LMNOPQRST"
+TRAIN_LETTERS, TEST_LETTERS = "ABCDEFGHIJK", "LMNOPQ"
 
 
 @pytest.fixture(scope="module")
 def reviews_run(scripts, tiny_classifier, tmp_path_factory):
-    """A run of ppo_sentiment.py: 11 usable training rows, 6 of 9 test rows; a full stop ends a response."""
+    """A run of ppo_sentiment.py: 11 usable training rows, 6 test rows; a full stop ends a response."""
     root = tmp_path_factory.mktemp("reviews")
     train = [dict(text=text) for text in ("x1 too short", None, "u1 1234567890")]  # the last one has 13
     train += [dict(text=review(letter, 1)) for letter in TRAIN_LETTERS]
@@ -156,42 +149,39 @@ def reviews_run(scripts, tiny_classifier, tmp_path_factory):
         response_length=10,
         stop_token_id=AutoTokenizer.from_pretrained(lm)(".").input_ids[0],
         temperature=1.3,
-        num_eval_prompts=6,
+        num_eval_prompts=50,  # more than there are
         missing_eos_penalty=0.5,
         score_clip=1.0,
         seed=7,
         **FLAGS,
     )
     run = record(scripts["ppo_sentiment"], args, "rollout", "generate")
-    run.new_texts = [responses for _, (_, _, responses) in run.updates]
-    run.scores = [review_scores(run, prompts, responses) for _, (_, prompts, responses) in run.updates]
+    for rollout in run.rollouts:
+        texts = [prompt + response for prompt, response in zip(rollout.prompts, rollout.responses)]
+        rollout.scores = plain_logits(args.reward_model_path, texts)[:, 2].tolist()  # of the label positive
+    run.words_of = str.split
     return run
-
-
-def review_scores(run, prompts, responses):
-    """The logit of the third label, positive, in plain transformers."""
-    texts = [prompt + response for prompt, response in zip(prompts, responses)]
-    return plain_logits(run.args.reward_model_path, texts)[:, 2].tolist()
 
 
 LONGEST, LIMIT = 18, 12  # tokens of a prompt and of an answer
 DIALOGS = {
     "train": [
-        ["Hello Ann.", "I am fine, thank you.", "Do you like tea?", "Yes, I like it very much."],
-        ["Where is Ann?", "She is in the garden."],
-        ["It is cold here, Ann.", "I will close the window.", "Thank you.", "You are welcome.", "Good."],
+        (["Hello Ann.", "I am fine, thank you.", "Do you like tea?", "Yes, very much."], [1, 1, 2, 1]),
+        (["Where is Ann?", "She is in the garden."], [2, 1]),
+        (
+            ["It is cold here, Ann.", "I will close the window.", "Thank you.", "You are welcome.", "Good."],
+            [3, 4, 1, 1, 1],
+        ),
     ],
     "test": [
-        ["Hello Bob, how are you today?", "I am fine.", "Good.", "Do you like music?", "Yes, I do."],
-        ["Bob, could you lend me your bike?", "Of course, I will lend you my bike."],
-        ["Is Bob there?", "No."],
+        (
+            ["Hello Bob, how are you today?", "I am fine.", "Good.", "Do you like music?", "Yes, I do."],
+            [2, 1, 1, 2, 1],
+        ),
+        (["Bob, could you lend me your bike?", "Of course, I will lend you my bike."], [3, 4]),
+        (["Is Bob there?", "No."], [2, 1]),
     ],
-    "validation": [["Hello Cid.", "Who are you?"]],
-}
-ACTS = {
-    "train": [[1, 1, 2, 1], [2, 1], [3, 4, 1, 1, 1]],
-    "test": [[2, 1, 1, 2, 1], [3, 4], [2, 1]],
-    "validation": [[1, 2]],
+    "validation": [(["Hello Cid.", "Who are you?"], [1, 2])],
 }
 
 
@@ -201,7 +191,7 @@ def dialogs_run(scripts, tiny_intents, tmp_path_factory):
     root = tmp_path_factory.mktemp("dialogs")
     rows = {}
     for split, dialogs in DIALOGS.items():
-        rows[split] = [dict(dialog=texts, act=acts) for texts, acts in zip(dialogs, ACTS[split])]
+        rows[split] = [dict(dialog=texts, act=acts) for texts, acts in dialogs]
     body = "return [len(r) / 50 - len(p) / 100 for p, r in zip(prompts, completions)]"
     args = scripts["ppo_dialog"].Args(
         model_name_or_path=str(ROOT / "checkpoints/dialogs-lm"),
@@ -226,16 +216,22 @@ def dialogs_run(scripts, tiny_intents, tmp_path_factory):
         **FLAGS,
     )
     run = record(scripts["ppo_dialog"], args, "rollout_answers", "generate_until")
-    run.new_texts = [answers for _, (_, answers) in run.updates]
-    run.parts = [dialog_parts(run, inputs[5]["turns"], answers) for inputs, (_, answers) in run.updates]
-    run.scores = [dialog_scores(parts) for parts in run.parts]
+    for rollout in run.rollouts:
+        rollout.parts = dialog_parts(run, rollout.batch["turns"], rollout.responses)
+        names = ("intent", "meteor", "rewards/reward")
+        parts = zip(*[rollout.parts[name] for name in names])
+        rollout.scores = [0.7 * intent + 1.9 * meteor - 0.4 * reward for intent, meteor, reward in parts]
+    run.words_of = run.script.words_of
     return run
 
 
 @pytest.fixture(params=["reviews_run", "dialogs_run"])
 def run(request):
-    """Each of the two runs."""
-    return request.getfixturevalue(request.param)
+    """Each of the two runs. replay: what training by hand leads to."""
+    run = request.getfixturevalue(request.param)
+    if not hasattr(run, "replay"):
+        run.replay = replay(run)
+    return run
 
 
 # ---- By hand -----------------------------------------------------------------------------------------------
@@ -250,36 +246,17 @@ def plain_logits(folder, texts):
 
 
 def dialog_parts(run, turns, answers):
-    """The parts of the reward of each answer, from plain transformers, nltk and a formula."""
+    """The parts of the reward of each answer, from plain transformers, METEOR and a formula."""
+    meteor = run.script.load_meteor()
     texts = [f"{turn.context[-1]} {answer}" for turn, answer in zip(turns, answers)]
     probs = plain_logits(run.args.reward_model_path, texts).softmax(-1)
     parts = collections.defaultdict(list)
     for turn, answer, p in zip(turns, answers, probs.tolist()):
         parts["intent"].append(p[turn.act - 1])
         parts["intent_match"].append(float(p[turn.act - 1] == max(p)))
-        parts["meteor"].append(plain_meteor(turn.reference, answer))
+        parts["meteor"].append(meteor(turn.reference, answer))
         parts["rewards/reward"].append(len(answer) / 50 - len("\n".join(turn.context)) / 100)
     return parts
-
-
-def plain_meteor(reference, answer):
-    """nltk's METEOR. WordNet counts if it is installed."""
-    from nltk.corpus import wordnet
-    from nltk.tokenize import NLTKWordTokenizer
-    from nltk.translate.meteor_score import single_meteor_score
-
-    words = NLTKWordTokenizer().tokenize
-    try:
-        wordnet.ensure_loaded()
-    except LookupError:
-        wordnet = SimpleNamespace(synsets=lambda word: [])
-    return single_meteor_score(words(reference), words(answer), wordnet=wordnet)
-
-
-def dialog_scores(parts):
-    """0.7 intent + 1.9 METEOR - 0.4 function."""
-    names = ("intent", "meteor", "rewards/reward")
-    return [0.7 * i + 1.9 * m - 0.4 * f for i, m, f in zip(*[parts[name] for name in names])]
 
 
 def plain_lm(folder):
@@ -299,22 +276,6 @@ def of_tokens(logp, ids):
     return logp.gather(1, ids[-len(logp) :, None]).squeeze(1)
 
 
-def texts_of(b):
-    """The tokens of each row without padding, and the lengths of the responses."""
-    return [row[m] for row, m in zip(b["ids"], b["mask"])], b["lengths"].tolist()
-
-
-def plain_std(numbers):
-    """Of the population."""
-    return math.sqrt(mean([(x - mean(numbers)) ** 2 for x in numbers]))
-
-
-def plain_distinct_bigrams(texts, words):
-    """Different pairs of neighboring words / all pairs."""
-    pairs = [pair for text in texts for pair in zip(words(text.lower()), words(text.lower())[1:])]
-    return len(set(pairs)) / len(pairs)
-
-
 def row_numbers(ids, b):
     """Which rows of the batch these are. Micro-batches end with their longest response."""
     return [[torch.equal(row, other[: len(row)]) for other in b["ids"]].index(True) for row in ids]
@@ -329,7 +290,7 @@ def plain_advantages(rewards, values, gamma, lam):
 
 
 def replay(run):
-    """Train in plain transformers with the same tokens and minibatches. -> metrics, policies, value head"""
+    """Train in plain transformers with the same tokens and minibatches. -> what must come out"""
     args, temperature = run.args, run.args.temperature
     policy, reference = (plain_lm(args.model_name_or_path) for _ in range(2))
     head = torch.nn.Linear(policy.config.n_embd, 1)
@@ -338,8 +299,8 @@ def replay(run):
     parameters = [*policy.parameters(), *head.parameters()]
     kl_coef, micro_batches, history, samples = 0.3, iter(run.micro_batches), [], []
     policies = [{name: p.clone() for name, p in policy.state_dict().items()}]
-    for (_, (b, *_)), raw_scores, rate in zip(run.updates, run.scores, RATES):
-        texts, lengths = texts_of(b)
+    for update, rate in zip(run.updates, RATES):
+        texts, lengths = update.texts, update.lengths
         old, old_values, old_entropies, kl = [], [], [], []
         for ids, n in zip(texts, lengths):
             with torch.no_grad():
@@ -351,27 +312,27 @@ def replay(run):
                 kl.append(old[-1] - ref)
 
         scores, rewards = [], []
-        for i, score in enumerate(raw_scores):
+        for i, score in enumerate(update.scores):
             score = min(max(score, -args.score_clip), args.score_clip)
             scores.append(score if ended(run, texts[i]) else score - args.missing_eos_penalty)
             rewards.append([-kl_coef * x for x in kl[i].tolist()])
             rewards[i][-1] += scores[i]
         if args.whiten_rewards:
             every = sum(rewards, [])
-            rewards = [[mean(every) + (x - mean(every)) / plain_std(every) for x in row] for row in rewards]
+            rewards = [[mean(every) + (x - mean(every)) / pstdev(every) for x in row] for row in rewards]
         advantages, returns = [], []
         for row, values in zip(rewards, (x.tolist() for x in old_values)):
             advantages.append(plain_advantages(row, values, 0.97, 0.9))
             returns.append(torch.tensor([a + v for a, v in zip(advantages[-1], values)]))
         every = [a for row in advantages for a in row]
-        shift, scale = mean(every), plain_std(every)
+        shift, scale = mean(every), pstdev(every)
         advantages = [torch.tensor([(a - shift) / scale for a in row]) for row in advantages]
         columns = dict(logprob=old, entropy=old_entropies, kl=kl, value=old_values, reward=rewards)
         samples.append(columns | {"return": returns, "advantage": advantages})
 
         seen = collections.defaultdict(list)
         for _ in range(4):  # 2 epochs of 2 minibatches
-            rows = row_numbers(next(micro_batches), b) + row_numbers(next(micro_batches), b)
+            rows = row_numbers(next(micro_batches), update.b) + row_numbers(next(micro_batches), update.b)
             num_tokens = sum(lengths[i] for i in rows)
             loss = 0.0
             for i in rows:
@@ -396,7 +357,7 @@ def replay(run):
             for p, g in zip(parameters, gradients):
                 p.data -= rate * min(1.0, 0.8 / norm) * g
         metrics = {name: mean(numbers) for name, numbers in seen.items()}
-        metrics["val/ratio_var"] = plain_std(seen["val/ratio"]) ** 2
+        metrics["val/ratio_var"] = pstdev(seen["val/ratio"]) ** 2
         metrics["grad_norm"] = norm  # of the last step
         kl_per_response = mean([x.sum().item() for x in kl])
         num_ended = sum(ended(run, ids) for ids in texts)
@@ -408,8 +369,8 @@ def replay(run):
             "objective/non_score_reward": -kl_coef * kl_per_response,
             "objective/rlhf_reward": mean(scores) - kl_coef * kl_per_response,
             "objective/scores": mean(scores),
-            "env/reward_mean": mean(raw_scores),
-            "env/reward_std": plain_std(raw_scores),
+            "env/reward_mean": mean(update.scores),
+            "env/reward_std": pstdev(update.scores),
             "val/num_eos_tokens": num_ended,
             "completions/mean_length": mean(lengths),
             "completions/min_length": min(lengths),
@@ -424,9 +385,7 @@ def replay(run):
         policies.append({name: p.clone() for name, p in policy.state_dict().items()})
         kl_coef *= 1 + min(max(kl_per_response / 4 - 1, -0.2), 0.2) * B / 60
     assert next(micro_batches, None) is None
-    return SimpleNamespace(
-        metrics=history, policies=policies, head=head.state_dict(), kl_coef=kl_coef, samples=samples
-    )
+    return SimpleNamespace(metrics=history, policies=policies, head=head.state_dict(), samples=samples)
 
 
 def ended(run, ids):
@@ -434,43 +393,28 @@ def ended(run, ids):
     return ids[-1].item() == (getattr(run.args, "stop_token_id", None) or run.tokenizer.eos_token_id)
 
 
-@pytest.fixture(scope="module")
-def replays():
-    """replays(run) -> what replay returns, once per run."""
-    known = {}
-
-    def get(run):
-        if run.args.output_dir not in known:
-            known[run.args.output_dir] = replay(run)
-        return known[run.args.output_dir]
-
-    return get
-
-
 # ---- Training ----------------------------------------------------------------------------------------------
 
 
 def test_the_runs_are_not_symmetric(run):
-    """The tests below can see something: lengths, ends, clipping and scores differ from row to row."""
-    num_stopped = [b["stopped"].sum().item() for _, (b, *_) in run.updates]
-    assert all(num_stopped) and min(num_stopped) < B
-    for _, (b, *_) in run.updates:
-        assert b["lengths"].unique().numel() > 2
-        assert b["mask"][:, : -run.args.response_length].sum(1).unique().numel() > 1
-    scores = [score for row in run.scores for score in row]
+    """Otherwise the tests below would see less."""
+    stopped = torch.cat([update.b["stopped"] for update in run.updates])
+    assert 0 < stopped.sum() < len(stopped)
+    for update in run.updates:
+        assert len(set(update.lengths)) > 2
+        assert update.batch["mask"].sum(1).unique().numel() > 1
+    scores = [score for update in run.updates for score in update.scores]
     assert 0 < sum(abs(score) > run.args.score_clip for score in scores) < len(scores)
-    for name in ("policy/clipfrac_avg", "val/clipfrac_avg"):
-        assert all(0 < row[name] < 1 for row in run.rows)
-    assert run.rows[3]["objective/kl"] > 0.1
+    for row in run.rows:
+        assert 0 < row["policy/clipfrac_avg"] < 1 and 0 < row["val/clipfrac_avg"] < 1
     assert len({row["objective/kl_coef"] for row in run.rows}) == 4
 
 
-def test_every_metric_of_every_update(run, replays):
+def test_every_metric_of_every_update(run):
     """metrics.jsonl has these numbers and no others."""
-    expected = replays(run).metrics
+    expected = run.replay.metrics
     assert len(run.rows) == len(expected) == 4
-    for i, (row, numbers) in enumerate(zip(run.rows, expected)):
-        responses = run.new_texts[i]
+    for i, (row, numbers, update) in enumerate(zip(run.rows, expected, run.updates)):
         numbers |= {
             "update": i + 1,
             "episode": (i + 1) * B,
@@ -478,173 +422,115 @@ def test_every_metric_of_every_update(run, replays):
             "perf/seconds": 14,
             "perf/rollout_seconds": 2,
             "perf/train_seconds": 12,
-            "completions/distinct_2": plain_distinct_bigrams(responses, words_of(run)),
+            "completions/distinct_2": bigram_share(update.responses, run.words_of),
         }
-        if hasattr(run, "parts"):
-            numbers |= {name: mean(run.parts[i][name]) for name in ("intent", "intent_match", "meteor")}
-            numbers["rewards/reward/mean"] = mean(run.parts[i]["rewards/reward"])
-            numbers["custom/questions"] = mean([answer.endswith("?") for answer in responses])
+        if run.script.__name__ == "ppo_dialog":
+            numbers |= {name: mean(update.parts[name]) for name in ("intent", "intent_match", "meteor")}
+            numbers["rewards/reward/mean"] = mean(update.parts["rewards/reward"])
+            numbers["custom/questions"] = mean([answer.endswith("?") for answer in update.responses])
         else:
-            numbers["rewards/classifier/mean"] = mean(run.scores[i])
+            numbers["rewards/classifier/mean"] = mean(update.scores)
+        row = dict(row)
         memory = row.pop("perf/peak_memory_mb")
         assert 50 < memory <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        assert row.keys() == numbers.keys()
-        for name, number in numbers.items():
-            assert row[name] == pytest.approx(number, rel=2e-3, abs=2e-4), (name, i + 1)
-        row["perf/peak_memory_mb"] = memory
+        assert row == pytest.approx(numbers, rel=2e-3, abs=2e-4)
 
 
-def words_of(run):
-    """How the run splits a text into words."""
-    if not hasattr(run, "parts"):
-        return str.split
-    from nltk.tokenize import NLTKWordTokenizer
-
-    return NLTKWordTokenizer().tokenize
-
-
-def test_the_saved_model_is_the_policy_after_the_last_update(run, replays):
+def test_the_saved_model_is_the_policy_after_the_last_update(run):
     """In plain transformers, model/ and the value head have the weights that training by hand leads to."""
-    by_hand = replays(run)
+    by_hand = run.replay
     saved = plain_lm(run.folder / "model").state_dict()
     last, earlier = by_hand.policies[4], by_hand.policies[3]
-    assert saved.keys() == last.keys()
-    gap = max((saved[name] - last[name]).abs().max().item() for name in last)
-    step = max((earlier[name] - last[name]).abs().max().item() for name in last)
+    gap, step = distance(saved, last), distance(earlier, last)
     assert gap < 1e-4 and gap < step / 50
     head = load_file(run.folder / "model/value_head.safetensors")
     for name, x in by_hand.head.items():
         torch.testing.assert_close(head[name], x, atol=1e-4, rtol=1e-3)
-    assert AutoTokenizer.from_pretrained(run.folder / "model").get_vocab() == run.tokenizer.get_vocab()
-
-
-def test_the_last_checkpoint(run, replays):
-    """It holds the trained weights, the next KL coefficient and the number of the update."""
-    folder = run.folder / "checkpoints/000004"
-    state = json.loads((folder / "state.json").read_text())
-    assert (state["update"], state["batch_size"]) == (4, B)
-    assert state["kl_coef"] == pytest.approx(replays(run).kl_coef, rel=1e-4)
-    trained = load_file(folder / "trained.safetensors")
-    parameters = {name: x for name, x in trained.items() if name.startswith("policy.")}
-    saved = {f"policy.{name}": x for name, x in weights(run.folder / "model").items()}
-    assert same({name: saved[name] for name in parameters}, parameters)
-    head = load_file(run.folder / "model/value_head.safetensors")
-    assert torch.equal(trained["value_head.weight"], head["weight"])
-    assert len(parameters) + 2 == len(trained)
 
 
 def test_minibatches(run):
     """Every epoch has each response once, and no two epochs of the run have the same order."""
     orders = []
-    for update, (_, (b, *_)) in enumerate(run.updates):
-        for epoch in range(2):
-            start = 8 * update + 4 * epoch
-            orders.append(sum([row_numbers(ids, b) for ids in run.micro_batches[start : start + 4]], []))
+    micro_batches = iter(run.micro_batches)
+    for update in run.updates:
+        for _ in range(2):
+            orders.append(sum([row_numbers(next(micro_batches), update.b) for _ in range(4)], []))
     assert all(sorted(order) == list(range(B)) for order in orders)
     assert len({tuple(order) for order in orders}) == 8
     assert list(range(B)) not in orders
 
 
-def test_responses_come_from_the_policy_of_their_time(run, replays):
+def test_responses_come_from_the_policy_of_their_time(run):
     """Every rollout inverts the cumulative distribution of its policy, up to the end or the limit."""
-    policies = replays(run).policies
+    policies = run.replay.policies
     model = plain_lm(run.args.model_name_or_path)
     assert len(run.rollouts) == 6
-    for (inputs, (b, *_)), updates_done in zip(run.rollouts, (0, 0, 1, 2, 3, 4)):
+    for rollout, updates_done in zip(run.rollouts, (0, 0, 1, 2, 3, 4)):
         model.load_state_dict(policies[updates_done])
-        batch = next(x for x in inputs if isinstance(x, dict))
-        limits = batch.get("max_new_tokens", torch.full((len(b["ids"]),), LIMIT)).tolist()
-        texts, lengths = texts_of(b)
-        for i, (ids, n) in enumerate(zip(texts, lengths)):
+        limits = rollout.batch.get("max_new_tokens", torch.full((B,), LIMIT)).tolist()
+        for i, (ids, n) in enumerate(zip(rollout.texts, rollout.lengths)):
             with torch.no_grad():
                 logp, _ = next_tokens(model, ids, n, run.args.temperature)
             ends = logp.double().exp().cumsum(1)
             for t in range(n):
-                token, u = ids[t - n].item(), batch["uniforms"][i, t].item()
+                token, u = ids[t - n].item(), rollout.batch["uniforms"][i, t].item()
                 start = ends[t, token - 1].item() if token else 0.0
                 assert start - 1e-3 <= u <= ends[t, token].item() + 1e-3
             is_end = [ended(run, ids[: len(ids) - n + t + 1]) for t in range(n)]
             assert not any(is_end[:-1])
             assert is_end[-1] or n == limits[i]
-            assert b["stopped"][i].item() == is_end[-1]
+            assert rollout.b["stopped"][i].item() == is_end[-1]
 
 
 # ---- Which rows --------------------------------------------------------------------------------------------
 
 
 def test_which_reviews_train_and_which_are_evaluated(reviews_run):
-    """Usable rows of train in two passes; 6 different rows of test in the seed's order; never validation."""
+    """Usable rows of train in two epochs; each row of test once, in the seed's order; never validation."""
     run = reviews_run
-    trained = [prompt[:2] for _, (_, prompts, _) in run.updates for prompt in prompts]
+    trained = [prompt[:2] for update in run.updates for prompt in update.prompts]
     usable = [f"{letter}1" for letter in TRAIN_LETTERS]
-    order = run.script.stream_rows(11, 0, 32, 7).tolist()
-    assert trained == [usable[i] for i in order]
+    assert trained == [usable[i] for i in run.script.stream_rows(11, 0, 32, 7).tolist()]
     assert sorted(trained[:11]) == sorted(trained[11:22]) == usable
     evaluated = [row["prompt"][:2] for row in run.samples]
-    order = run.script.stream_rows(9, 0, 6, 7).tolist()
-    assert evaluated == [f"{TEST_LETTERS[i]}2" for i in order]
-    assert len(set(evaluated)) == 6
-    assert order != sorted(order)
+    assert evaluated == [f"{TEST_LETTERS[i]}2" for i in run.script.stream_rows(6, 0, 6, 7).tolist()]
+    assert run.evaluation["n"] == len(set(evaluated)) == 6 and evaluated != sorted(evaluated)
 
 
 def test_prompts_are_the_beginnings_of_reviews(reviews_run):
     """Lengths and limits have both ends of their ranges. Each update draws others, like the evaluation."""
-    run = reviews_run
-    whole = {}
-    for split, letters in ((1, TRAIN_LETTERS), (2, TEST_LETTERS)):
-        whole |= {f"{letter}{split}": run.tokenizer(review(letter, split)).input_ids for letter in letters}
-    draws = []
-    for (*_, batch), (_, prompts, _) in (run.rollouts[0], *run.updates):
-        for ids, mask, prompt in zip(batch["ids"], batch["mask"], prompts):
+    run, lengths, limits = reviews_run, set(), set()
+    for rollout in (run.rollouts[0], *run.updates):
+        for ids, mask, prompt in zip(rollout.batch["ids"], rollout.batch["mask"], rollout.prompts):
+            whole = run.tokenizer(review(prompt[0], prompt[1])).input_ids
             tokens = ids[mask].tolist()
             assert mask.tolist() == [False] * (5 - len(tokens)) + [True] * len(tokens)
-            assert tokens == whole[prompt[:2]][: len(tokens)]
+            assert tokens == whole[: len(tokens)]
             assert run.tokenizer.decode(tokens) == prompt
-        draws.append([batch[name][:6].tolist() for name in ("max_new_tokens", "uniforms")])
-        draws[-1].append(batch["mask"].sum(1)[:6].tolist())
-    for column, expected in zip(zip(*draws), (range(3, 11), None, range(2, 6))):
-        assert len(set(map(str, column))) == 5
-        assert expected is None or set(sum(column, [])) == set(expected)
-
-
-def turns_of(split):
-    """Every answer of the dialogs: context, reference, act."""
-    found = []
-    for texts, acts in zip(DIALOGS[split], ACTS[split]):
-        found += [(texts[:t], texts[t], acts[t]) for t in range(1, len(texts))]
-    return found
+            lengths.add(len(tokens))
+        limits |= set(rollout.batch["max_new_tokens"].tolist())
+    assert (lengths, limits) == (set(range(2, 6)), set(range(3, 11)))
+    for name in ("max_new_tokens", "uniforms"):
+        draws = [str(rollout.batch[name][:6].tolist()) for rollout in (run.rollouts[0], *run.updates)]
+        assert len(set(draws)) == 5
 
 
 def test_which_answers_train_and_which_are_evaluated(dialogs_run):
-    """All 8 turns of train in four passes; 5 different turns of test in the seed's order."""
-    run = dialogs_run
-    train, test = turns_of("train"), turns_of("test")
-    assert (len(train), len(test)) == (8, 6)
-    order = run.script.stream_rows(8, 0, 32, 6).tolist()
-    trained = [turn for inputs, _ in run.updates for turn in inputs[5]["turns"]]
-    assert [(turn.context, turn.reference, turn.act) for turn in trained] == [train[i] for i in order]
+    """All 8 turns of train in four epochs; 5 of 6 turns of test in the seed's order."""
+    run, turns = dialogs_run, {}
+    for split, dialogs in DIALOGS.items():
+        turns[split] = [(texts[:t], texts[t]) for texts, _ in dialogs for t in range(1, len(texts))]
+    trained = [turn for update in run.updates for turn in update.batch["turns"]]
+    expected = [turns["train"][i] for i in run.script.stream_rows(8, 0, 32, 6).tolist()]
+    assert [(turn.context, turn.reference) for turn in trained] == expected
     order = run.script.stream_rows(6, 0, 5, 6).tolist()
     assert order != sorted(order)
-    for call in (0, -1):
-        turns = run.rollouts[call][0][5]["turns"]
-        assert [(turn.context, turn.reference, turn.act) for turn in turns] == [test[i] for i in order]
+    expected = [turns["test"][i] for i in order]
+    for rollout in (run.rollouts[0], run.rollouts[-1]):
+        assert [(turn.context, turn.reference) for turn in rollout.batch["turns"]] == expected
     assert [(row["last"], row["reference"]) for row in run.samples] == [
-        (test[i][0][-1], test[i][1]) for i in order
+        (context[-1], reference) for context, reference in expected
     ]
-
-
-def test_prompts_are_the_ends_of_dialogs(dialogs_run):
-    """The last two utterances, each with a space before and EOS after it; one, if two are too long."""
-    run = dialogs_run
-    cut = 0
-    for inputs, _ in run.rollouts:
-        for turn, ids, mask in zip(*[inputs[5][name] for name in ("turns", "ids", "mask")]):
-            parts = [run.tokenizer(f" {text}").input_ids + [0] for text in turn.context[-2:]]
-            if sum(len(part) for part in parts) > LONGEST:
-                parts, cut = parts[1:], cut + 1
-            assert ids[mask].tolist() == sum(parts, [])
-            assert turn.reference_tokens == run.tokenizer(f" {turn.reference}").input_ids + [0]
-    assert cut > 0
 
 
 # ---- The final table ---------------------------------------------------------------------------------------
@@ -656,16 +542,20 @@ def columns(run):
     return zip(("before", "after"), (run.rollouts[0], run.rollouts[-1]), models)
 
 
-def plain_median(numbers):
-    low, high = sorted(numbers)[(len(numbers) - 1) // 2], sorted(numbers)[len(numbers) // 2]
-    return (low + high) / 2
+def score_numbers(scores):
+    """Of both tables."""
+    return {
+        "score mean": mean(scores),
+        "score mean, +-": 1.96 * pstdev(scores) / len(scores) ** 0.5,
+        "score median": median(scores),
+    }
 
 
-def kl_and_reference(run, model, b):
+def kl_and_reference(run, model, rollout):
     """The KL of each response, and all log-probabilities under the reference."""
     reference = plain_lm(run.args.model_name_or_path)
     kl, of_reference = [], []
-    for ids, n in zip(*texts_of(b)):
+    for ids, n in zip(rollout.texts, rollout.lengths):
         with torch.no_grad():
             ref = of_tokens(next_tokens(reference, ids, n, run.args.temperature)[0], ids)
             new = of_tokens(next_tokens(model, ids, n, run.args.temperature)[0], ids)
@@ -674,33 +564,33 @@ def kl_and_reference(run, model, b):
     return kl, of_reference
 
 
+def check_samples(run, column, rollout):
+    """evaluation_samples.jsonl has the responses of a rollout, and their scores."""
+    assert [row[column] for row in run.samples] == rollout.responses
+    score_column = {"before": "score", "after": "score after"}[column]
+    scores = [row[score_column] for row in run.samples]
+    assert scores == pytest.approx(rollout.scores, rel=1e-4, abs=1e-4)
+
+
 def test_the_table_of_reviews(reviews_run):
-    """Every number before and after, from evaluation_samples.jsonl and the saved model."""
+    """Every number before and after, from the texts and the saved model."""
     run = reviews_run
-    prompts = [row["prompt"] for row in run.samples]
-    for column, (_, (b, *_)), model in columns(run):
-        responses = [row[column] for row in run.samples]
-        texts, lengths = texts_of(b)
-        shown = [prompt + response for prompt, response in zip(prompts, responses)]
-        assert [run.tokenizer.decode(ids, skip_special_tokens=True) for ids in texts] == shown
-        scores = review_scores(run, prompts, responses)
-        score_column = {"before": "score", "after": "score after"}[column]
-        assert [row[score_column] for row in run.samples] == pytest.approx(scores, rel=1e-4, abs=1e-4)
-        kl, of_reference = kl_and_reference(run, model, b)
-        judged = plain_logits(run.args.judge_model_path, shown).softmax(-1)[:, 0].tolist()
-        expected = {
-            "score mean": mean(scores),
-            "score mean, +-": 1.96 * statistics.pstdev(scores) / len(scores) ** 0.5,
-            "score median": plain_median(scores),
+    for column, rollout, model in columns(run):
+        check_samples(run, column, rollout)
+        assert [row["prompt"] for row in run.samples] == rollout.prompts
+        texts = [run.tokenizer.decode(ids, skip_special_tokens=True) for ids in rollout.texts]
+        assert texts == [prompt + text for prompt, text in zip(rollout.prompts, rollout.responses)]
+        kl, of_reference = kl_and_reference(run, model, rollout)
+        judged = plain_logits(run.args.judge_model_path, texts).softmax(-1)[:, 0].tolist()
+        expected = score_numbers(rollout.scores) | {
             "KL, nats per response": mean(kl),
             "perplexity under the reference": math.exp(-mean(of_reference)),
-            "distinct bigrams": plain_distinct_bigrams(responses, str.split),
-            "tokens per response": mean(lengths),
+            "distinct bigrams": bigram_share(rollout.responses),
+            "tokens per response": mean(rollout.lengths),
             "judge: P(positive)": mean(judged),
         }
-        assert list(run.evaluation[column]) == list(expected)
         assert run.evaluation[column] == pytest.approx(expected, rel=1e-3, abs=1e-4)
-        assert run.evaluation[column]["score mean"] != pytest.approx(expected["score median"], abs=1e-2)
+        assert expected["score mean"] != pytest.approx(expected["score median"], abs=1e-2)
     before, after = run.evaluation["before"], run.evaluation["after"]
     assert before["KL, nats per response"] == 0 and after["KL, nats per response"] > 0.1
 
@@ -708,96 +598,65 @@ def test_the_table_of_reviews(reviews_run):
 def test_the_table_of_dialogs(dialogs_run):
     """Every number before and after, and of the references."""
     import sacrebleu
-    from nltk.tokenize import NLTKWordTokenizer
     from rouge_score.rouge_scorer import RougeScorer
 
     run = dialogs_run
-    words = NLTKWordTokenizer().tokenize
     rouge = RougeScorer(["rouge1", "rougeLsum"], use_stemmer=True)
-    turns = run.rollouts[0][0][5]["turns"]
+    turns = run.rollouts[0].batch["turns"]
     references = [row["reference"] for row in run.samples]
 
     def variety(texts):
-        every = [word for text in texts for word in words(text.lower())]
+        every = [word for text in texts for word in run.words_of(text.lower())]
         return {
             "distinct1": len(set(every)) / len(every),
-            "distinct2": plain_distinct_bigrams(texts, words),
+            "distinct2": bigram_share(texts, run.words_of),
             "custom/questions": mean([text.endswith("?") for text in texts]),
         }
 
-    for column, (_, (b, _)), model in columns(run):
-        answers = [row[column] for row in run.samples]
-        texts, lengths = texts_of(b)
-        shown = [run.tokenizer.decode(ids[-n:], skip_special_tokens=True) for ids, n in zip(texts, lengths)]
-        assert [text.strip() for text in shown] == answers
-        parts = dialog_parts(run, turns, answers)
-        scores = dialog_scores(parts)
-        score_column = {"before": "score", "after": "score after"}[column]
-        assert [row[score_column] for row in run.samples] == pytest.approx(scores, rel=1e-4, abs=1e-4)
+    for column, rollout, model in columns(run):
+        check_samples(run, column, rollout)
+        answers, parts = rollout.responses, rollout.parts
         of_references = []
-        for turn in turns:
-            prompt = [run.tokenizer(f" {text}").input_ids + [0] for text in turn.context[-2:]]
-            prompt = prompt[1:] if len(sum(prompt, [])) > LONGEST else prompt
+        for turn, ids, is_token in zip(turns, rollout.batch["ids"], rollout.batch["mask"]):
             reference = run.tokenizer(f" {turn.reference}").input_ids + [0]
-            ids = torch.tensor(sum(prompt, []) + reference)
+            ids = torch.cat([ids[is_token], torch.tensor(reference)])
             with torch.no_grad():
                 of_references += of_tokens(next_tokens(model, ids, len(reference), 1.0)[0], ids).tolist()
-        pairs = list(zip(references, answers))
-        expected = {
-            "rouge1": mean([rouge.score(*pair)["rouge1"].fmeasure for pair in pairs]),
-            "rougeLsum": mean([rouge.score(*pair)["rougeLsum"].fmeasure for pair in pairs]),
+        found = [rouge.score(*pair) for pair in zip(references, answers)]
+        expected = score_numbers(rollout.scores) | {
+            "rouge1": mean([x["rouge1"].fmeasure for x in found]),
+            "rougeLsum": mean([x["rougeLsum"].fmeasure for x in found]),
             "meteor": mean(parts["meteor"]),
             "sacrebleu": sacrebleu.BLEU(force=True).corpus_score(answers, [references]).score / 100,
             "intent": mean(parts["intent"]),
             "intent_match": mean(parts["intent_match"]),
             "rewards/reward/mean": mean(parts["rewards/reward"]),
-            "tokens per answer": mean(lengths),
+            "tokens per answer": mean(rollout.lengths),
             "perplexity of the references": math.exp(-mean(of_references)),
-            "score mean": mean(scores),
-            "score mean, +-": 1.96 * statistics.pstdev(scores) / len(scores) ** 0.5,
-            "score median": plain_median(scores),
-            "KL, nats per response": mean(kl_and_reference(run, model, b)[0]),
+            "KL, nats per response": mean(kl_and_reference(run, model, rollout)[0]),
             **variety(answers),
         }
-        assert run.evaluation[column].keys() == expected.keys()
         assert run.evaluation[column] == pytest.approx(expected, rel=1e-3, abs=1e-4)
-        assert mean(parts["intent_match"]) != pytest.approx(mean(parts["intent"]), abs=0.01)
-        assert mean(scores) != pytest.approx(plain_median(scores), abs=1e-3)
+        assert expected["intent_match"] != pytest.approx(expected["intent"], abs=0.01)
+        assert expected["score mean"] != pytest.approx(expected["score median"], abs=1e-3)
     own = {"tokens per answer": mean([len(turn.reference_tokens) for turn in turns]), **variety(references)}
     assert run.evaluation["references"] == pytest.approx(own)
-    before, after = run.evaluation["before"], run.evaluation["after"]
-    assert before["KL, nats per response"] == 0 and after["KL, nats per response"] > 0.1
 
 
-def test_the_table_on_the_screen(run):
-    """Each line shows the number before, then the one after, with three digits."""
-    n = len(run.samples)
-    lines = run.screen.split(f"\n{n} held-out prompts")[1].splitlines()
-    cells = [re.split(r"\s*│\s*", line.strip("│ ")) for line in lines if line.startswith("│")]
-    assert [row[0] for row in cells] == list(run.evaluation["before"])
-    for row in cells:
-        before, after = (run.evaluation[name][row[0]] for name in ("before", "after"))
-        assert row[1:3] == [f"{before:.3f}", f"{after:.3f}"]
-        if "references" in run.evaluation and row[0] in run.evaluation["references"]:
-            assert row[3] == f"{run.evaluation['references'][row[0]]:.3f}"
-
-
-def test_samples_of_a_run(run, replays):
+def test_samples_of_a_run(run):
     """tokens.jsonl: the first four responses of updates 2 and 4, with all numbers of their tokens."""
     samples = rows_of(run.folder, "tokens.jsonl")
     assert [row["update"] for row in samples] == [2] * 4 + [4] * 4
-    text = "answer" if hasattr(run, "parts") else "response"
+    text = "answer" if run.script.__name__ == "ppo_dialog" else "response"
     for rows, update in ((samples[:4], 1), (samples[4:], 3)):
-        inputs, (b, *_) = run.updates[update]
-        assert [row[text] for row in rows] == run.new_texts[update][:4]
-        texts, lengths = texts_of(b)
-        assert [row["ids"] for row in rows] == [ids[-n:].tolist() for ids, n in zip(texts[:4], lengths)]
+        rollout = run.updates[update]
         for i, row in enumerate(rows):
-            assert row["score"] == pytest.approx(run.scores[update][i], rel=1e-4, abs=1e-4)
-            for name, column in replays(run).samples[update].items():
-                assert row[name] == pytest.approx(torch.as_tensor(column[i]).tolist(), rel=2e-3, abs=2e-3), (
-                    name
-                )
+            assert row[text] == rollout.responses[i]
+            assert row["ids"] == rollout.texts[i][-rollout.lengths[i] :].tolist()
+            assert row["score"] == pytest.approx(rollout.scores[i], rel=1e-4, abs=1e-4)
+            for name, column in run.replay.samples[update].items():
+                expected = torch.as_tensor(column[i]).tolist()
+                assert row[name] == pytest.approx(expected, rel=2e-3, abs=2e-3), name
 
 
 # ---- Single functions --------------------------------------------------------------------------------------
@@ -824,34 +683,13 @@ def test_which_stop_tokens(script):
 
 def test_which_split_is_held_out(script, tmp_path):
     """test; without it validation; without both every tenth row of train, which is then not trained on."""
-    rows = [dict(text=f"row {i}") for i in range(25)]
-    splits = dict(train=rows, validation=[dict(text="v")], test=[dict(text="t1"), dict(text="t2")])
-    for i, (missing, expected) in enumerate([((), ["t1", "t2"]), (("test",), ["v"])]):
-        kept = {split: x for split, x in splits.items() if split not in missing}
-        train, held_out = script.load_splits(write_rows(tmp_path / str(i), **kept))
-        assert train == rows
-        assert [row["text"] for row in held_out] == expected
-    train, held_out = script.load_splits(write_rows(tmp_path / "last", train=rows))
+    rows, test, validation = [dict(text=f"row {i}") for i in range(25)], [dict(text="t")], [dict(text="v")]
+
+    def load(folder, **splits):
+        return script.load_splits(write_rows(tmp_path / folder, train=rows, **splits))
+
+    assert load("all", validation=validation, test=test) == (rows, test)
+    assert load("no test", validation=validation) == (rows, validation)
+    train, held_out = load("train only")
     assert held_out == [rows[0], rows[10], rows[20]]
     assert train == [row for row in rows if row not in held_out]
-
-
-@pytest.mark.parametrize("name", PPO)
-def test_more_prompts_are_asked_for_than_there_are(scripts, small, tmp_path, name):
-    """Each held-out prompt is used once, and the table says how many there were."""
-    if name == "ppo_sentiment":
-        rows = [dict(text=f"{letter} is a film about the {letter}.") for letter in "ABCDE"]
-    else:
-        rows = [dict(dialog=[f"{letter} here.", "Who?", f"{letter}."], act=[1, 2, 1]) for letter in "AB"]
-    data = write_rows(tmp_path / "data", train=rows, test=rows)
-    count = 5 if name == "ppo_sentiment" else 4
-    _, folder = scripts[name].train(small(name, dataset_name=data, num_eval_prompts=50, total_episodes=8))
-    samples = rows_of(folder, "evaluation_samples.jsonl")
-    assert evaluation_of(folder)["n"] == len(samples) == count
-    assert len({row.get("prompt") or (row["last"], row["reference"]) for row in samples}) == count
-
-
-@pytest.mark.parametrize("name", RL)
-def test_no_samples_no_file(scripts, small, name):
-    _, folder = scripts[name].train(small(name, num_sample_generations=0))
-    assert not (folder / "samples.jsonl").exists() and not (folder / "tokens.jsonl").exists()

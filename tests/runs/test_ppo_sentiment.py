@@ -1,15 +1,16 @@
 """Whole runs of ppo_sentiment.py on tiny models: what each option does to weights, rewards, tokens and files.
 
-Some tests also run ppo_dialog.py and rloo_tldr.py, where all three must behave alike.
+Some tests also run the other RL scripts, where all must behave alike.
 """
 
 import math
+import shutil
 
 import peft
 import pytest
 import torch
 import transformers
-from conftest import RL
+from conftest import EOS, RL
 from run_tools import (
     distance,
     eos_prone,
@@ -39,29 +40,6 @@ def random_inputs(B=3, L=10, T=5):
     return ids, torch.ones_like(ids, dtype=torch.bool), T, 1.0
 
 
-def first_rollout(ppo, script, monkeypatch, folder="run", **changes):
-    """Run one update. -> metrics, and the tensors that the rewards were made from"""
-    with monkeypatch.context() as patch:
-        rollouts = spy(patch, script, "rollout")
-        rewards = spy(patch, script, "token_rewards")
-        advantages = spy(patch, script, "gae")
-        _, _, metrics = ppo(folder, **changes)
-    b, _, _ = rollouts[1][1]  # rollouts[0] is the evaluation before training
-    (scores, kl, lengths, kl_coef), token_rewards = rewards[0]
-    (used_rewards, *_), _ = advantages[0]
-    C = b["ids"].shape[1] - kl.shape[1]
-    return {
-        "metrics": metrics[0],
-        "tokens": b["ids"][:, C:],
-        "lengths": lengths,
-        "stopped": b["stopped"],
-        "scores": scores,
-        "kl": kl,
-        "rewards": token_rewards,
-        "used_rewards": used_rewards,
-    }
-
-
 # ---- The first update --------------------------------------------------------------------------------------
 
 
@@ -69,9 +47,7 @@ def test_learning_rate_0_changes_nothing(ppo, tiny_lm):
     """The ratio is 1, the KL is 0, and the weights stay bit-identical, in both updates."""
     model, folder, metrics = ppo(learning_rate=0.0, total_episodes=16)
     for row in metrics:
-        assert abs(row["val/ratio"] - 1) < 1e-5
         assert row["policy/approxkl_avg"] < 1e-10
-        assert row["policy/clipfrac_avg"] == 0
         assert row["objective/kl"] == 0
     assert same(weights(folder / "model"), weights(tiny_lm()))
     assert not model.value_head.weight.any()
@@ -94,36 +70,6 @@ def test_a_model_that_changes_between_calls_ends_the_run(scripts, small, monkeyp
     monkeypatch.setattr(module, name, drifting)
     with pytest.raises(AssertionError, match="rollout and update differ"):
         module.train(small(script))
-
-
-def test_the_sampled_distribution_is_the_scored_one(script, tiny_lm, temperature=0.7):
-    """Tokens come from softmax(logits / temperature), and all log-probabilities are of that distribution."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_lm()).eval()
-    torch.manual_seed(3)
-    prompts = [torch.randint(3, 1000, (length,)) for length in (2, 5, 6)]
-    uniforms = torch.rand(3, 7)
-    limits = torch.full((3,), 7)
-    ids = torch.stack([torch.nn.functional.pad(prompt, (6 - len(prompt), 0)) for prompt in prompts])
-    mask = script.length_mask(torch.tensor([2, 5, 6]), 6).flip(1)
-    no_stop = torch.tensor([], dtype=torch.long)
-    tokens, sampled = script.generate(model, ids, mask, limits, uniforms, no_stop, temperature)
-
-    inputs = torch.cat([ids, tokens], 1), torch.cat([mask, torch.ones_like(tokens).bool()], 1), 7, temperature
-    with torch.no_grad():
-        outputs = script.PolicyAndValue(model)(*inputs)
-        scored, entropies, _ = outputs
-        reference = script.reference_logprobs(model, None, *inputs)
-    torch.testing.assert_close(reference, scored)
-    torch.testing.assert_close(sampled, scored, atol=1e-4, rtol=1e-4)
-
-    for i, prompt in enumerate(prompts):  # one by one, without padding, in plain transformers
-        with torch.no_grad():
-            logits = model(torch.cat([prompt, tokens[i]])[None]).logits[0, len(prompt) - 1 : -1]
-        logp = (logits / temperature).log_softmax(-1)
-        assert torch.equal(script.sample_tokens(logp.exp(), uniforms[i]), tokens[i])
-        torch.testing.assert_close(logp.gather(1, tokens[i][:, None])[:, 0], scored[i], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(-(logp.exp() * logp).sum(1), entropies[i], atol=1e-4, rtol=1e-4)
-        assert not torch.equal(script.sample_tokens(logits.softmax(-1), uniforms[i]), tokens[i])
 
 
 def test_responses_keep_their_first_space(ppo, script, metaspace_lm, monkeypatch):
@@ -167,27 +113,14 @@ def test_nothing_after_the_end_is_read(scripts, small, monkeypatch, tiny_lm, tmp
 LORA = dict(lora_r=4, lora_alpha=8)
 
 
-def test_lora_trains_only_the_adapter(ppo, script, tiny_lm, monkeypatch):
-    """The base stays bit-identical; adapter and value head move; model/ is the merged policy."""
-    seen = {}
-    save_policy = script.save_policy
-
-    def look_and_save(policy, *rest):  # before the adapter is merged
-        seen.update({name: p.detach().clone() for name, p in policy.named_parameters()})
-        return save_policy(policy, *rest)
-
-    monkeypatch.setattr(script, "save_policy", look_and_save)
+def test_lora_trains_only_the_adapter(ppo, tiny_lm):
+    """Adapter and value head move. model/ is the base model with adapter/ merged into it."""
     model, folder, metrics = ppo(**LORA)
     assert metrics[0]["objective/kl"] == 0
-    base = {}
-    for name, p in seen.items():
-        if "lora_" not in name:
-            base[name.removeprefix("base_model.model.").replace("base_layer.", "")] = p
-    assert same(base, dict(AutoModelForCausalLM.from_pretrained(tiny_lm()).named_parameters()))
-    assert all(p.abs().max() > 0 for name, p in seen.items() if "lora_B" in name)
+    trained = load_file(folder / "checkpoints/000001/trained.safetensors")
+    assert all("lora_" in name or "value_head" in name for name in trained)
+    assert all(x.abs().max() > 0 for name, x in trained.items() if "lora_B" in name)
     assert model.value_head.weight.abs().min() > 0
-    saved = load_file(folder / "checkpoints/000001/trained.safetensors")
-    assert all("lora_" in name or "value_head" in name for name in saved)
 
     plain = AutoModelForCausalLM.from_pretrained(tiny_lm())
     adapted = peft.PeftModel.from_pretrained(plain, folder / "adapter").eval()
@@ -195,16 +128,6 @@ def test_lora_trains_only_the_adapter(ppo, script, tiny_lm, monkeypatch):
     ids = random_inputs()[0]
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, atol=1e-4, rtol=1e-4)
-
-
-# ---- Optimizers and learning rates -------------------------------------------------------------------------
-
-
-def test_a_run_that_is_made_longer_follows_the_longer_schedule(ppo, script):
-    """Its next learning rate is the one of the longer run, not the 0 at the end of the shorter one."""
-    _, folder, _ = ppo(total_episodes=16, lr_scheduler_type="linear")
-    script.train(script.parse_args(["--resume", str(folder), "--total-episodes", "32"]))
-    assert [row["lr"] for row in rows_of(folder)] == pytest.approx([1e-2, 0.5e-2, 0.5e-2, 0.25e-2])
 
 
 # ---- Memory and precision ----------------------------------------------------------------------------------
@@ -227,18 +150,10 @@ def test_shared_layers(ppo, script, small, tiny_lm):
 
 
 def test_reference_in_8_bit(ppo, script, small):
-    """Without LoRA the reference is in int8, in about a quarter of the memory. The policy stays in fp32."""
+    """Without LoRA the reference is in int8. The policy stays in fp32."""
     model, reference = build(script, small("ppo_sentiment", load_in_8bit=True))
-    policy = dict(model.policy.named_parameters())
-    linear = [name for name in policy if ".c_" in name and name.endswith("weight")]
-    assert len(linear) == 8
-    bytes_int8 = bytes_fp32 = 0
-    for name, p in reference.named_parameters():
-        if name in linear:
-            assert p.dtype == torch.int8 and policy[name].dtype == torch.float32
-            bytes_int8 += p.numel() * p.element_size()
-            bytes_fp32 += policy[name].numel() * policy[name].element_size()
-    assert 0.25 <= bytes_int8 / bytes_fp32 < 0.3
+    assert sum(p.dtype == torch.int8 for p in reference.parameters()) == 8
+    assert all(p.dtype == torch.float32 for p in model.policy.parameters())
     _, _, metrics = ppo(load_in_8bit=True)
     assert 0 < abs(metrics[0]["objective/kl"]) < 0.5  # only rounding
 
@@ -323,24 +238,11 @@ def test_dtype_auto_wants_hardware_for_bf16(script, monkeypatch):
     assert not script.wants_bf16(script.Args(dtype="auto"), torch.device("cuda"))
 
 
-def test_folders_next_to_the_script_are_found(script, tiny_lm, tmp_path, monkeypatch):
-    """A model, its value head and an adapter can be named relative to the script's own folder."""
-    model, _ = build(script, script.Args(model_name_or_path=tiny_lm()))
-    model.value_head.bias.data.fill_(2)
-    script.save_policy_and_value(model, AutoTokenizer.from_pretrained(tiny_lm()), tmp_path / "lm")
-    adapted = peft.get_peft_model(model.policy, peft.LoraConfig(r=2, target_modules=["c_attn"]))
-    adapted.save_pretrained(tmp_path / "adapter")
-    monkeypatch.setattr(script, "HERE", tmp_path)
-    again, _ = build(script, script.Args(model_name_or_path="lm"))
-    assert again.value_head.bias == 2
-    assert script.load_model(AutoModelForCausalLM, "adapter").name_or_path == str(tmp_path / "adapter")
-
-
 # ---- Value function ----------------------------------------------------------------------------------------
 
 
 def test_a_critic_with_its_own_weights(ppo, script, small, tiny_lm):
-    """The critic trains; values come from it and log-probabilities do not; it loads again with its head."""
+    """The critic trains, and it loads again with its head."""
     model, folder, _ = ppo(value_model_path=tiny_lm("llama"), vf_coef=1.0)
     start = transformers.AutoModel.from_pretrained(tiny_lm("llama")).state_dict()
     trained = model.critic.state_dict()
@@ -357,10 +259,6 @@ def test_a_critic_with_its_own_weights(ppo, script, small, tiny_lm):
         torch.testing.assert_close(logprobs, logprobs_again)
         torch.testing.assert_close(values, values_again)
         assert values.abs().min() > 0
-        next(model.critic.parameters()).mul_(2)
-        moved_logprobs, _, moved_values = model(*inputs)
-    assert torch.equal(moved_logprobs, logprobs)
-    assert (moved_values - values).abs().max() > 1e-3
 
 
 def test_the_value_head_survives_saving(ppo, script, small):
@@ -378,50 +276,35 @@ def test_the_value_head_survives_saving(ppo, script, small):
 # ---- Padding -----------------------------------------------------------------------------------------------
 
 
-def with_tokenizer(folder, target, change):
-    """A copy of a model folder whose tokenizer was changed. -> str"""
-    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(target)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    change(tokenizer)
-    tokenizer.save_pretrained(target)
-    return str(target)
-
-
-def pad_with_eos(tokenizer):
-    tokenizer.pad_token = tokenizer.eos_token
-
-
-def add_a_pad_token(tokenizer):
-    tokenizer.add_special_tokens(dict(pad_token="[PAD]"))
-
-
-@pytest.mark.parametrize("change", [pad_with_eos, add_a_pad_token])
-def test_the_pad_token_does_not_matter(ppo, tiny_lm, tmp_path, change):
+@pytest.mark.parametrize("pad", [EOS, "[PAD]"])
+def test_the_pad_token_does_not_matter(ppo, tiny_lm, tmp_path, pad):
     """Pad may be EOS, or a token without a row in the embedding table. Some responses end early."""
     lm = eos_prone(tiny_lm, tmp_path / "lm")
-    other = with_tokenizer(lm, tmp_path / "other", change)
-    tokenizer = AutoTokenizer.from_pretrained(other)
+    other = shutil.copytree(lm, tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(lm)
+    tokenizer.add_special_tokens(dict(pad_token=pad))
+    tokenizer.save_pretrained(other)
     assert tokenizer.pad_token_id in (tokenizer.eos_token_id, 1024)
     _, _, rows = ppo("run-1", model_name_or_path=lm)
-    _, _, other_rows = ppo("run-2", model_name_or_path=other)
+    _, _, other_rows = ppo("run-2", model_name_or_path=str(other))
     assert 0 < rows[0]["val/num_eos_tokens"] < 8
     assert timeless(rows) == timeless(other_rows)
 
 
-# ---- Stop tokens, penalties, clipping ----------------------------------------------------------------------
+# ---- Rewards and optimizer steps ---------------------------------------------------------------------------
 
 
 def test_whiten_rewards(ppo, script, monkeypatch):
     """The rewards of valid tokens get a standard deviation of 1 and keep their mean."""
-    seen = first_rollout(ppo, script, monkeypatch, whiten_rewards=True)
-    valid = torch.arange(6) < seen["lengths"][:, None]
-    raw, used = seen["rewards"][valid], seen["used_rewards"][valid]
+    [rewards, advantages] = [spy(monkeypatch, script, name) for name in ("token_rewards", "gae")]
+    ppo(whiten_rewards=True)
+    [((_, _, lengths, _), raw)] = rewards
+    [((used, *_), _)] = advantages
+    valid = script.length_mask(lengths, 6)
+    raw, used = raw[valid], used[valid]
     assert raw.std(correction=0).item() != pytest.approx(1, abs=1e-2)
     assert used.std(correction=0).item() == pytest.approx(1, abs=1e-4)
     assert used.mean().item() == pytest.approx(raw.mean().item(), abs=1e-6)
-
-
-# ---- Optimizer steps ---------------------------------------------------------------------------------------
 
 
 def test_the_gradient_does_not_depend_on_micro_batches(ppo, tiny_lm):
@@ -448,23 +331,6 @@ def test_the_gradient_does_not_depend_on_micro_batches(ppo, tiny_lm):
     assert max((trained[0][name] - start[name]).abs().max() for name in start) > 1e-3
 
 
-def test_max_grad_norm(ppo, tiny_lm):
-    """If the gradient is longer than max_grad_norm, the step of SGD has the length lr * max_grad_norm."""
-    _, folder, _ = ppo(
-        learning_rate=1.0,
-        max_grad_norm=1e-2,
-        per_device_train_batch_size=8,
-        num_mini_batches=1,
-        num_ppo_epochs=1,
-        **SGD,
-    )
-    after, start = weights(folder / "model"), weights(tiny_lm())
-    steps = [after[name] - start[name] for name in start]
-    steps += load_file(folder / "model/value_head.safetensors").values()  # it started at 0
-    length = sum(step.square().sum() for step in steps).sqrt()
-    assert length.item() == pytest.approx(1e-2, rel=1e-2)
-
-
 def test_a_metric_that_is_not_finite_ends_the_run(ppo, script, monkeypatch, tmp_path):
     """It is named, and nothing is saved for that update."""
     value_loss = script.clipped_value_loss
@@ -486,6 +352,13 @@ def test_a_metric_that_is_not_finite_ends_the_run(ppo, script, monkeypatch, tmp_
 
 
 # ---- The run folder ----------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_made_longer_follows_the_longer_schedule(ppo, script):
+    """Its next learning rate is the one of the longer run, not the 0 at the end of the shorter one."""
+    _, folder, _ = ppo(total_episodes=16, lr_scheduler_type="linear")
+    script.train(script.parse_args(["--resume", str(folder), "--total-episodes", "32"]))
+    assert [row["lr"] for row in rows_of(folder)] == pytest.approx([1e-2, 0.5e-2, 0.5e-2, 0.25e-2])
 
 
 def test_old_checkpoints_are_deleted(ppo):

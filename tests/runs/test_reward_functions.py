@@ -1,7 +1,5 @@
 """Functions of --reward-fn, as TRL calls them: what they get, and what becomes of their scores."""
 
-import json
-import math
 import re
 from statistics import fmean as mean
 
@@ -18,15 +16,7 @@ ROLLOUT = {
     "rloo_tldr": "rollout_groups",
     "grpo_math": "sample_responses",
 }
-CREDIT = {
-    "ppo_sentiment": "token_rewards",
-    "ppo_dialog": "token_rewards",
-    "rloo_tldr": "rloo_advantages",
-    "grpo_math": "grpo_advantages",
-}
 SCORES = {name: "scores" if name == "grpo_math" else "raw_scores" for name in RL}  # before clip and penalty
-NO_PENALTY = {name: {} if name == "grpo_math" else dict(missing_eos_penalty=None) for name in RL}
-ONLY_FUNCTIONS = dict(intent_weight=0.0, meteor_weight=0.0)  # of ppo_dialog
 
 
 @pytest.fixture
@@ -37,6 +27,8 @@ def recorded(scripts, small, monkeypatch):
     """
 
     def run(name, folder="run", **changes):
+        for calls in CALLS.values():
+            calls.clear()
         with monkeypatch.context() as patch:
             rollouts = spy(patch, scripts[name], ROLLOUT[name])
             _, run_folder = scripts[name].train(small(name, folder, num_sample_generations=0, **changes))
@@ -89,21 +81,25 @@ def numbered_data(name, folder):
     return write_rows(folder, train=train, test=test)
 
 
-def function_file(folder, text, *names):
-    """Write a file of functions. -> list of FILE.py:function for these names"""
-    path = folder / "functions.py"
-    path.write_text(text)
-    return [f"{path}:{name}" for name in names]
-
-
 # ---- What a function gets ----------------------------------------------------------------------------------
 
-RECORD = """import json
-state = columns.pop("trainer_state")
-call = columns | dict(prompts=prompts, completions=completions, steps=[state.global_step, state.max_steps])
-with open(__file__ + ".calls", "a") as file:
-    file.write(json.dumps(call) + "\\n")
-return [float(len(completion) % 5) for completion in completions]"""
+CALLS = {"reward": [], "judge": []}  # what these functions got
+
+
+def record(name, prompts, completions, trainer_state, **columns):
+    steps = [trainer_state.global_step, trainer_state.max_steps]
+    CALLS[name].append(columns | dict(prompts=prompts, completions=completions, steps=steps))
+    return [float(len(completion) % 5) for completion in completions]
+
+
+def reward(**inputs):
+    return record("reward", **inputs)
+
+
+def judge(**inputs):
+    return record("judge", **inputs)
+
+
 COLUMNS = {
     "ppo_sentiment": {"number", "tags", "text"},
     "ppo_dialog": {"number", "tags", "dialog", "act", "turn"},
@@ -112,23 +108,16 @@ COLUMNS = {
 }
 
 
-def response_tokens(b):
-    """The tokens of each response, with its stop token."""
-    T = b["sampling_logprobs"].shape[1]
-    rows = zip(b["ids"][:, -T:].tolist(), b["lengths"].tolist())
-    return [tokens[:length] for tokens, length in rows]
-
-
 @pytest.mark.parametrize("name", RL)
 def test_a_function_gets_the_columns_of_its_rows(recorded, bang_lm, tmp_path, name):
     """Every column of the data, the tokens and the progress. All lists are in the order of the responses.
 
     Rows that are skipped change nothing. Nobody reads BOS, or the zeros after the end, which are "!" here.
-    RLOO and GRPO have 3 responses to each prompt, which are neighbors.
+    The policy does, once. RLOO and GRPO have 3 responses to each prompt, which are neighbors.
     """
     lm = bang_lm(bos=True)
     data = numbered_data(name, tmp_path / "data")
-    flags = dict(model_name_or_path=lm, dataset_name=data, reward_fn=reward_file(tmp_path, RECORD))
+    flags = dict(model_name_or_path=lm, dataset_name=data, reward_fn=[f"{__file__}:reward"])
     if name == "ppo_sentiment":
         flags |= dict(query_min_length=4)  # BOS and a number have at most 3 tokens
     if name == "rloo_tldr":
@@ -137,14 +126,19 @@ def test_a_function_gets_the_columns_of_its_rows(recorded, bang_lm, tmp_path, na
         flags |= dict(num_generations=3, num_eval_samples=3, per_device_train_batch_size=6)
     B = 12 if name in GROUPS else 8
     _, rollouts = recorded(name, total_episodes=2 * B, **flags)
-    calls = without_greedy(name, rows_of(tmp_path, "reward.py.calls"))
+    calls = without_greedy(name, CALLS["reward"])
     assert len(calls) == len(rollouts) == 4
     tokenizer = AutoTokenizer.from_pretrained(lm)
     for call, (_, result) in zip(calls, rollouts):
         b, responses = result[0], texts_of(result)
         assert set(call) == COLUMNS[name] | {"prompts", "completions", "completion_ids", "steps"}
         assert call["completions"] == responses
-        assert call["completion_ids"] == response_tokens(b)
+        T = b["sampling_logprobs"].shape[1]
+        rows = zip(b["ids"][:, -T:].tolist(), b["lengths"].tolist())
+        assert call["completion_ids"] == [tokens[:length] for tokens, length in rows]
+        for ids, is_token in zip(b["ids"][:, :-T], b["mask"][:, :-T]):
+            prompt = ids[is_token].tolist()
+            assert prompt[0] == tokenizer.bos_token_id and tokenizer.bos_token_id not in prompt[1:]
         assert not any("<s>" in text for text in call["prompts"] + call["completions"])
         texts = tokenizer.batch_decode(call["completion_ids"], skip_special_tokens=True)
         assert [text.strip() for text in texts] == [text.strip() for text in responses]
@@ -167,121 +161,62 @@ def test_a_function_gets_the_columns_of_its_rows(recorded, bang_lm, tmp_path, na
     assert len(set(calls[1]["number"] + calls[2]["number"])) > 4
     if name == "ppo_dialog":
         assert set(calls[1]["turn"]) == {1, 2}
+    if name == "ppo_sentiment":
+        lengths = [b["mask"].sum(1) - b["lengths"] for _, (b, *_) in rollouts]
+        assert torch.cat(lengths).max() == 6  # --query-max-length counts BOS
 
 
-def test_a_function_is_called_by_name(scripts):
-    """The order of its parameters does not matter, and defaults of other parameters stay."""
-
-    def mine(number, completions, missing=7, **kwargs):
-        return [n + missing + len(text) for n, text in zip(number, completions)]
-
-    rows, inputs = [dict(number=10), dict(number=20)], (["p", "q"], ["a", "bb"], [[1], [2, 2]])
-    call = scripts["ppo_sentiment"].call_reward_functions
-    rewards = call({"mine": mine}, None, torch.device("cpu"), rows, *inputs)
-    assert rewards["mine"].tolist() == [18, 29]
-
-
-@pytest.mark.parametrize("stem", ["json", "tyro"])
-def test_a_file_named_like_a_module_is_refused(scripts, tmp_path, stem):
+def test_a_file_named_like_a_module_is_refused(scripts, tmp_path):
     """Of Python, of a library, or of another reward file: one name is one module in a process."""
-    text = "def one(completions, **kwargs):\n    return [1.0] * len(completions)\n"
-    files = [tmp_path / f"{stem}.py", tmp_path / "a/mine.py", tmp_path / "b/mine.py"]
-    for file in files:
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text)
-    script = scripts["ppo_sentiment"]
-    function = script.load_functions([f"{files[1]}:one"])["one"]
-    assert function.__code__.co_filename == str(files[1])
-    for file in (files[0], files[2]):
-        with pytest.raises(script.UserError, match=f"there is another module {file.stem}"):
-            script.load_functions([f"{file}:one"])
+    script, folder = scripts["ppo_sentiment"], tmp_path / "mine"
+    folder.mkdir()
+    names = reward_file(tmp_path, "return [1.0]", "mine")
+    assert script.load_functions(names)["reward"].__code__.co_filename == str(tmp_path / "mine.py")
+    for name in ("json", "tyro", "mine"):
+        with pytest.raises(script.UserError, match=f"there is another module {name}"):
+            script.load_functions(reward_file(folder, "return [1.0]", name))
 
 
 # ---- Scores ------------------------------------------------------------------------------------------------
 
-TWO = """
-def length(completions, **kwargs):
-    return [float(len(text)) for text in completions]
 
-
-def letters(completions, **kwargs):
-    return [float(len(set(text))) for text in completions]
-"""
-
-
-@pytest.mark.parametrize("name", RL)
-def test_scores_are_weighted_sums(recorded, scripts, monkeypatch, tmp_path, name):
-    """Weights belong to the functions in the order of --reward-fn. Means are logged without them."""
-    flags = dict(reward_fn=function_file(tmp_path, TWO, "letters", "length"), reward_weights=[0.5, -2.0])
-    if name == "ppo_dialog":
-        flags |= dict(intent_weight=0.25, meteor_weight=3.0)
-    credits = spy(monkeypatch, scripts[name], CREDIT[name])
-    folder, rollouts = recorded(name, kl_coef=0.0, **NO_PENALTY[name], **flags)
-    _, result = rollouts[1]
-    b, responses = result[0], texts_of(result)
-    lengths, letters = [len(text) for text in responses], [len(set(text)) for text in responses]
-    assert lengths != letters
-    expected = 0.5 * torch.tensor(letters) - 2.0 * torch.tensor(lengths)
-    if name == "ppo_dialog":
-        expected = expected + 0.25 * b["parts"]["intent"] + 3 * b["parts"]["meteor"]
-    torch.testing.assert_close(b[SCORES[name]], expected)
-    (used, *_), _ = credits[0]
-    torch.testing.assert_close(used, expected)
-    row = rows_of(folder)[0]
-    assert row["rewards/length/mean"] == pytest.approx(mean(lengths))
-    assert row["rewards/letters/mean"] == pytest.approx(mean(letters))
-    assert row["env/reward_mean"] == row["objective/scores"] == pytest.approx(expected.mean().item())
-    assert row["env/reward_std"] == pytest.approx(expected.std(correction=0).item())
-
-    # The evaluation scores with the same weights. That of GRPO shows each function alone.
-    samples = rows_of(folder, "evaluation_samples.jsonl")
-    if name == "grpo_math":
-        for row in samples:
-            assert row["before"]["rewards/length"] == [len(text) for text in row["before"]["responses"]]
-            letters = [len(set(text)) for text in row["before"]["responses"]]
-            assert row["before"]["rewards/letters"] == letters
-    elif name != "ppo_dialog":
-        for row in samples:
-            text = row["before"]
-            assert row["score"] == pytest.approx(0.5 * len(set(text)) - 2.0 * len(text))
-
-
-NONE = """
-def even(completions, **kwargs):
+def even(completions, **columns):
     return [float(len(text)) if len(text) % 2 == 0 else None for text in completions]
 
 
-def three(completions, **kwargs):
+def three(completions, **columns):
     return [3.0] * len(completions)
 
 
-def never(completions, **kwargs):
+def never(completions, **columns):
     return [None] * len(completions)
-"""
 
 
 @pytest.mark.parametrize("name", RL)
-def test_a_function_that_does_not_apply(recorded, tmp_path, name):
+def test_a_function_that_does_not_apply(recorded, name):
     """None adds nothing to the score of its response, and is left out of the function's mean."""
-    functions = function_file(tmp_path, NONE, "even", "three", "never")
-    flags = dict(reward_fn=functions, reward_weights=[2.0, -1.0, 5.0]) | NO_PENALTY[name]
+    functions = [f"{__file__}:{function}" for function in ("even", "three", "never")]
+    flags = dict(reward_fn=functions, reward_weights=[2.0, -1.0, 5.0])
+    if name != "grpo_math":
+        flags["missing_eos_penalty"] = None
     if name == "ppo_dialog":
-        flags |= ONLY_FUNCTIONS
+        flags |= dict(intent_weight=0.0, meteor_weight=0.0)
     folder, rollouts = recorded(name, total_episodes=16, **flags)
     rows = rows_of(folder)
     assert len(rows) == 2
+    assert not (folder / "samples.jsonl").exists()  # --num-sample-generations 0
     for row, (_, result) in zip(rows, rollouts[1:3]):
         b, responses = result[0], texts_of(result)
         lengths = [len(text) for text in responses]
-        even = [n for n in lengths if n % 2 == 0]
-        assert 0 < len(even) < len(lengths)
+        even_lengths = [n for n in lengths if n % 2 == 0]
+        assert 0 < len(even_lengths) < len(lengths)
         scores = [2.0 * n - 3 if n % 2 == 0 else -3.0 for n in lengths]
         assert b[SCORES[name]].tolist() == scores
         scores_by_name = b["parts"] if name == "ppo_dialog" else b
         assert scores_by_name["rewards/even"].isnan().tolist() == [n % 2 == 1 for n in lengths]
         assert scores_by_name["rewards/never"].isnan().all()
         assert row["env/reward_mean"] == row["objective/scores"] == pytest.approx(mean(scores))
-        assert row["rewards/even/mean"] == pytest.approx(mean(even))
+        assert row["rewards/even/mean"] == pytest.approx(mean(even_lengths))
         assert row["rewards/three/mean"] == 3
         assert row["rewards/never/mean"] == 0
     if name == "ppo_dialog":  # its final table has the parts of the score
@@ -289,35 +224,20 @@ def test_a_function_that_does_not_apply(recorded, tmp_path, name):
         table = evaluation_of(folder)["after"]
         assert table["rewards/even/mean"] == mean(n for n in lengths if n % 2 == 0)
         assert (table["rewards/three/mean"], table["rewards/never/mean"]) == (3, 0)
-
-
-@pytest.mark.parametrize("name", RL)
-def test_a_function_that_never_applies(recorded, tmp_path, name):
-    """Every score is 0, and the run goes on."""
-    flags = ONLY_FUNCTIONS if name == "ppo_dialog" else {}
-    functions = function_file(tmp_path, NONE, "never")
-    if name == "rloo_tldr":  # otherwise the reward is the judge, and it must give a verdict
-        flags = dict(judge_fn=reward_file(tmp_path, "return [1.0] * len(prompts)", "judge")[0])
-    folder, _ = recorded(name, reward_fn=functions, **NO_PENALTY[name], **flags)
-    [row, *_] = rows_of(folder)
-    assert row["env/reward_mean"] == row["env/reward_std"] == row["objective/scores"] == 0
-    assert row["rewards/never/mean"] == 0
-    assert all(math.isfinite(x) for x in row.values())
     for path in folder.glob("*.json*"):
         assert not re.search(r"\b(NaN|Infinity)\b", path.read_text()), f"{path.name} is no JSON"
 
 
 def test_the_judge_of_an_update_gets_what_the_reward_gets(recorded, tmp_path):
     """judge/scores: each response with its own post, and the mean of what the judge returns."""
-    data = tmp_path / "data"
     train = [numbered_row("rloo_tldr", number) for number in range(10, 22)]
     test = [numbered_row("rloo_tldr", number) | dict(completion=" Cats.") for number in range(30, 36)]
-    write_rows(data, train=train, test=test)
+    data = write_rows(tmp_path / "data", train=train, test=test)
     flags = dict(rloo_k=3, per_device_train_batch_size=6, total_episodes=12)
-    flags |= dict(reward_fn=reward_file(tmp_path, RECORD), judge_fn=reward_file(tmp_path, RECORD, "judge")[0])
-    folder, _ = recorded("rloo_tldr", dataset_name=str(data), **flags)
-    [rewarded] = [call for call in rows_of(tmp_path, "reward.py.calls") if len(call["prompts"]) == 12]
-    [judged] = [call for call in rows_of(tmp_path, "judge.py.calls") if len(call["prompts"]) == 12]
+    flags |= dict(reward_fn=[f"{__file__}:reward"], judge_fn=f"{__file__}:judge")
+    folder, _ = recorded("rloo_tldr", dataset_name=data, **flags)
+    [rewarded] = [call for call in CALLS["reward"] if len(call["prompts"]) == 12]
+    [judged] = [call for call in CALLS["judge"] if len(call["prompts"]) == 12]
     assert len(set(zip(rewarded["prompts"], rewarded["completions"]))) > 4
     for name in ("prompts", "completions", "number", "tags"):
         assert judged[name] == rewarded[name]
@@ -343,7 +263,7 @@ def test_the_rubric_of_the_example(grpo, chat_with, monkeypatch):
     _, folder, rows = grpo(reward_fn=reward_fn, num_sample_generations=2)
     assert {body["model"] for _, body in requests} == {"grader"}
     expected = [0.7, 1.0, 0.0, 0.0, 0.0, 0.0]
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    samples = rows_of(folder, "samples.jsonl")
     assert len({sample["score"] for sample in samples}) > 1
     for sample in samples:
         tail = len(f"{sample['response']}\n\nEnd your reply with the grade, as in: Grade: 7")
@@ -351,12 +271,9 @@ def test_the_rubric_of_the_example(grpo, chat_with, monkeypatch):
         assert any(f"Answer:\n{sample['response']}\n" in question for question, _ in requests)
 
 
-@pytest.mark.parametrize("number", ["0.5", "50.0 + len(text)"])
-def test_a_reward_that_cannot_teach_is_said(scripts, small, tmp_path, capsys, number):
+@pytest.mark.parametrize("number", ["0.5", "50.0 + len(prompts[0])"])
+def test_a_reward_that_cannot_teach_is_said(ppo, tmp_path, capsys, number):
     """All scores are equal, or are after the clip."""
-    path = tmp_path / "flat.py"
-    path.write_text(f"def flat(completions, **kwargs):\n    return [{number} for text in completions]\n")
-    flags = dict(score_clip=4.0, missing_eos_penalty=None, num_sample_generations=0)
-    args = small("ppo_sentiment", reward_fn=[f"{path}:flat"], **flags)
-    scripts["ppo_sentiment"].train(args)
-    assert "all scores are equal (because of --score-clip?)" in " ".join(capsys.readouterr().out.split())
+    reward_fn = reward_file(tmp_path, f"return [{number}] * len(prompts)")
+    ppo(reward_fn=reward_fn, score_clip=4.0, missing_eos_penalty=None)
+    assert "all scores are equal" in capsys.readouterr().out
