@@ -577,8 +577,8 @@ ppo_sentiment.make_learner: adam_eps does not reach the optimizer (trap 31)
   math/test_update.py::test_flags_reach_the_optimizer
   - = args.adam_eps
   + = 1e-8
-ppo_dialog.train: gradients are not clipped
-  runs/test_evaluation_ppo.py::test_every_metric_of_every_update[dialogs_run]
+grpo_math.train: gradients are not clipped
+  runs/test_evaluation_grpo.py::test_two_updates_by_hand[no KL, clipped gradient]
   - args.max_grad_norm or math.inf
   + math.inf
 ppo_sentiment.learning_rate: the learning rate is one update ahead
