@@ -272,7 +272,7 @@ def train(args):
         f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes; {updates} updates "
         f"x {args.num_ppo_epochs} epochs x {args.num_mini_batches} minibatches = "
         f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps\n"
-        f"scores are clipped to +-: {args.score_clip}"
+        f"score clip: {args.score_clip}"
     )
 
     # The held-out prompts and their random numbers depend only on the seed, so the evaluations before and
