@@ -24,8 +24,8 @@ If you know reward_model.py and rloo_tldr.py, this is what changes:
 5. Only the difference between the two scores is trained. The log-probabilities of both responses may fall,
    and usually do: logps/chosen shows it.
 6. What the policy writes is sampled only before and after training, for the same held-out posts and with the
-   same random numbers. With the same --seed, posts and random numbers are also those of rloo_tldr.py, so the
-   two final tables can be compared.
+   same random numbers. With the same --seed, --num-eval-prompts and --response-length they are also those of
+   rloo_tldr.py, so the two final tables can be compared.
 
 Columns of the data set, one of:
 
@@ -225,7 +225,7 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "DR:" predicts "My" and "A".
 #
-# Outside of train, B and T are the sizes of what a function gets; B counts rows there.
+# Size letters are local to a function. Outside of train, B counts rows.
 
 
 def train(args):
@@ -242,6 +242,8 @@ def train(args):
     tokenizer = load_tokenizer(args.model_name_or_path)
     refuse_appended_eos(tokenizer, args.model_name_or_path)
     train_rows, held_out_rows = load_splits(args.dataset_name)
+    # A pair is a dict. ids: tokens of the prompt; responses: tokens of the chosen and of the rejected one,
+    # each with its EOS. A post has the same form, with one response: the reference summary.
     train_pairs, train_counts = load_pairs(train_rows, tokenizer, args)
     held_out_rows = choose_rows(held_out_rows, args.num_eval_pairs, args.seed)
     held_out_pairs, held_out_counts = load_pairs(held_out_rows, tokenizer, args)
@@ -301,7 +303,7 @@ def train(args):
 
             with accelerator.accumulate(learner):  # processes exchange gradients only in the last micro-batch
                 with autocast:
-                    # [2n, T], 0 after the end of a response
+                    # [2n, T], 0 after the end of a response. (The entropies are for the other scripts.)
                     token_logps, _ = learner(ids, mask, T, temperature=1.0)
                 # The log-probability of a response is the sum over its tokens.
                 logprobs = token_logps.sum(1).view(-1, 2)  # [n, 2]: chosen, rejected
@@ -371,14 +373,14 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, reference):
     device, T = accelerator.device, args.response_length
     stop_ids = end_tokens(policy, tokenizer).to(device)
     text_of = partial(tokenizer.batch_decode, skip_special_tokens=True)
-    # One random number per token. For the same posts and seed, these are those of rloo_tldr.py.
+    # One random number per token. With the same posts, seed and T, rloo_tldr.py draws the same ones.
     uniforms = torch.rand(len(posts), T, generator=generator_for(args.seed, "tokens", "held-out")).to(device)
     rows = []
     with accelerator.split_between_processes(torch.arange(len(posts))) as share:
         for places in share.split(args.per_device_train_batch_size):  # places in posts
             chunk = [posts[i] for i in places.tolist()]
             ids, mask, num_reference_tokens = collate_pairs(chunk, device)
-            ids = ids[:, :-num_reference_tokens]  # the prompts
+            ids = ids[:, :-num_reference_tokens]  # [n, C]: only the prompts, without the references
             mask = mask[:, :-num_reference_tokens]
             tokens, logprobs = sample_texts(policy, ids, mask, uniforms[places], args.temperature)  # [n, T]
             lengths = response_lengths(tokens, stop_ids)  # [n]
@@ -402,10 +404,13 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, reference):
     if args.judge_fn is not None and accelerator.is_main_process:  # the others would ask the same
         path, _, name = args.judge_fn.rpartition(":")
         ask = partial(runpy.run_path(resolve_path(path))[name], prompts=gathered["prompt"])
-        scores = torch.tensor(ask(completions=gathered["response"]), dtype=torch.float32)  # [posts]
-        reference_scores = torch.tensor(ask(completions=gathered["reference"]), dtype=torch.float32)
+        with torch.autocast(device.type, enabled=False):
+            scores = torch.tensor(ask(completions=gathered["response"]), dtype=torch.float32)  # [posts]
+            reference_scores = torch.tensor(ask(completions=gathered["reference"]), dtype=torch.float32)
         if not scores.shape == reference_scores.shape == (len(posts),):
             raise UserError(f"--judge-fn: {len(scores)} numbers for {len(posts)} responses")
+        if not (scores + reference_scores).isfinite().all():
+            raise UserError("--judge-fn: a number is not finite")
         gathered["score"] = scores.tolist()
         wins = (scores > reference_scores) + 0.5 * (scores == reference_scores)  # a tie is half a win
         metrics |= mean_with_error("win rate", wins) | mean_with_error("score mean", scores)
@@ -474,15 +479,15 @@ def text_length(pair):
 
 
 def collate_pairs(pairs, device):
-    """Pairs as one batch, in which the two responses to a prompt are neighbors, the chosen one first.
+    """Pairs (or posts) as one batch, in which the responses to a prompt are neighbors, the chosen one first.
 
-    -> ids, bool mask [2n, C + T]; T, the length of the longest response
+    -> ids, bool mask [2n (or n), C + T]; T, the length of the longest response
     """
     prompts = [torch.tensor(pair["ids"]) for pair in pairs for _ in pair["responses"]]
     responses = [torch.tensor(ids) for pair in pairs for ids in pair["responses"]]
     pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_value=-1)
-    prompts = pad(prompts, padding_side="left")  # [2n, C]
-    responses = pad(responses)  # [2n, T]
+    prompts = pad(prompts, padding_side="left")  # [.., C]
+    responses = pad(responses)  # [.., T]
     ids = torch.cat([prompts, responses], 1).to(device)
     return ids.clamp(min=0), ids >= 0, responses.shape[1]
 
@@ -558,7 +563,7 @@ def group_logprobs(lm, ids, mask, T, temperature):
     """
     body, head = body_and_head(lm)
     if body.training and body.is_activation_checkpointing:
-        # Gradient checkpointing cannot use a cache, so each row reads its own prompt.
+        # --gradient-checkpointing cannot use a cache, so each row reads its own prompt.
         hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
     else:
         prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
@@ -743,8 +748,8 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2.
 
-    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
-    reported by the libraries, with a traceback.
+    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
+    everything else, with a traceback.
     """
 
 
@@ -783,7 +788,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
-    missing = report["missing_keys"]
+    missing = [*report["missing_keys"], *(key for key, *shapes in report["mismatched_keys"])]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
         body = f"{model.base_model_prefix}."
@@ -862,13 +867,13 @@ def check_lm(lm, pairs, posts, args):
     compare_logprobs(lm, args.model_name_or_path, ids, mask, mask[:, -T:].sum(1), *ours)
 
 
-def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
+def compare_logprobs(lm, name, ids, mask, lengths, *ours):
     """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
 
-    ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
+    ids, mask [B, C + T]; lengths of the responses [B]; ours: computed in two ways, [B, T] each
     """
-    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only in large
-    # logits. So the output layer multiplies by 64 here, and we divide by 64.
+    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
+    # logits are large. So the output layer multiplies by 64 here, and we divide by 64.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
     for row, length in enumerate(lengths.tolist()):
@@ -876,7 +881,7 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
         logits = lm(text[None], logits_to_keep=length + 1).logits[0, :-1].float() / 64  # [length, V]
         own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
     hook.remove()
-    gap = (torch.stack([sampled, updated]).sum(2) - own).abs().max()
+    gap = (torch.stack(ours).sum(2) - own).abs().max()
     if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):  # 8-bit weights are rounded
         raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
 
@@ -932,7 +937,8 @@ def save_policy(policy, tokenizer, folder):
 class LogprobsAndEntropies(torch.autograd.Function):
     """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
 
-    With separate operations, a loss without entropies would not free their log_p [N, V] in the backward pass.
+    As separate operations, the entropies would keep [N, V] numbers for a backward pass that never runs if the
+    loss does not contain them.
     """
 
     @staticmethod
@@ -961,8 +967,8 @@ def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else every tenth row of train.
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
+    validation; without both, every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -977,6 +983,8 @@ def load_splits(name):
             # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
             raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
+    if not splits.keys() & {"train", "validation", "test"}:
+        raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
     train = splits.get("train", [])
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
@@ -1039,7 +1047,7 @@ def read_preferences(rows, name):
     -> list of (row, its prompt, its responses, best first)
     """
     preferences = []
-    repeats_prompt = []  # of each response to a prompt
+    repeats_prompt = []  # for each response that has a prompt: does it begin with it?
     for row in rows:
         responses = row.get("responses")
         if row.get("chosen"):
@@ -1049,9 +1057,9 @@ def read_preferences(rows, name):
         prompt = find_prompt(row, responses, name)
         preferences.append((row, prompt, responses))
         repeats_prompt += [response[: len(prompt)] == prompt for response in responses if prompt]
-    if repeats_prompt and all(repeats_prompt):
+    if sum(repeats_prompt) > len(repeats_prompt) / 2:
         raise UserError(
-            f"{name}: all responses begin with their prompt, so it would be read twice: empty that column"
+            f"{name}: most responses begin with their prompt, so it would be read twice: empty that column"
         )
     return preferences
 
@@ -1072,7 +1080,9 @@ def find_prompt(row, responses, name):
             f"{name} has no column prompt: rename one of {columns} or, if the responses contain the prompts, "
             "add an empty one"
         )
-    return [{"role": "user", "content": prompt}] if is_chat(responses[0]) else prompt
+    if not is_chat(responses[0]):
+        return prompt
+    return [{"role": "user", "content": prompt}] if prompt else []
 
 
 def tokenize_pair(tokenizer, prompt, responses):
@@ -1138,8 +1148,8 @@ def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    is_prompt: end where the assistant goes on, after the header of its turn or, if the last message is its
-    own, in that message. -> str
+    is_prompt: end where the assistant is to continue, after the header of its turn or, if the last message is
+    its own, in that message. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
@@ -1159,7 +1169,7 @@ def set_global_seed(seed, *purpose):
 
 
 def start_accelerator(args):
-    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -1293,7 +1303,7 @@ class Run:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def logs(self):
-        """The files of this run that grow. (Some scripts write only the first.)"""
+        """The append-only files of this run. (Some scripts write only the first.)"""
         names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
@@ -1308,7 +1318,7 @@ class Run:
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
-            if "prompt" in row and self.console.width <= 80:
+            if isinstance(row.get("prompt"), str) and self.console.width <= 80:
                 row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
@@ -1351,7 +1361,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # Worker processes that your code forks still end at these signals.
+            # These signals still terminate worker processes that your code forks.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1364,7 +1374,7 @@ class Run:
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
-            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
+            raise UserError(f"--resume: that run has done {state['update']} updates, not only {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -1377,7 +1387,7 @@ class Run:
         if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        self.accelerator.wait_for_everyone()  # no process writes until all have read
         if self.accelerator.is_main_process:
             # Raises an error if another new run has made this folder in the meantime.
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
@@ -1447,8 +1457,6 @@ def load_trained(models, folder):
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
         weights = trainable(accelerate.utils.extract_model_from_parallel(model))
-        if {name: x.shape for name, x in saved.items()} != {name: p.shape for name, p in weights.items()}:
-            raise UserError("--resume: the checkpoint holds other weights; was a flag of the model changed?")
         for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load

@@ -4,14 +4,14 @@ GRPO is PPO without a value function: each task gets several responses, and a re
 is above the average of its group. If you know RLOO from rloo_tldr.py, this is what changes:
 
 1. Rewards are verifiable: a function compares the final answer of a response with the column `answer`, and
-   returns 1 or 0 (`correct` in data/math_rewards.py). A final answer is what stands in <answer> tags, in
-   \\boxed{} or after ####: "<answer>18</answer>" is right if the column ends in "#### 18". No reward model is
-   trained. There is no penalty for a missing EOS: a response that is cut off before its answer is wrong.
+   returns 1 or 0 (`correct` in data/math_rewards.py). The final answer is in <answer> tags, in \\boxed{} or
+   after ####: "<answer>18</answer>" is right if the column ends in "#### 18". No reward model is trained.
+   There is no penalty for a missing EOS: a response that is cut off before its answer is wrong.
 2. The advantage of a response is its reward minus the mean reward of its group, divided by the group's
    standard deviation (`grpo_advantages`). If all rewards of a group are equal, for example because all
    responses are right, the advantages are 0: only a KL penalty, if there is one, still has a gradient.
-3. Every token is an action. All tokens of a response have its advantage, but each one has a ratio and a clip
-   of its own, as in PPO. In RLOO, the whole response has one ratio and one clip.
+3. Every token is an action. All tokens of a response share its advantage, but each has its own ratio and is
+   clipped by itself, as in PPO. In RLOO, the whole response has one ratio and one clip.
 4. The loss is the sum over all tokens of the minibatch, divided by the number of tokens, as in DAPO (Yu et
    al. 2025): every token has the same weight. The original GRPO (Shao et al. 2024) averages within each
    response first, so a token of a long response has less weight.
@@ -25,7 +25,7 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
     python grpo_math.py                              # recipe tiny: no download, no GPU, minutes on 2 cores
     python grpo_math.py --learning-rate 1e-4         # tiny with one change; every field of Args is a flag
     python grpo_math.py gsm8k-qwen-0.5b              # Qwen2.5-0.5B-Instruct on GSM8K, from the Hub
-    python grpo_math.py smollm2-word-problems        # after the same recipe of sft.py
+    python grpo_math.py smollm2-word-problems        # first run sft.py with the recipe of the same name
     python grpo_math.py --reward-fn mine.py:correct mine.py:format --reward-weights 1 0.2
     accelerate launch grpo_math.py gsm8k-qwen-1.5b   # on N GPUs, with N times the batch
     python grpo_math.py --resume RUN_FOLDER          # continue a stopped run; on a CPU, bit for bit
@@ -291,7 +291,9 @@ def train(args):
     # it or, with FSDP2 and ZeRO-3, a sharded copy. copy_weights copies that back after each update.
     model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
-    trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
+    # Reward functions may read it. In both evaluations, global_step is that of the end.
+    trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
+    # get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [B]
     get_scores = partial(score_responses, load_functions(args.reward_fn), trainer_state, device)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
@@ -308,6 +310,7 @@ def train(args):
     # The random numbers of an evaluation depend only on the seed, so they are the same before and after
     # training. In a resumed run too, `before` is that of the initial policy, because run.start loads a
     # checkpoint only below.
+    # respond(batch, args) -> b, responses: it generates, and calls get_scores
     respond = partial(sample_responses, policy, tokenizer, stop_ids, get_scores)
     with autocast:
         before = evaluate_all(respond, held_out, args, accelerator)
@@ -331,8 +334,9 @@ def train(args):
         prompt_batch = draw_groups([train_tasks[i] for i in task_numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, responses = rollout_tasks(respond, model, ref_model, prompt_share, args)
-        # Rollouts of all processes: a dict of tensors, [B, ...] each. `responses` has only the texts of this
-        # process.
+        # b, with one row per response: ids, mask [B, C + T]; lengths, stopped, scores, rewards/NAME [B];
+        # sampling_logprobs and, if they are used, logprobs (old) and ref_logprobs [B, T]. After gather, it
+        # has the rollouts of all processes. `responses` has only the texts of this process.
         b = accelerator.gather(b)
         C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
         valid = length_mask(b["lengths"], T)  # [B, T]
@@ -357,9 +361,9 @@ def train(args):
             for minibatch in order.split(P // args.num_mini_batches):  # numbers of tasks
                 num_tokens = b["lengths"].view(P, k)[minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
-                    rows_of_share = sorted_groups(share, b["lengths"], k)
-                # Exactly gradient_accumulation_steps micro-batches. accelerate counts them: before the last
-                # one, step and zero_grad do nothing. So never drop rows here; set their advantages to 0.
+                    rows_of_share = sorted_groups(share, b["lengths"], k)  # similar lengths: less padding
+                # Exactly gradient_accumulation_steps micro-batches. accelerate counts calls of accumulate: if
+                # one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -379,6 +383,7 @@ def train(args):
                             new_logprobs, old_logprobs, token_advantages, args.cliprange
                         )
                         token_loss = policy_loss
+                        # k3 as in the GRPO paper and TRL: its gradient is that of KL(reference || policy).
                         if has_kl:
                             token_kl = kl_per_token(new_logprobs, b["ref_logprobs"][rows, :t], "k3")
                             token_loss = policy_loss + args.kl_coef * token_kl
@@ -692,8 +697,8 @@ def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     # 2. Decode and reward.
     response_tokens = list_tokens(tokens, valid)
     text_tokens = response_tokens
-    # EOS is cut from the text. A stop token that you chose, such as ".", stays.
-    if args.stop_token_id is None:
+    # EOS is cut from the text. A stop token that you chose stays, if it is text, such as ".".
+    if args.stop_token_id in (None, *tokenizer.all_special_ids):
         text_tokens = list_tokens(tokens, valid & ~is_stop)
     _, responses = decode(tokenizer, list_tokens(prompt_ids, prompt_mask), text_tokens)  # P * k str
     examples = [example for example in batch["examples"] for _ in range(k)]
@@ -799,7 +804,7 @@ def group_logprobs(lm, ids, mask, T, temperature):
     """
     body, head = body_and_head(lm)
     if body.training and body.is_activation_checkpointing:
-        # Gradient checkpointing cannot use a cache, so each row reads its own prompt.
+        # --gradient-checkpointing cannot use a cache, so each row reads its own prompt.
         hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
     else:
         prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
@@ -961,7 +966,7 @@ def kl_per_token(logprobs, ref_logprobs, estimator):
     As a metric: k1 and k3 are unbiased, k2 is not. k2 and k3 are never negative.
     In a reward, through which no gradient flows: only k1 leads to the gradient of KL(policy || reference).
     In a loss: the expected gradient per token, given the tokens before it, for samples of the policy, is
-        k1  0
+        k1  0, because the mean of grad log p(token) is 0 under p
         k2  the gradient of KL(policy || reference)
         k3  the gradient of KL(reference || policy)
     """
@@ -993,7 +998,7 @@ def learning_rate(args, update, updates):
 
 
 # ============================================================================================================
-# Part II: infrastructure. You need nothing below to understand GRPO. To write a reward function, read
+# Part II: infrastructure. Nothing below is needed to understand GRPO. To write a reward function, read
 # call_reward_functions; to bring your own data, load_splits and task_prompt. The scripts share most of these
 # functions, copied verbatim, so some arguments are not used in this one.
 # ============================================================================================================
@@ -1005,8 +1010,8 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2.
 
-    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
-    reported by the libraries, with a traceback.
+    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
+    everything else, with a traceback.
     """
 
 
@@ -1045,7 +1050,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
-    missing = report["missing_keys"]
+    missing = [*report["missing_keys"], *(key for key, *shapes in report["mismatched_keys"])]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
         body = f"{model.base_model_prefix}."
@@ -1095,7 +1100,7 @@ def check_group_model(lm, name, max_tokens):
     """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
 
     This samples two responses to each of two left-padded prompts. Prompt and response have max_tokens tokens,
-    so that a sliding window shows too. One response ends at its first token, so its row leaves the cache.
+    so that a sliding window shows too. One response ends at its first token, so its row is dropped.
     """
     if context_length(lm.config) < max_tokens:
         raise UserError(f"{name} reads fewer tokens than the {max_tokens} of prompt and response together")
@@ -1114,13 +1119,13 @@ def check_group_model(lm, name, max_tokens):
     compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
 
 
-def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
+def compare_logprobs(lm, name, ids, mask, lengths, *ours):
     """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
 
-    ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
+    ids, mask [B, C + T]; lengths of the responses [B]; ours: computed in two ways, [B, T] each
     """
-    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only in large
-    # logits. So the output layer multiplies by 64 here, and we divide by 64.
+    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
+    # logits are large. So the output layer multiplies by 64 here, and we divide by 64.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
     for row, length in enumerate(lengths.tolist()):
@@ -1128,7 +1133,7 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
         logits = lm(text[None], logits_to_keep=length + 1).logits[0, :-1].float() / 64  # [length, V]
         own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
     hook.remove()
-    gap = (torch.stack([sampled, updated]).sum(2) - own).abs().max()
+    gap = (torch.stack(ours).sum(2) - own).abs().max()
     if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):  # 8-bit weights are rounded
         raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
 
@@ -1226,7 +1231,8 @@ def save_policy(policy, tokenizer, folder):
 class LogprobsAndEntropies(torch.autograd.Function):
     """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
 
-    With separate operations, a loss without entropies would not free their log_p [N, V] in the backward pass.
+    As separate operations, the entropies would keep [N, V] numbers for a backward pass that never runs if the
+    loss does not contain them.
     """
 
     @staticmethod
@@ -1446,8 +1452,8 @@ def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else every tenth row of train.
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
+    validation; without both, every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1462,6 +1468,8 @@ def load_splits(name):
             # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
             raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
+    if not splits.keys() & {"train", "validation", "test"}:
+        raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
     train = splits.get("train", [])
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
@@ -1576,8 +1584,8 @@ def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    is_prompt: end where the assistant goes on, after the header of its turn or, if the last message is its
-    own, in that message. -> str
+    is_prompt: end where the assistant is to continue, after the header of its turn or, if the last message is
+    its own, in that message. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
@@ -1649,7 +1657,7 @@ def find_stop_tokens(args, tokenizer, policy):
 
 
 def start_accelerator(args):
-    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -1783,7 +1791,7 @@ class Run:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def logs(self):
-        """The files of this run that grow. (Some scripts write only the first.)"""
+        """The append-only files of this run. (Some scripts write only the first.)"""
         names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
@@ -1798,7 +1806,7 @@ class Run:
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
-            if "prompt" in row and self.console.width <= 80:
+            if isinstance(row.get("prompt"), str) and self.console.width <= 80:
                 row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
@@ -1841,7 +1849,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # Worker processes that your code forks still end at these signals.
+            # These signals still terminate worker processes that your code forks.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1854,7 +1862,7 @@ class Run:
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
-            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
+            raise UserError(f"--resume: that run has done {state['update']} updates, not only {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -1867,7 +1875,7 @@ class Run:
         if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        self.accelerator.wait_for_everyone()  # no process writes until all have read
         if self.accelerator.is_main_process:
             # Raises an error if another new run has made this folder in the meantime.
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
@@ -1937,8 +1945,6 @@ def load_trained(models, folder):
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
         weights = trainable(accelerate.utils.extract_model_from_parallel(model))
-        if {name: x.shape for name, x in saved.items()} != {name: p.shape for name, p in weights.items()}:
-            raise UserError("--resume: the checkpoint holds other weights; was a flag of the model changed?")
         for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load
@@ -1982,7 +1988,7 @@ def report_tasks(run, before, after):
     run.table("held-out tasks, the first of the sampled responses", samples)
     run.table(f"{count} held-out tasks", comparison)
     run.accelerator.print(
-        f"right: {args.reward_fn[0]} gives 1 or more\n"
+        f"right: the first of {', '.join(args.reward_fn)} that applies gives 1 or more\n"
         f"{args.num_eval_samples} responses per task by {decoding}; greedy: one, temperature 0.01"
     )
     about = {part: {row["metric"]: row[part] for row in comparison} for part in ("before", "after")}

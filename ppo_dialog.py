@@ -11,9 +11,9 @@ a dialog changes:
    a classifier finds that act the likeliest and 0 otherwise, or its probability (--intent-reward). METEOR:
    how many words does the answer share with the reference answer? And your own functions, if there are
    any. The KL penalty per token is subtracted, as in ppo_sentiment.py.
-3. An answer ends with an end mark, `<EOU>`. In GPT-2's vocabulary this is several tokens, and not always the
-   same ones: "Bye.<EOU>" has a token ".<". So the mark is searched for in the text of the tokens, not among
-   their ids (`load_end_criteria`, `generate_until`).
+3. An answer ends with an end mark, `<EOU>`. In GPT-2's vocabulary this is several tokens. A prompt always has
+   the same ones, but a policy may write others: "Bye.<EOU>" has a token ".<". So the mark is searched for in
+   the text of the tokens, not among their ids (`load_end_criteria`, `generate_until`).
 4. A policy can raise this score and still get worse. So the final table also has ROUGE, BLEU, distinct
    n-grams and the perplexity of the references, before and after training (`evaluate_dialogs`).
 5. Your own metrics go into one function and appear in the log and in the table (`custom_metrics`).
@@ -27,8 +27,9 @@ a dialog changes:
 
 Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, rewards,
 data, processes, run folder, chat, flags. `diff ppo_sentiment.py ppo_dialog.py` shows all differences. Papers:
-those of ppo_sentiment.py, RL4LMs (Ramamurthy et al. 2023), METEOR (Banerjee and Lavie 2005). Results,
-metrics, which lines to change for what: docs/ppo_dialog.md.
+RL4LMs (Ramamurthy et al. 2023), METEOR (Banerjee and Lavie 2005), PPO (Schulman et al. 2017), GAE (Schulman
+et al. 2016), Ziegler et al. 2019, the N+ paper (Huang et al. 2024). Results, metrics, which lines to change
+for what: docs/ppo_dialog.md.
 """
 
 # `uv run ppo_dialog.py` installs these packages and needs no other set-up.
@@ -261,7 +262,8 @@ def train(args):
     is_end = load_end_criteria(args, tokenizer)  # a StoppingCriteriaList of transformers
     model, ref_model = load_policy_and_value(args, device)
     check_dialog_model(model.policy, args.model_name_or_path, args.max_prompt_length + T)
-    trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
+    # Reward functions may read it. In both evaluations, global_step is that of the end.
+    trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
     get_reward_parts, act_names = load_reward_parts(args, device, trainer_state)
     train_rows, held_out_rows = load_splits(args.dataset_name)
     train_turns = load_turns(train_rows, tokenizer, act_names, args)
@@ -316,7 +318,8 @@ def train(args):
         # The next B turns with their prompts, and the random numbers to sample answers with.
         prompt_batch = draw_prompts(train_turns, (update - 1) * B, B, args, update)
         turns = prompt_batch["turns"]  # of all processes
-        with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
+        # A copy of prompt_batch, because accelerate changes it.
+        with accelerator.split_between_processes(dict(prompt_batch)) as prompt_share, autocast:
             b, answers = respond(prompt_share)
         b = accelerator.gather(b)  # rollouts of all processes: a dict of tensors, [B, ...] each
         answers = accelerate.utils.gather_object(answers)  # B str, in the order of turns
@@ -357,8 +360,8 @@ def train(args):
                 num_tokens = b["lengths"][minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
                     share = share[b["lengths"][share].argsort(stable=True)]  # similar lengths: less padding
-                # Exactly gradient_accumulation_steps micro-batches. accelerate counts them: before the last
-                # one, step and zero_grad do nothing. So never drop rows here; set their advantages to 0.
+                # Exactly gradient_accumulation_steps micro-batches. accelerate counts calls of accumulate: if
+                # one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
                 for rows in share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -470,8 +473,8 @@ def train(args):
                 "score": b["raw_scores"][:4].tolist(),  # as in the evaluation, before clip and penalty
             }
             for name, x in b["parts"].items():
-                if name != "intent_match":  # it is not in the score
-                    samples[name] = x[:4].nan_to_num().tolist()  # what does not apply counts as 0
+                if name != "intent_match":  # it is only logged; the part in the score is called intent
+                    samples[name] = x[:4].nan_to_num().tolist()  # nan: a function does not apply
             log_samples(run, update, rows_of(samples), b["lengths"], token_columns)
 
         # 7. Adapt the KL coefficient for the next update, and save.
@@ -502,7 +505,7 @@ def evaluate_dialogs(respond, policy, batch, args, accelerator):
     """
     # Nothing here uses the global generators, but your own reward function might.
     set_global_seed(args.seed, "held-out", accelerator.process_index)
-    with accelerator.split_between_processes(dict(batch)) as share:  # a copy, because accelerate changes it
+    with accelerator.split_between_processes(dict(batch)) as share:  # a copy, as in train
         b, answers = respond(share)
     columns = {
         "last": [turn.context[-1] for turn in share["turns"]],
@@ -859,7 +862,7 @@ def load_reward_parts(args, device, trainer_state):
         # Your functions are called by keyword. For example, a reward for being as long as the reference:
         #     def same_length(completions, dialog, turn, **kwargs):
         #         references = [utterances[t] for utterances, t in zip(dialog, turn)]
-        #         return [-abs(len(x) - len(y)) for x, y in zip(completions, references)]
+        #         return [-abs(len(x) - len(y.strip())) for x, y in zip(completions, references)]
         # `prompts` is the whole context, one utterance per line, even if the policy reads only its end.
         # `turn` replaces a column of that name.
         rows = [turn.columns | {"turn": turn.number} for turn in turns]
@@ -1179,8 +1182,8 @@ def learning_rate(args, update, updates):
 
 
 # ============================================================================================================
-# Part II: infrastructure. You need nothing below to understand PPO: here are models, rewards, data, files and
-# flags. The scripts share these functions, copied verbatim, so some arguments are not used in this one.
+# Part II: infrastructure. Nothing below is needed to understand PPO: it covers models, rewards, data, files
+# and flags. The scripts share these functions, copied verbatim, so some arguments are not used in this one.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -1190,8 +1193,8 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2.
 
-    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
-    reported by the libraries, with a traceback.
+    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
+    everything else, with a traceback.
     """
 
 
@@ -1230,7 +1233,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
-    missing = report["missing_keys"]
+    missing = [*report["missing_keys"], *(key for key, *shapes in report["mismatched_keys"])]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
         body = f"{model.base_model_prefix}."
@@ -1330,13 +1333,13 @@ def check_dialog_model(lm, name, max_tokens):
     compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
 
 
-def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
+def compare_logprobs(lm, name, ids, mask, lengths, *ours):
     """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
 
-    ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
+    ids, mask [B, C + T]; lengths of the responses [B]; ours: computed in two ways, [B, T] each
     """
-    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only in large
-    # logits. So the output layer multiplies by 64 here, and we divide by 64.
+    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
+    # logits are large. So the output layer multiplies by 64 here, and we divide by 64.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
     for row, length in enumerate(lengths.tolist()):
@@ -1344,7 +1347,7 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
         logits = lm(text[None], logits_to_keep=length + 1).logits[0, :-1].float() / 64  # [length, V]
         own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
     hook.remove()
-    gap = (torch.stack([sampled, updated]).sum(2) - own).abs().max()
+    gap = (torch.stack(ours).sum(2) - own).abs().max()
     if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):  # 8-bit weights are rounded
         raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
 
@@ -1453,7 +1456,8 @@ def save_policy_and_value(model, tokenizer, folder):
 class LogprobsAndEntropies(torch.autograd.Function):
     """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
 
-    With separate operations, a loss without entropies would not free their log_p [N, V] in the backward pass.
+    As separate operations, the entropies would keep [N, V] numbers for a backward pass that never runs if the
+    loss does not contain them.
     """
 
     @staticmethod
@@ -1608,8 +1612,8 @@ def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else every tenth row of train.
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
+    validation; without both, every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1624,6 +1628,8 @@ def load_splits(name):
             # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
             raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
+    if not splits.keys() & {"train", "validation", "test"}:
+        raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
     train = splits.get("train", [])
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
@@ -1692,7 +1698,7 @@ def set_global_seed(seed, *purpose):
 
 
 def start_accelerator(args):
-    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -1826,7 +1832,7 @@ class Run:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def logs(self):
-        """The files of this run that grow. (Some scripts write only the first.)"""
+        """The append-only files of this run. (Some scripts write only the first.)"""
         names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
@@ -1841,7 +1847,7 @@ class Run:
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
-            if "prompt" in row and self.console.width <= 80:
+            if isinstance(row.get("prompt"), str) and self.console.width <= 80:
                 row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
@@ -1884,7 +1890,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # Worker processes that your code forks still end at these signals.
+            # These signals still terminate worker processes that your code forks.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1897,7 +1903,7 @@ class Run:
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
-            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
+            raise UserError(f"--resume: that run has done {state['update']} updates, not only {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -1910,7 +1916,7 @@ class Run:
         if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        self.accelerator.wait_for_everyone()  # no process writes until all have read
         if self.accelerator.is_main_process:
             # Raises an error if another new run has made this folder in the meantime.
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
@@ -1980,8 +1986,6 @@ def load_trained(models, folder):
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
         weights = trainable(accelerate.utils.extract_model_from_parallel(model))
-        if {name: x.shape for name, x in saved.items()} != {name: p.shape for name, p in weights.items()}:
-            raise UserError("--resume: the checkpoint holds other weights; was a flag of the model changed?")
         for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load

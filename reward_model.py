@@ -260,8 +260,9 @@ RECIPES = {
 # ---- Training ----------------------------------------------------------------------------------------------
 #
 # Shapes: B rows of the data per update, n in a micro-batch; L tokens; Q tokens of prompts that are read once.
-# A row is a labeled text, or a prompt with two or more responses, best first. The texts of all rows are
-# numbered consecutively: [texts]. N pairs of texts, each a better and a worse response to the same prompt:
+# A row is a labeled text, or a prompt with two or more responses, best first. In a shape, `texts` is the
+# number of texts in a micro-batch; they are numbered across its rows. N is the number of pairs of texts, each
+# a better and a worse response to the same prompt:
 #
 #     row   responses   texts      better, worse             weight
 #     0     a > b > c   0, 1, 2    (0, 1), (0, 2), (1, 2)    1/3 each
@@ -291,7 +292,8 @@ def train(args):
     classifier, has_new_head = build_classifier(args, tokenizer, train_rows, label_names)
     wrapper = ClassLogits(classifier).to(device)
     shares_prompts = not has_labels and can_share_prompts(wrapper, train_rows, args, accelerator)
-    is_bf16 = wants_bf16(args, device) and hasattr(classifier, "score")  # sequence_logits runs BERT in fp32
+    is_decoder = hasattr(classifier, "score")  # transformers' name of a decoder's head; BERT has a classifier
+    is_bf16 = is_decoder and wants_bf16(args, device)  # BERT runs in fp32: see sequence_logits
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
     head = "a new head" if has_new_head else "the head that was saved with the model"
     outputs = f"classes 0, 1, ...: {', '.join(label_names)}" if has_labels else "one score"
@@ -348,6 +350,7 @@ def train(args):
                     better, worse, weight, min_difference = pair_table(rows, device)  # [N] each
                     losses = pair_loss(scores[better], scores[worse], min_difference)
                     differences = scores[better] - scores[worse]  # [N]
+                    # The metric margin, TRL's name, is the difference. (The column is min_difference.)
                     unreduced = {"loss": losses, "accuracy": differences > 0, "margin": differences}
                 loss = (weight * losses).sum() / B
                 # We want the sum, but DDP averages over processes and accelerate over micro-batches.
@@ -729,8 +732,8 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2.
 
-    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
-    reported by the libraries, with a traceback.
+    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
+    everything else, with a traceback.
     """
 
 
@@ -769,7 +772,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
-    missing = report["missing_keys"]
+    missing = [*report["missing_keys"], *(key for key, *shapes in report["mismatched_keys"])]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
         body = f"{model.base_model_prefix}."
@@ -920,7 +923,7 @@ def can_share_prompts(wrapper, rows, args, accelerator):
 
 
 def save_reward_model(model, tokenizer, args, folder):
-    """Save what plain transformers loads, with LoRA merged, and a tokenizer that can cut at --max-length."""
+    """Save what plain transformers loads, with LoRA merged; the tokenizer can truncate at --max-length."""
     if args.lora_r:
         setattr(model, model.base_model_prefix, model.base_model.merge_and_unload())
     model.save_pretrained(folder)
@@ -936,8 +939,8 @@ def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else every tenth row of train.
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
+    validation; without both, every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -952,6 +955,8 @@ def load_splits(name):
             # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
             raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
+    if not splits.keys() & {"train", "validation", "test"}:
+        raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
     train = splits.get("train", [])
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
@@ -1122,8 +1127,8 @@ def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    is_prompt: end where the assistant goes on, after the header of its turn or, if the last message is its
-    own, in that message. -> str
+    is_prompt: end where the assistant is to continue, after the header of its turn or, if the last message is
+    its own, in that message. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
@@ -1159,7 +1164,7 @@ def read_preferences(rows, name):
     -> list of (row, its prompt, its responses, best first)
     """
     preferences = []
-    repeats_prompt = []  # of each response to a prompt
+    repeats_prompt = []  # for each response that has a prompt: does it begin with it?
     for row in rows:
         responses = row.get("responses")
         if row.get("chosen"):
@@ -1169,9 +1174,9 @@ def read_preferences(rows, name):
         prompt = find_prompt(row, responses, name)
         preferences.append((row, prompt, responses))
         repeats_prompt += [response[: len(prompt)] == prompt for response in responses if prompt]
-    if repeats_prompt and all(repeats_prompt):
+    if sum(repeats_prompt) > len(repeats_prompt) / 2:
         raise UserError(
-            f"{name}: all responses begin with their prompt, so it would be read twice: empty that column"
+            f"{name}: most responses begin with their prompt, so it would be read twice: empty that column"
         )
     return preferences
 
@@ -1192,7 +1197,9 @@ def find_prompt(row, responses, name):
             f"{name} has no column prompt: rename one of {columns} or, if the responses contain the prompts, "
             "add an empty one"
         )
-    return [{"role": "user", "content": prompt}] if is_chat(responses[0]) else prompt
+    if not is_chat(responses[0]):
+        return prompt
+    return [{"role": "user", "content": prompt}] if prompt else []
 
 
 def load_reference_rows(train_rows, tokenizer, args):
@@ -1229,7 +1236,7 @@ def set_global_seed(seed, *purpose):
 
 
 def start_accelerator(args):
-    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -1363,7 +1370,7 @@ class Run:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def logs(self):
-        """The files of this run that grow. (Some scripts write only the first.)"""
+        """The append-only files of this run. (Some scripts write only the first.)"""
         names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
@@ -1378,7 +1385,7 @@ class Run:
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
-            if "prompt" in row and self.console.width <= 80:
+            if isinstance(row.get("prompt"), str) and self.console.width <= 80:
                 row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
@@ -1421,7 +1428,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # Worker processes that your code forks still end at these signals.
+            # These signals still terminate worker processes that your code forks.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1434,7 +1441,7 @@ class Run:
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
-            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
+            raise UserError(f"--resume: that run has done {state['update']} updates, not only {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -1447,7 +1454,7 @@ class Run:
         if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        self.accelerator.wait_for_everyone()  # no process writes until all have read
         if self.accelerator.is_main_process:
             # Raises an error if another new run has made this folder in the meantime.
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
@@ -1517,8 +1524,6 @@ def load_trained(models, folder):
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
         weights = trainable(accelerate.utils.extract_model_from_parallel(model))
-        if {name: x.shape for name, x in saved.items()} != {name: p.shape for name, p in weights.items()}:
-            raise UserError("--resume: the checkpoint holds other weights; was a flag of the model changed?")
         for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load

@@ -10,10 +10,11 @@ If you know PPO (ppo_sentiment.py), this is what changes:
    reference model, a frozen copy of the policy before RLOO. (With --kl-estimator k2 or k3, the KL is a term
    of the loss instead.)
 4. The score comes from a reward model that was trained on pairs of summaries (reward_model.py), or is the
-   weighted sum of what your own functions return (--reward-fn). If a response has no stop token, its score is
-   lower by --missing-eos-penalty (1 in all recipes). That teaches the policy to stop.
-5. A policy can learn to please the reward model without getting better. So a judge compares summaries of
-   held-out posts, from before and after training, with reference summaries: the win rate (`win_rate`).
+   weighted sum of what your own functions return (--reward-fn). If a response has no stop token,
+   --missing-eos-penalty (1 in all recipes) is subtracted. That teaches the policy to stop.
+5. A policy can learn to please the reward model without getting better. So, before and after training, a
+   judge compares the policy's summaries of held-out posts with reference summaries. The result is the win
+   rate (`win_rate`).
 6. The k responses to a prompt share one forward pass over that prompt, in generation and in training
    (`generate_groups`, `group_logprobs`). With gradient checkpointing, training rereads it for every response.
 
@@ -279,8 +280,11 @@ def train(args):
     # it or, with FSDP2 and ZeRO-3, a sharded copy, whose weights copy_weights copies back after each update.
     model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
-    trainer_state = transformers.TrainerState(max_steps=updates)  # reward functions may read it
+    # Reward functions may read it. In both evaluations, global_step is that of the end.
+    trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
     get_scores = partial(score_responses, load_summary_reward(args, device), trainer_state, device)
+    # --judge-fn has two uses. get_judge_scores: scores of every batch, which are only logged. judge: verdicts
+    # against the references, at the end, on the main process (or by --judge-model instead).
     get_judge_scores = None
     if args.judge_fn is not None:
         get_judge_scores = partial(score_responses, load_functions([args.judge_fn]), trainer_state, device)
@@ -303,6 +307,7 @@ def train(args):
     # evaluations before and after training use the same ones, and so does a resumed run: `before` is always
     # measured with the policy before RLOO, since run.start loads a checkpoint only below.
     held_out = draw_groups(held_out_posts, 1, args, "held-out")
+    # respond(batch) -> b, responses: samples, scores, old and reference log-probabilities
     respond = partial(rollout_groups, model, ref_model, tokenizer, stop_ids, get_scores, args=args)
     with autocast:
         before = evaluate_summaries(respond, held_out, args, accelerator)
@@ -371,9 +376,9 @@ def train(args):
             order = torch.randperm(P, generator=generator_for(args.seed, "order", update, epoch)).to(device)
             for minibatch in order.split(P // args.num_mini_batches):  # numbers of prompts
                 with accelerator.split_between_processes(minibatch) as share:
-                    rows_of_share = sorted_groups(share, b["lengths"], k)
-                # Exactly gradient_accumulation_steps micro-batches. accelerate counts them: before the last
-                # one, step and zero_grad do nothing. So never drop rows here; set their advantages to 0.
+                    rows_of_share = sorted_groups(share, b["lengths"], k)  # similar lengths: less padding
+                # Exactly gradient_accumulation_steps micro-batches. accelerate counts calls of accumulate: if
+                # one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -679,8 +684,8 @@ def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     # 2. Decode and reward.
     response_tokens = list_tokens(tokens, valid)
     text_tokens = response_tokens
-    # EOS is cut from the text. A stop token that you chose, such as ".", stays.
-    if args.stop_token_id is None:
+    # EOS is cut from the text. A stop token that you chose stays, if it is text, such as ".".
+    if args.stop_token_id in (None, *tokenizer.all_special_ids):
         text_tokens = list_tokens(tokens, valid & ~is_stop)
     _, responses = decode(tokenizer, list_tokens(prompt_ids, prompt_mask), text_tokens)  # P * k str
     examples = [example for example in batch["examples"] for _ in range(k)]
@@ -786,7 +791,7 @@ def group_logprobs(lm, ids, mask, T, temperature):
     """
     body, head = body_and_head(lm)
     if body.training and body.is_activation_checkpointing:
-        # Gradient checkpointing cannot use a cache, so each row reads its own prompt.
+        # --gradient-checkpointing cannot use a cache, so each row reads its own prompt.
         hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
     else:
         prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
@@ -923,7 +928,7 @@ def kl_per_token(logprobs, ref_logprobs, estimator):
     As a metric: k1 and k3 are unbiased, k2 is not. k2 and k3 are never negative.
     In a reward, through which no gradient flows: only k1 leads to the gradient of KL(policy || reference).
     In a loss: the expected gradient per token, given the tokens before it, for samples of the policy, is
-        k1  0
+        k1  0, because the mean of grad log p(token) is 0 under p
         k2  the gradient of KL(policy || reference)
         k3  the gradient of KL(reference || policy)
     """
@@ -979,7 +984,7 @@ def learning_rate(args, update, updates):
 
 
 # ============================================================================================================
-# Part II: infrastructure. You need nothing below to understand RLOO: here are models, rewards, judges, data,
+# Part II: infrastructure. Nothing below is needed to understand RLOO: here are models, rewards, judges, data,
 # files and flags. The scripts share these functions, copied verbatim, so a few arguments are used only in
 # another one.
 # ============================================================================================================
@@ -991,8 +996,8 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2.
 
-    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
-    reported by the libraries, with a traceback.
+    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
+    everything else, with a traceback.
     """
 
 
@@ -1031,7 +1036,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
-    missing = report["missing_keys"]
+    missing = [*report["missing_keys"], *(key for key, *shapes in report["mismatched_keys"])]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
         body = f"{model.base_model_prefix}."
@@ -1081,7 +1086,7 @@ def check_group_model(lm, name, max_tokens):
     """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
 
     This samples two responses to each of two left-padded prompts. Prompt and response have max_tokens tokens,
-    so that a sliding window shows too. One response ends at its first token, so its row leaves the cache.
+    so that a sliding window shows too. One response ends at its first token, so its row is dropped.
     """
     if context_length(lm.config) < max_tokens:
         raise UserError(f"{name} reads fewer tokens than the {max_tokens} of prompt and response together")
@@ -1100,13 +1105,13 @@ def check_group_model(lm, name, max_tokens):
     compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
 
 
-def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
+def compare_logprobs(lm, name, ids, mask, lengths, *ours):
     """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
 
-    ids, mask [B, C + T]; lengths of the responses [B]; sampled, updated: ours [B, T]
+    ids, mask [B, C + T]; lengths of the responses [B]; ours: computed in two ways, [B, T] each
     """
-    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only in large
-    # logits. So the output layer multiplies by 64 here, and we divide by 64.
+    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
+    # logits are large. So the output layer multiplies by 64 here, and we divide by 64.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
     for row, length in enumerate(lengths.tolist()):
@@ -1114,7 +1119,7 @@ def compare_logprobs(lm, name, ids, mask, lengths, sampled, updated):
         logits = lm(text[None], logits_to_keep=length + 1).logits[0, :-1].float() / 64  # [length, V]
         own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
     hook.remove()
-    gap = (torch.stack([sampled, updated]).sum(2) - own).abs().max()
+    gap = (torch.stack(ours).sum(2) - own).abs().max()
     if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):  # 8-bit weights are rounded
         raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
 
@@ -1212,7 +1217,8 @@ def save_policy(policy, tokenizer, folder):
 class LogprobsAndEntropies(torch.autograd.Function):
     """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
 
-    With separate operations, a loss without entropies would not free their log_p [N, V] in the backward pass.
+    As separate operations, the entropies would keep [N, V] numbers for a backward pass that never runs if the
+    loss does not contain them.
     """
 
     @staticmethod
@@ -1572,8 +1578,10 @@ def load_judge(args, tokenizer, trainer_state, device):
 def compare_scores(get_scores, tokenizer, posts, responses):
     """The verdicts of a judge that prefers the higher score. -> fp32 [posts]"""
     references = [post["reference"] for post in posts]
-    ours = score_texts(get_scores, tokenizer, posts, responses)  # [posts]
-    theirs = score_texts(get_scores, tokenizer, posts, references)  # [posts]
+    # Response and reference are neighbors, so a post that is too long is cut alike for both.
+    texts = [text for pair in zip(responses, references) for text in pair]
+    scores = score_texts(get_scores, tokenizer, [post for post in posts for _ in range(2)], texts)
+    ours, theirs = scores.view(-1, 2).unbind(1)  # [posts] each
     # The same text can score slightly differently in two batches, because of rounding.
     is_same_text = torch.tensor([x == y for x, y in zip(responses, references)], device=ours.device)
     is_tie = is_same_text | (ours == theirs)
@@ -1656,8 +1664,8 @@ def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else every tenth row of train.
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
+    validation; without both, every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1672,6 +1680,8 @@ def load_splits(name):
             # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
             raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
+    if not splits.keys() & {"train", "validation", "test"}:
+        raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
     train = splits.get("train", [])
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
@@ -1751,8 +1761,8 @@ def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    is_prompt: end where the assistant goes on, after the header of its turn or, if the last message is its
-    own, in that message. -> str
+    is_prompt: end where the assistant is to continue, after the header of its turn or, if the last message is
+    its own, in that message. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
@@ -1824,7 +1834,7 @@ def find_stop_tokens(args, tokenizer, policy):
 
 
 def start_accelerator(args):
-    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -1958,7 +1968,7 @@ class Run:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def logs(self):
-        """The files of this run that grow. (Some scripts write only the first.)"""
+        """The append-only files of this run. (Some scripts write only the first.)"""
         names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
@@ -1973,7 +1983,7 @@ class Run:
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
-            if "prompt" in row and self.console.width <= 80:
+            if isinstance(row.get("prompt"), str) and self.console.width <= 80:
                 row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
@@ -2016,7 +2026,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # Worker processes that your code forks still end at these signals.
+            # These signals still terminate worker processes that your code forks.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -2029,7 +2039,7 @@ class Run:
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
-            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
+            raise UserError(f"--resume: that run has done {state['update']} updates, not only {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -2042,7 +2052,7 @@ class Run:
         if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        self.accelerator.wait_for_everyone()  # no process writes until all have read
         if self.accelerator.is_main_process:
             # Raises an error if another new run has made this folder in the meantime.
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
@@ -2112,8 +2122,6 @@ def load_trained(models, folder):
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
         weights = trainable(accelerate.utils.extract_model_from_parallel(model))
-        if {name: x.shape for name, x in saved.items()} != {name: p.shape for name, p in weights.items()}:
-            raise UserError("--resume: the checkpoint holds other weights; was a flag of the model changed?")
         for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load

@@ -33,7 +33,7 @@ If you know nanoGPT's train.py, this is what differs:
     python sft.py qwen-0.5b-chat                       # a chat model: Qwen2.5-0.5B on trl-lib/Capybara
     python sft.py --learning-rate 1e-3                 # tiny with one change; every field of Args is a flag
     python sft.py --model-name-or-path gpt2 --dataset-name my_folder --lora-r 16
-    python sft.py --from-config "llama hidden_size=256" --model-name-or-path my_tokenizer  # random weights
+    python sft.py --from-config "gpt2 n_layer=4" --model-name-or-path my_tokenizer    # random weights
     torchrun --nproc_per_node 2 sft.py                 # two processes, twice the batch
     python sft.py --resume RUN_FOLDER                  # continue a stopped run; on a CPU, bit for bit
 
@@ -345,7 +345,8 @@ def train(args):
         loss_sum = 0.0
         correct_sum = 0
         for mb in micro_batches:
-            # Before the last micro-batch, this keeps processes from exchanging gradients.
+            # accumulate counts its calls. Before the last micro-batch, processes exchange no gradients, and
+            # the optimizer's step and zero_grad would do nothing.
             with accelerator.accumulate(learner):
                 with autocast:
                     mb_loss_sum, mb_correct_sum = learner(**mb)
@@ -430,7 +431,7 @@ def write_samples(lm, tokenizer, documents):
             probs = lm(tokens, use_cache=False).logits[0, -1].float().softmax(-1)  # [V]
             token = torch.multinomial(probs, 1)
             tokens = torch.cat([tokens, token[None]], 1)
-            if token.item() in lm.generation_config.eos_token_id:
+            if token.item() in lm.generation_config.eos_token_id:  # a list: find_end_tokens
                 break
         prompt, completion = tokens[0, :prompt_length], tokens[0, prompt_length:]
         samples.append({"prompt": tokenizer.decode(prompt), "completion": tokenizer.decode(completion)})
@@ -485,8 +486,7 @@ def next_token_loss(hidden, weight, labels, bias=None):
     """
     with torch.autocast(hidden.device.type, enabled=False):  # logits in bf16 would be too coarse
         hidden, weight = hidden.float(), weight.float()
-        # chunking_method None: always these 128 positions, not a number that PyTorch chooses.
-        chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=128, chunking_method=None)
+        chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=128)
         # As F.cross_entropy(F.linear(hidden, weight, bias), labels), but the gradient of a chunk is computed
         # right after its loss, so its logits need not be kept.
         loss_sum = F.linear_cross_entropy(
@@ -628,10 +628,10 @@ def chat_document(messages, first_labeled, tokenizer, counts):
     for i in range(first_labeled, len(messages)):
         if messages[i]["role"] != "assistant":
             continue
-        # The answer starts where the tokens of its prompt end, rendered alone as in a rollout. If ids do not
-        # begin with these tokens, no policy would ever be in this state, and the answer gets no labels. (A
-        # template may rewrite earlier turns, or a token may span the border.) The answer ends at its last
-        # character, found in the text, because its tokens alone could be others.
+        # Start: the prompt is rendered and tokenized alone, as in a rollout; the answer begins after its
+        # tokens. If ids do not begin with them, no rollout could get here, and the answer gets no labels. (A
+        # template may rewrite earlier turns, or a token may span the border.) End: its last character in
+        # `text`, because the answer tokenized alone may give other tokens.
         prompt, last_character = find_answer(tokenizer, messages[: i + 1], text)
         if prompt is None or ids[: len(prompt)] != prompt:
             counts["answers not learned (no rollout could give them: see docs/sft.md)"] += 1
@@ -656,7 +656,7 @@ def find_answer(tokenizer, messages, text):
     """
     if len(messages) == 1 or messages[-2]["role"] == "assistant":
         return None, None  # there is no message that it answers
-    before = render_chat(tokenizer, messages[:-1], is_prompt=True)
+    before = render_chat(tokenizer, messages[:-1], is_prompt=True)  # ends in the assistant's header
     after = render_chat(tokenizer, messages)
     if not (after.startswith(before) and text.startswith(after)):
         return None, None
@@ -749,8 +749,8 @@ def stream_rows(num_rows, start, count, seed):
 
 
 # ============================================================================================================
-# Part II: infrastructure. You need nothing below to understand fine-tuning: here are models, data, files and
-# flags. The scripts share these functions, copied verbatim, so some arguments are not used in this one.
+# Part II: infrastructure. Nothing below is needed to understand fine-tuning: it covers models, data, files
+# and flags. The scripts share these functions, copied verbatim, so some arguments are not used in this one.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -760,8 +760,8 @@ HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 class UserError(Exception):
     """An error the user can fix: printed on one line, exit code 2.
 
-    Only for what would otherwise go wrong silently, and for what everybody gets wrong. Everything else is
-    reported by the libraries, with a traceback.
+    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
+    everything else, with a traceback.
     """
 
 
@@ -800,7 +800,7 @@ def load_model(auto_class, name, new_head=False, **kwargs):
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
     model, report = auto_class.from_pretrained(path, **kwargs)
-    missing = report["missing_keys"]
+    missing = [*report["missing_keys"], *(key for key, *shapes in report["mismatched_keys"])]
     if new_head:
         # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
         body = f"{model.base_model_prefix}."
@@ -1022,8 +1022,8 @@ def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test, or else validation, or
-    else every tenth row of train.
+    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
+    validation; without both, every tenth row of train.
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1038,6 +1038,8 @@ def load_splits(name):
             # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
             raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
         splits = {split: rows.to_list() for split, rows in loaded.items()}
+    if not splits.keys() & {"train", "validation", "test"}:
+        raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
     train = splits.get("train", [])
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
@@ -1077,8 +1079,8 @@ def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    is_prompt: end where the assistant goes on, after the header of its turn or, if the last message is its
-    own, in that message. -> str
+    is_prompt: end where the assistant is to continue, after the header of its turn or, if the last message is
+    its own, in that message. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
@@ -1116,7 +1118,7 @@ def set_global_seed(seed, *purpose):
 
 
 def start_accelerator(args):
-    """One process, or one of several (DDP, FSDP2, DeepSpeed) as accelerate was configured."""
+    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -1250,7 +1252,7 @@ class Run:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
 
     def logs(self):
-        """The files of this run that grow. (Some scripts write only the first.)"""
+        """The append-only files of this run. (Some scripts write only the first.)"""
         names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
@@ -1265,7 +1267,7 @@ class Run:
         for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
             table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in rows:
-            if "prompt" in row and self.console.width <= 80:
+            if isinstance(row.get("prompt"), str) and self.console.width <= 80:
                 row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
             table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
         self.console.print(table)
@@ -1308,7 +1310,7 @@ class Run:
         """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-            # Worker processes that your code forks still end at these signals.
+            # These signals still terminate worker processes that your code forks.
             os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
@@ -1321,7 +1323,7 @@ class Run:
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
-            raise UserError(f"--resume: that run is after update {state['update']} of {self.updates}")
+            raise UserError(f"--resume: that run has done {state['update']} updates, not only {self.updates}")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -1334,7 +1336,7 @@ class Run:
         if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
             about |= {name: first[name] for name in ("command", "id") if name in first}
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read
+        self.accelerator.wait_for_everyone()  # no process writes until all have read
         if self.accelerator.is_main_process:
             # Raises an error if another new run has made this folder in the meantime.
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
@@ -1404,8 +1406,6 @@ def load_trained(models, folder):
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
         weights = trainable(accelerate.utils.extract_model_from_parallel(model))
-        if {name: x.shape for name, x in saved.items()} != {name: p.shape for name, p in weights.items()}:
-            raise UserError("--resume: the checkpoint holds other weights; was a flag of the model changed?")
         for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load

@@ -145,11 +145,11 @@ ENTRIES = [
         name="top-k-sampling",
         script=PPO,
         change=(
-            "generate",
+            "sample_next",
             "probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)",
             "logits = token_logits(hidden, head.weight, temperature, head.bias)\n"
-            "        cut = logits.topk(3).values[:, -1:]\n"
-            "        probs = logits.masked_fill(logits < cut, -torch.inf).softmax(-1)",
+            "    cut = logits.topk(3).values[:, -1:]\n"
+            "    probs = logits.masked_fill(logits < cut, -torch.inf).softmax(-1)",
         ),
         metrics=("sampling/logprob_gap_mean", "objective/kl", "policy/entropy_avg", "objective/scores"),
         updates=40,

@@ -1,4 +1,4 @@
-"""Token steps that a GPU records (TOKENS_PER_ROUND in the RL scripts): are they right, and how fast are they?
+"""Token steps that a GPU records (TOKENS_PER_ROUND in grpo_math.py): are they right, and how fast are they?
 
     python benchmarks/gpu_rollout.py OUT.json          # on a GPU, about two minutes; no network, random weights
     python benchmarks/gpu_rollout.py OUT.json --toy    # on a CPU, at toy size, with emulated recordings

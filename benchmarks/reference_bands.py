@@ -27,6 +27,7 @@ SHOWN_IN_DOCS = {  # script -> folder with some of the seeds
     "ppo_dialog": "ppo-dialog-tiny",
     "rloo_tldr": "rloo-tiny",
     "grpo_math": "grpo-math-tiny",
+    "dpo_tldr": "dpo-tldr-tiny",
 }
 SCRIPTS = [*SHOWN_IN_DOCS, "reward_model", "sft"]
 LEFT_OUT = ("perf/", "eps", "episode", "epoch")  # of the machine, or the same in all runs

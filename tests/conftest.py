@@ -47,7 +47,7 @@ SIZES = {  # the configs of tiny models, by architecture
         attention_types=[[["global", "local"], 1]],
     ),
     "gpt_neox": dict(**USUAL_NAMES, intermediate_size=64),
-    "opt": dict(**USUAL_NAMES, ffn_dim=64, word_embed_proj_dim=WIDTH),
+    "opt": dict(**USUAL_NAMES, ffn_dim=64, word_embed_proj_dim=WIDTH // 2),
     "bloom": dict(hidden_size=WIDTH, n_layer=LAYERS, n_head=HEADS),
     "llama": dict(**USUAL_NAMES, intermediate_size=64, num_key_value_heads=2),
     "qwen2": dict(**USUAL_NAMES, intermediate_size=64, num_key_value_heads=2),
@@ -96,6 +96,13 @@ def ids_of(tokenizer):
     )
 
 
+def random_lm(arch, tokenizer, seed, **changes):
+    """A small language model with random weights."""
+    config = transformers.AutoConfig.for_model(arch, **SIZES[arch], **ids_of(tokenizer), **changes)
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
 @pytest.fixture(scope="session")
 def tiny_lm(tmp_path_factory):
     """tiny_lm(arch="gpt2", pad="own" | "eos") -> folder of a random language model with its tokenizer."""
@@ -105,10 +112,7 @@ def tiny_lm(tmp_path_factory):
         tokenizer = byte_level_tokenizer()
         tokenizer.pad_token = PAD if pad == "own" else EOS
         # Weights far from 0, so that the distributions are not uniform and a wrong position shows.
-        spread = dict(initializer_range=0.2, init_std=0.2)
-        config = transformers.AutoConfig.for_model(arch, **SIZES[arch], **ids_of(tokenizer), **spread)
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = random_lm(arch, tokenizer, seed=0, initializer_range=0.2, init_std=0.2)
         for p in model.parameters():
             if p.dim() == 1:
                 p.data += 0.1 * torch.randn_like(p)  # biases and norms that are not 0 and 1
@@ -145,10 +149,7 @@ def metaspace_lm(tmp_path_factory):
         eos_token=EOS,
         pad_token=PAD,
     )
-    torch.manual_seed(4)
-    config = transformers.AutoConfig.for_model("gpt2", **SIZES["gpt2"], **ids_of(tokenizer))
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    return save(model, tokenizer, tmp_path_factory.mktemp("metaspace"))
+    return save(random_lm("gpt2", tokenizer, seed=4), tokenizer, tmp_path_factory.mktemp("metaspace"))
 
 
 @pytest.fixture(scope="session")
@@ -171,10 +172,7 @@ def bang_lm(tmp_path_factory):
             tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
                 single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
             )
-        config = transformers.AutoConfig.for_model("gpt2", **SIZES["gpt2"], **ids_of(tokenizer))
-        config.initializer_range = 0.2
-        torch.manual_seed(6)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = random_lm("gpt2", tokenizer, seed=6, initializer_range=0.2)
         model.transformer.ln_f.bias.data += 2 * model.lm_head.weight[tokenizer.eos_token_id].detach()
         return save(model, tokenizer, tmp_path_factory.mktemp("bang"))
 
@@ -246,12 +244,15 @@ def reviews(split, count):
 
 @pytest.fixture(scope="session")
 def small_folder(tmp_path_factory):
-    """small_folder(name) -> a folder with the first 48 training rows and 24 test rows of data/<name>."""
+    """small_folder(name) -> a folder with the first 48 training rows and 24 test rows of data/<name>.
 
-    def make(name):
+    change: a function of a row, whose result is written in its place
+    """
+
+    def make(name, change=dict):
         folder = tmp_path_factory.mktemp(name)
         for split, count in (("train", 48), ("test", 24)):
-            lines = [json.dumps(row) + "\n" for row in rows_of_data(f"{name}/{split}", count)]
+            lines = [json.dumps(change(row)) + "\n" for row in rows_of_data(f"{name}/{split}", count)]
             (folder / f"{split}.jsonl").write_text("".join(lines))
         return str(folder)
 
@@ -270,16 +271,9 @@ tiny_dialogs = data_fixture("dialogs")  # dialog and act
 
 
 @pytest.fixture(scope="session")
-def tiny_tasks(tmp_path_factory):
-    """Columns prompt (a text, not a chat) and answer, from data/arithmetic."""
-    folder = tmp_path_factory.mktemp("tasks")
-    for split, count in (("train", 48), ("test", 24)):
-        lines = []
-        for row in rows_of_data(f"arithmetic/{split}", count):
-            row["prompt"] = row["prompt"][0]["content"]
-            lines.append(json.dumps(row) + "\n")
-        (folder / f"{split}.jsonl").write_text("".join(lines))
-    return str(folder)
+def tiny_tasks(small_folder):
+    """Columns prompt (a text, not a chat) and answer."""
+    return small_folder("arithmetic", lambda row: row | dict(prompt=row["prompt"][0]["content"]))
 
 
 @pytest.fixture(scope="session")
@@ -293,28 +287,18 @@ def tiny_verifier(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def world(
-    tiny_lm,
-    tiny_classifier,
-    tiny_preference_model,
-    tiny_intents,
-    tiny_reviews,
-    tiny_posts,
-    tiny_pairs,
-    tiny_dialogs,
-    tiny_tasks,
-    tiny_verifier,
-):
+def world(request):
     """All that small runs need."""
-    return types.SimpleNamespace(
-        lm=tiny_lm,
-        classifier=tiny_classifier,
-        preference_model=tiny_preference_model,
-        intents=tiny_intents,
-        reviews=tiny_reviews,
-        posts=tiny_posts,
-        pairs=tiny_pairs,
-        dialogs=tiny_dialogs,
-        tasks=tiny_tasks,
-        verifier=tiny_verifier,
+    fixtures = dict(
+        lm="tiny_lm",
+        classifier="tiny_classifier",
+        preference_model="tiny_preference_model",
+        intents="tiny_intents",
+        reviews="tiny_reviews",
+        posts="tiny_posts",
+        pairs="tiny_pairs",
+        dialogs="tiny_dialogs",
+        tasks="tiny_tasks",
+        verifier="tiny_verifier",
     )
+    return types.SimpleNamespace(**{name: request.getfixturevalue(x) for name, x in fixtures.items()})

@@ -101,15 +101,9 @@ class Graph(TorchDispatchMode):
         Graph.lengths.append(len(self.cuda_graph.calls))
 
 
-def patches():
-    """What replaces torch's own. -> (object, name, new value) each"""
-    yield torch.cuda, "CUDAGraph", CUDAGraph
-    yield torch.cuda, "graph", Graph
-    yield torch.cuda, "synchronize", lambda *args: None
-    yield torch.cuda, "is_current_stream_capturing", lambda: Graph.is_recording
-
-
 def install(stack):
-    """Enter all patches into an ExitStack."""
-    for place, name, value in patches():
-        stack.enter_context(patch.object(place, name, value))
+    """Replace torch's own until an ExitStack is left."""
+    stack.enter_context(patch.object(torch.cuda, "CUDAGraph", CUDAGraph))
+    stack.enter_context(patch.object(torch.cuda, "graph", Graph))
+    stack.enter_context(patch.object(torch.cuda, "synchronize", lambda *args: None))
+    stack.enter_context(patch.object(torch.cuda, "is_current_stream_capturing", lambda: Graph.is_recording))

@@ -15,10 +15,10 @@ GPU. The real numbers are computed on the CPU. Each storage is tagged with the d
   device of the inputs. Views share their storage, and so their tag.
 
 All tensors of an operator must be on one device, with PyTorch's exceptions: copies, one CPU tensor without
-dimensions in a pointwise operator, indices on the CPU. Generators, numpy, torch.save and load, optimizers and
-autocast know the pretended device too. It cannot see kernels, other threads, other processes, a second GPU,
-torch.compile, and the inside of operators of other libraries. Tensors that C++ makes inside another operator
-take the device of the first tensor that they meet.
+dimensions in a pointwise operator, indices on the CPU. Generators, numpy, optimizers and autocast know the
+pretended device too. It cannot see kernels, other threads, other processes, a second GPU, torch.compile, and
+the inside of operators of other libraries. Tensors that C++ makes inside another operator take the device of
+the first tensor that they meet.
 """
 
 import functools
@@ -49,17 +49,7 @@ LIBRARIES = (str(Path(torch.__file__).parents[1]), str(Path(os.__file__).parent)
 # Functions that make a tensor from no other one. Ask now: PyTorch remembers the functions of the first call.
 FACTORIES = [f.__name__ for f in _device_constructors() if getattr(torch, f.__name__, None) is f]
 FACTORIES = [name for name in FACTORIES if name not in ("tensor", "as_tensor", "asarray")]
-LIKE = (
-    "tensor",
-    "normal",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "empty_like",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-)
+LIKE = "tensor normal zeros_like ones_like full_like empty_like rand_like randn_like randint_like".split()
 NEW = ("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "new_tensor")
 
 COPIES = {aten.copy_, aten._foreach_copy_, aten.fill_}  # these accept any two devices
@@ -171,11 +161,7 @@ class DeviceCheck(TorchDispatchMode):
             if x_tag == EITHER:
                 set_tag(x, tag)
 
-        if func is aten.mm.dtype:  # only for GPUs: products of bf16 numbers, added up in another dtype
-            a, b, dtype = args
-            result = torch.mm(a.to(dtype), b.to(dtype))
-        else:
-            result = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         # The inside of another library's operator may be Python, which has read the devices of new tensors.
         old = [storage_of(x) for x in tensors] if func.namespace != "aten" else None
         for x in tensors_in((result,)):
@@ -260,8 +246,7 @@ def makes_tensors(check, original, default):
             return original(*args, **kwargs)
         if device is not None:
             kwargs["device"] = CPU
-        if kwargs.pop("pin_memory", False) and tag == GPU:
-            raise check.mistake(f"{original.__name__}: pin_memory=True is for tensors on the CPU")
+        kwargs.pop("pin_memory", None)  # a CPU pins nothing
         before = getattr(check.asked, "device", EITHER)
         check.asked.device = tag
         try:
@@ -293,11 +278,6 @@ def moves(check, to):
     @functools.wraps(to)
     def function(x, *args, **kwargs):
         args = list(args)
-        other = kwargs.pop("other", None)
-        if other is None and args and isinstance(args[0], torch.Tensor):
-            other = args.pop(0)
-        if other is not None:
-            args[:0] = [other.device, other.dtype]
         device = kwargs.get("device")
         if args and isinstance(args[0], (str, int, torch.device)):
             device, args[0] = args[0], CPU
@@ -361,13 +341,13 @@ def checked_gradient(check):
 
 
 def needs_the_cpu(check, original):
-    """Tensor.numpy, pin_memory and set_rng_state, which take no GPU tensors."""
+    """Tensor.numpy and set_rng_state, which take no GPU tensors."""
 
     @functools.wraps(original)
     def function(x, *args, **kwargs):
         if tag_of(x) == GPU:
             raise check.mistake(f"{original.__name__} of a tensor on {GPU}")
-        return x if original.__name__ == "pin_memory" else original(x, *args, **kwargs)
+        return original(x, *args, **kwargs)
 
     return function
 
@@ -430,12 +410,8 @@ def patches(check):
     yield torch.Tensor, "to", moves(check, torch.Tensor.to)
     yield torch.Tensor, "cpu", lambda x, *args, **kwargs: x.to(CPU)
     yield torch.Tensor, "cuda", lambda x, device=GPU, *args, **kwargs: x.to(device or GPU)
-    yield torch.Tensor, "type_as", lambda x, other: x.to(other)
-    for name in ("numpy", "pin_memory"):
-        yield torch.Tensor, name, needs_the_cpu(check, getattr(torch.Tensor, name))
+    yield torch.Tensor, "numpy", needs_the_cpu(check, torch.Tensor.numpy)
 
-    clone = torch.UntypedStorage.clone  # deepcopy of a tensor calls it
-    yield torch.storage._StorageBase, "clone", lambda storage: keep_tag(storage, clone(storage))
     pad_sequence = torch._C._nn.pad_sequence
     yield torch._C._nn, "pad_sequence", makes_tensors(check, pad_sequence, on_the_device_in_the_list)
     yield torch, "set_rng_state", needs_the_cpu(check, torch.set_rng_state)
@@ -454,33 +430,6 @@ def patches(check):
     for name, answer in answers.items():
         yield torch.cuda, name, lambda *args, answer=answer, **kwargs: answer
     yield torch.accelerator, "is_available", lambda: True
-
-
-def keep_tag(storage, copied):
-    """A copy of a storage, on the same pretended device."""
-    copied.pretended = getattr(storage, "pretended", CPU)
-    return copied
-
-
-@contextmanager
-def saved_devices():
-    """torch.save and torch.load know the pretended device of each storage."""
-
-    def location(storage):
-        return GPU if getattr(storage, "pretended", CPU) == GPU else None
-
-    def restore(storage, place):
-        if place.startswith("cuda"):
-            storage.pretended = GPU
-            return storage
-
-    registry = torch.serialization._package_registry
-    before = list(registry)
-    torch.serialization.register_package(0, location, restore)
-    try:
-        yield
-    finally:
-        registry[:] = before
 
 
 @contextmanager
@@ -520,7 +469,6 @@ def pretended_gpu():
         for place, name, value in list(patches(check)):
             stack.enter_context(patch.object(place, name, value))
         cuda_graphs.install(stack)
-        stack.enter_context(saved_devices())
         stack.enter_context(new_accelerate_state())
         stack.enter_context(check)
         yield check

@@ -1,6 +1,5 @@
 """Chats: lists of messages, written by the chat templates of real models, in all scripts that take them."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import tokenizers
 import torch
 import transformers
 from conftest import GROUPS, ROOT, byte_level_tokenizer
-from run_tools import evaluation_of, reward_file, spy, write_rows
+from run_tools import reward_file, rows_of, spy, write_rows
 
 pytest_plugins = ["run_fixtures"]
 TEMPLATES = Path(__file__).parent / "templates"
@@ -135,14 +134,10 @@ def test_what_is_learned_of_a_chat(scripts, family):
 
 
 THOUGHT = "<think>\nEasy.\n</think>\n\n"
-CONVERSATIONS = {  # -> family, turns, what is learned
+CONVERSATIONS = {  # name -> family, turns, what is learned
     "a system message": ("llama3", [("system", "Be brief."), *TURNS[:2]], ["It is 5.<|eot_id|>"]),
-    "a turn before any message, for which there is no prompt": (
-        "llama3",
-        [(ASSISTANT, "Hello."), *TURNS],
-        ["It is 5.<|eot_id|>", "That is 8, two times 4.<|eot_id|>"],
-    ),
-    "thoughts: Qwen3 drops those of a turn once a user's message follows, so that turn is not learned": (
+    # Qwen3 drops the thoughts of a turn once a user's message follows, so that turn is not learned.
+    "thoughts": (
         "qwen3",
         [TURNS[0], (ASSISTANT, THOUGHT + "It is 5."), TURNS[2], (ASSISTANT, THOUGHT + "That is 8.")],
         [THOUGHT + "That is 8.<|im_end|>"],
@@ -150,7 +145,7 @@ CONVERSATIONS = {  # -> family, turns, what is learned
 }
 
 
-@pytest.mark.parametrize("name", CONVERSATIONS, ids=lambda name: name.split(":")[0].split(",")[0])
+@pytest.mark.parametrize("name", CONVERSATIONS)
 def test_which_turns_are_learned(scripts, name):
     family, turns, answers = CONVERSATIONS[name]
     tokenizer = build_tokenizer(family)
@@ -237,9 +232,6 @@ def test_answers_that_cannot_be_learned_are_counted(scripts):
     tokenizer.chat_template += "{% if add_generation_prompt %}<assistant><think>{% endif %}"
     with pytest.raises(script.UserError, match="nothing to learn .*2 answers not learned"):
         documents_of(script, tokenizer, {"messages": chat(*TURNS)})
-    rows = [{"messages": chat(*TURNS)}] * 3
-    _, left_out = script.load_documents(rows, build_tokenizer("qwen3"), script.Args(max_length=256))
-    assert left_out == "3 answers not learned (no rollout could give them: see docs/sft.md)"
 
 
 def test_messages_that_cannot_be_learned(scripts):
@@ -304,76 +296,26 @@ def test_answers_of_a_sentencepiece_tokenizer(scripts, template, kind):
     assert labels == expected
 
 
-def ids_and_labels(tokenizer, messages, answers):
-    """A conversation, of which these answers are learned with their ends. -> ids, is it learned"""
-    ids, is_learned = [], []
-    rest = tokenizer.apply_chat_template(messages, tokenize=False)
-    for answer in [*answers, None]:
-        before, _, rest = rest.partition(answer) if answer else (rest, "", "")
-        for text, value in ((before, False), (answer or "", True)):
-            part = tokenizer(text, add_special_tokens=False).input_ids
-            ids += part
-            is_learned += [value] * len(part)
-    return ids, is_learned
-
-
-@pytest.mark.parametrize("family", ["qwen2_5", "llama3", "gemma"])
-def test_an_evaluation_on_chats_by_hand(scripts, sft, chat_lm, family, tmp_path, monkeypatch):
-    """Before and after training, and of what model/ holds, in plain transformers. How generation ends."""
-    end = FAMILIES[family][4]
+def test_the_end_of_a_turn_ends_generation(sft, chat_lm, tmp_path):
+    """model/ stops there, at EOS, and where the model before did. Samples continue the last turns."""
     chats = []
-    for i in range(30):
+    for i in range(12):
         first = [(USER, f"What is {i} + 1?" + " Hm." * (i % 3)), (ASSISTANT, f"It is {i + 1}.")]
         chats.append(chat(*first, (USER, "And 0?"), (ASSISTANT, "No" * (i % 4 + 1))))
-    data = write_rows(
-        tmp_path / "data",
-        train=[{"messages": messages} for messages in chats[:21]],
-        test=[{"messages": messages} for messages in chats[21:]],
-    )
-    start = transformers.AutoModelForCausalLM.from_pretrained(chat_lm(family))
-    start.generation_config.eos_token_id = [40, 41]  # neither EOS nor the end of a turn
-    start.save_pretrained(tmp_path / "lm")
-    build_tokenizer(family).save_pretrained(tmp_path / "lm")
-    found = spy(monkeypatch, scripts["sft"], "find_end_tokens")
-    _, folder, _ = sft(
-        model_name_or_path=str(tmp_path / "lm"),
-        dataset_name=data,
-        num_train_rows=None,
-        max_length=200,
-        num_eval_prompts=9,
-        num_samples=9,
-    )
-    evaluation = evaluation_of(folder)
-    assert evaluation["n"] == 9
-    prompts = set()
-    for part, lm in (("before", tmp_path / "lm"), ("after", folder / "model")):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(lm)
-        model = transformers.AutoModelForCausalLM.from_pretrained(lm).eval()
-        loss, right, count = 0.0, 0, 0
-        for messages in chats[21:]:
-            answers = [f"{messages[i]['content']}{end}" for i in (1, 3)]
-            ids, is_learned = ids_and_labels(tokenizer, messages, answers)
-            assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
-            with torch.no_grad():
-                log_p = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-            for i in range(1, len(ids)):
-                if is_learned[i]:
-                    loss -= log_p[i - 1, ids[i]].item()
-                    right += log_p[i - 1].argmax().item() == ids[i]
-                    count += 1
-            prompts.add(
-                tokenizer.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
-            )
-        assert evaluation[part]["loss"] == pytest.approx(loss / count, rel=1e-4)
-        assert evaluation[part]["mean_token_accuracy"] == pytest.approx(right / count)
-    # The samples continue the last turns.
+    rows = [{"messages": messages} for messages in chats]
+    data = write_rows(tmp_path / "data", train=rows[:8], test=rows[8:])
+    model = transformers.AutoModelForCausalLM.from_pretrained(chat_lm("gemma"))
+    model.generation_config.eos_token_id = [40, 41]  # neither EOS nor the end of a turn
+    model.save_pretrained(tmp_path / "lm")
+    tokenizer = build_tokenizer("gemma")
+    tokenizer.save_pretrained(tmp_path / "lm")
+    flags = dict(num_train_rows=None, max_length=200, num_samples=4)
+    _, folder, _ = sft(model_name_or_path=str(tmp_path / "lm"), dataset_name=data, **flags)
     saved = transformers.GenerationConfig.from_pretrained(folder / "model").eos_token_id
-    ends = {40, 41, tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end)}
-    assert saved == sorted(ends)
-    [((_, _, documents, max_length), result)] = found
-    assert (len(documents), max_length, result) == (21, 200, saved)  # they are looked up in the training rows
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    assert {row["prompt"] for row in samples} == prompts and len(samples) == len(prompts) == 9
+    assert saved == sorted([40, 41, *tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"])])
+    write = tokenizer.apply_chat_template
+    prompts = [write(messages[:3], tokenize=False, add_generation_prompt=True) for messages in chats[8:]]
+    assert sorted(row["prompt"] for row in rows_of(folder, "samples.jsonl")) == sorted(prompts)
 
 
 def test_what_ends_a_response(scripts, chat_lm, family):
@@ -437,46 +379,32 @@ def test_the_prompt_of_a_rollout_is_that_of_training(scripts, family, name):
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_rollouts_on_chats(scripts, small, chat_lm, family, tmp_path, monkeypatch, name):
-    """Reward functions get lists of messages. All stop tokens of the model end a response."""
+def test_rollouts_on_chats(scripts, small, chat_lm, tmp_path, monkeypatch, name):
+    """Reward functions get lists of messages. Stop tokens of the model end a response, and only these."""
     rows = [{"prompt": chat((USER, f"What is {i} + 1?")), "answer": str(i + 1)} for i in range(24)]
-    data = write_rows(tmp_path / "data", train=rows[:16], test=rows[16:])
-    body = """import json
-with open(__file__ + ".calls", "a") as file:
-    for prompt, completion, answer in zip(prompts, completions, columns["answer"]):
-        file.write(json.dumps([prompt, completion, answer]) + "\\n")
+    body = """for prompt, completion, answer in zip(prompts, completions, columns["answer"]):
+    assert prompt == [dict(role="user", content=f"What is {int(answer) - 1} + 1?")]
+    assert completion[0]["role"] == "assistant"
 return [float(len(completion[0]["content"])) for completion in completions]"""
     rollouts = spy(monkeypatch, scripts[name], "sample_responses")
     args = small(
         name,
-        model_name_or_path=chat_lm(family),
-        dataset_name=data,
+        model_name_or_path=chat_lm("llama3"),
+        dataset_name=write_rows(tmp_path / "data", train=rows[:16], test=rows[16:]),
         reward_fn=reward_file(tmp_path, body),
         max_prompt_length=200,
         response_length=12,
         temperature=1.0,
     )
     scripts[name].train(args)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(chat_lm(family))
-    stops = transformers.GenerationConfig.from_pretrained(chat_lm(family)).eos_token_id
+    stops = transformers.GenerationConfig.from_pretrained(chat_lm("llama3")).eos_token_id
     ended_by = set()
-    for _, (b, responses) in rollouts:
-        for i, response in enumerate(responses):
-            tokens = b["ids"][i, -12:].tolist()
-            length = b["lengths"][i].item()
-            if b["stopped"][i]:
-                ended_by.add(tokens[length - 1])
-                assert tokens[length - 1] in stops
-            assert not set(tokens[: length - 1]) & set(stops)
-            left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-            text = [token for token in tokens[: length - int(b["stopped"][i])] if token not in left_out]
-            assert response == tokenizer.decode(text)  # with other special tokens
+    for _, (b, _) in rollouts:
+        for tokens, length, has_stopped in zip(b["ids"][:, -12:].tolist(), b["lengths"], b["stopped"]):
+            *others, last = tokens[:length]
+            assert not set(others) & set(stops) and (last in stops) == has_stopped
+            ended_by |= {last} & set(stops)
     assert len(ended_by) > 1
-    calls = [json.loads(line) for line in (tmp_path / "reward.py.calls").read_text().splitlines()]
-    for prompt, completion, answer in calls:
-        [message] = completion
-        assert message["role"] == "assistant"
-        assert prompt == chat((USER, f"What is {int(answer) - 1} + 1?"))
 
 
 # ---- reward_model.py ---------------------------------------------------------------------------------------

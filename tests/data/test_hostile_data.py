@@ -5,7 +5,6 @@ accepted is also trained on, all of it in one batch.
 """
 
 import copy
-import gzip
 import io
 import json
 
@@ -212,22 +211,16 @@ EXTRA = [row | dict(a=i, b=[{"c": None}]) for i, row in enumerate(TEXTS)]
 FILES = {  # name -> files of a folder; the rows that are kept (one is held out without test), or the line
     "no file": ({}, "doesn't contain any data files"),
     "empty file": ({"train.jsonl": b""}, REFUSED),
-    "no json": ({"train.jsonl": b"this is a film, not JSON\n"}, "train.jsonl, line 1"),
     "cut in the middle": ({"train.jsonl": LINES[:40] + b"\n" + LINES}, "train.jsonl, line 1"),
     "parquet": ({"train.parquet": table(TEXTS, "parquet")}, 2),
-    "half a parquet": ({"train.parquet": table(TEXTS, "parquet")[:-99]}, REFUSED),
-    "gzip": ({"train.jsonl.gz": gzip.compress(LINES)}, 2),
     "byte order mark": ({"train.jsonl": b"\xef\xbb\xbf" + LINES}, 2),
     "crlf and blank lines": ({"train.jsonl": LINES.replace(b"\n", b"\r\n\r\n")}, 2),
     "one row": ({"train.jsonl": jsonl(TEXTS[:1])}, REFUSED),
-    "two rows": ({"train.jsonl": jsonl(TEXTS[:2])}, 1),
     "one held-out row": ({"train.jsonl": LINES, "test.jsonl": jsonl(TEXTS[:1])}, 3),
     "only test": ({"test.jsonl": LINES}, REFUSED),
     "empty test": ({"train.jsonl": LINES, "test.jsonl": b""}, 2),
     "other test": ({"train.jsonl": LINES, "test.jsonl": b'{"x": 1}\n{"x": 2}\n'}, "nothing to learn"),
-    "with a picture": ({"train.jsonl": LINES, "photo.png": b"\x89PNG and no more"}, 2),
     "extra columns": ({"train.jsonl": jsonl(EXTRA)}, 2),
-    "not utf-8": ({"train.jsonl": LINES.replace(b'."', b'\xe9"')}, "'utf-8' codec can't decode byte"),
 }
 
 
@@ -243,11 +236,6 @@ def lines_of(rows):
     return "".join(" ".join(map(str, row.values())) + "\n" for row in rows).encode()
 
 
-def empty(row):
-    """A row with nothing in its columns."""
-    return {name: type(value)() for name, value in row.items()}
-
-
 COLUMNS = {  # name -> files made of a script's good rows; what each script of KIND makes of them
     "lines of text": (lambda rows: {"train.txt": lines_of(rows)}, [2, REFUSED, 2, REFUSED, REFUSED, REFUSED]),
     "csv": (lambda rows: {"train.csv": table(rows, "csv")}, [2, 2, 2, REFUSED, 2, 2]),
@@ -256,20 +244,6 @@ COLUMNS = {  # name -> files made of a script's good rows; what each script of K
         [3, "label None", 3, 3, 3, 3],
     ),
     "one label": (lambda rows: {"train.jsonl": jsonl(rows[::2][:2])}, [1, "two labels or more", 1, 2, 1, 1]),
-    "all null": (lambda rows: {"train.jsonl": jsonl([dict.fromkeys(row) for row in rows])}, [REFUSED] * 6),
-    "all numbers": (
-        lambda rows: {"train.jsonl": jsonl([dict.fromkeys(row, 1) for row in rows])},
-        [REFUSED] * 6,
-    ),
-    "all objects": (
-        lambda rows: {"train.jsonl": jsonl([{name: {"a": x} for name, x in row.items()} for row in rows])},
-        [REFUSED] * 6,
-    ),
-    "all empty": (lambda rows: {"train.jsonl": jsonl(map(empty, rows))}, [REFUSED] * 6),
-    "empty held-out rows": (
-        lambda rows: {"train.jsonl": jsonl(rows), "test.jsonl": jsonl([empty(rows[0])] * 2)},
-        [REFUSED] * 6,
-    ),
 }
 
 
@@ -281,16 +255,22 @@ def test_columns(keep, name, number, script):
     check(keep(script, files(ROWS[KIND[script]])), expected[number])
 
 
-@pytest.mark.parametrize(
-    "script, kind", [("sft", "completion"), ("sft", "dialog"), ("reward_model", "pairs")]
-)
+@pytest.mark.parametrize("value", [None, 1, {"a": "film"}, ""], ids=repr)
+@pytest.mark.parametrize("script", KIND)
+def test_rows_without_anything_to_use(keep, script, value):
+    """No run begins if all rows are like that, or all that are held out."""
+    rows = ROWS[KIND[script]]
+    useless = [dict.fromkeys(row, value) for row in rows]
+    check(keep(script, useless), REFUSED)
+    check(keep(script, {"train.jsonl": jsonl(rows), "test.jsonl": jsonl(useless)}), REFUSED)
+
+
+@pytest.mark.parametrize("script, kind", [("sft", "completion"), ("reward_model", "pairs")])
 @pytest.mark.parametrize("value", [1, {"a": "film"}], ids=repr)
 def test_what_is_no_text(keep, script, kind, value):
     """It is not made one."""
     *_, last = ROWS[kind][0]
-    check(keep(script, [dict.fromkeys(row, value) for row in ROWS[kind]]), REFUSED)
-    if kind != "dialog":
-        check(keep(script, damaged(kind, last, value)), REFUSED)
+    check(keep(script, damaged(kind, last, value)), REFUSED)
 
 
 # ---- Labels ------------------------------------------------------------------------------------------------
@@ -360,7 +340,7 @@ def test_acts(keep, name):
     assert keep("sft", rows) == 4
 
 
-# ---- Rankings, long dialogs --------------------------------------------------------------------------------
+# ---- Rankings --------------------------------------------------------------------------------------------
 
 USED_RANKINGS = [
     [" good", " bad"],
@@ -376,8 +356,3 @@ def test_rankings(keep, train_on, world):
     rows = good + [good[0] | dict(responses=texts) for texts in USED_RANKINGS + SKIPPED_RANKINGS]
     assert keep("reward_model", rows) == 6
     train_on("reward_model", rows, 6, model_name_or_path=world.lm())
-
-
-def test_a_dialog_loses_its_oldest_words(train_on):
-    rows = [dict(dialog=["a film " * 999] * len(texts), act=[1] * len(texts)) for texts in TALKS]
-    train_on("ppo_dialog", rows, 5)

@@ -83,11 +83,11 @@ def test_every_definition_is_used(name):
     assert not unused, f"{name}.py defines but never uses {unused}"
 
 
-MATH = "response_lengths length_mask token_logprobs kl_per_token token_rewards weighted_sum masked_mean gae "
-MATH += (
-    "masked_whiten rloo_advantages grpo_advantages clipped_policy_loss clipped_value_loss adaptive_kl_coef "
-)
-MATH += "sample_tokens pair_loss dpo_loss pair_metrics"
+MATH = """
+response_lengths length_mask token_logprobs kl_per_token token_rewards weighted_sum masked_mean masked_whiten
+gae rloo_advantages grpo_advantages clipped_policy_loss clipped_value_loss adaptive_kl_coef sample_tokens
+pair_loss dpo_loss pair_metrics
+"""
 
 
 @pytest.mark.parametrize("function", MATH.split())
@@ -174,6 +174,17 @@ def test_recipes_are_args_and_the_first_one_is_tiny(name, scripts):
     assert scripts[name].RECIPES["tiny"].dtype == "float32"  # so that results do not depend on the hardware
 
 
+def imports_of(source):
+    """The top-level packages that a source imports, in functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            found.add(node.module.split(".")[0])
+    return found
+
+
 # ---- Layout and imports ------------------------------------------------------------------------------------
 
 
@@ -198,26 +209,14 @@ def test_uv_installs_what_requirements_pin(name):
     packages = {pin.split("==")[0].replace("-", "_") for pin in metadata["dependencies"]}
     optional = {"bitsandbytes", "deepspeed", "openai"}
     of_transformers = {"safetensors", "tokenizers", "huggingface_hub"}
-    needed = set()
-    for node in ast.walk(ast.parse(SOURCES[name])):
-        if isinstance(node, ast.Import):
-            needed |= {alias.name.split(".")[0] for alias in node.names}
-        if isinstance(node, ast.ImportFrom):
-            needed.add(node.module.split(".")[0])
-    assert packages == needed - set(sys.stdlib_module_names) - optional - of_transformers
+    assert packages == imports_of(SOURCES[name]) - set(sys.stdlib_module_names) - optional - of_transformers
 
 
 @every_script
 def test_a_script_imports_nothing_of_this_repository(name):
-    imported = set()
-    for node in ast.walk(ast.parse(SOURCES[name])):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.split(".")[0] for alias in node.names}
-        if isinstance(node, ast.ImportFrom):
-            imported.add((node.module or "").split(".")[0])
     files = {path.stem for path in ROOT.glob("*.py")}
     folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
-    assert not imported & (files | folders)
+    assert not imports_of(SOURCES[name]) & (files | folders)
 
 
 LIST_MODULES = "import sys; print(*sorted({name.split('.')[0] for name in sys.modules}))"

@@ -75,7 +75,7 @@ def test_the_fault_fits_the_script(entry):
 
 
 @pytest.mark.parametrize(
-    "script", ["ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math", "reward_model", "sft"]
+    "script", ["ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math", "reward_model", "sft", "dpo_tldr"]
 )
 def test_no_alarm_in_healthy_runs(script):
     """Each of ten seeds, against the band of the other nine. One seed may well be outside of all others."""

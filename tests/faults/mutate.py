@@ -3,7 +3,6 @@
     python tests/faults/mutate.py           # all faults, about 10 minutes
     python tests/faults/mutate.py 15 gae    # those of trap 15, and those with "gae" in their name or test
     python tests/faults/mutate.py sft       # those of sft.py
-    python tests/faults/mutate.py --list    # the faults and their tests
 
 The faults are in known_faults.py. A fault is killed if its test fails with an assertion, or with the error
 that the fault names. A fault is broken if its text is not found, if it does not compile, or if its test fails
@@ -213,10 +212,6 @@ def save_results(new_lines):
 def main(words):
     """Run the faults that the words choose. -> exit code"""
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    if words == ["--list"]:
-        for fault in FAULTS:
-            console.print(f"{fault.trap or '-':>2}  {fault.script:14} {fault.name}: {fault.test}")
-        return 0
     chosen = [fault for fault in FAULTS if is_chosen(fault, words)]
     if not chosen:
         console.print(f"no fault has {' or '.join(words)} as its trap or script, or in its name or test")

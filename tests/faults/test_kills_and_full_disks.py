@@ -1,12 +1,10 @@
-"""Faults in a long run: full disks, models that overflow, damaged checkpoints.
+"""Faults in a long run: full disks, and models that overflow.
 
 The run ends in a traceback. The checkpoint before is whole, and --resume goes on from it.
 """
 
 import math
 import resource
-import subprocess
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,26 +22,7 @@ def resume(module, folder):
     module.train(module.parse_args(["--resume", str(folder)]))
 
 
-def checkpoints(folder):
-    """The names in checkpoints/."""
-    return sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
-
-
 # ---- Disks -------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def file_system(folder, options):
-    """A file system of its own, if one may mount here."""
-    folder.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True
-    ).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
 
 
 def limit_file_size(size):
@@ -57,13 +36,6 @@ def unlimited():
     """Files may grow again after the test."""
     yield
     limit_file_size(resource.RLIM_INFINITY)
-
-
-def test_read_only_folder(script, small, tmp_path):
-    """Found before the first update."""
-    with file_system(tmp_path / "locked", "ro") as folder:
-        with pytest.raises(OSError, match=str(folder)):
-            script.train(small("ppo_sentiment", output_dir=str(folder / "run")))
 
 
 def test_disk_full_while_a_checkpoint_is_saved(script, small, monkeypatch, unlimited):
@@ -83,7 +55,7 @@ def test_disk_full_while_a_checkpoint_is_saved(script, small, monkeypatch, unlim
         patch.setattr(script.Run, "log", log_then_limit)
         script.train(args)
     limit_file_size(resource.RLIM_INFINITY)
-    assert checkpoints(args.output_dir) == ["000002"]
+    assert [path.name for path in Path(args.output_dir, "checkpoints").iterdir()] == ["000002"]
     resume(script, args.output_dir)
     assert_same_run(whole, args.output_dir)
 
@@ -108,24 +80,6 @@ def test_disk_full_while_the_model_is_saved(scripts, small, monkeypatch, unlimit
     assert not model.exists() or len(model.read_bytes()) <= 20_000
     resume(module, args.output_dir)
     assert load_file(model)
-
-
-def test_full_file_system(script, small, tmp_path):
-    """On a real full disk, all saved checkpoints are complete. With more space, --resume works."""
-    with file_system(tmp_path / "disk", "size=20M") as disk:
-        flags = SIX_UPDATES["ppo_sentiment"]
-        _, whole = script.train(small("ppo_sentiment", "whole", **flags))
-        files = (whole / "checkpoints/000006").iterdir()
-        size = int(2.5 * sum(path.stat().st_size for path in files)) + 100_000
-        subprocess.run(["mount", "-o", f"remount,size={size}", disk], check=True)
-        flags = flags | dict(save_every=1, keep_checkpoints=99)
-        with pytest.raises(Exception, match=FULL):
-            script.train(small("ppo_sentiment", output_dir=str(disk / "run"), **flags))
-        saved = checkpoints(disk / "run")
-        assert saved == [f"{update:06d}" for update in range(1, len(saved) + 1)] != []
-        subprocess.run(["mount", "-o", "remount,size=40M", disk], check=True)
-        resume(script, disk / "run")
-        assert_same_run(whole, disk / "run")
 
 
 # ---- A model that overflows --------------------------------------------------------------------------------
@@ -162,23 +116,3 @@ def test_weights_that_are_not_finite_are_not_saved(scripts, small, monkeypatch, 
         scripts[script].train(args)
     assert not list(Path(args.output_dir).glob("checkpoints/*/*"))
     assert not (Path(args.output_dir) / "model").exists()
-
-
-# ---- Damaged runs ------------------------------------------------------------------------------------------
-
-DAMAGED = ["checkpoints/000001/trained.safetensors", "checkpoints/000001/optimizer.bin"]
-DAMAGED += ["checkpoints/000001/state.json", "args.json"]
-
-
-def test_damaged_runs(script, small):
-    """A file that was cut off is not read as far as it goes."""
-    args = small("ppo_sentiment")
-    script.train(args)
-    for name in DAMAGED:
-        path = Path(args.output_dir, name)
-        content = path.read_bytes()
-        path.write_bytes(content[: len(content) // 2])
-        with pytest.raises(Exception):  # noqa: B017  of safetensors, torch or json
-            resume(script, args.output_dir)
-        path.write_bytes(content)
-    resume(script, args.output_dir)

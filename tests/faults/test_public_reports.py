@@ -46,13 +46,7 @@ def copy_of(tmp_path):
 # ---- Settings of the model ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        *(dict(min_p=0.1), dict(temperature=2.0), dict(pad_token_id=-1)),
-        *(dict(stop_strings=["###"]), dict(return_dict_in_generate=True)),
-    ],
-)
+@pytest.mark.parametrize("setting", [dict(min_p=0.1), dict(pad_token_id=-1), dict(stop_strings=["###"])])
 def test_a_generation_config_that_cannot_be_saved_or_used(scripts, small, tiny_lm, copy_of, setting):
     """transformers#29988: settings of sampling without do_sample; and others that would stop the samples at
     the end. Stop tokens stay, the model is saved."""
@@ -97,11 +91,10 @@ def test_quantized_weights_are_not_trained(scripts, small, monkeypatch, name):
 # ---- Nothing that a file lacks is made up ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
-def test_keys_with_a_prefix(script, tiny_lm, copy_of, prefix):
+def test_keys_with_a_prefix(script, tiny_lm, copy_of):
     """transformers#46620: a compiled or wrapped model was saved; none of its weights is found."""
     folder = copy_of(tiny_lm())
-    tensors = {prefix + name: x for name, x in weights(folder).items()}
+    tensors = {f"_orig_mod.{name}": x for name, x in weights(folder).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(script.UserError, match="weights are missing from the checkpoint"):
         script.load_model(AutoModelForCausalLM, str(folder))
@@ -121,7 +114,7 @@ def test_a_reward_model_without_its_score(scripts, tiny_preference_model, tiny_l
 
 
 def test_adapters(script, small, tiny_lm, tmp_path):
-    """peft#2415: missing weights, another size. A whole adapter is merged."""
+    """peft#2415: one without some of its weights is refused. A whole adapter is merged."""
     base = AutoModelForCausalLM.from_pretrained(tiny_lm())
     config = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False)
     folder = tmp_path / "adapter"
@@ -133,18 +126,13 @@ def test_adapters(script, small, tiny_lm, tmp_path):
     assert all(p.requires_grad for p in merged.parameters())
 
     tensors = load_file(folder / "adapter_model.safetensors")
-    name = max(tensors)
-    args = small("ppo_sentiment", model_name_or_path=str(folder))
-    for damaged, error in (
-        ({key: x for key, x in tensors.items() if key != name}, "missing adapter keys"),
-        (tensors | {name: torch.zeros(7, 2)}, "size mismatch"),
-    ):
-        save_file(damaged, folder / "adapter_model.safetensors")
-        with pytest.raises(Exception, match=error):
-            script.main(flags_of(args))
+    del tensors[max(tensors)]
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(Exception, match="missing adapter keys"):
+        script.main(flags_of(small("ppo_sentiment", model_name_or_path=str(folder))))
 
 
-@pytest.mark.parametrize("names", ["c_attn,c_porj", "c_attn,", "c_attn,_fc"])
+@pytest.mark.parametrize("names", ["c_attn,c_porj", "c_attn,"])
 def test_names_of_lora_layers(script, tiny_lm, names):
     """peft#1959: each name must be that of a layer; spaces do not matter."""
     model = AutoModelForCausalLM.from_pretrained(tiny_lm())
@@ -246,18 +234,6 @@ def test_a_function_that_changes_the_directory(ppo, tmp_path, monkeypatch):
     assert rows_of(tmp_path / "run") and (tmp_path / "run/model/model.safetensors").exists()
 
 
-# ---- Resuming ----------------------------------------------------------------------------------------------
-
-
-def test_weights_of_another_shape_are_not_loaded(script, small):
-    """[1, H] would be copied into both rows of [2, H]."""
-    sgd = dict(optimizer="torch.optim.SGD", lora_target_modules="c_attn")
-    args = small("ppo_sentiment", lora_r=1, **sgd)
-    script.train(args)
-    with pytest.raises(script.UserError, match="the checkpoint holds other weights"):
-        script.train(script.parse_args(["--resume", args.output_dir, "--lora-r", "2"]))
-
-
 # ---- What the model is trained on is what the user gave ----------------------------------------------------
 
 
@@ -299,7 +275,7 @@ def test_responses_that_begin_with_their_prompt(scripts, name):
             script.read_preferences([row] * 3, "data")
         [(_, prompt, _)] = script.read_preferences([row | dict(prompt="")], "data")
         assert not prompt
-    rows = [texts, texts | dict(rejected="You.")]
+    rows = [texts, dict(prompt="Who?", chosen="Me.", rejected="You.")]
     assert [prompt for _, prompt, _ in script.read_preferences(rows, "data")] == ["Who?"] * 2
 
 
@@ -394,15 +370,6 @@ def test_decimals_are_no_classes(scripts):
         script.find_classes([dict(label=x) for x in (0.25, 0.5, 0.5)], script.Args())
     for labels, names in (([1, 0], ["0", "1"]), (["b", "a"], ["a", "b"]), ([True, False], ["False", "True"])):
         assert script.find_classes([dict(label=x) for x in labels], script.Args())[0] == names
-
-
-def test_the_tokenizer_of_a_policy(scripts, small, tiny_lm, monkeypatch):
-    """--sft-model-path alone: its own tokenizer, not that of a default model."""
-    script, found = scripts["rloo_tldr"], spy(monkeypatch, scripts["rloo_tldr"], "load_tokenizer")
-    args = script.parse_args(["--sft-model-path", tiny_lm()])
-    assert args.model_name_or_path is None
-    script.train(small("rloo_tldr", sft_model_path=tiny_lm(), model_name_or_path=None))
-    assert found[0][0] == (tiny_lm(),)
 
 
 # ---- Reward functions: what they get, and what they may do -------------------------------------------------
@@ -526,10 +493,6 @@ SIZES = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_
 SIZES |= dict(num_key_value_heads=2, intermediate_size=32, initializer_range=0.3)
 
 
-def random_ids(*shape, seed=0):
-    return torch.randint(2, 300, shape, generator=torch.Generator().manual_seed(seed))
-
-
 def model_of(config):
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config)
@@ -570,11 +533,10 @@ def test_names_of_labels(scripts, tmp_path):
 # ---- Tokenizers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["gpt_neox", "bert"])
-def test_a_folder_without_a_tokenizer(script, tmp_path, arch):
-    """transformers makes one up. It turns each text into nothing, or into the same special tokens."""
-    transformers.AutoConfig.for_model(arch).save_pretrained(tmp_path)
-    with pytest.raises((script.UserError, IndexError)):
+def test_a_folder_without_a_tokenizer(script, tmp_path):
+    """transformers makes one up, which turns each text into nothing."""
+    transformers.AutoConfig.for_model("gpt_neox").save_pretrained(tmp_path)
+    with pytest.raises(script.UserError):
         script.load_tokenizer(str(tmp_path))
 
 
@@ -643,19 +605,16 @@ def test_a_reward_model_whose_tokenizer_appends_eos(scripts, reward, eos_appende
 def test_rope_that_changes_with_the_length(script):
     """Phi-3's longrope has other factors for long texts; keys in the cache have those of short ones."""
     rope = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[4.0] * 8, rope_theta=1e4)
-    for length, is_refused in ((20, False), (40, True)):
-        config = transformers.Phi3Config(
-            **SIZES,
-            max_position_embeddings=256,
-            original_max_position_embeddings=32,
-            pad_token_id=0,
-            rope_parameters=rope | dict(original_max_position_embeddings=32),
-        )
-        if is_refused:
-            with pytest.raises(script.UserError, match="phi does not work here"):
-                script.check_model(model_of(config), "phi", length)
-        else:
-            script.check_model(model_of(config), "phi", length)
+    config = transformers.Phi3Config(
+        **SIZES,
+        max_position_embeddings=256,
+        original_max_position_embeddings=32,
+        pad_token_id=0,
+        rope_parameters=rope | dict(original_max_position_embeddings=32),
+    )
+    script.check_model(model_of(config), "phi", 20)
+    with pytest.raises(script.UserError, match="phi does not work here"):
+        script.check_model(model_of(config), "phi", 40)
 
 
 def test_noise_of_a_router(scripts, tmp_path):
@@ -664,7 +623,7 @@ def test_noise_of_a_router(scripts, tmp_path):
     model_of(config).save_pretrained(tmp_path)
     script = scripts["sft"]
     model = script.load_model(AutoModelForCausalLM, str(tmp_path)).train()
-    ids = random_ids(2, 9)
+    ids = torch.arange(2, 20).view(2, 9)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, model(ids).logits)
 
@@ -675,7 +634,7 @@ def test_a_classifier_that_looks_to_its_right(script):
     config = transformers.Gemma3TextConfig(**SIZES, head_dim=16, **flags)
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(config).eval()
-    texts = [random_ids(length, seed=length).tolist() for length in (3, 9, 6)]
+    texts = [[5, 7, 9], [*range(20, 29)], [*range(40, 46)]]
     found = script.score_tokens(model, texts, 3)
     alone = torch.stack([script.score_tokens(model, [text], 1)[0] for text in texts])
     torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)

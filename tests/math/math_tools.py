@@ -57,6 +57,14 @@ def ragged(draw, max_rows=4, max_columns=7):
     return lengths, draw(table), draw(table)
 
 
+@st.composite
+def groups(draw):
+    """k, and for each prompt a list of the rewards of its k responses."""
+    k = draw(st.integers(2, 6))
+    group = st.lists(st.floats(-9, 9, width=16), min_size=k, max_size=k)
+    return k, draw(st.lists(group, min_size=1, max_size=4))
+
+
 # ---- Output layer ------------------------------------------------------------------------------------------
 
 

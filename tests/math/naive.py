@@ -127,15 +127,6 @@ def clipped_policy_loss(logprob, old_logprob, advantage, cliprange):
     return -min(ratio * advantage, clipped * advantage)
 
 
-def clipped_value_loss(value, old_value, target, cliprange_value):
-    """OpenAI baselines, ppo2/model.py: half the larger of two squared errors.
-
-    One is the value's, the other that of a value which stays near the old one.
-    """
-    near = min(max(value, old_value - cliprange_value), old_value + cliprange_value)
-    return 0.5 * max((value - target) ** 2, (near - target) ** 2)
-
-
 def rloo_advantages(rewards, rloo_k):
     """Ahmadian et al. 2024, section 3: R(y_i) minus the mean of R(y_j) over the prompt's other responses.
 
@@ -152,18 +143,17 @@ def rloo_advantages(rewards, rloo_k):
 def grpo_advantages(rewards, k, scale="group"):
     """Shao et al. 2024, section 4.1.2: (r - mean of the group) / standard deviation of the group.
 
-    The deviation is of a sample, with n - 1, plus 1e-4. scale: "group"; "batch", the deviation of all
-    rewards; "none" (Liu et al. 2025). The k rewards of a group are neighbors.
+    The deviation is of a sample, with n - 1, plus 1e-4. scale: "group"; "none" (Liu et al. 2025). The k
+    rewards of a group are neighbors.
     """
     advantages = []
     for i, reward in enumerate(rewards):
         start = i - i % k
         group = rewards[start : start + k]
-        sample = rewards if scale == "batch" else group
-        centered = reward - math.fsum(group) / k
+        mean = math.fsum(group) / k
+        centered = reward - mean
         if scale != "none":
-            mean = math.fsum(sample) / len(sample)
-            deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in sample) / (len(sample) - 1))
+            deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in group) / (k - 1))
             centered /= deviation + 1e-4
         advantages.append(centered)
     return advantages

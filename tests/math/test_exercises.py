@@ -12,11 +12,6 @@ NAMES = list(exercises.EXERCISES)
 MISTAKES = [(name, i) for name in NAMES for i in range(len(exercises.EXERCISES[name].mistakes))]
 
 
-def test_there_are_eight_with_five_mistakes_each():
-    assert len(NAMES) == 8
-    assert all(len(exercise.mistakes) >= 5 for exercise in exercises.EXERCISES.values())
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_solution_is_right(scripts, tmp_path, monkeypatch, capsys, name):
     """First a stub is written, which is not right yet; then the solution takes its place."""
@@ -45,10 +40,9 @@ def test_other_errors_are_shown(tmp_path):
     path = tmp_path / "my_gae.py"
     path.write_text("def gae(rewards, values, mask, gamma, lam):\n    return rewards.nowhere\n")
     text, is_right = exercises.check("gae", path)
-    assert not is_right and "it raised" in text and "nowhere" in text and "common mistake" not in text
+    assert not is_right and "it raised" in text and "nowhere" in text
     path.write_text("def gae(rewards, values, mask, gamma, lam):\n    return rewards\n")
     text, is_right = exercises.check("gae", path)
-    assert not is_right and "it returned" in text and "the formula says" in text
-    assert "of shape [(4, 6)]" in text and "of shape [(4, 6), (4, 6)]" in text
+    assert not is_right and "of shape [(4, 6)]" in text and "of shape [(4, 6), (4, 6)]" in text
     path.write_text("gae = None\n")
     assert exercises.check("gae", path) == (f"{path} has no function gae", False)

@@ -49,7 +49,7 @@ def document_logits(model, batch):
 # ---- Packing -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_best_fit_decreasing(seed):
     """Against a slow version. Every document is there once and whole, and no two rows fit into one."""
     numbers = random.Random(seed)
@@ -139,11 +139,10 @@ def test_noise_of_a_loaded_model_is_refused():
 
 
 @pytest.mark.parametrize("arch", PACKED)
-@pytest.mark.parametrize("spread", ["wide", "usual"])
-def test_the_check_notices_a_mask_that_is_missing(language_model, monkeypatch, arch, spread):
+def test_the_check_notices_a_mask_that_is_missing(monkeypatch, arch):
     """Another version of transformers may find no documents in the positions."""
     layers = dict(attention_types=[[["global", "local"], 1]]) if arch == "gpt_neo" else {}
-    model = language_model(arch) if spread == "wide" else model_from(arch, **layers)
+    model = model_from(arch, **layers)
     assert check(model) is None
     monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda positions: None)
     assert check(model) == USE
@@ -187,22 +186,6 @@ def test_cross_entropy_in_chunks(num_labels, has_bias):
         close(one, other, atol=1e-4)
     _, correct_sum = sft.next_token_loss(hidden, weight, labels, *inputs[2:])
     assert correct_sum == (F.linear(hidden, weight, *inputs[2:]).argmax(-1) == labels).sum()
-
-
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_a_frozen_input_gets_no_gradient(frozen):
-    """The output layer under LoRA, for example."""
-    inputs = dict(hidden=normal(200, 5, seed=1), weight=normal(11, 5, seed=2))
-    for name, x in inputs.items():
-        x.requires_grad_(name != frozen)
-    labels = random_ids(200, high=11, seed=3)
-    [trained] = [x for x in inputs.values() if x.requires_grad]
-    [expected] = torch.autograd.grad(
-        F.cross_entropy(F.linear(*inputs.values()), labels, reduction="sum"), trained
-    )
-    sft.next_token_loss(**inputs, labels=labels)[0].backward()
-    close(trained.grad, expected, atol=1e-4)
-    assert inputs[frozen].grad is None
 
 
 def test_losses_are_fp32_under_autocast():

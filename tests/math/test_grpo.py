@@ -20,8 +20,7 @@ import torch
 from conftest import ROOT
 from diff_blocks import apply_block, blocks
 from hypothesis import given
-from hypothesis import strategies as st
-from math_tools import close, normal, quick
+from math_tools import close, groups, normal, quick
 from run_fixtures import handlers_kept
 from run_tools import eos_prone, maker, spy
 
@@ -30,8 +29,6 @@ import grpo_math as grpo
 pytest_plugins = ["run_fixtures"]
 K, P, T = 3, 4, 6  # responses per task, tasks, tokens per response
 SCORES = [0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.5, -3.0, 7.0, 2.0, 0.25, 0.3]  # those of the second task are equal
-
-
 BLOCKS = blocks((ROOT / "docs/grpo_math.md").read_text())
 
 
@@ -51,14 +48,6 @@ def test_the_small_number_is_added_to_the_deviation():
     """Rewards 0 and 0.0002: the deviation is 0.0001 * sqrt(2). Under the root it would not show."""
     ours = grpo.grpo_advantages(torch.tensor([2e-4, 0.0]), 2)
     close(ours, [1 / (math.sqrt(2) + 1), -1 / (math.sqrt(2) + 1)], rtol=1e-4)
-
-
-@st.composite
-def groups(draw):
-    """k, and the rewards of the k responses to each task"""
-    k = draw(st.integers(2, 6))
-    group = st.lists(st.floats(-9, 9, width=16), min_size=k, max_size=k)
-    return k, draw(st.lists(group, min_size=1, max_size=4))
 
 
 @quick
@@ -278,12 +267,7 @@ def test_truncated_importance_sampling(update):
     run = update(BLOCKS["Truncated importance sampling"], kl_coef=0.0)
     log_weights = (run.old - run.b["sampling_logprobs"]).tolist()
     weights = [[min(math.exp(x), 2.0) for x in row] for row in log_weights]
-    check_weights(run, weights)
     assert max(map(max, weights)) == 2.0 and min(map(min, weights)) < 1
-
-
-def check_weights(run, weights):
-    """The loss of an update is the mean over tokens of weight * clipped loss."""
     total = 0.0
     for i, advantage in enumerate(naive.grpo_advantages(SCORES, K)):
         for t in range(run.lengths[i]):
@@ -317,76 +301,18 @@ def trl():
     return GRPOTrainer
 
 
-def trls_trainer(
-    model,
-    use_bias_correction_kl=False,
-    importance_sampling_level="token",
-    multi_objective_aggregation="sum_then_normalize",
-    **settings,
-):
-    """What both methods read of a trainer. A name that is not given here is an AttributeError, and the
-    arguments are TRL's own, so that a new option of TRL shows."""
+def trls_loss(trl, run, advantages, bias_correction=False, **settings):
+    """The loss that GRPOTrainer computes from the tensors of an update, and its gradient."""
     from trl import GRPOConfig
 
-    sizes = dict(steps_per_generation=1, gradient_accumulation_steps=1, per_device_train_batch_size=12)
     args = GRPOConfig(
         output_dir="unused",
         use_cpu=True,
         bf16=False,
         num_generations=K,
-        use_bias_correction_kl=use_bias_correction_kl,
-        **sizes,
+        use_bias_correction_kl=bias_correction,
+        per_device_train_batch_size=12,
     )
-    return SimpleNamespace(
-        accelerator=accelerate.Accelerator(cpu=True),
-        args=args,
-        model=model.train(),
-        epsilon_low=0.2,
-        importance_sampling_level=importance_sampling_level,
-        num_generations=K,
-        num_iterations=1,
-        top_entropy_quantile=1.0,
-        multi_objective_aggregation=multi_objective_aggregation,
-        max_completion_length=T,
-        current_gradient_accumulation_steps=1,
-        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
-        # Off by default: tools, environments, pictures, vLLM, entropy bonus, mixtures of experts, ...
-        **dict.fromkeys(
-            "environment_factories environments tools _is_vlm _image_pad_token_id _video_pad_token_id "
-            "eos_token_ids mask_truncated_completions pad_to_multiple_of use_vllm "
-            "vllm_importance_sampling_correction "
-            "off_policy_mask_threshold _entropy_bonus_enabled aux_loss_enabled log_multimodal "
-            "chat_template_kwargs num_generations_eval ref_model".split()
-        ),
-        **settings,
-    )
-
-
-def trls_advantages(trl, model, rewards, scale, *more_rewards, weights=None, **settings):
-    """Those of GRPOTrainer. -> [P * k]"""
-    rewards = torch.tensor([rewards, *more_rewards]).T  # [P * k, functions]
-    functions = [str(i) for i in range(rewards.shape[1])]
-    answers = ([[1]] * 12, [[2]] * 12, None, [""] * 12, None, {}, None, None)
-    trainer = trls_trainer(
-        model,
-        beta=0.0,  # no reference is asked
-        scale_rewards=scale,
-        reward_funcs=functions,
-        reward_func_names=functions,
-        reward_weights=torch.tensor(weights or [1.0] * len(functions)),
-        _tokenizer=SimpleNamespace(pad_token_id=0),
-        _generate=lambda prompts: answers,
-        _calculate_rewards=lambda *_: rewards,
-        _logs=collections.defaultdict(list, rewards=collections.defaultdict(list)),
-        _pending_extra_logs={},
-        _pending_metrics={},
-        **settings,
-    )
-    return trl._generate_and_score_completions(trainer, [{"prompt": ""}] * 12)["advantages"]
-
-
-def trls_loss(trl, run, advantages, **settings):
-    """The loss that GRPOTrainer computes from the tensors of an update, and its gradient."""
     mask = run.b["mask"][:, -T:].long()
     logprobs, entropies = run.model(run.b["ids"], run.b["mask"], T, 1.0)
     inputs = {
@@ -399,49 +325,48 @@ def trls_loss(trl, run, advantages, **settings):
         "ref_per_token_logps": run.ref,
         "num_items_in_batch": mask.sum(),
     }
-    trainer = trls_trainer(run.model.policy, beta=0.1, **settings)
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logprobs, entropies, None)
+    # What the method reads of a trainer. A name that is not given here is an AttributeError.
+    trainer = SimpleNamespace(
+        accelerator=accelerate.Accelerator(cpu=True),
+        args=args,
+        model=run.model.policy.train(),
+        beta=0.1,
+        epsilon_low=0.2,
+        top_entropy_quantile=1.0,
+        max_completion_length=T,
+        current_gradient_accumulation_steps=1,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, entropies, None),
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+        use_vllm=False,
+        aux_loss_enabled=False,
+        off_policy_mask_threshold=None,
+        _entropy_bonus_enabled=False,
+        **settings,
+    )
     loss = trl._compute_loss(trainer, run.model.policy, inputs)
     run.model.zero_grad()
     loss.backward()
     return loss.item(), flat_gradient(grpo.trainable(run.model).values())
 
 
-# TRL's scale_rewards="batch" is none of the blocks: the group's mean, and the deviation of the batch.
-BATCH = """@@ step 2
--        advantages = grpo_advantages(b["scores"], k)  # [B]
-+        groups = b["scores"].view(P, k)
-+        advantages = (groups - groups.mean(1, keepdim=True)).flatten() / (groups.std() + 1e-4)  # [B]
-"""
-OF_TRL = {  # name -> block, TRL's loss_type and scale_rewards, other settings
-    "the default": ("", "dapo", "group", {}),
-    "one batch": ("", "bnpo", "group", {}),
-    "mean per response": (BLOCKS.get("Mean per response"), "grpo", "group", {}),
-    "Dr. GRPO": (BLOCKS.get("Dr. GRPO"), "dr_grpo", "none", {}),
-    "deviation of the batch": (BATCH, "dapo", "batch", {}),
-    "clip-higher": (BLOCKS.get("Clip-higher"), "dapo", "group", dict(epsilon_high=0.28)),
-    "GSPO": (BLOCKS.get("GSPO"), "grpo", "group", dict(importance_sampling_level="sequence")),
-    "CISPO": (BLOCKS.get("CISPO"), "cispo", "group", dict(epsilon_high=5.0)),
-    "unbiased KL": (BLOCKS.get("Unbiased KL"), "dapo", "group", dict(use_bias_correction_kl=True)),
+OF_TRL = {  # title of a block, "" for the default -> TRL's loss_type, other settings
+    "": ("dapo", {}),
+    "Mean per response": ("grpo", {}),
+    "Dr. GRPO": ("dr_grpo", {}),
+    "Clip-higher": ("dapo", dict(epsilon_high=0.28)),
+    "GSPO": ("grpo", dict(importance_sampling_level="sequence")),
+    "CISPO": ("cispo", dict(epsilon_high=5.0)),
+    "Unbiased KL": ("dapo", dict(bias_correction=True)),
 }
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_naive_advantages_are_trls(trl, update, scale):
-    """So the variants, which are compared with naive.py, have TRL's advantages. The default has them, too."""
-    theirs = trls_advantages(trl, update().model.policy, SCORES, scale)
-    close(theirs, naive.grpo_advantages(SCORES, K, scale))
-    if scale == "group":
-        close(grpo.grpo_advantages(torch.tensor(SCORES), K), theirs)
-
-
-@pytest.mark.parametrize("name", OF_TRL)
-def test_losses_and_gradients_are_trls(trl, update, name):
-    """Those of an update, and TRL's of the same tensors and rewards."""
-    block, loss_type, scale, others = OF_TRL[name]
-    run = update(block)
-    advantages = trls_advantages(trl, run.model.policy, SCORES, scale)
-    settings = dict(loss_type=loss_type, epsilon_high=0.2) | others
-    loss, gradient = trls_loss(trl, run, advantages, **settings)
+@pytest.mark.parametrize("title", OF_TRL)
+def test_losses_and_gradients_are_trls(trl, update, title):
+    """Those of an update, and TRL's of the same tensors and advantages."""
+    loss_type, others = OF_TRL[title]
+    run = update(BLOCKS[title] if title else "")
+    advantages, _ = CASES[title] if title else (of_group("group"), {})
+    settings = dict(loss_type=loss_type, epsilon_high=0.2, importance_sampling_level="token") | others
+    loss, gradient = trls_loss(trl, run, torch.tensor(advantages()), **settings)
     assert run.loss == pytest.approx(loss, abs=1e-5)
     assert (run.gradient - gradient).norm() < 1e-5 * gradient.norm()

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from conftest import module_with
-from transformers import get_scheduler
 
 ppo = module_with("gae", "make_learner")
 PEAK = 3e-4
@@ -48,12 +47,6 @@ def test_flags_reach_the_optimizer(kind, expected):
     assert p is learner.weight and (p < before).all()
 
 
-@pytest.mark.parametrize("kind", ["torch.optim.NoSuch", "no.such.module"])
-def test_an_optimizer_that_does_not_exist(kind):
-    with pytest.raises((AttributeError, ImportError), match="NoSuch|no"):
-        learner_of(optimizer=kind)
-
-
 def test_the_environment_does_not_change_a_run(monkeypatch):
     """accelerate reads settings of its own from it."""
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
@@ -78,23 +71,3 @@ def test_learning_rates(kind, updates, warmup):
     expected += [PEAK * SHAPES[kind](i / (updates - warmup)) for i in range(updates - warmup)]
     assert rates == pytest.approx(expected, rel=1e-9)
     assert min(rates) > 0
-
-
-@pytest.mark.parametrize("kind", ["constant_with_warmup", "linear", "cosine"])
-def test_one_step_before_transformers(kind):
-    """Our warm-up ends with the full rate in update w, theirs with update w + 1. They agree afterwards."""
-    updates, w = 40, 8
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
-    scheduler = get_scheduler(kind, optimizer, num_warmup_steps=w, num_training_steps=updates)
-    theirs = []
-    for _ in range(updates):
-        theirs += scheduler.get_last_lr()
-        optimizer.step()
-        scheduler.step()
-    args = ppo.Args(
-        learning_rate=PEAK, lr_scheduler_type=kind.removesuffix("_with_warmup"), warmup_ratio=w / updates
-    )
-    ours = [ppo.learning_rate(args, update, updates) for update in range(1, updates + 1)]
-    assert ours[:w] == pytest.approx([PEAK * i / w for i in range(1, w + 1)])
-    assert theirs[:w] == pytest.approx([PEAK * i / w for i in range(w)])
-    assert ours[w:] == pytest.approx(theirs[w:])

@@ -389,11 +389,14 @@ def test_the_gap_between_sampling_and_training_is_measured(rloo, script, monkeyp
 # ---- The evaluation, by hand -------------------------------------------------------------------------------
 
 
-def judged(run, call, texts):
-    """The scores of a call of the judge, whose inputs must be the evaluated posts and these texts."""
-    prompts, seen, scores = zip(*run.judge_calls[call])
-    assert list(prompts) == [row["prompt"] for row in run.samples]
-    assert list(seen) == texts
+def judged(call, samples, responses):
+    """The scores of responses and references, from a call of the judge, which gets them as neighbors."""
+    scores = []
+    for texts, calls in ((responses, call[::2]), ([row["reference"] for row in samples], call[1::2])):
+        prompts, seen, scores_of_texts = zip(*calls)
+        assert list(prompts) == [row["prompt"] for row in samples]
+        assert list(seen) == texts
+        scores.append(scores_of_texts)
     return scores
 
 
@@ -415,10 +418,9 @@ def test_the_final_table_by_hand(trained, part):
         kl.append((ours - theirs).sum().item())
     score, responses = {"before": "score", "after": "score after"}[part], [row.response for row in rows]
     raw_scores = [row[score] for row in run.samples]
-    assert len(run.judge_calls) == 6  # both rollouts, then responses and references before and after
-    call = {"before": 2, "after": 4}[part]
-    ours = judged(run, call, responses)
-    theirs = judged(run, call + 1, [row["reference"] for row in run.samples])
+    assert len(run.judge_calls) == 4  # both rollouts, then before and after
+    call = run.judge_calls[{"before": 2, "after": 3}[part]]
+    ours, theirs = judged(call, run.samples, responses)
     verdicts = [1.0 if x > y else 0.5 if x == y else 0.0 for x, y in zip(ours, theirs)]
     expected = {
         "win rate": mean(verdicts),
@@ -558,17 +560,17 @@ def test_a_post_without_a_verdict_does_not_count(trained, tmp_path):
 calls = []
 def score(prompt, response):
     calls.append(1)
-    number = (len(calls) - 1) % 6
-    is_evaluation = len(prompts) == 6
+    number = (len(calls) - 1) % 12
+    is_evaluation = len(prompts) == 12
     plain = -(len(response) // 8) + len(prompt) / 100
-    return None if is_evaluation and number == len(response) % 6 else plain
+    return None if is_evaluation and number == len(response) % 12 else plain
 """
     [judge_fn] = reward_file(tmp_path, CALLS.format(score=judge.strip()), "half_judge")
     run = trained(judge_fn=judge_fn)
     calls = calls_of(tmp_path / "half_judge.py.calls")[2:]
-    for part, (ours, theirs) in {"before": calls[:2], "after": calls[2:]}.items():
+    for part, call in zip(("before", "after"), calls, strict=True):
         verdicts = []
-        for (_, _, x), (_, _, y) in zip(ours, theirs, strict=True):
+        for (_, _, x), (_, _, y) in zip(call[::2], call[1::2], strict=True):
             if x is not None and y is not None:
                 verdicts.append(1.0 if x > y else 0.5 if x == y else 0.0)
         assert 0 < len(verdicts) < 6
@@ -588,8 +590,8 @@ def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script, tiny_lm):
         calls.append(1)
         pairs = list(zip(prompts, completions))
         scores = [2000 + prompt.count(text.strip()) for prompt, text in pairs]
-        rounding = 1e-3 * len(calls) if "same" in prompts[-1] else 0.0
-        return [None if "?" in prompt else x + rounding for x, prompt in zip(scores, prompts)]
+        rounding = [1e-3 * i if "same" in prompt else 0.0 for i, prompt in enumerate(prompts)]
+        return [None if "?" in prompt else x + y for x, y, prompt in zip(scores, rounding, prompts)]
 
     def judge(prompts, references):
         posts = [dict(prompt=x, reference=y, columns={}) for x, y in zip(prompts, references, strict=True)]
@@ -657,9 +659,8 @@ def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, m
         result = script.judge_policy(replace(run.args, **flags))
         assert set(result) == {"win rate", "+- (95 % interval)", "ties", "no verdict"}
         assert result == {name: pytest.approx(run.table[part][name]) for name in result}
-        ours, theirs = calls_of(tmp_path / part / f"judge_{part}.py.calls")
-        assert [text for _, text, _ in ours] == [row[part] for row in run.samples]
-        assert [text for _, text, _ in theirs] == [row["reference"] for row in run.samples]
+        [call] = calls_of(tmp_path / part / f"judge_{part}.py.calls")
+        judged(call, run.samples, [row[part] for row in run.samples])
         line = f"Model win rate: {result['win rate']:.2%} +- {result['+- (95 % interval)']:.2%} ("
         line += f"{result['ties']:.1%} ties, 0.0% without verdict), n = 6, judge {judge}, sampling, "
         assert line + "temperature 0.8, at most 9 tokens" in capsys.readouterr().out

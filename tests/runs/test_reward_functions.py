@@ -151,7 +151,7 @@ def test_a_function_gets_the_columns_of_its_rows(recorded, bang_lm, tmp_path, na
         if name == "ppo_dialog":
             contexts = [dialog[:turn] for dialog, turn in zip(call["dialog"], call["turn"])]
             assert call["prompts"] == ["\n".join(context) for context in contexts]
-    assert [call["steps"] for call in calls] == [[0, 2], [0, 2], [1, 2], [2, 2]]
+    assert [call["steps"] for call in calls] == [[2, 2], [0, 2], [1, 2], [2, 2]]
     for call in calls[1:3]:
         assert len(call["prompts"]) == B
         if name in GROUPS:
