@@ -25,7 +25,7 @@ If you know reward_model.py and rloo_tldr.py, this is what changes:
    and usually do: logps/chosen shows it.
 6. What the policy writes is sampled only before and after training, for the same held-out posts and with the
    same random numbers. With the same --seed, --num-eval-prompts and --response-length they are also those of
-   rloo_tldr.py, so the two final tables can be compared.
+   rloo_tldr.py, if both keep the same posts: then the two final tables can be compared.
 
 Columns of the data set, one of:
 
@@ -225,7 +225,7 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "DR:" predicts "My" and "A".
 #
-# Size letters are local to a function. Outside of train, B counts rows.
+# In train, B counts the pairs of an update. In the functions below, it counts the rows of their input.
 
 
 def train(args):
@@ -398,7 +398,9 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, reference):
                 "length": lengths.tolist(),
             }
             rows += rows_of(columns)
-    rows = accelerate.utils.gather_object(rows)[: len(posts)]  # of all processes, in the order of the posts
+    # Of all processes, in the order of the posts. (If there are more processes than posts, the last one is
+    # there several times.)
+    rows = accelerate.utils.gather_object(rows)[: len(posts)]
     gathered = {name: [row[name] for row in rows] for name in rows[0]}
     metrics = {}
     if args.judge_fn is not None and accelerator.is_main_process:  # the others would ask the same

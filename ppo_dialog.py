@@ -133,7 +133,7 @@ class Args:
     num_context_utterances: int = 5  # utterances in the prompt; at the start of a dialog it has fewer
     max_prompt_length: int = 128  # longest prompt, in tokens; a longer one loses its oldest utterances
     response_length: int = 20  # longest answer, in tokens, with its end mark
-    temperature: float = 1.0  # sampling temperature; all log-probabilities use it too
+    temperature: float = 1.0  # of sampling, and of all log-probabilities but those of reference answers
 
     # Reward
     intent_weight: float = 1.0  # weight of the intent; 0: it is only logged
@@ -262,7 +262,8 @@ def train(args):
     is_end = load_end_criteria(args, tokenizer)  # a StoppingCriteriaList of transformers
     model, ref_model = load_policy_and_value(args, device)
     check_dialog_model(model.policy, args.model_name_or_path, args.max_prompt_length + T)
-    # Reward functions may read it. In both evaluations, global_step is that of the end.
+    # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
+    # that a reward with a schedule scores before and after alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
     get_reward_parts, act_names = load_reward_parts(args, device, trainer_state)
     train_rows, held_out_rows = load_splits(args.dataset_name)
@@ -603,12 +604,12 @@ class Turn:
 def load_turns(rows, tokenizer, act_names, args):
     """Every utterance but the first of each dialog. -> list of Turn
 
-    act_names: of the intent classifier, for acts 1, 2, ...; turns without an act are left out. None: no acts
-    needed.
+    act_names: the labels of the intent classifier, for acts 1, 2, ... Turns without an act are left out. None:
+    there is no classifier, so acts are not needed.
     """
     bos = tokenizer("").input_ids  # [BOS], or nothing for GPT-2
     turns = []
-    for row, utterances, acts in load_dialogs(rows):
+    for row, utterances, acts in load_dialogs(rows):  # acts: one number per utterance, or None
         tokens = utterance_ids(tokenizer, utterances, args.utterance_end)
         for t in range(1, len(utterances)):
             act = None if acts is None else acts[t]

@@ -250,7 +250,8 @@ def train(args):
     model, ref_model = load_policy_and_value(args, device)
     check_model(model.policy, args.model_name_or_path, C + T)
     stop_ids = find_stop_tokens(args, tokenizer, model.policy).to(device)  # [any number]
-    # Reward functions may read it. In both evaluations, global_step is that of the end.
+    # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
+    # that a reward with a schedule scores before and after alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
     # get_scores(data_rows, prompts, responses, response_tokens) -> dict: name of the reward -> [B]
     get_scores = partial(call_reward_functions, load_reward(args, device), trainer_state, device)

@@ -280,7 +280,8 @@ def train(args):
     # it or, with FSDP2 and ZeRO-3, a sharded copy, whose weights copy_weights copies back after each update.
     model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
-    # Reward functions may read it. In both evaluations, global_step is that of the end.
+    # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
+    # that a reward with a schedule scores before and after alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
     get_scores = partial(score_responses, load_summary_reward(args, device), trainer_state, device)
     # --judge-fn has two uses. get_judge_scores: scores of every batch, which are only logged. judge: verdicts
