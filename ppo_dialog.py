@@ -604,8 +604,8 @@ class Turn:
 def load_turns(rows, tokenizer, act_names, args):
     """Every utterance but the first of each dialog. -> list of Turn
 
-    act_names: the labels of the intent classifier, for acts 1, 2, ... Turns without an act are left out. None:
-    there is no classifier, so acts are not needed.
+    act_names: the labels of the intent classifier, for acts 1, 2, ... Turns without an act are left out.
+    None: there is no classifier, so acts are not needed.
     """
     bos = tokenizer("").input_ids  # [BOS], or nothing for GPT-2
     turns = []
