@@ -837,20 +837,25 @@ def refuse_appended_eos(tokenizer, name):
 
 def load_lm(args):
     """The language model that is trained, with an adapter if --lora-r asks for one."""
-    quantization = None
-    if args.load_in_8bit:
-        # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits,
-        # and which ones depends on the batch: log-probabilities would too.
-        quantization = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-    lm = load_model(AutoModelForCausalLM, args.model_name_or_path, quantization_config=quantization)
+    lm = load_model(AutoModelForCausalLM, args.model_name_or_path, **eight_bit(args))
     if not args.lora_r and not all(p.is_floating_point() for p in lm.parameters()):
         raise UserError("quantized weights cannot be trained: add --lora-r 16")
     if args.lora_r:
         lm = add_lora(lm, args)
     if args.gradient_checkpointing:
-        # transformers' new name of gradient_checkpointing_enable
+        # the new name of gradient_checkpointing_enable in transformers
         lm.activation_checkpointing_enable(dict(use_reentrant=False))
     return lm
+
+
+def eight_bit(args):
+    """What from_pretrained needs for --load-in-8bit."""
+    if not args.load_in_8bit:
+        return {}
+    # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
+    # which ones depends on the batch: log-probabilities would too.
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    return dict(quantization_config=config)
 
 
 @torch.no_grad()
@@ -1073,7 +1078,7 @@ def find_prompt(row, responses, name):
         if prompt[-1]["role"] == "assistant":  # in a rollout, the two would be one message
             raise UserError(f"{name}: a prompt ends with the assistant: move that to the responses")
         return prompt
-    if is_chat(responses[0]) and len(responses[0]) > 1:  # more than the answer
+    if is_chat(responses[0]) and any(message["role"] == "user" for message in responses[0]):
         return []
     columns = {name for name, value in row.items() if isinstance(value, (str, list))}
     columns -= {"chosen", "rejected", "responses"}
@@ -1120,7 +1125,12 @@ def load_eval_posts(pairs, tokenizer, args):
     if args.eval_dataset_name is None:
         return [pair | {"responses": pair["responses"][:1]} for pair in pairs]
     _, rows = load_splits(args.eval_dataset_name)
-    posts = [tokenize_pair(tokenizer, row["prompt"], [row["completion"]]) for row in rows if row["prompt"]]
+    posts = []
+    for row in rows:
+        if row["prompt"]:
+            responses = [row["completion"]]
+            prompt = find_prompt(row, responses, args.eval_dataset_name)
+            posts.append(tokenize_pair(tokenizer, prompt, responses))
     posts = [post for post in posts if text_length(post) <= args.max_length]
     limit = f"with a prompt and at most {args.max_length} tokens"
     accelerate.PartialState().print(f"{args.eval_dataset_name}: {len(posts)} of {len(rows)} rows, {limit}")
@@ -1213,7 +1223,8 @@ def start_accelerator(args):
 def wants_bf16(args, device):
     """True if matmuls should run in bf16: on request, or with dtype auto on a GPU that supports it."""
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return args.dtype == "bfloat16" or (args.dtype == "auto" and has_bf16)
+    asks_for_bf16 = args.dtype == "bfloat16" or getattr(args, "bf16", False)  # rloo_tldr.py has --bf16
+    return asks_for_bf16 or (args.dtype == "auto" and has_bf16)
 
 
 def make_learner(model, args, accelerator):
@@ -1297,7 +1308,7 @@ class Run:
         self.last_line_time, self.got_signal = 0.0, False
         # The same folder on all processes. self.name is the path as it was given, for messages.
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
-        name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
+        name = args.resume or args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # your code may change the working directory
         is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
@@ -1459,6 +1470,7 @@ def load_trained(models, folder):
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
         weights = trainable(accelerate.utils.extract_model_from_parallel(model))
+        assert saved.keys() == weights.keys()
         for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load
@@ -1521,7 +1533,7 @@ def check_positive(args, *names):
 
 
 # Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
-# the updates that are left, unless the schedule is constant.)
+# the updates that are left, unless the schedule is constant and its warm-up over.)
 MAY_CHANGE = (
     *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url"),
@@ -1557,7 +1569,7 @@ def parse_args(argv):
     for name, value in asdict(args).items():
         if value != saved[name] and name not in MAY_CHANGE:
             raise UserError(f"--resume cannot change {name}: it is {saved[name]} in that run")
-    return replace(args, output_dir=args.resume)
+    return args
 
 
 def main(argv=None):

@@ -914,7 +914,7 @@ def can_share_prompts(wrapper, rows, args, accelerator):
     if not all(isinstance(layer, transformers.cache_utils.DynamicLayer) for layer in layers):
         return False
     # The longest row, which exposes a sliding window, and the shortest one, which needs padding next to it.
-    rows = sorted(rows, key=lambda row: len(row.texts[0]))
+    rows = sorted(rows, key=lambda row: max(map(len, row.texts)))
     rows = [rows[0], rows[-1]]
     wrapper.eval()
     alone = wrapper(*collate_texts(rows, classifier.device, shares_prompts=False))
@@ -1188,7 +1188,7 @@ def find_prompt(row, responses, name):
         if prompt[-1]["role"] == "assistant":  # in a rollout, the two would be one message
             raise UserError(f"{name}: a prompt ends with the assistant: move that to the responses")
         return prompt
-    if is_chat(responses[0]) and len(responses[0]) > 1:  # more than the answer
+    if is_chat(responses[0]) and any(message["role"] == "user" for message in responses[0]):
         return []
     columns = {name for name, value in row.items() if isinstance(value, (str, list))}
     columns -= {"chosen", "rejected", "responses"}
@@ -1278,7 +1278,8 @@ def start_accelerator(args):
 def wants_bf16(args, device):
     """True if matmuls should run in bf16: on request, or with dtype auto on a GPU that supports it."""
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return args.dtype == "bfloat16" or (args.dtype == "auto" and has_bf16)
+    asks_for_bf16 = args.dtype == "bfloat16" or getattr(args, "bf16", False)  # rloo_tldr.py has --bf16
+    return asks_for_bf16 or (args.dtype == "auto" and has_bf16)
 
 
 def make_learner(model, args, accelerator):
@@ -1362,7 +1363,7 @@ class Run:
         self.last_line_time, self.got_signal = 0.0, False
         # The same folder on all processes. self.name is the path as it was given, for messages.
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
-        name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
+        name = args.resume or args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # your code may change the working directory
         is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
@@ -1524,6 +1525,7 @@ def load_trained(models, folder):
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
         weights = trainable(accelerate.utils.extract_model_from_parallel(model))
+        assert saved.keys() == weights.keys()
         for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load
@@ -1541,7 +1543,7 @@ def check_positive(args, *names):
 
 
 # Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
-# the updates that are left, unless the schedule is constant.)
+# the updates that are left, unless the schedule is constant and its warm-up over.)
 MAY_CHANGE = (
     *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url"),
@@ -1577,7 +1579,7 @@ def parse_args(argv):
     for name, value in asdict(args).items():
         if value != saved[name] and name not in MAY_CHANGE:
             raise UserError(f"--resume cannot change {name}: it is {saved[name]} in that run")
-    return replace(args, output_dir=args.resume)
+    return args
 
 
 def main(argv=None):

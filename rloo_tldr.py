@@ -249,8 +249,6 @@ def train(args):
         )
     if args.missing_eos_penalty is not None and args.stop_token is None and args.stop_token_id is None:
         raise UserError("--missing-eos-penalty without a stop token would penalize all responses alike")
-    if args.bf16:
-        args = replace(args, dtype="bfloat16")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     B = (
@@ -1449,7 +1447,7 @@ def load_reward_model(args, name, device):
     config, _ = transformers.PretrainedConfig.get_config_dict(resolve_path(name))
     architectures = config.get("architectures")  # None: a folder with a LoRA adapter
     new_head = architectures is not None and not any("SequenceClassification" in x for x in architectures)
-    if new_head and name == args.judge_model:
+    if new_head and name == args.judge_model and args.judge_url is None:
         raise UserError(f"--judge-model {name} is a language model: use --judge-url, or a reward model")
     if new_head:
         accelerate.PartialState().print(f"{name} is a language model: random reward head")
@@ -1629,8 +1627,6 @@ def judge_policy(args):
     if args.resume is not None or args.sft_model_path is not None:
         raise UserError("judge: --model-name-or-path is the model; use --sft-model-path None and no --resume")
     check_positive(args, "temperature", "num_eval_prompts")
-    if args.bf16:
-        args = replace(args, dtype="bfloat16")
     accelerator = start_accelerator(args)
     if not accelerator.is_main_process:  # so that a judge on a server is asked only once
         return None
@@ -1741,7 +1737,9 @@ def choose_held_out(posts, args):
     if args.judge_model is not None or args.judge_fn is not None:
         posts = [post for post in posts if post["reference"]]
         if not posts:
-            raise UserError(f"{args.dataset_name}: a judge needs references, a column completion")
+            raise UserError(
+                f"{args.dataset_name}: a judge needs references, a column completion (or --judge-fn None)"
+            )
     count = min(args.num_eval_prompts, len(posts))
     return [posts[row] for row in stream_rows(len(posts), start=0, count=count, seed=args.seed)]
 
@@ -1877,7 +1875,8 @@ def start_accelerator(args):
 def wants_bf16(args, device):
     """True if matmuls should run in bf16: on request, or with dtype auto on a GPU that supports it."""
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return args.dtype == "bfloat16" or (args.dtype == "auto" and has_bf16)
+    asks_for_bf16 = args.dtype == "bfloat16" or getattr(args, "bf16", False)  # rloo_tldr.py has --bf16
+    return asks_for_bf16 or (args.dtype == "auto" and has_bf16)
 
 
 def make_learner(model, args, accelerator):
@@ -1961,7 +1960,7 @@ class Run:
         self.last_line_time, self.got_signal = 0.0, False
         # The same folder on all processes. self.name is the path as it was given, for messages.
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
-        name = args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
+        name = args.resume or args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # your code may change the working directory
         is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
@@ -2123,6 +2122,7 @@ def load_trained(models, folder):
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
         weights = trainable(accelerate.utils.extract_model_from_parallel(model))
+        assert saved.keys() == weights.keys()
         for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load
@@ -2153,10 +2153,6 @@ def report_summaries(run, judge, posts, before, after):
     args = run.args
     metrics_before, old = before
     metrics_after, new = after
-    if judge is not None:
-        # Both evaluations are judged here, at the end, so that resuming a run does not pay the judge twice.
-        metrics_before = win_rate(judge(posts, old["response"])) | metrics_before
-        metrics_after = win_rate(judge(posts, new["response"])) | metrics_after
     columns = {
         "prompt": old["prompt"],
         "reference": [post["reference"] for post in posts],
@@ -2168,6 +2164,13 @@ def report_summaries(run, judge, posts, before, after):
     samples = rows_of(columns)
     lines = [json.dumps(row) + "\n" for row in samples]
     (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
+    if judge is not None:
+        # Both evaluations are judged here, at the end, so that resuming a run does not pay the judge twice. A
+        # post without a verdict in one of them counts in neither.
+        verdicts = torch.stack([judge(posts, columns[part]) for part in ("before", "after")])  # [2, posts]
+        verdicts[:, verdicts.isnan().any(0)] = math.nan
+        metrics_before = win_rate(verdicts[0]) | metrics_before
+        metrics_after = win_rate(verdicts[1]) | metrics_after
     about = {
         "before": metrics_before,
         "after": metrics_after,
@@ -2197,7 +2200,7 @@ def check_positive(args, *names):
 
 
 # Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
-# the updates that are left, unless the schedule is constant.)
+# the updates that are left, unless the schedule is constant and its warm-up over.)
 MAY_CHANGE = (
     *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url"),
@@ -2233,7 +2236,7 @@ def parse_args(argv):
     for name, value in asdict(args).items():
         if value != saved[name] and name not in MAY_CHANGE:
             raise UserError(f"--resume cannot change {name}: it is {saved[name]} in that run")
-    return replace(args, output_dir=args.resume)
+    return args
 
 
 def main(argv=None):

@@ -4,6 +4,7 @@ of an import."""
 import ast
 import collections
 import dataclasses
+import re
 import io
 import subprocess
 import sys
@@ -121,8 +122,8 @@ def fields_of(source):
 
 
 def attributes_read(source):
-    """Fields of args that are read, as args.name or self.args.name."""
-    read = set()
+    """Fields of args that are read, as args.name, self.args.name or getattr(args, "name", ...)."""
+    read = set(re.findall(r'getattr\(args, "(\w+)"', source))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             if ast.unparse(node.value) in ("args", "self.args", "run.args"):

@@ -735,10 +735,10 @@ sft.Run.start: a resumed run may have another batch
   runs/test_resume.py::test_resume_with_other_micro_batches[sft]
   - if state["batch_size"] != batch_size:
   + if False:
-ppo_sentiment.parse_args: a resumed run moves to another folder
+ppo_sentiment.Run.__init__: a resumed run moves to another folder
   runs/test_resume.py::test_flags_of_a_resumed_run
-  - replace(args, output_dir=args.resume)
-  + args
+  - args.resume or args.output_dir
+  + args.output_dir
 ppo_sentiment.parse_args: --resume accepts another scale of LoRA
   runs/test_resume.py::test_flags_of_a_resumed_run
   - and name not in MAY_CHANGE

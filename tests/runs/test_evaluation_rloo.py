@@ -555,7 +555,7 @@ def test_a_response_that_completes_a_character(script):
 
 
 def test_a_post_without_a_verdict_does_not_count(trained, tmp_path):
-    """The win rate is that of the others. Before and after training, they may be other posts."""
+    """Neither before nor after training. The win rate is that of the others."""
     judge = """
 calls = []
 def score(prompt, response):
@@ -568,14 +568,16 @@ def score(prompt, response):
     [judge_fn] = reward_file(tmp_path, CALLS.format(score=judge.strip()), "half_judge")
     run = trained(judge_fn=judge_fn)
     calls = calls_of(tmp_path / "half_judge.py.calls")[2:]
-    for part, call in zip(("before", "after"), calls, strict=True):
-        verdicts = []
-        for (_, _, x), (_, _, y) in zip(call[::2], call[1::2], strict=True):
-            if x is not None and y is not None:
-                verdicts.append(1.0 if x > y else 0.5 if x == y else 0.0)
-        assert 0 < len(verdicts) < 6
-        assert run.table[part]["win rate"] == pytest.approx(mean(verdicts))
-        assert run.table[part]["no verdict"] == pytest.approx(1 - len(verdicts) / 6)
+    verdicts = {"before": [], "after": []}
+    for before, after in zip(*(zip(call[::2], call[1::2]) for call in calls), strict=True):
+        if None in [score for texts in (before, after) for _, _, score in texts]:
+            continue
+        for part, ((_, _, ours), (_, _, theirs)) in zip(verdicts, (before, after)):
+            verdicts[part].append(1.0 if ours > theirs else 0.5 if ours == theirs else 0.0)
+    for part in verdicts:
+        assert 0 < len(verdicts[part]) < 6
+        assert run.table[part]["win rate"] == pytest.approx(mean(verdicts[part]))
+        assert run.table[part]["no verdict"] == pytest.approx(1 - len(verdicts[part]) / 6)
 
 
 def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script, tiny_lm):

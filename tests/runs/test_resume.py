@@ -214,7 +214,7 @@ def test_flags_of_a_resumed_run(script, small):
             script.parse_args([*resume_flags, f"--{flag}", value])
     moved = args.output_dir + "-moved"
     Path(args.output_dir).rename(moved)
-    assert script.parse_args(["--resume", moved]).output_dir == moved
+    assert resume(script, moved) == Path(moved)
 
 
 def test_resume_with_fewer_updates(script, small):

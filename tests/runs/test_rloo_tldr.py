@@ -475,4 +475,4 @@ def test_the_verb_judge_needs_references(script, small, capsys, tmp_path):
     assert "n = 4, judge " in capsys.readouterr().out
     words = ["judge", *flags_of(small("rloo_tldr", dataset_name=none, **flags))]
     line = one_line(script, words, capsys)
-    assert line.endswith(f"{none}: a judge needs references, a column completion")
+    assert line.endswith(f"{none}: a judge needs references, a column completion (or --judge-fn None)")
