@@ -4,8 +4,8 @@ of an import."""
 import ast
 import collections
 import dataclasses
-import re
 import io
+import re
 import subprocess
 import sys
 import tokenize

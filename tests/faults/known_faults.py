@@ -735,7 +735,7 @@ sft.Run.start: a resumed run may have another batch
   runs/test_resume.py::test_resume_with_other_micro_batches[sft]
   - if state["batch_size"] != batch_size:
   + if False:
-ppo_sentiment.Run.__init__: a resumed run moves to another folder
+ppo_sentiment.Run.__init__: a resumed run moves to another folder (FileNotFoundError)
   runs/test_resume.py::test_flags_of_a_resumed_run
   - args.resume or args.output_dir
   + args.output_dir
