@@ -249,11 +249,12 @@ def train(args):
         )
     if args.missing_eos_penalty is not None and args.stop_token is None and args.stop_token_id is None:
         raise UserError("--missing-eos-penalty without a stop token would penalize all responses alike")
+    if args.bf16:
+        args = replace(args, dtype="bfloat16")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
-    B = (
-        n * args.gradient_accumulation_steps * args.num_mini_batches * world
-    )  # responses (TRL: episodes) per update
+    # Responses (TRL: episodes) per update:
+    B = n * args.gradient_accumulation_steps * args.num_mini_batches * world
     P = B // k  # prompts per update
     updates = math.ceil(args.total_episodes / B)
     # What the progress bar shows: label -> metric.
@@ -1627,6 +1628,8 @@ def judge_policy(args):
     if args.resume is not None or args.sft_model_path is not None:
         raise UserError("judge: --model-name-or-path is the model; use --sft-model-path None and no --resume")
     check_positive(args, "temperature", "num_eval_prompts")
+    if args.bf16:
+        args = replace(args, dtype="bfloat16")
     accelerator = start_accelerator(args)
     if not accelerator.is_main_process:  # so that a judge on a server is asked only once
         return None
@@ -1875,8 +1878,7 @@ def start_accelerator(args):
 def wants_bf16(args, device):
     """True if matmuls should run in bf16: on request, or with dtype auto on a GPU that supports it."""
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    asks_for_bf16 = args.dtype == "bfloat16" or getattr(args, "bf16", False)  # rloo_tldr.py has --bf16
-    return asks_for_bf16 or (args.dtype == "auto" and has_bf16)
+    return args.dtype == "bfloat16" or (args.dtype == "auto" and has_bf16)
 
 
 def make_learner(model, args, accelerator):

@@ -1160,8 +1160,7 @@ def start_accelerator(args):
 def wants_bf16(args, device):
     """True if matmuls should run in bf16: on request, or with dtype auto on a GPU that supports it."""
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    asks_for_bf16 = args.dtype == "bfloat16" or getattr(args, "bf16", False)  # rloo_tldr.py has --bf16
-    return asks_for_bf16 or (args.dtype == "auto" and has_bf16)
+    return args.dtype == "bfloat16" or (args.dtype == "auto" and has_bf16)
 
 
 def make_learner(model, args, accelerator):

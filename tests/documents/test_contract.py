@@ -5,7 +5,6 @@ import ast
 import collections
 import dataclasses
 import io
-import re
 import subprocess
 import sys
 import tokenize
@@ -122,8 +121,8 @@ def fields_of(source):
 
 
 def attributes_read(source):
-    """Fields of args that are read, as args.name, self.args.name or getattr(args, "name", ...)."""
-    read = set(re.findall(r'getattr\(args, "(\w+)"', source))
+    """Fields of args that are read, as args.name or self.args.name."""
+    read = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             if ast.unparse(node.value) in ("args", "self.args", "run.args"):
