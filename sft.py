@@ -1323,7 +1323,7 @@ class Run:
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
-            raise UserError(f"--resume: that run has done {state['update']} updates, not only {self.updates}")
+            raise UserError(f"--resume: the flags ask for {self.updates} updates; {state['update']} are done")
         config = asdict(self.args)
         about = {
             "args": config,
@@ -1406,7 +1406,7 @@ def load_trained(models, folder):
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
         weights = trainable(accelerate.utils.extract_model_from_parallel(model))
-        assert saved.keys() == weights.keys()
+        assert saved.keys() == weights.keys(), "the checkpoint is of another model"
         for name, p in weights.items():
             p.data.copy_(saved[name])
     models.clear()  # nothing left to load

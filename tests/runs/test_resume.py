@@ -221,7 +221,7 @@ def test_resume_with_fewer_updates(script, small):
     """The checkpoint is of a later update than the last one now."""
     args = small("ppo_sentiment", total_episodes=16)
     script.train(args)
-    with pytest.raises(script.UserError, match="has done 2 updates, not only 1"):
+    with pytest.raises(script.UserError, match="the flags ask for 1 updates; 2 are done"):
         resume(script, args.output_dir, "--total-episodes", "8")
 
 
