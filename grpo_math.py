@@ -1479,12 +1479,6 @@ def load_splits(name):
         held_out = train[::10]
         del train[::10]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
-
-    # The columns that may be chats in one of the scripts:
-    for column in ("messages", "prompt", "completion", "chosen", "rejected"):
-        for value in (row.get(column) for row in train + held_out):
-            if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
-                raise UserError(f"{name}: column {column} is a JSON text instead of a list of messages")
     return train, held_out
 
 
@@ -1578,6 +1572,8 @@ def tokenize_prompt(tokenizer, prompt):
 
 def is_chat(value):
     """True for a list of messages (dicts with role and content), False for a text."""
+    if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
+        raise UserError(f"a chat must be a list of messages, but this one is a JSON text: {value[:60]}")
     return isinstance(value, list) and len(value) > 0
 
 

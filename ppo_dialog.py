@@ -1497,8 +1497,7 @@ def load_classifier(args, name, device):
 
     def classify(texts):
         tokens = tokenizer(texts, truncation=True, max_length=max_length).input_ids
-        with torch.autocast(device.type, enabled=False):  # bf16 would round the logits
-            return score_tokens(model, tokens, args.local_rollout_forward_batch_size)
+        return score_tokens(model, tokens, args.local_rollout_forward_batch_size)
 
     return classify, [model.config.id2label[i] for i in range(model.config.num_labels)]
 
@@ -1639,12 +1638,6 @@ def load_splits(name):
         held_out = train[::10]
         del train[::10]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
-
-    # The columns that may be chats in one of the scripts:
-    for column in ("messages", "prompt", "completion", "chosen", "rejected"):
-        for value in (row.get(column) for row in train + held_out):
-            if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
-                raise UserError(f"{name}: column {column} is a JSON text instead of a list of messages")
     return train, held_out
 
 

@@ -572,14 +572,14 @@ def make_document(example, tokenizer, args, counts):
     if example.get("text"):
         ids = with_eos(tokenizer(example["text"]).input_ids, tokenizer)
         return ids, ids
-    if example.get("messages"):
+    if is_chat(example.get("messages")):
         return chat_document(example["messages"], 0, tokenizer, counts)
     if example.get("dialog"):
         return dialog_document(example, tokenizer, args)
     prompt, completion = example.get("prompt"), example.get("completion")
     if not completion or prompt is None:  # the prompt may be empty
         return [], []
-    if is_chat(completion):
+    if is_chat(prompt) or is_chat(completion):
         first_labeled = len(prompt) if args.completion_only_loss else 0
         return chat_document(prompt + completion, first_labeled, tokenizer, counts)
     return completion_document(prompt, completion, tokenizer, args)
@@ -1048,12 +1048,6 @@ def load_splits(name):
         held_out = train[::10]
         del train[::10]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
-
-    # The columns that may be chats in one of the scripts:
-    for column in ("messages", "prompt", "completion", "chosen", "rejected"):
-        for value in (row.get(column) for row in train + held_out):
-            if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
-                raise UserError(f"{name}: column {column} is a JSON text instead of a list of messages")
     return train, held_out
 
 
@@ -1072,6 +1066,8 @@ def read_rows(path):
 
 def is_chat(value):
     """True for a list of messages (dicts with role and content), False for a text."""
+    if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
+        raise UserError(f"a chat must be a list of messages, but this one is a JSON text: {value[:60]}")
     return isinstance(value, list) and len(value) > 0
 
 

@@ -892,8 +892,8 @@ ppo_sentiment.load_splits: other JSON files are read by datasets
   faults/test_public_reports.py::test_json_in_other_files
   - Path(path).exists() and
   + False and
-ppo_sentiment.load_splits: a chat that is stored as a text is one
-  faults/test_public_reports.py::test_chats_as_texts
+sft.is_chat: a chat that is stored as a text is one
+  faults/test_public_reports.py::test_chats_as_texts[sft]
   - isinstance(value, str) and
   + False and
 sft.train: the first rows of a file are trained on

@@ -325,17 +325,26 @@ def test_json_in_other_files(script, tmp_path, name, text):
     assert [repr(row) for row in held_out + rows] == [repr(TASK), repr(TASK | {"points": 1})]
 
 
-@pytest.mark.parametrize("column", ["messages", "prompt", "completion", "chosen", "rejected"])
-def test_chats_as_texts(script, tmp_path, column):
+@pytest.mark.parametrize("name", ["sft", "reward_model", "dpo_tldr", "rloo_tldr", "grpo_math"])
+def test_chats_as_texts(scripts, name):
     """A list of messages that was saved as a text would be trained on as it is. Other JSON is a text."""
+    script = scripts[name]
     turned = [dict(reversed(message.items())) for message in CHAT]
-    texts = [json.dumps(CHAT), str(CHAT), json.dumps(turned), json.dumps(CHAT, indent=2)]
-    for i, text in enumerate(texts):
-        data = write_rows(tmp_path / str(i), train=[{column: "Hi"}] * 9 + [{column: text}])
-        with pytest.raises(script.UserError, match=f"column {column} is a JSON text instead of a list"):
-            script.load_splits(data)
-    rows = [{column: '[{"id": 7}] Name the id.'}, {column: CHAT}, {column: "[role] no"}]
-    script.load_splits(write_rows(tmp_path / "right", train=rows))
+    for text in (json.dumps(CHAT), str(CHAT), json.dumps(turned), json.dumps(CHAT, indent=2)):
+        with pytest.raises(script.UserError, match="a chat must be a list of messages"):
+            script.is_chat(text)
+    assert script.is_chat(CHAT)
+    assert not any(script.is_chat(text) for text in ('[{"id": 7}] Name the id.', "[role] no", ""))
+
+
+@pytest.mark.parametrize("columns", ["messages", "prompt completion", "prompt chosen rejected"])
+def test_chats_as_texts_stop_a_run(scripts, small, tmp_path, columns):
+    """In any column that may be a chat."""
+    row = {column: json.dumps(CHAT) for column in columns.split()}
+    data = write_rows(tmp_path / "data", train=[row] * 9, test=[row])
+    script = scripts["dpo_tldr" if "chosen" in columns else "sft"]
+    with pytest.raises(script.UserError, match="a chat must be a list of messages"):
+        script.train(small(script.__name__, dataset_name=data))
 
 
 def test_a_part_of_a_sorted_file(scripts, small, tmp_path, monkeypatch):
