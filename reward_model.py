@@ -1568,6 +1568,8 @@ def parse_args(argv):
 
     # The flags of that run. Only those in MAY_CHANGE may differ.
     saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
+    if saved.keys() != asdict(args).keys():
+        raise UserError(f"--resume {args.resume}: a run of another script, or of another version of this one")
     args = parse(default=Args(**saved))
     if names_recipe:
         args.recipe = recipe

@@ -4,7 +4,7 @@ import json
 import random
 import signal
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -215,6 +215,16 @@ def test_flags_of_a_resumed_run(script, small):
     moved = args.output_dir + "-moved"
     Path(args.output_dir).rename(moved)
     assert resume(script, moved) == Path(moved)
+
+
+def test_resume_of_another_edition(scripts, small, tmp_path):
+    """Its flags have other names, so the run cannot be the same. One line says so."""
+    saved = asdict(small("ppo_sentiment"))
+    saved["date"] = saved.pop("save_every")
+    (tmp_path / "args.json").write_text(json.dumps({"args": saved}))
+    for name in ("ppo_sentiment", "ppo_dialog"):
+        with pytest.raises(scripts[name].UserError, match="another script, or of another version"):
+            scripts[name].parse_args(["--resume", str(tmp_path)])
 
 
 def test_resume_with_fewer_updates(script, small):
