@@ -20,12 +20,13 @@ If you know reward_model.py and rloo_tldr.py, this is what changes:
    there is no reward model and no rollout.
 3. The reference is the policy before training. All its log-probabilities are computed once, before the first
    update (`pair_logprobs`). So there is no second model in memory during training.
-4. A forward pass reads a prompt once for both responses (`group_logprobs`, as in rloo_tldr.py).
+4. A forward pass reads a prompt once for both responses (`group_hidden_states`, as in rloo_tldr.py).
 5. Only the difference between the two scores is trained. The log-probabilities of both responses may fall,
    and usually do: logps/chosen shows it.
 6. What the policy writes is sampled only before and after training, for the same held-out posts and with the
-   same random numbers. With the same --seed, --num-eval-prompts and --response-length they are also those of
-   rloo_tldr.py, if both keep the same posts: then the two final tables can be compared.
+   same random numbers. rloo_tldr.py uses the same posts and numbers if --seed, --num-eval-prompts and
+   --response-length agree, and if no post is too long for either script. Then their final tables can be
+   compared. (This script also counts the reference summary: --max-length.)
 
 Columns of the data set, one of:
 
@@ -99,7 +100,6 @@ from rich.progress import Progress
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # ============================================================================================================
@@ -125,8 +125,8 @@ class Args:
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
 
     # Model
-    model_name_or_path: str = "Qwen/Qwen2-0.5B-Instruct"  # the policy to start from, which is the reference
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # float32: TF32 on GPUs; auto: bf16 if they can
+    model_name_or_path: str = "Qwen/Qwen2-0.5B-Instruct"  # the initial policy, which is also the reference
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # auto: bf16 on GPUs that have it, else float32
     load_in_8bit: bool = False  # 8-bit weights for LoRA's base model
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights)
@@ -229,9 +229,9 @@ RECIPES = {
 
 
 def train(args):
-    """The whole run, from the flags to the final tables. -> (Policy, run folder)"""
-    check_positive(args, "num_train_epochs", "num_eval_pairs", "max_grad_norm")
-    check_positive(args, "beta", "num_eval_prompts", "response_length", "temperature")
+    """The whole run, from the flags to the final tables. -> (PairPolicy, run folder)"""
+    check_numbers(args, "num_train_epochs", "num_eval_pairs", "max_grad_norm")
+    check_numbers(args, "beta", "num_eval_prompts", "response_length", "temperature")
     if not 0 <= args.label_smoothing < 0.5:
         raise UserError("--label-smoothing is the share of wrong labels: from 0 to less than 0.5")
     accelerator = start_accelerator(args)
@@ -255,7 +255,7 @@ def train(args):
 
     policy = load_lm(args).to(device)
     check_lm(policy, train_pairs + held_out_pairs, posts, args)
-    model = Policy(policy)  # the same weights; its forward pass is that of the update
+    model = PairPolicy(policy)  # the same weights; its forward pass is that of the update
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
     accelerator.print(
@@ -269,7 +269,7 @@ def train(args):
     with autocast:
         ref_logprobs = pair_logprobs(model, train_pairs, args, accelerator)  # [N, 2]: chosen, rejected
         held_out_ref_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
-        before = evaluate_samples(policy, posts, tokenizer, args, accelerator, reference=policy)
+        before = evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model=policy)
     kl_to_itself = before[0]["KL, nats per response"]
     assert abs(kl_to_itself) < 0.5, "sampling and update compute different log-probabilities, or nan"
 
@@ -303,10 +303,9 @@ def train(args):
 
             with accelerator.accumulate(learner):  # processes exchange gradients only in the last micro-batch
                 with autocast:
-                    # [2n, T], 0 after the end of a response. (The entropies are for the other scripts.)
-                    token_logps, _ = learner(ids, mask, T, temperature=1.0)
+                    token_logprobs = learner(ids, mask, T)  # [2n, T], 0 after the end of a response
                 # The log-probability of a response is the sum over its tokens.
-                logprobs = token_logps.sum(1).view(-1, 2)  # [n, 2]: chosen, rejected
+                logprobs = token_logprobs.sum(1).view(-1, 2)  # [n, 2]: chosen, rejected
                 chosen, rejected = logprobs.unbind(1)  # [n] each
                 ref_chosen, ref_rejected = mb_ref_logprobs.unbind(1)
                 losses = dpo_loss(
@@ -346,10 +345,10 @@ def train(args):
 
     # 5. Evaluate on the same held-out pairs and posts again, and save the model. The reference is needed once
     #    more, for the KL of the samples. With LoRA, it is the policy without its adapter.
-    reference = None if args.lora_r else load_lm(args).to(device)
+    ref_model = None if args.lora_r else load_lm(args).to(device)
     with autocast:
         held_out_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
-        after = evaluate_samples(policy, posts, tokenizer, args, accelerator, reference=reference)
+        after = evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model)
     if accelerator.is_main_process:
         save_policy(policy, tokenizer, run.folder / "model")
         pair_columns = pair_metrics(held_out_logprobs, held_out_ref_logprobs, args.beta)
@@ -362,16 +361,21 @@ def train(args):
 
 
 @torch.no_grad()
-def evaluate_samples(policy, posts, tokenizer, args, accelerator, reference):
+def evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model):
     """Respond to the held-out posts, with the same random numbers before and after training.
 
-    reference: None if it is the policy without its LoRA adapter. Each process takes its share of the posts.
+    ref_model: None if it is the policy without its LoRA adapter. Each process takes its share of the posts.
     -> metrics (dict of floats); columns (dict of lists, one entry per post): prompt, reference, response,
     score (None without a judge), kl, stopped, length
     """
     policy.eval()
     device, T = accelerator.device, args.response_length
     stop_ids = end_tokens(policy, tokenizer).to(device)
+    if not any(token in post["responses"][0] for post in posts for token in stop_ids.tolist()):
+        raise UserError(
+            "no reference contains a token that ends a response: set eos_token_id in the model's "
+            "generation_config.json"
+        )
     text_of = partial(tokenizer.batch_decode, skip_special_tokens=True)
     # One random number per token. With the same posts, seed and T, rloo_tldr.py draws the same ones.
     uniforms = torch.rand(len(posts), T, generator=generator_for(args.seed, "tokens", "held-out")).to(device)
@@ -379,15 +383,15 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, reference):
     with accelerator.split_between_processes(torch.arange(len(posts))) as share:
         for places in share.split(args.per_device_train_batch_size):  # places in posts
             chunk = [posts[i] for i in places.tolist()]
-            ids, mask, num_reference_tokens = collate_pairs(chunk, device)
-            ids = ids[:, :-num_reference_tokens]  # [n, C]: only the prompts, without the references
-            mask = mask[:, :-num_reference_tokens]
+            # Only the left-padded prompts [n, C], without the reference summaries after them.
+            ids, mask, summary_length = collate_pairs(chunk, device)
+            ids, mask = ids[:, :-summary_length], mask[:, :-summary_length]
             tokens, logprobs = sample_texts(policy, ids, mask, uniforms[places], args.temperature)  # [n, T]
             lengths = response_lengths(tokens, stop_ids)  # [n]
             valid = length_mask(lengths, T)
             ids = torch.cat([ids, tokens], 1)
             mask = torch.cat([mask, valid], 1)
-            ref_logprobs = reference_group_logprobs(reference, policy, ids, mask, T, args.temperature)
+            ref_logprobs = logprobs_of_reference(ref_model, policy, ids, mask, T, args.temperature)
             columns = {
                 "prompt": text_of([post["ids"] for post in chunk]),
                 "reference": text_of([post["responses"][0] for post in chunk]),
@@ -398,8 +402,8 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, reference):
                 "length": lengths.tolist(),
             }
             rows += rows_of(columns)
-    # Of all processes, in the order of the posts. (If there are more processes than posts, the last one is
-    # there several times.)
+    # Rows of all processes, in the order of the posts. (With more processes than posts, the last one comes
+    # several times.)
     rows = accelerate.utils.gather_object(rows)[: len(posts)]
     gathered = {name: [row[name] for row in rows] for name in rows[0]}
     metrics = {}
@@ -471,7 +475,7 @@ def pair_logprobs(model, pairs, args, accelerator):
         logprobs = torch.zeros(len(share), 2)
         for rows in lengths[share].argsort(stable=True).split(args.per_device_train_batch_size):
             ids, mask, T = collate_pairs([pairs[i] for i in share[rows].tolist()], accelerator.device)
-            logprobs[rows] = model(ids, mask, T, temperature=1.0)[0].sum(1).view(-1, 2).cpu()
+            logprobs[rows] = model(ids, mask, T).sum(1).view(-1, 2).cpu()
     return torch.tensor(accelerate.utils.gather_object(logprobs.tolist()))[: len(pairs)]
 
 
@@ -530,64 +534,80 @@ def sample_next(head, hidden, uniforms, temperature):
 # ---- Policy and reference ----------------------------------------------------------------------------------
 
 
-class Policy(nn.Module):
+class PairPolicy(nn.Module):
     """The policy with the forward pass of the update, so that DDP, FSDP2 or DeepSpeed can wrap it."""
 
     def __init__(self, policy):
         super().__init__()
         self.policy = policy
 
-    def forward(self, ids, mask, T, temperature):
-        """Log-probabilities and entropies of the last T tokens of each row.
+    def forward(self, ids, mask, T):
+        """Log-probabilities of the last T tokens of each row.
 
-        ids [B, C + T], bool mask [B, C + T] -> both fp32 [B, T], 0 after the end of a response
+        ids [B, C + T], bool mask [B, C + T] -> fp32 [B, T], 0 after the end of a response
         """
-        return group_logprobs(self.policy, ids, mask, T, temperature)
+        return logprobs_of_tokens(self.policy, ids, mask, T)
 
 
-def reference_group_logprobs(ref_model, policy, *inputs):
+def logprobs_of_reference(ref_model, policy, *inputs):
     """Log-probabilities under the reference or, if ref_model is None, the policy without its LoRA adapter.
 
-    inputs: those of group_logprobs -> fp32 [B, T]
+    inputs: those of logprobs_of_tokens -> fp32 [B, T]
     """
     if ref_model is not None:
-        return group_logprobs(ref_model, *inputs)[0]
+        return logprobs_of_tokens(ref_model, *inputs)
     with policy.disable_adapter():
-        return group_logprobs(policy, *inputs)[0]
+        return logprobs_of_tokens(policy, *inputs)
 
 
-def group_logprobs(lm, ids, mask, T, temperature):
-    """Log-probabilities of the last T tokens of each row, 0 after the end of a response.
+def logprobs_of_tokens(lm, ids, mask, T, temperature=1.0):
+    """log softmax(logits / temperature) at the last T tokens of each row, 0 after the end of a response.
 
-    The responses of a group share their prompt, so each prompt is read only once per micro-batch. Its keys
-    and values serve all responses to it, and gradients flow back through them: nothing is approximated.
-    ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [B, T]
+    ids [B, C + T], bool mask [B, C + T] -> fp32 [B, T]. The logits may need more memory than the model, so
+    they are computed for at most 128 tokens at once, and again in the backward pass.
     """
-    body, head = body_and_head(lm)
-    if body.training and body.is_activation_checkpointing:
-        # --gradient-checkpointing cannot use a cache, so each row reads its own prompt.
-        hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
-    else:
-        prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
-        prompts, prompt_of_row = prompts.unique_consecutive(dim=0, return_inverse=True)  # [P, C], [B]
-        cache = transformers.DynamicCache(config=body.config)
-        prompt_hidden = hidden_states(body, prompts.clamp(min=0), prompts >= 0, cache)  # [P, C, H]
-        # Not cache.batch_select_indices: on a CPU, its gradient is added up in a varying order, and a resumed
-        # run would not be the same bit for bit.
-        for layer in cache.layers:
-            layer.keys = layer.keys.index_select(0, prompt_of_row)  # [P, ...] -> [B, ...]
-            layer.values = layer.values.index_select(0, prompt_of_row)
-        response_hidden = hidden_states(body, ids[:, -T:], mask, cache)  # [B, T, H]
-        # The state at position t - 1 predicts token t, and the prompt's last state predicts the first one.
-        first_hidden = prompt_hidden[:, -1:].index_select(0, prompt_of_row)  # [B, 1, H]
-        hidden = torch.cat([first_hidden, response_hidden[:, :-1]], 1)  # [B, T, H]
+    _, head = body_and_head(lm)
+    hidden = group_hidden_states(lm, ids, mask, T)  # [B, T, H]
     # The output layer is large, so only valid tokens go through it, as a flat list.
     valid = mask[:, -T:]
     rows, columns = valid.nonzero(as_tuple=True)  # only once, because nonzero waits for the GPU
     flat_hidden, flat_tokens = hidden[rows, columns], ids[:, -T:][rows, columns]
-    logprobs, entropies = token_logprobs(flat_hidden, head.weight, flat_tokens, temperature, head.bias)
-    zeros = torch.zeros(valid.shape, device=ids.device)
-    return zeros.masked_scatter(valid, logprobs), zeros.masked_scatter(valid, entropies)
+    with torch.autocast(ids.device.type, enabled=False):  # logits in bf16 would be too coarse
+        # F.cross_entropy(F.linear(hidden, weight, bias), tokens), in chunks: -log softmax at the tokens.
+        losses = F.linear_cross_entropy(
+            flat_hidden.float() / temperature,
+            head.weight.float(),
+            flat_tokens,
+            linear_bias=None if head.bias is None else head.bias / temperature,
+            reduction="none",
+            options=nn.LinearCrossEntropyOptions(batch_chunk_size=128),
+        )
+    return torch.zeros(valid.shape, device=ids.device).masked_scatter(valid, -losses)
+
+
+def group_hidden_states(lm, ids, mask, T):
+    """The hidden states that predict the last T tokens of each row. [B, C + T], bool [B, C + T] -> [B, T, H]
+
+    The responses of a group share their prompt, so each prompt is read only once per micro-batch. Its keys
+    and values serve all responses to it, and gradients flow back through them: nothing is approximated.
+    """
+    body, _ = body_and_head(lm)
+    if body.training and body.is_activation_checkpointing:
+        # --gradient-checkpointing cannot use a cache, so each row reads its own prompt.
+        return hidden_states(body, ids, mask)[:, -T - 1 : -1]
+    prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
+    prompts, prompt_of_row = prompts.unique_consecutive(dim=0, return_inverse=True)  # [P, C], [B]
+    cache = transformers.DynamicCache(config=body.config)
+    prompt_hidden = hidden_states(body, prompts.clamp(min=0), prompts >= 0, cache)  # [P, C, H]
+    # Not cache.batch_select_indices: on a CPU, its gradient is added up in a varying order, and a resumed run
+    # would not be the same bit for bit.
+    for layer in cache.layers:
+        layer.keys = layer.keys.index_select(0, prompt_of_row)  # [P, ...] -> [B, ...]
+        layer.values = layer.values.index_select(0, prompt_of_row)
+    response_hidden = hidden_states(body, ids[:, -T:], mask, cache)  # [B, T, H]
+    # The state at position t - 1 predicts token t, and the prompt's last state predicts the first one.
+    first_hidden = prompt_hidden[:, -1:].index_select(0, prompt_of_row)  # [B, 1, H]
+    return torch.cat([first_hidden, response_hidden[:, :-1]], 1)
 
 
 def body_and_head(lm):
@@ -622,34 +642,6 @@ def token_logits(hidden, weight, temperature=1.0, bias=None):
     with torch.autocast(hidden.device.type, enabled=False):
         hidden = hidden.float() / temperature  # [N, H]; dividing the logits [N, V] would take longer
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
-
-
-def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
-    """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
-
-    hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
-    Both are differentiable: the loss may contain an entropy bonus.
-
-    The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
-    Chunks within the budget stay in memory for the backward pass; the others are computed again there. On a
-    CPU, a chunk has 128 rows. A GPU is faster with few large products, so one chunk fills the budget.
-    """
-    is_cuda = hidden.device.type == "cuda"
-    budget = 2**26 if is_cuda else 2**25  # logits: 256 or 128 MiB
-    rows_at_once = budget // len(weight) if is_cuda else 128
-
-    def logprobs_of_chunk(hidden, tokens):
-        logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
-        return LogprobsAndEntropies.apply(logits, tokens)  # log softmax at the tokens, entropies
-
-    outputs = []
-    for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
-        if (i + 1) * rows_at_once * len(weight) <= budget:
-            outputs.append(logprobs_of_chunk(*chunk))
-        else:
-            outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
-    logprobs, entropies = zip(*outputs)
-    return torch.cat(logprobs), torch.cat(entropies)
 
 
 # ---- Math: pure functions of tensors -----------------------------------------------------------------------
@@ -697,8 +689,8 @@ def sample_tokens(probs, uniforms):
     dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
     ends = probs.cumsum(1, dtype=dtype)  # [B, V]
     target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
-    # right=True never selects what has probability 0. NaN selects past the end, hence the clamp. (Then the
-    # loss is NaN too, and the run ends with an error message.)
+    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
+    # (Then the loss is NaN too, and the run ends with an error message.)
     token = torch.searchsorted(ends, target, right=True).squeeze(1)
     return token.clamp(max=probs.shape[1] - 1)
 
@@ -853,7 +845,7 @@ def eight_bit(args):
     if not args.load_in_8bit:
         return {}
     # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
-    # which ones depends on the batch: log-probabilities would too.
+    # which ones depends on the batch, and so would the log-probabilities.
     config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     return dict(quantization_config=config)
 
@@ -870,7 +862,7 @@ def check_lm(lm, pairs, posts, args):
     if context_length(lm.config) < longest:
         raise UserError(f"{args.model_name_or_path} reads fewer tokens than the {longest} of a text")
     ids, mask, T = collate_pairs([pairs[0], pairs[-1]], lm.device)
-    ours = [group_logprobs(lm.train(mode), ids, mask, T, temperature=1.0)[0] for mode in (False, True)]
+    ours = [logprobs_of_tokens(lm.train(mode), ids, mask, T) for mode in (False, True)]
     compare_logprobs(lm, args.model_name_or_path, ids, mask, mask[:, -T:].sum(1), *ours)
 
 
@@ -938,35 +930,6 @@ def save_policy(policy, tokenizer, folder):
     tokenizer.save_pretrained(folder)
 
 
-# ---- Gradient of log-probabilities and entropies -----------------------------------------------------------
-
-
-class LogprobsAndEntropies(torch.autograd.Function):
-    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
-
-    As separate operations, the entropies would keep [N, V] numbers for a backward pass that never runs if the
-    loss does not contain them.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, tokens):
-        log_p = torch.log_softmax(logits, 1)  # [N, V]
-        ctx.save_for_backward(log_p, tokens)
-        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
-        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropies):
-        log_p, tokens = ctx.saved_tensors
-        grad = torch.zeros_like(log_p)  # of log_p
-        if grad_logprobs is not None:
-            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
-        if grad_entropies is not None:
-            # -p * (log_p + 1), but the gradient of log_softmax cancels the 1.
-            grad -= grad_entropies[:, None] * log_p.exp() * log_p
-        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
-
-
 # ---- Data ------------------------------------------------------------------------------------------------
 
 
@@ -975,7 +938,7 @@ def load_splits(name):
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
     datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
-    validation; without both, every tenth row of train.
+    validation; without both, a random tenth of train (the same one for every --seed).
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -996,9 +959,11 @@ def load_splits(name):
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
     if not held_out:
-        source = "every tenth row of train"  # not the last rows, because files are often sorted
-        held_out = train[::10]
-        del train[::10]
+        source = "a random tenth of train"
+        # A random order that depends only on the data, in which rows with the same prompt are neighbors.
+        train.sort(key=lambda row: random.Random(repr(row.get("prompt") or row)).random())
+        count = math.ceil(len(train) / 10)
+        held_out, train = train[:count], train[count:]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
     return train, held_out
 
@@ -1020,7 +985,7 @@ def load_pairs(rows, tokenizer, args):
     """The rows with two different responses that are short enough.
 
     -> list of dict(ids: tokens of the prompt, responses: tokens of the chosen and of the rejected response);
-    their number as a text
+    a summary of their number
     """
     pairs = []
     num_too_long = 0
@@ -1072,8 +1037,10 @@ def find_prompt(row, responses, name):
         if prompt[-1]["role"] == "assistant":  # in a rollout, the two would be one message
             raise UserError(f"{name}: a prompt ends with the assistant: move that to the responses")
         return prompt
-    if is_chat(responses[0]) and any(message["role"] == "user" for message in responses[0]):
-        return []
+    if is_chat(responses[0]):
+        roles = [message["role"] for message in responses[0]]
+        if "user" in roles[: roles.index("assistant")]:
+            return []
     columns = {name for name, value in row.items() if isinstance(value, (str, list))}
     columns -= {"chosen", "rejected", "responses"}
     if "prompt" not in row and columns:  # one of them is probably the prompt
@@ -1099,8 +1066,9 @@ def tokenize_pair(tokenizer, prompt, responses):
     else:
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
         texts = [tokenizer(prompt).input_ids + with_eos(ids, tokenizer) for ids in response_ids]
-    # Alone, the prompt of a chat may end in other tokens than inside the chat. For example, a template may
-    # begin a thought there, or a space may join the next word. So the prompt is what all of them begin with.
+    # The prompt ends at the first token in which the two texts differ, or before. If it is known, it also has
+    # no token that differs from those of the prompt alone: a template may begin a thought at the end of a
+    # prompt, for example, or a space there may join the next word. So it is what all of them begin with.
     beginnings = [tokenize_prompt(tokenizer, prompt)] if prompt else []
     length = len(os.path.commonprefix([*beginnings, *texts]))  # it is for paths, but works on lists too
     return dict(ids=texts[0][:length], responses=[ids[length:] for ids in texts])
@@ -1156,8 +1124,8 @@ def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    is_prompt: end where the assistant is to continue, after the header of its turn or, if the last message is
-    its own, in that message. -> str
+    is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
+    own, inside that message. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
@@ -1341,7 +1309,7 @@ class Run:
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
             names = ", ".join(not_finite)
-            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
+            raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
@@ -1519,16 +1487,15 @@ def report_samples(run, before, after, pair_columns):
 # ---- Command line ------------------------------------------------------------------------------------------
 
 
-def check_positive(args, *names):
-    """Raise if a number is 0 or less."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
+def check_numbers(args, *positive):
+    """Raise if a number is negative, or if one of those named `positive` is 0."""
+    for name, value in vars(args).items():
+        if isinstance(value, (int, float)) and (value < 0 or value == 0 and name in positive):
+            raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
 
 
 # Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
-# the updates that are left, unless the schedule is constant and its warm-up over.)
+# the updates that are left, unless the schedule is constant and the warm-up is over.)
 MAY_CHANGE = (
     *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url"),
@@ -1572,7 +1539,7 @@ def parse_args(argv):
 def main(argv=None):
     """Run the command line. A UserError prints one line, with exit code 2."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
-    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
+    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use each other's old names
     warnings.filterwarnings("error", message="Found missing adapter keys")  # peft: they would be random
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):

@@ -119,7 +119,7 @@ class Args:
     reward_model_path: str | None = "rajkumarrrk/roberta-daily-dialog-intent-classifier"  # None: no intent
     reward_fn: list[str] | None = None  # FILE.py:function ..., more parts of the reward; called as in TRL
     value_model_path: str | None = None  # a causal critic with its own weights; None: a head on the policy
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # float32: TF32 on GPUs; auto: bf16 if they can
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # auto: bf16 on GPUs that have it, else float32
     load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -240,11 +240,11 @@ RECIPES = {
 
 def train(args):
     """The whole run, from the flags to the final table. -> (PolicyAndValue, run folder)"""
-    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
-    check_positive(
+    check_numbers(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
+    check_numbers(
         args, "num_ppo_epochs", "total_episodes", "temperature", "max_grad_norm", "kl_target", "kl_horizon"
     )
-    check_positive(args, "num_context_utterances", "num_eval_prompts", "score_clip")
+    check_numbers(args, "num_context_utterances", "num_eval_prompts", "score_clip")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n, T = args.per_device_train_batch_size, args.response_length
@@ -281,7 +281,7 @@ def train(args):
         "first prompt, whose end marks must be those of fine-tuning: "
         f"{tokenizer.decode(train_turns[0].prompt_tokens)!r}\n"
         f"acts 1, 2, ... of the classifier (they must be those of the data): {act_names}\n"
-        f"METEOR counts {meteor_matches()}; ROUGE sees only Latin letters, BLEU needs spaces between words\n"
+        f"METEOR counts {meteor_matches()}; ROUGE reads only Latin letters, BLEU needs spaces between words\n"
         f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
         f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes; {updates} updates "
         f"x {args.num_ppo_epochs} epochs x {args.num_mini_batches} minibatches = "
@@ -358,11 +358,12 @@ def train(args):
         for epoch in range(args.num_ppo_epochs):
             order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch)).to(device)
             for minibatch in order.split(B // args.num_mini_batches):
-                num_tokens = b["lengths"][minibatch].sum()
+                num_tokens = valid[minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
                     share = share[b["lengths"][share].argsort(stable=True)]  # similar lengths: less padding
-                # Exactly gradient_accumulation_steps micro-batches. accelerate counts calls of accumulate: if
-                # one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
+                # Always gradient_accumulation_steps micro-batches: accelerate counts calls to accumulate, and
+                # if one is missing, optimizer.step does nothing. So do not drop rows here. To leave out a
+                # response, set its row of `valid` to False above: then it is in no loss and no mean.
                 for rows in share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -402,6 +403,7 @@ def train(args):
                             "val/ratio": ratio,
                             "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
                         }
+                        metric_sums["tokens"] += mb_valid.sum()
                         for name, x in token_metrics.items():
                             metric_sums[name] += (x * mb_valid).sum()
                         if is_first_step:  # no optimizer step since the rollout, so the ratios must be 1
@@ -416,8 +418,8 @@ def train(args):
 
         # 6. Log. Metrics that TRL also logs keep its names: "objective/scores" is after clipping and penalty,
         #    "env/reward_mean" is before.
-        tokens_trained = valid.sum() * args.num_ppo_epochs
         metric_sums = accelerator.reduce(dict(metric_sums), "sum")
+        tokens_trained = metric_sums.pop("tokens")
         update_metrics = {name: x / tokens_trained for name, x in metric_sums.items()}
         # var r = E[(r - 1)^2] - (E[r - 1])^2
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
@@ -541,7 +543,7 @@ def evaluate_dialogs(respond, policy, batch, args, accelerator):
 
 
 def custom_metrics(turns, answers):
-    """YOUR METRICS: logged in every update, and in the final table. -> dict of finite floats
+    """YOUR METRICS: logged in every update, and in the final table. -> dict: new name -> finite float
 
     It gets the batch of all processes. turns[i].context, .reference and .act belong to answers[i]. The final
     table also measures the references: for that column, they are passed as answers.
@@ -595,7 +597,7 @@ class Turn:
     number: int  # index of the reference in columns["dialog"]
     context: list[str]  # all earlier utterances of the dialog
     reference: str  # what the person said there
-    act: int | None  # dialog act of the reference, counted from 1; None: not in the data
+    act: int | None  # of the reference. DailyDialog: 1 inform, 2 question, 3 directive, 4 commissive
     prompt_tokens: list[int]  # token ids of the prompt: the end of the context
     reference_tokens: list[int]  # token ids of the reference, with its end mark
     is_cut: bool = False  # max_prompt_length cut something off the prompt
@@ -618,9 +620,7 @@ def load_turns(rows, tokenizer, act_names, args):
                     continue
                 if act not in range(1, len(act_names) + 1):
                     raise UserError(f"data: act {act}, but the classifier knows 1 to {len(act_names)}")
-            recent = tokens[:t][-args.num_context_utterances :]
-            prompt_tokens = context_ids(recent, args, bos)
-            is_cut = len(bos) + sum(map(len, recent)) > args.max_prompt_length
+            prompt_tokens, is_cut = context_ids(tokens[:t], args, bos)
             turns.append(Turn(row, t, utterances[:t], utterances[t], act, prompt_tokens, tokens[t], is_cut))
     if not turns:
         raise UserError(
@@ -647,14 +647,17 @@ def context_ids(utterances, args, bos=()):
     """The prompt: the last utterances of a dialog, without the oldest ones if they are too long.
 
     utterances: one list of token ids each; bos: [BOS] or nothing -> list of at most max_prompt_length token
-    ids. If the last utterance alone is too long, it loses its beginning.
+    ids; bool: was it too long? If the last utterance alone is too long, it loses its beginning.
     """
     max_length = args.max_prompt_length - len(bos)
+    if max_length <= 0:
+        raise UserError(f"--max-prompt-length {args.max_prompt_length} leaves no room for a prompt")
     kept = utterances[-args.num_context_utterances :]
+    is_too_long = sum(len(ids) for ids in kept) > max_length
     while len(kept) > 1 and sum(len(ids) for ids in kept) > max_length:
         kept = kept[1:]
     prompt = sum(kept, [])  # one list of all tokens
-    return [*bos, *prompt[max(len(prompt) - max_length, 0) :]]
+    return [*bos, *prompt[-max_length:]], is_too_long
 
 
 # ---- Rollout -----------------------------------------------------------------------------------------------
@@ -1070,8 +1073,8 @@ def sample_tokens(probs, uniforms):
     dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
     ends = probs.cumsum(1, dtype=dtype)  # [B, V]
     target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
-    # right=True never selects what has probability 0. NaN selects past the end, hence the clamp. (Then the
-    # loss is NaN too, and the run ends with an error message.)
+    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
+    # (Then the loss is NaN too, and the run ends with an error message.)
     token = torch.searchsorted(ends, target, right=True).squeeze(1)
     return token.clamp(max=probs.shape[1] - 1)
 
@@ -1356,7 +1359,7 @@ def compare_logprobs(lm, name, ids, mask, lengths, *ours):
 def freeze_layers(policy, count):
     """Freeze the policy's embeddings and first layers. load_reference shares them."""
     layers = transformer_layers(policy)
-    if not 0 < count <= len(layers):
+    if count > len(layers):
         raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
     embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
     for module in (*embeddings, *layers[:count]):
@@ -1397,7 +1400,7 @@ def eight_bit(args):
     if not args.load_in_8bit:
         return {}
     # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
-    # which ones depends on the batch: log-probabilities would too.
+    # which ones depends on the batch, and so would the log-probabilities.
     config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     return dict(quantization_config=config)
 
@@ -1557,7 +1560,7 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
     If prompts are lists of messages, a completion is one too: its text is completion[0]["content"].
     rows: for each response, a dict with the columns of the data. A function gets each column except prompt as
     a list with one entry per response. trainer_state.global_step is the number of updates so far; max_steps
-    is the total. A function returns one number per response, or None if it does not apply.
+    is the total. A function returns one number per response, or None if it does not apply: that counts as 0.
     -> dict: name of the function -> fp32 [B], nan where it does not apply
     """
     columns = {name for row in rows for name in row} - {"prompt"}
@@ -1613,7 +1616,7 @@ def load_splits(name):
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
     datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
-    validation; without both, every tenth row of train.
+    validation; without both, a random tenth of train (the same one for every --seed).
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1634,9 +1637,11 @@ def load_splits(name):
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
     if not held_out:
-        source = "every tenth row of train"  # not the last rows, because files are often sorted
-        held_out = train[::10]
-        del train[::10]
+        source = "a random tenth of train"
+        # A random order that depends only on the data, in which rows with the same prompt are neighbors.
+        train.sort(key=lambda row: random.Random(repr(row.get("prompt") or row)).random())
+        count = math.ceil(len(train) / 10)
+        held_out, train = train[:count], train[count:]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
     return train, held_out
 
@@ -1856,7 +1861,7 @@ class Run:
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
             names = ", ".join(not_finite)
-            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
+            raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
@@ -1987,7 +1992,7 @@ def load_trained(models, folder):
 
 
 def log_samples(run, update, rows, lengths, columns):
-    """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
+    """Show and save the first responses of the batch. tokens.jsonl also gets their numbers per token.
 
     rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
     """
@@ -2054,7 +2059,7 @@ def report_dialog_evaluation(run, tokenizer, turns, before, after):
 
 
 def chat(argv):
-    """Talk with a model: RUN_FOLDER_OR_MODEL, then flags. A run brings its own flags."""
+    """Talk with a model: RUN_FOLDER_OR_MODEL, then flags. A run folder supplies its own flags."""
     if not argv:
         raise UserError(f"chat needs a run folder or a model: python {SCRIPT}.py chat RUN_FOLDER_OR_MODEL")
     name, *flags = argv
@@ -2070,8 +2075,10 @@ def chat(argv):
         saved = json.loads((run_folder / "args.json").read_text())["args"]
         default = replace(default, **{key: x for key, x in saved.items() if hasattr(Args, key)})
         name = str(run_folder / "model")
+    default = replace(default, model_name_or_path=name)
     args = tyro.cli(Args, default=default, args=flags, description=chat.__doc__)
-    check_positive(args, "temperature", "num_context_utterances")
+    name = args.model_name_or_path
+    check_numbers(args, "temperature", "num_context_utterances")
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(name)
@@ -2095,7 +2102,8 @@ def chat(argv):
             elif text:
                 history.append(text)
                 utterances = utterance_ids(tokenizer, history, args.utterance_end)
-                ids = torch.tensor([context_ids(utterances, args, bos)], device=device)  # [1, C]
+                prompt, _ = context_ids(utterances, args, bos)
+                ids = torch.tensor([prompt], device=device)  # [1, C]
                 mask = torch.ones_like(ids, dtype=torch.bool)
                 uniforms = torch.rand(1, args.response_length, device=device)
                 tokens, _, length, _ = generate_until(model, ids, mask, uniforms, is_end, args.temperature)
@@ -2103,7 +2111,7 @@ def chat(argv):
                 print(f"> Bot: {answer}")
                 if answer:
                     history.append(answer)
-                else:  # fine-tuning never saw an empty utterance: both leave the history
+                else:  # fine-tuning never saw an empty utterance, so forget both
                     history.pop()
     except (EOFError, KeyboardInterrupt):  # Ctrl-D, Ctrl-C
         print()
@@ -2112,16 +2120,15 @@ def chat(argv):
 # ---- Command line ------------------------------------------------------------------------------------------
 
 
-def check_positive(args, *names):
-    """Raise if a number is 0 or less."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
+def check_numbers(args, *positive):
+    """Raise if a number is negative, or if one of those named `positive` is 0."""
+    for name, value in vars(args).items():
+        if isinstance(value, (int, float)) and (value < 0 or value == 0 and name in positive):
+            raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
 
 
 # Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
-# the updates that are left, unless the schedule is constant and its warm-up over.)
+# the updates that are left, unless the schedule is constant and the warm-up is over.)
 MAY_CHANGE = (
     *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url"),
@@ -2166,7 +2173,7 @@ def main(argv=None):
     """Run the command line. A UserError prints one line, with exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
-    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
+    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use each other's old names
     warnings.filterwarnings("error", message="Found missing adapter keys")  # peft: they would be random
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):

@@ -114,7 +114,7 @@ class Args:
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
     judge_model_path: str | None = None  # a second classifier, not seen in training, for the final table
     value_model_path: str | None = None  # a causal critic, same tokenizer, trained whole; None: a value head
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # float32: TF32 on GPUs; auto: bf16 if they can
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # auto: bf16 on GPUs that have it, else float32
     load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
@@ -228,10 +228,10 @@ RECIPES = {
 
 def train(args):
     """The whole run, from the flags to the final table. -> (PolicyAndValue, run folder)"""
-    check_positive(args, "total_episodes", "temperature", "max_grad_norm", "kl_target", "kl_horizon")
-    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
-    check_positive(args, "num_ppo_epochs", "query_min_length", "response_min_length", "num_eval_prompts")
-    check_positive(args, "score_clip")
+    check_numbers(args, "total_episodes", "temperature", "max_grad_norm", "kl_target", "kl_horizon")
+    check_numbers(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
+    check_numbers(args, "num_ppo_epochs", "query_min_length", "response_min_length", "num_eval_prompts")
+    check_numbers(args, "score_clip")
     if args.query_min_length > args.query_max_length or args.response_min_length > args.response_length:
         raise UserError("--query-min-length or --response-min-length is larger than the largest length")
     accelerator = start_accelerator(args)
@@ -346,11 +346,12 @@ def train(args):
         for epoch in range(args.num_ppo_epochs):
             order = torch.randperm(B, generator=generator_for(args.seed, "order", update, epoch)).to(device)
             for minibatch in order.split(B // args.num_mini_batches):
-                num_tokens = b["lengths"][minibatch].sum()
+                num_tokens = valid[minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
                     share = share[b["lengths"][share].argsort(stable=True)]  # similar lengths: less padding
-                # Exactly gradient_accumulation_steps micro-batches. accelerate counts calls of accumulate: if
-                # one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
+                # Always gradient_accumulation_steps micro-batches: accelerate counts calls to accumulate, and
+                # if one is missing, optimizer.step does nothing. So do not drop rows here. To leave out a
+                # response, set its row of `valid` to False above: then it is in no loss and no mean.
                 for rows in share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -390,6 +391,7 @@ def train(args):
                             "val/ratio": ratio,
                             "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
                         }
+                        metric_sums["tokens"] += mb_valid.sum()
                         for name, x in token_metrics.items():
                             metric_sums[name] += (x * mb_valid).sum()
                         if is_first_step:  # no optimizer step since the rollout, so the ratios must be 1
@@ -404,8 +406,8 @@ def train(args):
 
         # 6. Log. Metrics that TRL also logs keep its names: "objective/scores" is after clipping and penalty,
         #    "env/reward_mean" is before.
-        tokens_trained = valid.sum() * args.num_ppo_epochs
         metric_sums = accelerator.reduce(dict(metric_sums), "sum")
+        tokens_trained = metric_sums.pop("tokens")
         update_metrics = {name: x / tokens_trained for name, x in metric_sums.items()}
         # var r = E[(r - 1)^2] - (E[r - 1])^2
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
@@ -820,8 +822,8 @@ def sample_tokens(probs, uniforms):
     dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
     ends = probs.cumsum(1, dtype=dtype)  # [B, V]
     target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
-    # right=True never selects what has probability 0. NaN selects past the end, hence the clamp. (Then the
-    # loss is NaN too, and the run ends with an error message.)
+    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
+    # (Then the loss is NaN too, and the run ends with an error message.)
     token = torch.searchsorted(ends, target, right=True).squeeze(1)
     return token.clamp(max=probs.shape[1] - 1)
 
@@ -1133,7 +1135,7 @@ def add_lora(model, args):
 def freeze_layers(policy, count):
     """Freeze the policy's embeddings and first layers. load_reference shares them."""
     layers = transformer_layers(policy)
-    if not 0 < count <= len(layers):
+    if count > len(layers):
         raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
     embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
     for module in (*embeddings, *layers[:count]):
@@ -1174,7 +1176,7 @@ def eight_bit(args):
     if not args.load_in_8bit:
         return {}
     # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
-    # which ones depends on the batch: log-probabilities would too.
+    # which ones depends on the batch, and so would the log-probabilities.
     config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     return dict(quantization_config=config)
 
@@ -1356,7 +1358,7 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
     If prompts are lists of messages, a completion is one too: its text is completion[0]["content"].
     rows: for each response, a dict with the columns of the data. A function gets each column except prompt as
     a list with one entry per response. trainer_state.global_step is the number of updates so far; max_steps
-    is the total. A function returns one number per response, or None if it does not apply.
+    is the total. A function returns one number per response, or None if it does not apply: that counts as 0.
     -> dict: name of the function -> fp32 [B], nan where it does not apply
     """
     columns = {name for row in rows for name in row} - {"prompt"}
@@ -1394,7 +1396,7 @@ def load_splits(name):
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
     datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
-    validation; without both, every tenth row of train.
+    validation; without both, a random tenth of train (the same one for every --seed).
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1415,9 +1417,11 @@ def load_splits(name):
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
     if not held_out:
-        source = "every tenth row of train"  # not the last rows, because files are often sorted
-        held_out = train[::10]
-        del train[::10]
+        source = "a random tenth of train"
+        # A random order that depends only on the data, in which rows with the same prompt are neighbors.
+        train.sort(key=lambda row: random.Random(repr(row.get("prompt") or row)).random())
+        count = math.ceil(len(train) / 10)
+        held_out, train = train[:count], train[count:]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
     return train, held_out
 
@@ -1669,7 +1673,7 @@ class Run:
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
             names = ", ".join(not_finite)
-            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
+            raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
@@ -1800,7 +1804,7 @@ def load_trained(models, folder):
 
 
 def log_samples(run, update, rows, lengths, columns):
-    """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
+    """Show and save the first responses of the batch. tokens.jsonl also gets their numbers per token.
 
     rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
     """
@@ -1839,16 +1843,15 @@ def report_evaluation(run, before, after):
 # ---- Command line ------------------------------------------------------------------------------------------
 
 
-def check_positive(args, *names):
-    """Raise if a number is 0 or less."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
+def check_numbers(args, *positive):
+    """Raise if a number is negative, or if one of those named `positive` is 0."""
+    for name, value in vars(args).items():
+        if isinstance(value, (int, float)) and (value < 0 or value == 0 and name in positive):
+            raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
 
 
 # Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
-# the updates that are left, unless the schedule is constant and its warm-up over.)
+# the updates that are left, unless the schedule is constant and the warm-up is over.)
 MAY_CHANGE = (
     *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url"),
@@ -1892,7 +1895,7 @@ def parse_args(argv):
 def main(argv=None):
     """Run the command line. A UserError prints one line, with exit code 2."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
-    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
+    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use each other's old names
     warnings.filterwarnings("error", message="Found missing adapter keys")  # peft: they would be random
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):

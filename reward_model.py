@@ -9,11 +9,11 @@ If you know how to train a text classifier, this is what changes when it serves 
 
        text, label                     a classifier of texts
        dialog, act                     a classifier of answers by intent: the reward in ppo_dialog.py
-       [prompt,] chosen, rejected      one score; without the column prompt, both texts contain it
+       [prompt,] chosen, rejected      one score; without the column prompt, both texts include it
        [prompt,] responses             one score; the responses are ranked, best first
 
-   act has a number for each utterance, its intent: 1 is the first of --label-names. An optional column,
-   margin, says how much higher the better score should be.
+   act is the intent of each utterance as a number: 1 is the first name in --label-names. An optional
+   column, margin, says how much higher the better score should be.
 
    Prompts and responses are texts, or chats (lists of messages).
 
@@ -24,15 +24,15 @@ If you know how to train a text classifier, this is what changes when it serves 
    but not BOS, and the same ones for all responses. A labeled text is tokenized as it is. If it is too long,
    it loses its end; an utterance with its answer loses its beginning.
 4. The new head of a decoder starts with weights of standard deviation 1 / sqrt(d + 1), so the first scores
-   are about 1 in size (N+ paper, detail 11).
+   have a magnitude of about 1 (N+ paper, detail 11).
 5. All responses to a prompt are in the same forward pass, which reads the prompt only once if the model can
    (`can_share_prompts`). Each pair of them is a term of the loss, and the weights of these pairs add up to 1.
    So a prompt with many responses counts no more than one with two (InstructGPT).
 6. Preferences say nothing about where 0 is. The mean score of good responses is saved as reward_offset
    in config.json, and rloo_tldr.py subtracts it (N+ paper, detail 15). Plain transformers ignores it.
 7. ppo_sentiment.py scores the first words of a review. --min-prefix-length cuts the training texts at random
-   tokens, so that a classifier of texts learns to judge beginnings too. The final accuracy is that of whole
-   texts.
+   tokens, so that a classifier of texts learns to judge beginnings too. The final accuracy is measured on
+   whole texts.
 8. Models are trained without dropout, as in the other scripts.
 
     python reward_model.py                       # recipe tiny: how checkpoints/reviews-sentiment was made
@@ -137,8 +137,8 @@ class Args:
 
     # Data
     dataset_name: str = "stanfordnlp/imdb"  # columns text, label | chosen, rejected | responses | dialog, act
-    train_shard: str = "0/1"  # i/n: part i of n of the rows; 0/2 for a reward, 1/2 for a model to check it
-    center_dataset_name: str | None = None  # reward_offset: mean score of its completions; None: of the best
+    train_shard: str = "0/1"  # i/n: part i of n of the rows; 0/2 and 1/2: two independent models
+    center_dataset_name: str | None = None  # source of reward_offset; None: the best training responses
     label_names: str | None = None  # comma-separated names of classes 0, 1, ...; None: the labels themselves
     max_length: int = 512  # in tokens; a longer text (column text) loses its end, all others their beginning
     min_prefix_length: int = 0  # column text: cut training texts at random, to N tokens or more (0: never)
@@ -273,8 +273,8 @@ RECIPES = {
 
 def train(args):
     """The whole run, from the flags to the final table. -> (model, run folder)"""
-    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
-    check_positive(args, "max_length", "num_eval_prompts", "max_grad_norm")
+    check_numbers(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
+    check_numbers(args, "max_length", "num_eval_prompts", "max_grad_norm")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n = args.per_device_train_batch_size
@@ -290,7 +290,7 @@ def train(args):
     run = Run(args, accelerator, updates, status={"loss": "loss", "accuracy": "accuracy"})
 
     classifier, has_new_head = build_classifier(args, tokenizer, train_rows, label_names)
-    wrapper = ClassLogits(classifier).to(device)
+    wrapper = ClassLogits(classifier).to(device)  # for can_share_prompts; below, make_learner moves it again
     shares_prompts = not has_labels and can_share_prompts(wrapper, train_rows, args, accelerator)
     is_decoder = hasattr(classifier, "score")  # transformers' name of a decoder's head; BERT has a classifier
     is_bf16 = is_decoder and wants_bf16(args, device)  # BERT runs in fp32: see sequence_logits
@@ -350,7 +350,7 @@ def train(args):
                     better, worse, weight, min_difference = pair_table(rows, device)  # [N] each
                     losses = pair_loss(scores[better], scores[worse], min_difference)
                     differences = scores[better] - scores[worse]  # [N]
-                    # The metric margin, TRL's name, is the difference. (The column is min_difference.)
+                    # TRL calls the difference "margin". The data's column margin is min_difference.
                     unreduced = {"loss": losses, "accuracy": differences > 0, "margin": differences}
                 loss = (weight * losses).sum() / B
                 # We want the sum, but DDP averages over processes and accelerate over micro-batches.
@@ -400,7 +400,8 @@ def train(args):
         with autocast:
             offset = score_rows(classifier, references, accelerator).mean().item()
         evaluation["reward_offset"] = classifier.config.reward_offset = offset
-        accelerator.print(f"mean score of {len(references)} references, saved as reward_offset: {offset:.3f}")
+        source = args.center_dataset_name or "the best training responses"
+        accelerator.print(f"reward_offset: {offset:.3f}, the mean score of {len(references)} of {source}")
 
     # 6. Report and save.
     if accelerator.is_main_process:
@@ -428,7 +429,7 @@ def score_rows(classifier, rows, accelerator):
 
 
 def evaluate_labels(logits, rows, names):
-    """Accuracy and confusion matrix of labeled texts. [N, classes] -> metrics, table (list of dicts)"""
+    """Accuracy and confusion matrix of labeled texts. [texts, classes] -> metrics, table (list of dicts)"""
     labels = torch.tensor([row.label for row in rows])
     predicted = logits.argmax(-1)
     C = len(names)
@@ -554,7 +555,7 @@ def preference_ids(tokenizer, prompt, responses, max_length):
         BOS p q r b c EOS      ->    BOS r b c EOS
     -> list of lists
     """
-    if is_chat(responses[0]):
+    if isinstance(responses[0], list):  # chats
         chats = [render_chat(tokenizer, prompt + response) for response in responses]
         texts = tokenizer(chats, add_special_tokens=False).input_ids
     elif tokenizer.cls_token_id is not None:  # tokenizers of BERT's family write [CLS] and [SEP] themselves
@@ -564,10 +565,12 @@ def preference_ids(tokenizer, prompt, responses, max_length):
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
         texts = [prompt_ids + with_eos(ids, tokenizer) for ids in response_ids]
     start = int(texts[0][0] in (tokenizer.bos_token_id, tokenizer.cls_token_id))  # 1: keep the first token
+    # Cut the same tokens from all texts until the longest fits, but only tokens that they have in common.
+    # (If they all fit, excess is negative, and nothing is cut.)
     num_shared = len(os.path.commonprefix(texts)) - start  # commonprefix works on lists of tokens too
     excess = max(len(ids) for ids in texts) - max_length
     shared_cut = max(min(excess, num_shared), 0)
-    # A response that is longer than max_length loses its beginning too.
+    # If that is not enough, a text that is still too long loses the beginning of its response too.
     cuts = [max(shared_cut, len(ids) - max_length) for ids in texts]
     return [ids[:start] + ids[start + cut :] for ids, cut in zip(texts, cuts)]
 
@@ -589,7 +592,7 @@ class ClassLogits(nn.Module):
 
     def forward(self, prompts, ids, mask, row_of_text):
         """Class logits or scores of a batch from collate_texts. -> fp32 [texts, classes or 1]"""
-        if prompts.shape[1] == 0:
+        if prompts.shape[1] == 0:  # collate_texts has left the prompts in ids
             return sequence_logits(self.model, ids, mask)
         return shared_prompt_logits(self.model, prompts, ids, mask, row_of_text)
 
@@ -603,7 +606,7 @@ def shared_prompt_logits(model, prompts, ids, mask, row_of_text):
     body = model.base_model
     cache = transformers.DynamicCache(config=model.config)
     prompt_mask = prompts >= 0  # [n, Q]
-    hidden_states(body, prompts.clamp(min=0), prompt_mask, cache)
+    hidden_states(body, prompts.clamp(min=0), prompt_mask, cache)  # fills the cache
     # Not cache.batch_select_indices: on a CPU, its gradient is added up in a varying order, and a resumed run
     # would not be the same bit for bit.
     for layer in cache.layers:
@@ -887,6 +890,7 @@ def build_classifier(args, tokenizer, train_rows, label_names):
     # token of a single text, and refuses batches.
     ends_with_pad = any(ids[-1] == tokenizer.pad_token_id for row in train_rows for ids in row.texts)
     model.config.pad_token_id = None if ends_with_pad else tokenizer.pad_token_id
+    model.config.problem_type = None  # pipelines would apply the one of an earlier training
     vars(model.config).pop("reward_offset", None)  # of an earlier run; with preferences, train sets it again
     if args.gradient_checkpointing:
         # transformers' new name of gradient_checkpointing_enable
@@ -940,7 +944,7 @@ def load_splits(name):
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
     datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
-    validation; without both, every tenth row of train.
+    validation; without both, a random tenth of train (the same one for every --seed).
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -961,9 +965,11 @@ def load_splits(name):
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
     if not held_out:
-        source = "every tenth row of train"  # not the last rows, because files are often sorted
-        held_out = train[::10]
-        del train[::10]
+        source = "a random tenth of train"
+        # A random order that depends only on the data, in which rows with the same prompt are neighbors.
+        train.sort(key=lambda row: random.Random(repr(row.get("prompt") or row)).random())
+        count = math.ceil(len(train) / 10)
+        held_out, train = train[:count], train[count:]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
     return train, held_out
 
@@ -1008,14 +1014,14 @@ def load_data(args, tokenizer):
     order = torch.randperm(len(held_out), generator=generator_for(args.seed, "held-out"))
     held_out = [held_out[i] for i in order[: args.num_eval_prompts].tolist()]
 
-    load_rows, label_names, references = load_preference_rows, None, []
     if is_text or is_dialog:
         label_names, class_of = find_classes(train, args)
         load_rows = partial(load_labeled_rows, class_of)
+    else:
+        label_names, load_rows = None, load_preference_rows
     train, train_counts = load_rows(train, tokenizer, args)
     held_out, held_out_counts = load_rows(held_out, tokenizer, args)
-    if label_names is None:
-        references = load_reference_rows(train, tokenizer, args)
+    references = load_reference_rows(train, tokenizer, args) if label_names is None else []
     counts = f"training: {train_counts}\nheld out: {held_out_counts}"
     return train, held_out, references, label_names, counts
 
@@ -1123,8 +1129,8 @@ def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    is_prompt: end where the assistant is to continue, after the header of its turn or, if the last message is
-    its own, in that message. -> str
+    is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
+    own, inside that message. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
@@ -1184,8 +1190,10 @@ def find_prompt(row, responses, name):
         if prompt[-1]["role"] == "assistant":  # in a rollout, the two would be one message
             raise UserError(f"{name}: a prompt ends with the assistant: move that to the responses")
         return prompt
-    if is_chat(responses[0]) and any(message["role"] == "user" for message in responses[0]):
-        return []
+    if is_chat(responses[0]):
+        roles = [message["role"] for message in responses[0]]
+        if "user" in roles[: roles.index("assistant")]:
+            return []
     columns = {name for name, value in row.items() if isinstance(value, (str, list))}
     columns -= {"chosen", "rejected", "responses"}
     if "prompt" not in row and columns:  # one of them is probably the prompt
@@ -1396,7 +1404,7 @@ class Run:
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
             names = ", ".join(not_finite)
-            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
+            raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
@@ -1529,16 +1537,15 @@ def load_trained(models, folder):
 # ---- Command line ------------------------------------------------------------------------------------------
 
 
-def check_positive(args, *names):
-    """Raise if a number is 0 or less."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
+def check_numbers(args, *positive):
+    """Raise if a number is negative, or if one of those named `positive` is 0."""
+    for name, value in vars(args).items():
+        if isinstance(value, (int, float)) and (value < 0 or value == 0 and name in positive):
+            raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
 
 
 # Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
-# the updates that are left, unless the schedule is constant and its warm-up over.)
+# the updates that are left, unless the schedule is constant and the warm-up is over.)
 MAY_CHANGE = (
     *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url"),
@@ -1582,7 +1589,7 @@ def parse_args(argv):
 def main(argv=None):
     """Run the command line. A UserError prints one line, with exit code 2."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
-    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
+    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use each other's old names
     warnings.filterwarnings("error", message="Found missing adapter keys")  # peft: they would be random
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):

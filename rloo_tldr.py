@@ -92,7 +92,7 @@ from transformers.cache_utils import DynamicLayer
 # ============================================================================================================
 
 
-NUM_EXAMPLES = tyro.conf.arg(aliases=["--num-examples"])  # TRL's name of num_eval_prompts
+NUM_EXAMPLES = tyro.conf.arg(aliases=["--num-examples"])  # TRL's name for num_eval_prompts
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Args:
     reward_model_path: str = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"  # classifier with 1 output
     reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the reward model; called as in TRL
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # float32: TF32 on GPUs; auto: bf16 if they can
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # auto: bf16 on GPUs that have it, else float32
     bf16: bool = False  # TRL's name for --dtype bfloat16; wins over --dtype
     load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
@@ -239,8 +239,8 @@ RECIPES = {
 def train(args):
     """The whole run, from the flags to the final table. -> (Policy, run folder)"""
     sizes = "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs"
-    check_positive(args, *sizes, "total_episodes", "num_eval_prompts")
-    check_positive(args, "temperature", "max_grad_norm", "score_clip")
+    check_numbers(args, *sizes, "total_episodes", "num_eval_prompts")
+    check_numbers(args, "temperature", "max_grad_norm", "score_clip")
     n, k, T = args.per_device_train_batch_size, args.rloo_k, args.response_length
     if k < 2 or n * args.gradient_accumulation_steps % k:
         raise UserError(
@@ -283,8 +283,9 @@ def train(args):
     # that a reward with a schedule scores before and after alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
     get_scores = partial(score_responses, load_summary_reward(args, device), trainer_state, device)
-    # --judge-fn has two uses. get_judge_scores: scores of every batch, which are only logged. judge: verdicts
-    # against the references, at the end, on the main process (or by --judge-model instead).
+    # What RLOO maximizes is get_scores. get_judge_scores, of --judge-fn, is only logged for each batch.
+    # judge(posts, responses) -> verdicts against the reference summaries, asked for once, after training. It
+    # is --judge-model or, without one, --judge-fn.
     get_judge_scores = None
     if args.judge_fn is not None:
         get_judge_scores = partial(score_responses, load_functions([args.judge_fn]), trainer_state, device)
@@ -307,7 +308,7 @@ def train(args):
     # evaluations before and after training use the same ones, and so does a resumed run: `before` is always
     # measured with the policy before RLOO, since run.start loads a checkpoint only below.
     held_out = draw_groups(held_out_posts, 1, args, "held-out")
-    # respond(batch) -> b, responses: samples, scores, old and reference log-probabilities
+    # respond(batch) -> b, responses. It samples, calls get_scores, and computes log-probabilities.
     respond = partial(rollout_groups, model, ref_model, tokenizer, stop_ids, get_scores, args=args)
     with autocast:
         before = evaluate_summaries(respond, held_out, args, accelerator)
@@ -374,14 +375,14 @@ def train(args):
         metric_sums = defaultdict(float)  # sums over the responses of all minibatches and epochs
         for epoch in range(args.num_ppo_epochs):
             order = torch.randperm(P, generator=generator_for(args.seed, "order", update, epoch)).to(device)
-            for minibatch in order.split(P // args.num_mini_batches):  # numbers of prompts
+            for minibatch in order.split(P // args.num_mini_batches):  # indices of prompts
                 with accelerator.split_between_processes(minibatch) as share:
-                    rows_of_share = sorted_groups(share, b["lengths"], k)  # similar lengths: less padding
-                # Exactly gradient_accumulation_steps micro-batches. accelerate counts calls of accumulate: if
-                # one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
+                    # Row numbers of their responses, short ones first: similar lengths need less padding.
+                    rows_of_share = sorted_groups(share, b["lengths"], k)  # [groups * k]
+                # Always gradient_accumulation_steps micro-batches: accelerate counts calls to accumulate, and
+                # if one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
-                    mb_valid = valid[rows, :t]  # [n, t]
                     # accumulate: processes exchange gradients only at the last micro-batch.
                     with accelerator.accumulate(learner):
                         with autocast:
@@ -389,7 +390,7 @@ def train(args):
                                 b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
                             )  # [n, t] each, 0 after the end of a response; only these have a gradient
                         # The action is the whole response: its log-probability is the sum over its tokens.
-                        new_logprobs = new_token_logprobs.sum(1)  # [n]
+                        new_logprobs = new_token_logprobs.sum(1)  # [n]; no mask: 0 after the end
                         old_logprobs = b["logprobs"][rows].sum(1)  # [n]
                         policy_loss = clipped_policy_loss(
                             new_logprobs, old_logprobs, advantages[rows], args.cliprange
@@ -409,7 +410,7 @@ def train(args):
                         response_metrics = {
                             "loss/policy_avg": policy_loss,
                             "policy/approxkl_avg": 0.5 * log_ratio**2,
-                            # clipfrac: how often clipping raises the loss above that of the plain ratio.
+                            # clipfrac: the fraction of responses whose loss is higher because of clipping.
                             "policy/clipfrac_avg": policy_loss > -advantages[rows] * ratio,
                             "val/ratio": ratio,
                             "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
@@ -419,7 +420,7 @@ def train(args):
                             metric_sums[name] += x.float().sum()
                         if is_first_step:  # no optimizer step since the rollout, so the ratios must be 1
                             token_log_ratio = new_token_logprobs - b["logprobs"][rows, :t]
-                            gap = token_log_ratio[mb_valid].abs().mean()
+                            gap = token_log_ratio[valid[rows, :t]].abs().mean()
                             assert gap < 0.02, "rollout and update differ, or nan"
 
                 is_first_step = False
@@ -618,6 +619,7 @@ def rollout_groups(model, ref_model, tokenizer, stop_ids, get_scores, batch, arg
       ref_logprobs, entropies [P * k, T]
     - the responses, P * k str
     """
+    # It also calls the reward, get_scores, whose results are the rewards/NAME in b.
     b, responses = sample_responses(model.policy, tokenizer, stop_ids, get_scores, batch, args)
     scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
 
@@ -785,28 +787,10 @@ def reference_group_logprobs(ref_model, policy, *inputs):
 def group_logprobs(lm, ids, mask, T, temperature):
     """Log-probabilities of the last T tokens of each row, 0 after the end of a response.
 
-    The responses of a group share their prompt, so each prompt is read only once per micro-batch. Its keys
-    and values serve all responses to it, and gradients flow back through them: nothing is approximated.
     ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [B, T]
     """
-    body, head = body_and_head(lm)
-    if body.training and body.is_activation_checkpointing:
-        # --gradient-checkpointing cannot use a cache, so each row reads its own prompt.
-        hidden = hidden_states(body, ids, mask)[:, -T - 1 : -1]  # [B, T, H]
-    else:
-        prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
-        prompts, prompt_of_row = prompts.unique_consecutive(dim=0, return_inverse=True)  # [P, C], [B]
-        cache = transformers.DynamicCache(config=body.config)
-        prompt_hidden = hidden_states(body, prompts.clamp(min=0), prompts >= 0, cache)  # [P, C, H]
-        # Not cache.batch_select_indices: on a CPU, its gradient is added up in a varying order, and a resumed
-        # run would not be the same bit for bit.
-        for layer in cache.layers:
-            layer.keys = layer.keys.index_select(0, prompt_of_row)  # [P, ...] -> [B, ...]
-            layer.values = layer.values.index_select(0, prompt_of_row)
-        response_hidden = hidden_states(body, ids[:, -T:], mask, cache)  # [B, T, H]
-        # The state at position t - 1 predicts token t, and the prompt's last state predicts the first one.
-        first_hidden = prompt_hidden[:, -1:].index_select(0, prompt_of_row)  # [B, 1, H]
-        hidden = torch.cat([first_hidden, response_hidden[:, :-1]], 1)  # [B, T, H]
+    _, head = body_and_head(lm)
+    hidden = group_hidden_states(lm, ids, mask, T)  # [B, T, H]
     # The output layer is large, so only valid tokens go through it, as a flat list.
     valid = mask[:, -T:]
     rows, columns = valid.nonzero(as_tuple=True)  # only once, because nonzero waits for the GPU
@@ -814,6 +798,31 @@ def group_logprobs(lm, ids, mask, T, temperature):
     logprobs, entropies = token_logprobs(flat_hidden, head.weight, flat_tokens, temperature, head.bias)
     zeros = torch.zeros(valid.shape, device=ids.device)
     return zeros.masked_scatter(valid, logprobs), zeros.masked_scatter(valid, entropies)
+
+
+def group_hidden_states(lm, ids, mask, T):
+    """The hidden states that predict the last T tokens of each row. [B, C + T], bool [B, C + T] -> [B, T, H]
+
+    The responses of a group share their prompt, so each prompt is read only once per micro-batch. Its keys
+    and values serve all responses to it, and gradients flow back through them: nothing is approximated.
+    """
+    body, _ = body_and_head(lm)
+    if body.training and body.is_activation_checkpointing:
+        # --gradient-checkpointing cannot use a cache, so each row reads its own prompt.
+        return hidden_states(body, ids, mask)[:, -T - 1 : -1]
+    prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
+    prompts, prompt_of_row = prompts.unique_consecutive(dim=0, return_inverse=True)  # [P, C], [B]
+    cache = transformers.DynamicCache(config=body.config)
+    prompt_hidden = hidden_states(body, prompts.clamp(min=0), prompts >= 0, cache)  # [P, C, H]
+    # Not cache.batch_select_indices: on a CPU, its gradient is added up in a varying order, and a resumed run
+    # would not be the same bit for bit.
+    for layer in cache.layers:
+        layer.keys = layer.keys.index_select(0, prompt_of_row)  # [P, ...] -> [B, ...]
+        layer.values = layer.values.index_select(0, prompt_of_row)
+    response_hidden = hidden_states(body, ids[:, -T:], mask, cache)  # [B, T, H]
+    # The state at position t - 1 predicts token t, and the prompt's last state predicts the first one.
+    first_hidden = prompt_hidden[:, -1:].index_select(0, prompt_of_row)  # [B, 1, H]
+    return torch.cat([first_hidden, response_hidden[:, :-1]], 1)
 
 
 def body_and_head(lm):
@@ -891,8 +900,8 @@ def sample_tokens(probs, uniforms):
     dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
     ends = probs.cumsum(1, dtype=dtype)  # [B, V]
     target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
-    # right=True never selects what has probability 0. NaN selects past the end, hence the clamp. (Then the
-    # loss is NaN too, and the run ends with an error message.)
+    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
+    # (Then the loss is NaN too, and the run ends with an error message.)
     token = torch.searchsorted(ends, target, right=True).squeeze(1)
     return token.clamp(max=probs.shape[1] - 1)
 
@@ -1156,7 +1165,7 @@ def add_lora(model, args):
 def freeze_layers(policy, count):
     """Freeze the policy's embeddings and first layers. load_reference shares them."""
     layers = transformer_layers(policy)
-    if not 0 < count <= len(layers):
+    if count > len(layers):
         raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
     embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
     for module in (*embeddings, *layers[:count]):
@@ -1197,7 +1206,7 @@ def eight_bit(args):
     if not args.load_in_8bit:
         return {}
     # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
-    # which ones depends on the batch: log-probabilities would too.
+    # which ones depends on the batch, and so would the log-probabilities.
     config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     return dict(quantization_config=config)
 
@@ -1408,7 +1417,7 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
     If prompts are lists of messages, a completion is one too: its text is completion[0]["content"].
     rows: for each response, a dict with the columns of the data. A function gets each column except prompt as
     a list with one entry per response. trainer_state.global_step is the number of updates so far; max_steps
-    is the total. A function returns one number per response, or None if it does not apply.
+    is the total. A function returns one number per response, or None if it does not apply: that counts as 0.
     -> dict: name of the function -> fp32 [B], nan where it does not apply
     """
     columns = {name for row in rows for name in row} - {"prompt"}
@@ -1486,7 +1495,7 @@ def preference_ids(tokenizer, prompt, responses, max_length):
         BOS p q r b c EOS      ->    BOS r b c EOS
     -> list of lists
     """
-    if is_chat(responses[0]):
+    if isinstance(responses[0], list):  # chats
         chats = [render_chat(tokenizer, prompt + response) for response in responses]
         texts = tokenizer(chats, add_special_tokens=False).input_ids
     elif tokenizer.cls_token_id is not None:  # tokenizers of BERT's family write [CLS] and [SEP] themselves
@@ -1496,10 +1505,12 @@ def preference_ids(tokenizer, prompt, responses, max_length):
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
         texts = [prompt_ids + with_eos(ids, tokenizer) for ids in response_ids]
     start = int(texts[0][0] in (tokenizer.bos_token_id, tokenizer.cls_token_id))  # 1: keep the first token
+    # Cut the same tokens from all texts until the longest fits, but only tokens that they have in common.
+    # (If they all fit, excess is negative, and nothing is cut.)
     num_shared = len(os.path.commonprefix(texts)) - start  # commonprefix works on lists of tokens too
     excess = max(len(ids) for ids in texts) - max_length
     shared_cut = max(min(excess, num_shared), 0)
-    # A response that is longer than max_length loses its beginning too.
+    # If that is not enough, a text that is still too long loses the beginning of its response too.
     cuts = [max(shared_cut, len(ids) - max_length) for ids in texts]
     return [ids[:start] + ids[start + cut :] for ids, cut in zip(texts, cuts)]
 
@@ -1578,7 +1589,7 @@ def load_judge(args, tokenizer, trainer_state, device):
 def compare_scores(get_scores, tokenizer, posts, responses):
     """The verdicts of a judge that prefers the higher score. -> fp32 [posts]"""
     references = [post["reference"] for post in posts]
-    # Response and reference are neighbors, so a post that is too long is cut alike for both.
+    # Response and reference are neighbors, so a post that is too long is cut in the same way for both.
     texts = [text for pair in zip(responses, references) for text in pair]
     scores = score_texts(get_scores, tokenizer, [post for post in posts for _ in range(2)], texts)
     ours, theirs = scores.view(-1, 2).unbind(1)  # [posts] each
@@ -1602,8 +1613,8 @@ def score_texts(get_scores, tokenizer, posts, texts):
 def ask_chat_model(client, args, posts, responses):
     """The verdicts of a chat model on an OpenAI-compatible server. -> fp32 [posts]
 
-    Judges prefer the first or the second of two summaries, so the order is random. Temperature and token
-    limit are left to the server: some models reject any other value, and some think before they answer.
+    Judges often prefer the first summary, or the second, so the order is random. Temperature and token limit
+    are left to the server: some models reject any other value, and some think before they answer.
     """
     uniforms = torch.rand(len(posts), generator=generator_for(args.seed, "order of the two"))
 
@@ -1627,7 +1638,7 @@ def judge_policy(args):
     """`rloo_tldr.py judge`: a model's win rate against the references, as TRL's judge_tldr.py. -> dict"""
     if args.resume is not None or args.sft_model_path is not None:
         raise UserError("judge: --model-name-or-path is the model; use --sft-model-path None and no --resume")
-    check_positive(args, "temperature", "num_eval_prompts")
+    check_numbers(args, "temperature", "num_eval_prompts")
     if args.bf16:
         args = replace(args, dtype="bfloat16")
     accelerator = start_accelerator(args)
@@ -1641,7 +1652,7 @@ def judge_policy(args):
         raise UserError("judge needs --judge-model or --judge-fn")
     _, rows = load_splits(args.dataset_name)
     posts = choose_held_out(load_posts(rows, tokenizer, args), args)
-    policy = load_model(AutoModelForCausalLM, name).to(device)
+    policy = load_model(AutoModelForCausalLM, name, **eight_bit(args)).to(device)
     check_group_model(policy, name, max(len(post["ids"]) for post in posts) + args.response_length)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)
     batch = draw_groups(posts, 1, args, "held-out")  # the posts and random numbers of the evaluation in train
@@ -1665,7 +1676,7 @@ def load_splits(name):
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
     datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
-    validation; without both, every tenth row of train.
+    validation; without both, a random tenth of train (the same one for every --seed).
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1686,9 +1697,11 @@ def load_splits(name):
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
     if not held_out:
-        source = "every tenth row of train"  # not the last rows, because files are often sorted
-        held_out = train[::10]
-        del train[::10]
+        source = "a random tenth of train"
+        # A random order that depends only on the data, in which rows with the same prompt are neighbors.
+        train.sort(key=lambda row: random.Random(repr(row.get("prompt") or row)).random())
+        count = math.ceil(len(train) / 10)
+        held_out, train = train[:count], train[count:]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
     return train, held_out
 
@@ -1759,8 +1772,8 @@ def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    is_prompt: end where the assistant is to continue, after the header of its turn or, if the last message is
-    its own, in that message. -> str
+    is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
+    own, inside that message. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
@@ -1996,7 +2009,7 @@ class Run:
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
             names = ", ".join(not_finite)
-            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
+            raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
@@ -2127,7 +2140,7 @@ def load_trained(models, folder):
 
 
 def log_samples(run, update, rows, lengths, columns):
-    """Show the first responses of the batch; save them, and in tokens.jsonl their numbers per token.
+    """Show and save the first responses of the batch. tokens.jsonl also gets their numbers per token.
 
     rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
     """
@@ -2189,16 +2202,15 @@ def report_summaries(run, judge, posts, before, after):
 # ---- Command line ------------------------------------------------------------------------------------------
 
 
-def check_positive(args, *names):
-    """Raise if a number is 0 or less."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
+def check_numbers(args, *positive):
+    """Raise if a number is negative, or if one of those named `positive` is 0."""
+    for name, value in vars(args).items():
+        if isinstance(value, (int, float)) and (value < 0 or value == 0 and name in positive):
+            raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
 
 
 # Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
-# the updates that are left, unless the schedule is constant and its warm-up over.)
+# the updates that are left, unless the schedule is constant and the warm-up is over.)
 MAY_CHANGE = (
     *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url"),
@@ -2243,7 +2255,7 @@ def main(argv=None):
     """Run the command line. A UserError prints one line, with exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
-    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
+    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use each other's old names
     warnings.filterwarnings("error", message="Found missing adapter keys")  # peft: they would be random
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):

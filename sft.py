@@ -106,7 +106,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @dataclass
 class Args:
-    """The defaults fine-tune GPT-2 on IMDB, as for lvwerra/gpt2-imdb.
+    """The defaults fine-tune GPT-2 on IMDB, as was done for lvwerra/gpt2-imdb.
 
     A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
     """
@@ -125,7 +125,7 @@ class Args:
     # Model
     model_name_or_path: str = "openai-community/gpt2"  # model and tokenizer: Hub name, folder, LoRA folder
     from_config: str | None = None  # random weights instead: a model type and name=value pairs (JSON values)
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # float32: TF32 on GPUs; auto: bf16 if they can
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # auto: bf16 on GPUs that have it, else float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights)
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
@@ -136,7 +136,7 @@ class Args:
     num_train_rows: int | None = None  # train on N examples of the data, drawn at random; None: on all
     max_length: int = 512  # tokens per row; longer documents are cut, and lose their EOS
     packing: bool = True  # fill rows with several documents that do not see each other
-    completion_only_loss: bool = True  # False: labels on the prompt too (in a chat: on the assistant's turns)
+    completion_only_loss: bool = True  # column prompt: no labels on it. False: labels (if a chat, on answers)
     utterance_end: str = " <EOU>"  # text after each utterance, as in RL4LMs; eos: EOS, as in DialoGPT
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes, in packed rows
@@ -268,8 +268,8 @@ RECIPES = {
 
 def train(args):
     """The whole run, from the flags to the final table. -> transformers model, run folder"""
-    check_positive(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
-    check_positive(args, "max_length", "num_train_rows", "num_eval_prompts", "max_grad_norm")
+    check_numbers(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
+    check_numbers(args, "max_length", "num_train_rows", "num_eval_prompts", "max_grad_norm")
     if args.from_config and args.lora_r:
         raise UserError("--lora-r: an adapter needs a trained model, so give --model-name-or-path")
     accelerator = start_accelerator(args)
@@ -335,7 +335,7 @@ def train(args):
                 micro_batches.append(collate_rows([rows[i] for i in numbers], device))
         num_labels = sum((mb["labels"] != -100).sum() for mb in micro_batches)
         num_labels = accelerator.reduce(num_labels)  # in the batch of all processes
-        num_tokens = sum(len(ids) for i in row_numbers for ids, _ in rows[i])  # also without a label
+        num_tokens = sum(len(ids) for i in row_numbers for ids, _ in rows[i])  # with and without a label
 
         # 2. Gradient. The loss is the sum over this process's labels, divided by the number of labels on all
         #    processes. So, without dropout, the gradient does not depend on how the batch is split.
@@ -488,7 +488,8 @@ def next_token_loss(hidden, weight, labels, bias=None):
         hidden, weight = hidden.float(), weight.float()
         chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=128)
         # As F.cross_entropy(F.linear(hidden, weight, bias), labels), but the gradient of a chunk is computed
-        # right after its loss, so its logits need not be kept.
+        # right after its loss, so its logits need not be kept. (To weight tokens: reduction="none" works the
+        # same way. With label_smoothing, PyTorch computes all logits at once.)
         loss_sum = F.linear_cross_entropy(
             hidden, weight, labels, linear_bias=bias, reduction="sum", options=chunks
         )
@@ -537,13 +538,15 @@ def learning_rate(args, update, updates):
 
 
 def load_documents(examples, tokenizer, args):
-    """The documents of a data set, cut to max_length; and a text that says what was left out or cut.
+    """The documents of a data set, cut to max_length; and a summary of what was left out or cut.
 
     A document that is cut loses its EOS, because it does not end there. -> list of (ids, labels), str
     """
     documents, counts = [], Counter()
     for example in examples:
         ids, labels = make_document(example, tokenizer, args, counts)
+        if ids[:2] == 2 * [tokenizer.bos_token_id]:
+            raise UserError(f"{args.dataset_name}: a text begins with BOS, which the tokenizer also adds")
         is_cut = len(ids) > args.max_length
         # -100 means no label. Nothing predicts the first token.
         ids, labels = ids[: args.max_length], [-100, *labels[1 : args.max_length]]
@@ -637,7 +640,8 @@ def chat_document(messages, first_labeled, tokenizer, counts):
             counts["answers not learned (no rollout could give them: see docs/sft.md)"] += 1
             continue
         start = len(prompt)
-        # Its last token is the last one that starts at its last character or before it.
+        # Its last token is the last one that starts at its last character or before it. (max: if the answer
+        # is empty and the template writes no end, rstrip went back into the assistant's header.)
         end = max(start, bisect.bisect(token_starts, last_character))
         labels[start:end] = ids[start:end]
     if end > 0 and ids[end - 1] not in special_ids(tokenizer):
@@ -655,7 +659,7 @@ def find_answer(tokenizer, messages, text):
     drop the thoughts of all but the last answer, for example.
     """
     if len(messages) == 1 or messages[-2]["role"] == "assistant":
-        return None, None  # there is no message that it answers
+        return None, None  # it does not answer any message
     before = render_chat(tokenizer, messages[:-1], is_prompt=True)  # ends in the assistant's header
     after = render_chat(tokenizer, messages)
     if not (after.startswith(before) and text.startswith(after)):
@@ -984,9 +988,10 @@ def differ(found, expected, limit):
 
 
 def special_ids(tokenizer):
-    """The ids of all special tokens, also of those that are not EOS, BOS, ... (<|eot_id|>). -> set of int"""
+    """The ids of all special tokens but <unk>, including those like <|eot_id|> that have no role. -> set"""
     added = tokenizer.added_tokens_decoder.items()
-    return set(tokenizer.all_special_ids) | {i for i, token in added if token.special}
+    ids = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+    return ids - {tokenizer.unk_token_id}
 
 
 def find_end_tokens(lm, tokenizer, documents, max_length):
@@ -999,7 +1004,7 @@ def find_end_tokens(lm, tokenizer, documents, max_length):
     ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
     last_tokens = set()
     for _, labels in documents:
-        # A run of labels ends where -100 follows. A document of max_length tokens may be cut there.
+        # A run of labels ends where -100 follows. A document of max_length tokens may have been cut.
         if len(labels) < max_length:
             labels = [*labels, -100]
         last_tokens |= {label for label, next_label in itertools.pairwise(labels) if next_label == -100}
@@ -1023,7 +1028,7 @@ def load_splits(name):
 
     name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
     datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
-    validation; without both, every tenth row of train.
+    validation; without both, a random tenth of train (the same one for every --seed).
     """
     splits, folder = {}, Path(resolve_path(name))
     for split in ("train", "validation", "test"):
@@ -1044,9 +1049,11 @@ def load_splits(name):
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
     if not held_out:
-        source = "every tenth row of train"  # not the last rows, because files are often sorted
-        held_out = train[::10]
-        del train[::10]
+        source = "a random tenth of train"
+        # A random order that depends only on the data, in which rows with the same prompt are neighbors.
+        train.sort(key=lambda row: random.Random(repr(row.get("prompt") or row)).random())
+        count = math.ceil(len(train) / 10)
+        held_out, train = train[:count], train[count:]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
     return train, held_out
 
@@ -1075,8 +1082,8 @@ def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
-    is_prompt: end where the assistant is to continue, after the header of its turn or, if the last message is
-    its own, in that message. -> str
+    is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
+    own, inside that message. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
@@ -1278,7 +1285,7 @@ class Run:
         not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
         if not_finite:
             names = ", ".join(not_finite)
-            raise UserError(f"update {update} is not saved, not finite: {names} (--learning-rate too high?)")
+            raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
         self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
 
@@ -1434,16 +1441,15 @@ def report_held_out(run, before, after, samples, num_documents):
 # ---- Command line ------------------------------------------------------------------------------------------
 
 
-def check_positive(args, *names):
-    """Raise if a number is 0 or less."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name.replace('_', '-')} must be more than 0; it is {value}")
+def check_numbers(args, *positive):
+    """Raise if a number is negative, or if one of those named `positive` is 0."""
+    for name, value in vars(args).items():
+        if isinstance(value, (int, float)) and (value < 0 or value == 0 and name in positive):
+            raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
 
 
 # Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
-# the updates that are left, unless the schedule is constant and its warm-up over.)
+# the updates that are left, unless the schedule is constant and the warm-up is over.)
 MAY_CHANGE = (
     *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url"),
@@ -1487,7 +1493,7 @@ def parse_args(argv):
 def main(argv=None):
     """Run the command line. A UserError prints one line, with exit code 2."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
-    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use old names of each other
+    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use each other's old names
     warnings.filterwarnings("error", message="Found missing adapter keys")  # peft: they would be random
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):

@@ -234,6 +234,26 @@ def test_answers_that_cannot_be_learned_are_counted(scripts):
         documents_of(script, tokenizer, {"messages": chat(*TURNS)})
 
 
+@pytest.mark.parametrize("columns", ["text", "prompt completion"])
+def test_a_text_with_bos_of_its_own(scripts, columns):
+    """Rendered chats often begin with BOS. The tokenizer adds another one, which no rollout has."""
+    sft, tokenizer = scripts["sft"], build_tokenizer("llama3")
+    row = dict.fromkeys(columns.split(), "It is 5.")
+    [(ids, _)], _ = sft.load_documents([row], tokenizer, sft.Args())
+    assert ids[0] == tokenizer.bos_token_id != ids[1]
+    row[columns.split()[0]] = "<|begin_of_text|>It is 5."
+    with pytest.raises(sft.UserError, match="begins with BOS, which the tokenizer also adds"):
+        sft.load_documents([row], tokenizer, sft.Args())
+
+
+def test_an_unknown_word_ends_no_turn(scripts):
+    """<unk> is a special token, but an answer that ends with it needs EOS."""
+    tokenizer = build_tokenizer("qwen3")
+    tokenizer.unk_token = "8"
+    others = scripts["sft"].special_ids(tokenizer)
+    assert tokenizer.unk_token_id not in others and tokenizer.eos_token_id in others
+
+
 def test_messages_that_cannot_be_learned(scripts):
     """A call of a tool has no content, and ShareGPT has no role: some templates would write such messages."""
     script, tokenizer = scripts["sft"], build_tokenizer("gemma")

@@ -241,7 +241,7 @@ COLUMNS = {  # name -> files made of a script's good rows; what each script of K
     "csv": (lambda rows: {"train.csv": table(rows, "csv")}, [2, 2, 2, REFUSED, 2, 2]),
     "first column alone in a row": (
         lambda rows: {"train.jsonl": jsonl([*rows, dict([*rows[0].items()][:1])])},
-        [3, "label None", 3, 3, 3, 3],
+        [3, "label None", 3, 4, 3, 3],
     ),
     "one label": (lambda rows: {"train.jsonl": jsonl(rows[::2][:2])}, [1, "two labels or more", 1, 2, 1, 1]),
 }

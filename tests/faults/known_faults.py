@@ -587,8 +587,8 @@ ppo_sentiment.learning_rate: the learning rate is one update ahead
   + (update - warmup)
 ppo_dialog.train: the loss of a dialog minibatch is divided by the mean number of tokens
   runs/test_evaluation_ppo.py::test_every_metric_of_every_update[dialogs_run]
-  - num_tokens = b["lengths"][minibatch].sum()
-  + num_tokens = b["lengths"].sum() / args.num_mini_batches
+  - num_tokens = valid[minibatch].sum()
+  + num_tokens = valid.sum() / args.num_mini_batches
 
 # Flags
 
@@ -886,8 +886,8 @@ ppo_sentiment.train: the texts of the first process count as those of all
 
 ppo_sentiment.load_splits: the last rows of a file are held out
   runs/test_evaluation_ppo.py::test_which_split_is_held_out
-  - held_out = train[::10]
-  + held_out = train[-10:]
+  - random.Random(repr(row.get("prompt") or row)).random()
+  + 0
 ppo_sentiment.load_splits: other JSON files are read by datasets
   faults/test_public_reports.py::test_json_in_other_files
   - Path(path).exists() and
@@ -1017,19 +1017,19 @@ ppo_sentiment.compare_logprobs: any head is taken for a matrix product (trap 43)
   math/test_log_probabilities.py::test_a_model_that_does_more_is_refused
   - if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):
   + if False:
-rloo_tldr.group_logprobs: a response continues the prompt of another group
+rloo_tldr.group_hidden_states: a response continues the prompt of another group
   math/test_groups.py::test_a_prompt_that_is_read_once_gives_the_same
   - layer.values.index_select(0, prompt_of_row)
   + layer.values.index_select(0, prompt_of_row.flip(0))
-rloo_tldr.group_logprobs: no gradient through the keys of the prompt
+rloo_tldr.group_hidden_states: no gradient through the keys of the prompt
   math/test_groups.py::test_a_prompt_that_is_read_once_gives_the_same
   - layer.keys.index_select(0, prompt_of_row)
   + layer.keys.index_select(0, prompt_of_row).detach()
-rloo_tldr.group_logprobs: a prompt that begins with token 0 is one with padding
+rloo_tldr.group_hidden_states: a prompt that begins with token 0 is one with padding
   math/test_groups.py::test_a_prompt_that_is_read_once_gives_the_same
   - ids.where(mask, -1)
   + ids.where(mask & (ids > 0), -1)
-rloo_tldr.group_logprobs: a cache in spite of gradient checkpointing (AttributeError)
+rloo_tldr.group_hidden_states: a cache in spite of gradient checkpointing (AttributeError)
   math/test_groups.py::test_how_many_prompts_are_read
   - if body.training and body.is_activation_checkpointing:
   + if False:
@@ -1086,8 +1086,8 @@ dpo_tldr.pair_logprobs: log-probabilities in the order of the lengths
   + logprobs[:len(rows)] = model
 dpo_tldr.pair_logprobs: a mean over tokens instead of a sum
   math/test_dpo.py::test_log_probabilities_of_pairs
-  - [0].sum(1)
-  + [0].mean(1)
+  - .sum(1)
+  + .mean(1)
 dpo_tldr.pair_logprobs: chosen and rejected of different pairs
   math/test_dpo.py::test_log_probabilities_of_pairs
   - .view(-1, 2)
@@ -1126,11 +1126,11 @@ dpo_tldr.train: resume at the beginning of the pairs (trap 34)
   + (update - 1 - state["update"]) * B, B
 dpo_tldr.train: the KL is that to the trained policy
   runs/test_dpo_tldr.py::test_the_policies_that_are_compared
-  - reference=reference)
-  + reference=policy)
+  - after = evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model)
+  + after = evaluate_samples(policy, posts, tokenizer, args, accelerator, policy)
 dpo_tldr.train: the evaluation after training is that before it (ValueError)
   runs/test_dpo_tldr.py::test_the_policies_that_are_compared
-  - after = evaluate_samples(policy, posts, tokenizer, args, accelerator, reference=reference)
+  - after = evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model)
   + after = before
 dpo_tldr.evaluate_samples: other random numbers than rloo_tldr.py
   runs/test_dpo_tldr.py::test_the_responses_before_are_those_of_rloo

@@ -98,7 +98,7 @@ REFUSED = {
         "KL horizon": (dict(kl_target=1.0, kl_horizon=1.6), "must be more than 1/5 of the batch, 8"),
         "reward functions, equal names": (dict(reward_fn=[REWARD, OTHER]), "another function reward"),
         "shared layers": (dict(num_shared_layers=99), "2 layers"),
-        "shared layers, fewer than 0": (dict(num_shared_layers=-1), "2 layers"),
+        "negative number": (dict(cliprange=-0.2), "--cliprange cannot be -0.2"),
         "shared layers and LoRA": (dict(num_shared_layers=1, lora_r=4), "--num-shared-layers"),
         "shared layers and 8 bit": (dict(num_shared_layers=1, load_in_8bit=True), "--num-shared-layers"),
         "no EOS": (dict(model_name_or_path="DATA/no-eos"), "EOS"),

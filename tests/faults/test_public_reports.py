@@ -354,7 +354,7 @@ def test_a_part_of_a_sorted_file(scripts, small, tmp_path, monkeypatch):
     script.train(small("sft", dataset_name=write_rows(tmp_path / "data", train=rows), num_train_rows=20))
     (train, *_), (held_out, *_) = [inputs for inputs, _ in calls]
     assert (len(train), len(held_out)) == (20, 10) and not any(row in held_out for row in train)
-    assert 4 < sum(row["label"] for row in train) < 16 and sum(row["label"] for row in held_out) == 5
+    assert 4 < sum(row["label"] for row in train) < 16 and 0 < sum(row["label"] for row in held_out) < 10
 
 
 @reads_preferences

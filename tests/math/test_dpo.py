@@ -117,7 +117,7 @@ def test_log_probabilities_of_pairs(tiny_lm, arch):
     """Padding, shared prompts and batches change nothing: those of plain transformers, text by text."""
     lm = AutoModelForCausalLM.from_pretrained(tiny_lm(arch)).eval()
     args = dpo.Args(per_device_train_batch_size=2)
-    found = dpo.pair_logprobs(dpo.Policy(lm), PAIRS, args, dpo.start_accelerator(args))
+    found = dpo.pair_logprobs(dpo.PairPolicy(lm), PAIRS, args, dpo.start_accelerator(args))
     for pair, row in zip(PAIRS, found):
         for response, logprob in zip(pair["responses"], row):
             logits = lm(torch.tensor([pair["ids"] + response])).logits[0].log_softmax(-1)
@@ -136,7 +136,7 @@ def test_samples_have_the_probabilities_of_the_model(tiny_lm, pad):
     uniforms = torch.rand(3, 9, generator=torch.Generator().manual_seed(2))
     tokens, logprobs = dpo.sample_texts(lm, ids, mask, uniforms, 0.7)
     inputs = torch.cat([ids, tokens], 1), torch.cat([mask, torch.ones_like(tokens, dtype=bool)], 1)
-    expected, _ = dpo.group_logprobs(lm, *inputs, 9, 0.7)
+    expected = dpo.logprobs_of_tokens(lm, *inputs, 9, 0.7)
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=1e-4)
     rloo = module_with("generate_groups")
     theirs, _ = rloo.generate_groups(lm, ids, mask, uniforms[:, None], torch.tensor([-1]), 0.7)

@@ -682,7 +682,7 @@ def test_which_stop_tokens(script):
 
 
 def test_which_split_is_held_out(script, tmp_path):
-    """test; without it validation; without both every tenth row of train, which is then not trained on."""
+    """test; without it validation; without both a random tenth of train, which is then not trained on."""
     rows, test, validation = [dict(text=f"row {i}") for i in range(25)], [dict(text="t")], [dict(text="v")]
 
     def load(folder, **splits):
@@ -691,5 +691,12 @@ def test_which_split_is_held_out(script, tmp_path):
     assert load("all", validation=validation, test=test) == (rows, test)
     assert load("no test", validation=validation) == (rows, validation)
     train, held_out = load("train only")
-    assert held_out == [rows[0], rows[10], rows[20]]
-    assert train == [row for row in rows if row not in held_out]
+    numbers = [rows.index(row) for row in held_out]
+    assert len(numbers) == 3 and len({number % 10 for number in numbers}) > 1 and numbers != sorted(numbers)
+    assert sorted(numbers + [rows.index(row) for row in train]) == list(range(25))
+
+    # Not two responses to the same prompt on two sides.
+    rows = [dict(prompt=f"prompt {i // 5}", response=i) for i in range(100)]
+    train, held_out = load("prompts")
+    assert len(held_out) == 10 and len({row["prompt"] for row in held_out}) == 2
+    assert not {row["prompt"] for row in held_out} & {row["prompt"] for row in train}

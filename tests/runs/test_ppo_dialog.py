@@ -6,6 +6,7 @@ What it has in common with ppo_sentiment.py is tested there.
 import functools
 import math
 import types
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -86,13 +87,15 @@ def test_the_sampled_distribution_is_the_scored_one(talk, script, talker, rollou
         (3, 3, [], [7]),
         (1, 1, [], [7]),
         (3, 4, [0], [0, 7]),  # BOS counts
-        (3, 1, [0], [0]),  # nothing else fits
     ],
 )
 def test_a_prompt_is_the_end_of_a_dialog(script, count, max_length, bos, prompt):
     """The last utterances. The oldest are left out as a whole until the others fit."""
     args = script.Args(num_context_utterances=count, max_prompt_length=max_length)
-    assert script.context_ids([[1, 2], [3], [4, 5, 6], [7]], args, bos) == prompt
+    found, is_too_long = script.context_ids([[1, 2], [3], [4, 5, 6], [7]], args, bos)
+    assert found == prompt and is_too_long == (max_length < 10 and count > 1)
+    with pytest.raises(script.UserError, match="leaves no room"):
+        script.context_ids([[1, 2], [3]], replace(args, max_prompt_length=len(bos)), bos)
 
 
 def test_utterances_lose_their_outer_spaces(script):
@@ -104,8 +107,8 @@ def test_utterances_lose_their_outer_spaces(script):
 def test_a_long_utterance_loses_its_beginning(script):
     """If the last utterance alone is too long, its end is the prompt."""
     args = script.Args(num_context_utterances=3, max_prompt_length=4)
-    assert script.context_ids([[8, 9], [1, 2, 3, 4, 5, 6]], args) == [3, 4, 5, 6]
-    assert script.context_ids([[8, 9], [1, 2, 3, 4, 5, 6]], args, bos=[0]) == [0, 4, 5, 6]
+    assert script.context_ids([[8, 9], [1, 2, 3, 4, 5, 6]], args) == ([3, 4, 5, 6], True)
+    assert script.context_ids([[8, 9], [1, 2, 3, 4, 5, 6]], args, bos=[0]) == ([0, 4, 5, 6], True)
 
 
 @pytest.mark.parametrize("end", ["eos", " <EOU>"])

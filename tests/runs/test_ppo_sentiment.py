@@ -343,7 +343,7 @@ def test_a_metric_that_is_not_finite_ends_the_run(ppo, script, monkeypatch, tmp_
 
     monkeypatch.setattr(script, "clipped_value_loss", infinite_in_update_2)
     with pytest.raises(
-        script.UserError, match="update 2 is not saved, not finite: loss/value_avg .--learning"
+        script.UserError, match="update 2 was not saved; not finite: loss/value_avg .--learning"
     ):
         ppo(total_episodes=24, save_every=1)
     assert [row["update"] for row in rows_of(tmp_path / "run")] == [1]

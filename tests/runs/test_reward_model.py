@@ -484,7 +484,7 @@ def test_every_number_of_a_preference_model(
     lines = capsys.readouterr().out
     assert f"7 held-out rows, accuracy {evaluation['accuracy']:.4f}" in lines
     offset = f"{evaluation['reward_offset']:.3f}"
-    assert f"mean score of 13 references, saved as reward_offset: {offset}" in lines
+    assert f"reward_offset: {offset}, the mean score of 13 of the best training responses" in lines
 
 
 def test_evaluation_of_few_pairs(scripts):
