@@ -859,11 +859,11 @@ reward_model.find_classes: each decimal is a class
   - isinstance(label, float)
   + False
 ppo_sentiment.call_reward_functions: a column is replaced
-  faults/test_public_reports.py::test_a_column_with_the_name_of_an_argument[ppo_sentiment]
+  faults/test_public_reports.py::test_a_column_with_the_name_of_an_argument
   - inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
   + inputs |= dict(prompts=prompts, completions=completions, completion_ids=completion_ids)
 grpo_math.score_responses: functions get an answer without its beginning
-  faults/test_public_reports.py::test_a_begun_answer_is_whole_for_rewards[grpo_math]
+  faults/test_public_reports.py::test_a_begun_answer_is_whole_for_rewards
   - beginning["content"] + response
   + response
 rloo_tldr.ask_chat_model: the thoughts of a judge count
@@ -871,7 +871,7 @@ rloo_tldr.ask_chat_model: the thoughts of a judge count
   - .rpartition("</think>")
   + .rpartition("</thought>")
 ppo_sentiment.distinct_bigrams: a text without spaces is one word
-  faults/test_public_reports.py::test_words_of_scripts_without_spaces[ppo_sentiment]
+  faults/test_public_reports.py::test_words_of_scripts_without_spaces
   - r" \g<0> "
   + r"\g<0>"
 grpo_math.train: the KL is that of the sampler
