@@ -1,5 +1,4 @@
-"""docs/scale.md and benchmarks/scale.py: parts of the arithmetic against small models on a CPU, and the
-tables of the page."""
+"""docs/scale.md and benchmarks/scale.py: parameters, peaks of measured runs, and the tables of the page."""
 
 import contextlib
 import importlib.util
@@ -64,60 +63,6 @@ def test_the_number_of_parameters_is_that_of_transformers(name):
 
 
 # ---- Memory ------------------------------------------------------------------------------------------------
-
-
-SMALL = {  # widths that differ from each other, so that no two parts have the same size by chance
-    "gpt2": scale.Model("gpt2", 3, 64, 4, 4, 192, 97, 48),
-    "gpt_neox": scale.Model("gpt_neox", 3, 64, 4, 4, 192, 97),
-    "llama": scale.Model("llama", 3, 64, 4, 2, 192, 97),
-    "qwen2": scale.Model("qwen2", 3, 64, 4, 2, 192, 97),
-}
-
-
-def new_model(model):
-    return transformers.AutoModelForCausalLM.from_config(config_of(model))
-
-
-def built(case):
-    """Policy and reference of a case, as the script makes them of loaded models."""
-    args = rloo.Args(
-        lora_r=case.lora_r, lora_target_modules="all-linear", num_shared_layers=case.num_shared_layers
-    )
-    policy = new_model(case.model)
-    if case.lora_r:
-        return rloo.add_lora(policy, args), None
-    if case.num_shared_layers:
-        rloo.freeze_layers(policy, case.num_shared_layers)
-        return policy, rloo.load_reference(args, policy, "", "cpu")
-    return policy, new_model(case.model)
-
-
-def bytes_of(tensors):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-@pytest.mark.parametrize("arch", SMALL)
-@pytest.mark.parametrize("changes", [{}, dict(lora_r=4), dict(num_shared_layers=2)], ids=str)
-def test_weights_gradients_and_adam_have_the_computed_bytes(arch, changes):
-    case = scale.Case(SMALL[arch], **changes)
-    policy, reference = built(case)
-    weights = list(policy.parameters())
-    shared = {id(p) for p in weights}
-    assert bytes_of(weights) == scale.policy_bytes(case)
-    if reference is not None:
-        others = [p for p in reference.parameters() if id(p) not in shared]
-        assert bytes_of(others) == scale.reference_bytes(case)
-
-    parameters = rloo.trainable(policy).values()
-    assert scale.trained(case) == sum(p.numel() for p in parameters)
-    optimizer = torch.optim.AdamW(parameters)
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    always, update = scale.memory(case)["always"], scale.memory(case)["update"]
-    moments = [x for state in optimizer.state.values() for x in state.values() if x.dim() > 0]
-    assert bytes_of(p.grad for p in parameters) == update["gradients"]
-    assert bytes_of(moments) == always["Adam"]
 
 
 def computed_peak(model, row, **changes):

@@ -89,10 +89,6 @@ ppo_sentiment.response_lengths: a length without its stop token (trap 6)
   math/test_math.py::test_response_lengths
   - torch.arange(1, T + 1
   + torch.arange(0, T
-ppo_sentiment.response_logprobs: values return to other rows (trap 4)
-  math/test_log_probabilities.py::test_a_padded_batch_scores_as_one_by_one[1.0-gpt2]
-  - zeros.masked_scatter(valid, logprobs)
-  + F.pad(logprobs, (0, valid.numel() - len(logprobs))).view(valid.shape)
 ppo_sentiment.PolicyAndValue.forward: a critic of its own sees pads (trap 3)
   math/test_log_probabilities.py::test_values_are_in_fp32_under_autocast
   - hidden_states(self.critic, ids, mask)
@@ -273,10 +269,6 @@ rloo_tldr.repeat: autocast rounds the weights while recording, and the next call
   +         step()
   +     step()
   +     count -= 1
-rloo_tldr.repeat: the call that is recorded counts as a token (trap 47)
-  math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
-  - range(count - 1)
-  + range(count - 2)
 rloo_tldr.generate_recorded: responses go on until their round is over
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[False-False-llama]
   - tokens.where(valid, 0), logprobs
@@ -718,10 +710,6 @@ grpo_math.grpo_advantages: a deviation of GRPO with k in its denominator
   math/test_grpo.py::test_advantages_by_hand
   - correction=1
   + correction=0
-grpo_math.grpo_advantages: groups of GRPO are not neighbors
-  math/test_grpo.py::test_advantages_by_hand
-  - view(-1, k)
-  + view(k, -1).T
 grpo_math.grpo_advantages: a deviation of GRPO without its small number
   math/test_grpo.py::test_the_small_number_is_added_to_the_deviation
   - std + 1e-4
@@ -1056,10 +1044,6 @@ dpo_tldr.evaluate_samples: the judge compares references with responses
   runs/test_dpo_tldr.py::test_the_evaluation_by_hand
   - (scores > reference_scores)
   + (scores < reference_scores)
-dpo_tldr.mean_with_error: an interval of one deviation instead of 1.96
-  runs/test_dpo_tldr.py::test_the_evaluation_by_hand
-  - 1.96 * standard_error
-  + standard_error
 dpo_tldr.sample_texts: the temperature is forgotten
   math/test_dpo.py::test_samples_have_the_probabilities_of_the_model[own]
   - uniforms_of_step, temperature)
