@@ -4,8 +4,8 @@
     python benchmarks/scale.py llama-7b --algorithm rloo --gpus 8 --sharding fsdp2      # the parts of one case
     python benchmarks/scale.py pythia-1b --lora-r 16 --gradient-checkpointing           # --help lists all flags
 
-Memory is in bytes, or in GB of 10^9 bytes. tests/documents/test_scale.py compares the parts with small models
-on a CPU.
+Memory is in bytes, or in GB of 10^9 bytes. tests/documents/test_scale.py compares the peaks with those of
+measured runs.
 """
 
 import argparse

@@ -164,25 +164,6 @@ def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, na
     assert check.mistakes == []
 
 
-def test_a_running_mean_as_the_baseline(small, monkeypatch, tmp_path):
-    """Advantages are rewards to go, with the KL penalty, minus the baseline, which a checkpoint has."""
-    [block] = [x for script, title, x in changes() if script == "ppo_sentiment" and "running mean" in title]
-    script = changed_script(monkeypatch, tmp_path, "ppo_sentiment", block)
-    flags = dict(total_episodes=64, learning_rate=1e-2, kl_coef=1.0, num_sample_generations=9)
-    _, folder = script.train(script.Args(**vars(small("ppo_sentiment")) | flags))
-    rows = [json.loads(line) for line in (folder / "tokens.jsonl").read_text().splitlines()]
-    last = [row for row in rows if row["update"] == rows[-1]["update"]]
-    baselines = []
-    for row in last:
-        rewards_to_go = torch.tensor(row["reward"]).flip(0).cumsum(0).flip(0)
-        baselines.append(rewards_to_go - torch.tensor(row["advantage"]))
-    baselines = torch.cat(baselines)
-    assert baselines.max() - baselines.min() < 0.01 < baselines.abs().min()
-    assert max(abs(kl) for row in last for kl in row["kl"]) > 0.05
-    [*_, newest] = sorted((folder / "checkpoints").iterdir())
-    assert json.loads((newest / "state.json").read_text())["baseline"] != 0
-
-
 @pytest.mark.parametrize("page", ["README", "ppo_sentiment", "grpo_math"])
 def test_reward_functions_in_the_docs_work(scripts, monkeypatch, page):
     """They are called with what every reward function gets, and with a column of the data."""
@@ -354,8 +335,7 @@ def test_the_memory_of_running_is_that_of_the_file():
 
 def test_the_speed_page_has_the_numbers_of_the_rollout():
     """results/gpu-rollout.json"""
-    rollout = result("gpu-rollout.json")
-    steps = rollout["step"]
+    steps = result("gpu-rollout.json")["step"]
     for first, shape, key in (
         ("Qwen2.5-0.5B, recorded", "qwen2.5-0.5b", "ms_recorded"),
         ("Qwen2.5-0.5B, growing cache", "qwen2.5-0.5b", "ms_growing_cache"),
@@ -364,16 +344,6 @@ def test_the_speed_page_has_the_numbers_of_the_rollout():
         for rows, cell in zip((64, 256, 512, 1024), cells_of(DOCS["speed"], first), strict=True):
             found = steps[f"{shape}, {rows} rows"]
             assert cell == (f"{found[key]:.1f}" if key in found else "")
-    for rows, times in ((64, 8), (256, 6)):
-        found = steps[f"qwen2.5-0.5b, {rows} rows"]
-        assert round(found["ms_growing_cache"] / found["ms_recorded"]) == times
-    for n in (128, 256, 512):
-        seconds = rollout["rollout"][f"qwen2.5-0.5b, none ends early, rounds of {n}"]["seconds"]
-        assert round(seconds, 1) == 2.7
-    right = rollout["right"]
-    assert [name for name, x in right.items() if x["tokens_unlike_called"]] == ["gpt2-124m, bf16"]
-    gaps = right["gpt2-124m, bf16"]
-    assert round(gaps["gap_recorded"], 4) == 0.0047 and abs(gaps["gap_called"] - gaps["gap_recorded"]) < 1e-4
 
 
 def test_the_speed_tables_are_those_of_the_files(capsys):

@@ -1,8 +1,7 @@
-"""benchmarks/parity.py: its statistics, one side of a job at toy size, and the committed results."""
+"""docs/parity.md has what benchmarks/parity.py prints of the committed results."""
 
 import json
 import sys
-from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -12,51 +11,6 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import parity  # noqa: E402
 import parity_jobs  # noqa: E402
-
-
-def test_the_interval_is_that_of_welch():
-    """An example by hand: means 3 and 8, variances 2.5 and 10, 5 and 5 runs, 5.882 degrees of freedom."""
-    delta, low, high = parity.difference([1, 2, 3, 4, 5], [4, 6, 8, 10, 12])
-    assert delta == -5
-    assert (low + high) / 2 == pytest.approx(-5)
-    t, error = 1.9484, (2.5 / 5 + 10 / 5) ** 0.5  # t: 95 % quantile
-    assert high - low == pytest.approx(2 * t * error, rel=1e-3)
-
-
-def test_the_paired_interval():
-    """By hand: differences -1, -3, -2, -6, -3; mean -3, variance 3.5, 4 degrees of freedom."""
-    delta, low, high = parity.difference([1, 2, 3, 4, 5], [2, 5, 5, 10, 8], paired=True)
-    assert delta == -3
-    assert (low + high) / 2 == pytest.approx(-3)
-    t, error = 2.1318, (3.5 / 5) ** 0.5  # t: 95 % quantile
-    assert high - low == pytest.approx(2 * t * error, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    "low, high, word",
-    [
-        (-0.01, 0.019, "equivalent"),
-        (0.001, 0.019, "equivalent"),  # a real difference, but less than the margin
-        (0.001, 0.021, "different"),
-        (-0.03, -0.001, "different"),
-        (-0.03, 0.001, "inconclusive"),
-    ],
-)
-def test_verdicts(low, high, word):
-    assert parity.verdict(low, high, 0.02) == word
-
-
-def test_our_side_of_a_job(monkeypatch):
-    """Copies of the policy before the first update and after each; the KL begins at 0."""
-    job = parity_jobs.JOBS["rloo"]
-    few = replace(job, k=2, load_rows=lambda *inputs: job.load_rows(*inputs)[:10])
-    monkeypatch.setitem(parity_jobs.JOBS, "rloo", few)
-    flags = dict(learning_rate=1e-2, total_episodes=48, per_device_train_batch_size=8)
-    row = parity_jobs.run("rloo", "ours, no gradient clipping", 1, **flags)
-    assert [point["episode"] for point in row["curve"]] == [0, 16, 32, 48]
-    assert row["curve"][0]["kl"] == 0 < row["curve"][3]["kl"]
-    assert row["held_out_responses"] == 20
-    assert set(few.metrics) <= set(row["curve"][0])
 
 
 @pytest.mark.parametrize("job", parity_jobs.JOBS)

@@ -1,4 +1,4 @@
-"""report.py: what it finds in committed runs and in runs written by hand, and the page in a real browser."""
+"""report.py: what it finds in committed runs and in runs written by hand, and its page."""
 
 import json
 import math
@@ -29,11 +29,6 @@ def test_an_exploited_reward_is_found():
         "The responses become alike",
         "The KL is above its target",
     ]
-
-
-def test_over_optimization_is_found():
-    """The score of a weak reward model rises, and the gold score falls."""
-    assert titles("rloo-weak-reward") == ["The score rises, and the gold score falls"]
 
 
 def test_the_table_of_checks_and_faults(monkeypatch):
@@ -369,39 +364,22 @@ def test_a_character_of_several_tokens_belongs_to_the_last(tmp_path):
 # ---- The page ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def small_page(tmp_path_factory):
-    """A page of two runs, one of them with tokens and with texts that look like HTML. -> path of the page"""
-    pytest.importorskip("bokeh")
-    root = tmp_path_factory.mktemp("report")
-    flags = {"kl_target": 4.0, "gamma": 1.0, "lam": 0.95}
-    run = write_run(root / "one", flags, objective__kl=lambda x: 4 * x)
-    rows = []
-    for update in (1, 100):
-        row = {
-            "update": update,
-            "prompt": "Is <b> bold?",
-            "tokens": [" yes", "</script>", "<i>"],
-            "score": 2.5,
-        }
-        row |= {"reward": [0.1, -0.2, 2.0], "value": [1.0, 1.5, update - 50]}
-        row["advantage"] = [1.0, math.nan, -1.0]
-        rows.append(row)
+def test_the_page_needs_no_network(tmp_path):
+    """A page of two runs, one of them with tokens and with texts that look like HTML."""
+    run = write_run(tmp_path / "one", {"kl_target": 4.0}, objective__kl=lambda x: 4 * x)
+    tokens = {"tokens": [" yes", "</script>", "<i>"], "advantage": [1.0, math.nan, -1.0]}
+    rows = [{"update": update, "prompt": "Is <b> bold?", "score": 2.5} | tokens for update in (1, 100)]
     write_lines(run / "tokens.jsonl", rows)
     pairs = []
     for i in range(12):
         pair = {"prompt": f"prompt {i}", "before": "dull", "score": i}
         pairs.append(pair | {"after": "superb", "score after": 11 - i})
     write_lines(run / "evaluation_samples.jsonl", pairs)
-    other = write_run(root / "two", objective__scores=lambda x: -x)
-    report.main([str(run), str(other), "--output", str(root / "page.html")])
-    return root / "page.html"
-
-
-def test_the_page_needs_no_network(small_page):
-    text = small_page.read_text()
+    other = write_run(tmp_path / "two", objective__scores=lambda x: -x)
+    report.main([str(run), str(other), "--output", str(tmp_path / "page.html")])
+    text = (tmp_path / "page.html").read_text()
     assert not re.search(r"<(script|link|img)\b[^>]*(src|href)=.?(https?:)?//", text)
-    assert "</script><i>" not in text
+    assert "</script><i>" not in text and "<b> bold" not in text
     assert "Words that spread" not in text  # in 12 responses, one is a large share
 
 
@@ -420,36 +398,3 @@ def test_a_page_of_a_reward_model(tmp_path):
     report.main([str(run), "--output", str(tmp_path / "page.html")])
     text = (tmp_path / "page.html").read_text()
     assert "<td>accuracy<td>0.875" in text and "This run has no numbers per token" in text
-
-
-def test_in_a_browser(small_page):
-    """No error, no horizontal scrolling; a token shows its numbers, and the switch changes its color."""
-    webdriver = pytest.importorskip("selenium.webdriver")
-    from selenium.webdriver.chrome.service import Service
-    from selenium.webdriver.support.ui import Select, WebDriverWait
-
-    programs = [shutil.which("chromium"), shutil.which("chromedriver")]
-    if None in programs:
-        pytest.skip("no chromium and chromedriver on the PATH")
-    options = webdriver.ChromeOptions()
-    options.binary_location = programs[0]
-    for flag in ("--headless", "--no-sandbox", "--disable-gpu", "--window-size=400,850"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(programs[1]))
-    try:
-        driver.get(f"file://{small_page}")
-        tokens = WebDriverWait(driver, 10).until(lambda page: page.find_elements("css selector", ".token"))
-        assert [token.get_attribute("textContent") for token in tokens] == [" yes", "</script>", "<i>"]
-        assert not [entry for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
-        assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
-        assert len(driver.find_elements("css selector", ".bk-Figure")) >= 3
-        webdriver.ActionChains(driver).scroll_to_element(tokens[1]).move_to_element(tokens[1]).perform()
-        numbers = re.findall(r"^(\w+) +(\S+)$", driver.find_element("id", "tip").text, re.M)
-        assert numbers == [("reward", "-0.2"), ("value", "1.5"), ("advantage", "-")]
-        column = driver.find_elements("css selector", ".tokens select")[1]
-        Select(column).select_by_visible_text("value")
-        last = driver.find_elements("css selector", ".token")[2]
-        assert "214, 39, 40" in last.value_of_css_property("background-color")  # red: -49 in update 1
-    finally:
-        driver.quit()

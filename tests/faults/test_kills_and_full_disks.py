@@ -100,19 +100,15 @@ def test_steps_that_ruin_the_model(scripts, small, name):
     assert not (Path(args.output_dir) / "model").exists()
 
 
-@pytest.mark.parametrize("script", ["sft", "ppo_sentiment"])
-def test_weights_that_are_not_finite_are_not_saved(scripts, small, monkeypatch, script):
+def test_weights_that_are_not_finite_are_not_saved(scripts, small, monkeypatch):
     """Metrics are computed before the optimizer step, so they can be finite when the weights are not."""
 
     def step(self, closure=None):
         self.param_groups[0]["params"][0].data.fill_(math.inf)
 
     monkeypatch.setattr(torch.optim.SGD, "step", step)
-    one_step = dict(num_train_rows=4, num_samples=0) if script == "sft" else dict(num_ppo_epochs=1)
-    if script == "ppo_sentiment":
-        one_step |= dict(num_mini_batches=1, per_device_train_batch_size=8)
-    args = small(script, optimizer="torch.optim.SGD", **one_step)
+    args = small("sft", optimizer="torch.optim.SGD", num_train_rows=4, num_samples=0)  # one step
     with pytest.raises(Exception, match="finite"):
-        scripts[script].train(args)
+        scripts["sft"].train(args)
     assert not list(Path(args.output_dir).glob("checkpoints/*/*"))
     assert not (Path(args.output_dir) / "model").exists()

@@ -18,7 +18,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import ACTS, GROUPS, RL
+from conftest import ACTS, RL
 from run_tools import flags_of, reward_file, rows_of, spy, weights, write_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -113,18 +113,13 @@ def test_a_reward_model_without_its_score(scripts, tiny_preference_model, tiny_l
     assert "random reward head" in capsys.readouterr().out
 
 
-def test_adapters(script, small, tiny_lm, tmp_path):
-    """peft#2415: one without some of its weights is refused. A whole adapter is merged."""
+def test_an_adapter_without_some_of_its_weights(script, small, tiny_lm, tmp_path):
+    """peft#2415: one without some of its weights is refused."""
     base = AutoModelForCausalLM.from_pretrained(tiny_lm())
-    config = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False)
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"])
     folder = tmp_path / "adapter"
     peft.get_peft_model(base, config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny_lm()).save_pretrained(folder)
-    merged = script.load_model(AutoModelForCausalLM, str(folder))
-    name = "transformer.h.0.attn.c_attn.weight"
-    assert (merged.get_parameter(name) - weights(tiny_lm())[name]).abs().max() > 0.01
-    assert all(p.requires_grad for p in merged.parameters())
-
     tensors = load_file(folder / "adapter_model.safetensors")
     del tensors[max(tensors)]
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -252,22 +247,18 @@ def test_a_text_that_ends_with_eos(scripts, tiny_lm):
     assert reward_model.preference_ids(tokenizer, " good", responses, 99) == [ids + expected] * 2
 
 
-reads_preferences = pytest.mark.parametrize("name", ["reward_model", "dpo_tldr"])
-
-
-@reads_preferences
-def test_a_prompt_that_begins_the_answer(scripts, name):
+def test_a_prompt_that_begins_the_answer(scripts):
     """In a rollout, it is one message with the rest; two messages would be another text."""
     prompt = [dict(role="user", content="2 + 3?"), dict(role="assistant", content="It is")]
     good, bad = [[dict(role="assistant", content=text)] for text in (" 5.", " 6.")]
-    with pytest.raises(scripts[name].UserError, match="a prompt ends with the assistant"):
-        scripts[name].read_preferences([dict(prompt=prompt, chosen=good, rejected=bad)], "data")
+    script = scripts["dpo_tldr"]
+    with pytest.raises(script.UserError, match="a prompt ends with the assistant"):
+        script.read_preferences([dict(prompt=prompt, chosen=good, rejected=bad)], "data")
 
 
-@reads_preferences
-def test_responses_that_begin_with_their_prompt(scripts, name):
+def test_responses_that_begin_with_their_prompt(scripts):
     """In a column of its own, it would be read twice. But a response may quote its prompt."""
-    script = scripts[name]
+    script = scripts["reward_model"]
     texts = dict(prompt="Who?", chosen="Who? Me.", rejected="Who? You.")
     chats = dict(prompt=CHAT[:1], chosen=CHAT, rejected=[CHAT[0], {"role": "assistant", "content": "No"}])
     for row in (texts, chats):
@@ -357,11 +348,10 @@ def test_a_part_of_a_sorted_file(scripts, small, tmp_path, monkeypatch):
     assert 4 < sum(row["label"] for row in train) < 16 and 0 < sum(row["label"] for row in held_out) < 10
 
 
-@reads_preferences
 @pytest.mark.parametrize("other", [dict(question="Who?"), dict(messages=CHAT[:1]), dict(system="Be good.")])
-def test_preferences_without_a_prompt(scripts, name, other):
+def test_preferences_without_a_prompt(scripts, other):
     """The model would read the answers alone. Texts of hh-rlhf hold the prompt, and chats with a user do."""
-    script = scripts[name]
+    script = scripts["reward_model"]
     texts = dict(chosen="Me.", rejected="You.", margin=1.0)
     chats = dict(chosen=CHAT, rejected=[CHAT[0], {"role": "assistant", "content": "No"}])
     answers = {name: messages[1:] for name, messages in chats.items()}
@@ -384,20 +374,18 @@ def test_decimals_are_no_classes(scripts):
 # ---- Reward functions: what they get, and what they may do -------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RL)
-def test_a_column_with_the_name_of_an_argument(scripts, name):
+def test_a_column_with_the_name_of_an_argument(script):
     """It would be replaced. TRL raises a TypeError, too."""
-    call = partial(scripts[name].call_reward_functions, {"f": lambda **inputs: [1.0]}, None, CPU)
+    call = partial(script.call_reward_functions, {"f": lambda **inputs: [1.0]}, None, CPU)
     for column in ("prompts", "completions", "completion_ids", "trainer_state"):
         with pytest.raises(TypeError, match=f"multiple values for keyword argument '{column}'"):
             call([{column: "x"}], ["a"], ["b"], [[3]])
     assert call([dict(prompt="x", completion="y")], ["a"], ["b"], [[3]])["f"] == 1
 
 
-@pytest.mark.parametrize("name", GROUPS)
-def test_a_begun_answer_is_whole_for_rewards(scripts, name):
+def test_a_begun_answer_is_whole_for_rewards(scripts):
     """trl#6966: functions get the beginning with the rest, as in TRL, and the prompt ends with the user."""
-    script, seen = scripts[name], {}
+    script, seen = scripts["grpo_math"], {}
     begun = [CHAT[0], {"role": "assistant", "content": "<answer>"}]
     examples = [dict(prompt=prompt, columns={}) for prompt in (begun, CHAT[:1])]
     function = lambda **inputs: seen.update(inputs) or [0.0, 0.0]  # noqa: E731
@@ -409,13 +397,12 @@ def test_a_begun_answer_is_whole_for_rewards(scripts, name):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["ppo_sentiment", "rloo_tldr", "grpo_math"])
-def test_words_of_scripts_without_spaces(scripts, name):
+def test_words_of_scripts_without_spaces(script):
     """Each character is a word. Other languages are split at spaces."""
     for text in ("今天天气很好天气", "きょうはよい", "สวัสดีครับ", "今天 天气"):
         letters = " ".join(text.replace(" ", ""))
-        assert scripts[name].distinct_bigrams([text]) == scripts[name].distinct_bigrams([letters]) > 0
-    assert scripts[name].distinct_bigrams(["Привет, мир! Привет, мир!"]) == 2 / 3
+        assert script.distinct_bigrams([text]) == script.distinct_bigrams([letters]) > 0
+    assert script.distinct_bigrams(["Привет, мир! Привет, мир!"]) == 2 / 3
 
 
 def test_meteor_of_scripts_without_spaces(scripts):
@@ -530,13 +517,11 @@ def test_values_stay_as_they_are(script, tmp_path, name):
 
 
 def test_names_of_labels(scripts, tmp_path):
-    """Spaces around them do not count, and no two are equal."""
+    """Spaces around them do not count."""
     script = scripts["reward_model"]
     rows = [dict(text="a", label=0), dict(text="b", label=1)]
     names, _ = script.find_classes(rows, script.Args(label_names="negative, positive"))
     assert names == ["negative", "positive"]
-    with pytest.raises(script.UserError, match="no two equal"):
-        script.find_classes(rows, script.Args(label_names="bad,bad"))
 
 
 # ---- Tokenizers --------------------------------------------------------------------------------------------
@@ -590,13 +575,12 @@ def eos_appender(tiny_lm, copy_of):
     return str(folder)
 
 
-@pytest.mark.parametrize("name", ["sft", *RL])
-def test_a_tokenizer_that_appends_eos(scripts, eos_appender, name):
+def test_a_tokenizer_that_appends_eos(script, eos_appender):
     """A prompt would end in EOS. A classifier of texts may have such a tokenizer."""
-    tokenizer = scripts[name].load_tokenizer(eos_appender)
+    tokenizer = script.load_tokenizer(eos_appender)
     assert tokenizer("sun").input_ids[-1] == tokenizer.eos_token_id
-    with pytest.raises(scripts[name].UserError, match="appends EOS"):
-        scripts[name].refuse_appended_eos(tokenizer, eos_appender)
+    with pytest.raises(script.UserError, match="appends EOS"):
+        script.refuse_appended_eos(tokenizer, eos_appender)
 
 
 def test_a_reward_model_whose_tokenizer_appends_eos(scripts, reward, eos_appender, tiny_pairs):
