@@ -348,7 +348,7 @@ def train(args):
     ref_model = None if args.lora_r else load_lm(args).to(device)
     with autocast:
         held_out_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
-        after = evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model)
+        after = evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model=ref_model)
     if accelerator.is_main_process:
         save_policy(policy, tokenizer, run.folder / "model")
         pair_columns = pair_metrics(held_out_logprobs, held_out_ref_logprobs, args.beta)

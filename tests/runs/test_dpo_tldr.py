@@ -259,9 +259,9 @@ def test_the_policies_that_are_compared(dpo, script, monkeypatch, tiny_lm):
     """Before: the start with itself, so the KL is 0. After: what was trained, with the start."""
     evaluate_samples, references = script.evaluate_samples, []
 
-    def recorded(*inputs, reference):
-        references.append(reference)
-        return evaluate_samples(*inputs, reference=reference)
+    def recorded(*inputs, ref_model):
+        references.append(ref_model)
+        return evaluate_samples(*inputs, ref_model=ref_model)
 
     monkeypatch.setattr(script, "evaluate_samples", recorded)
     calls = spy(monkeypatch, script, "evaluate_samples")
