@@ -420,7 +420,7 @@ def train(args):
                             metric_sums[name] += (x * mb_valid).sum()
                         # No optimizer step since the rollout: two forward passes of one policy must agree.
                         if is_first_step and takes_several_steps(args):
-                            gap = log_ratio[mb_valid].abs().mean()
+                            gap = (log_ratio.abs() * mb_valid).sum() / mb_valid.sum().clamp(min=1)  # per token
                             assert gap < 0.02, "rollout and update differ, or nan"
 
                 is_first_step = False

@@ -148,7 +148,7 @@ def test_flags_of_a_chat(chat_args, dialog, script, talker):
     ):
         args, _ = chat_args(name)
         assert (args.utterance_end, args.num_context_utterances) == ("eos", 8)
-    assert chat_args(talker.model) == (script.Args(), talker.model)
+    assert chat_args(talker.model) == (script.Args(model_name_or_path=talker.model), talker.model)
 
 
 def test_flags_of_a_model_that_sft_trained(chat_args, sft, tmp_path):
