@@ -420,7 +420,7 @@ def train(args):
                             metric_sums[name] += (x * mb_valid).sum()
                         # No optimizer step since the rollout: two forward passes of one policy must agree.
                         if is_first_step and takes_several_steps(args):
-                            gap = (log_ratio.abs() * mb_valid).sum() / mb_valid.sum().clamp(min=1)  # per token
+                            gap = (log_ratio.abs() * mb_valid).sum() / mb_valid.sum().clamp(min=1)
                             assert gap < 0.02, "rollout and update differ, or nan"
 
                 is_first_step = False
@@ -432,7 +432,7 @@ def train(args):
         # 4. Log. Metrics that TRL also logs keep its names: RLOOTrainer's (TRL 0.11) and GRPOTrainer's
         #    (completions/*, rewards/*, frac_reward_zero_std).
         metric_sums = accelerator.reduce(dict(metric_sums), "sum")
-        tokens_trained = metric_sums.pop("tokens")
+        tokens_trained = metric_sums.pop("tokens").clamp(min=1)
         update_metrics = {name: x / tokens_trained for name, x in metric_sums.items()}
         # var r = E[(r - 1)^2] - (E[r - 1])^2
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2

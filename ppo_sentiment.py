@@ -395,7 +395,7 @@ def train(args):
                         for name, x in token_metrics.items():
                             metric_sums[name] += (x * mb_valid).sum()
                         if is_first_step:  # no optimizer step since the rollout, so the ratios must be 1
-                            gap = (log_ratio.abs() * mb_valid).sum() / mb_valid.sum().clamp(min=1)  # per token
+                            gap = (log_ratio.abs() * mb_valid).sum() / mb_valid.sum().clamp(min=1)
                             assert gap < 0.02, "rollout and update differ, or nan"
 
                 is_first_step = False
