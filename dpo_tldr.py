@@ -34,8 +34,8 @@ Columns of the data set, one of:
        chosen, rejected              both contain the prompt: it is what they have in common
        prompt, responses             ranked, best first: the best one against the worst one
 
-What two texts have in common may include the first words of both responses, such as "Assistant: I'm". The
-loss is the same, but without --eval-dataset-name, the samples of the policy begin after these words.
+The part that two texts have in common may include first words of both responses, such as "Assistant: I'm".
+The loss is the same, but without --eval-dataset-name, the samples of the policy begin after these words.
 
     python dpo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
     python dpo_tldr.py --beta 0.5                  # tiny with one change; every field of Args is a flag
@@ -135,7 +135,7 @@ class Args:
 
     # Data
     dataset_name: str = "trl-lib/ultrafeedback_binarized"  # columns [prompt,] chosen, rejected | responses
-    max_length: int = 1024  # in tokens; pairs with a longer text, prompt included, are left out
+    max_length: int = 1024  # pairs in which a prompt and response have more tokens are left out
     num_eval_pairs: int = 1_000  # held-out pairs, at most
 
     # DPO
@@ -152,7 +152,7 @@ class Args:
     num_eval_prompts: int = 256  # number of held-out posts that are summarized
     judge_fn: str | None = None  # FILE.py:function; f(prompts=..., completions=...) -> scores
     response_length: int = 53  # longest response, in tokens
-    temperature: float = 1.0  # of the samples, and in their KL; the loss always uses 1
+    temperature: float = 1.0  # of the samples and their KL; the loss always uses 1
 
     # Optimizer
     learning_rate: float = 1e-6  # the highest learning rate of the schedule
@@ -225,7 +225,8 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "DR:" predicts "My" and "A".
 #
-# In train, B counts the pairs of an update. In the functions below, it counts the rows of their input.
+# In train, B counts the pairs of an update. In the functions below, it is the number of rows of a tensor: two
+# for each pair, or one for each post. T is the longest response or, for samples, --response-length.
 
 
 def train(args):
@@ -255,7 +256,10 @@ def train(args):
 
     policy = load_lm(args).to(device)
     check_lm(policy, train_pairs + held_out_pairs, posts, args)
-    model = PairPolicy(policy)  # the same weights; its forward pass is that of the update
+    # Three names for the same weights. `policy`, the Hugging Face model, writes samples and is saved. `model`
+    # has the forward pass of the update. `learner` is what the optimizer trains: model itself, DDP around it
+    # or, with FSDP2 and ZeRO-3, a sharded copy, whose weights copy_weights copies back at the end.
+    model = PairPolicy(policy)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
     accelerator.print(
@@ -273,9 +277,6 @@ def train(args):
     kl_to_itself = before[0]["KL, nats per response"]
     assert abs(kl_to_itself) < 0.5, "sampling and update compute different log-probabilities, or nan"
 
-    # `policy`, inside `model`, is evaluated and saved; `learner` is trained. They share their weights, unless
-    # FSDP2 or ZeRO-3 shards them: then the learner is a sharded copy of `model`, and copy_weights copies its
-    # weights back at the end.
     learner, optimizer = make_learner(model, args, accelerator)
     state = run.start(B)  # update 0 in a new run
 
@@ -402,12 +403,12 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model):
                 "length": lengths.tolist(),
             }
             rows += rows_of(columns)
-    # Rows of all processes, in the order of the posts. (With more processes than posts, the last one comes
-    # several times.)
+    # Rows of all processes, in the order of the posts. (With more processes than posts, the last one is
+    # there more than once.)
     rows = accelerate.utils.gather_object(rows)[: len(posts)]
     gathered = {name: [row[name] for row in rows] for name in rows[0]}
     metrics = {}
-    if args.judge_fn is not None and accelerator.is_main_process:  # the others would ask the same
+    if args.judge_fn is not None and accelerator.is_main_process:  # the others would make the same calls
         path, _, name = args.judge_fn.rpartition(":")
         ask = partial(runpy.run_path(resolve_path(path))[name], prompts=gathered["prompt"])
         with torch.autocast(device.type, enabled=False):
@@ -835,7 +836,7 @@ def load_lm(args):
     if args.lora_r:
         lm = add_lora(lm, args)
     if args.gradient_checkpointing:
-        # the new name of gradient_checkpointing_enable in transformers
+        # transformers' new name for gradient_checkpointing_enable
         lm.activation_checkpointing_enable(dict(use_reentrant=False))
     return lm
 
@@ -907,7 +908,7 @@ def add_lora(model, args):
     found = {layer.split(".")[-1] for layer in model.targeted_module_names}
     if targets != "all-linear" and found != set(names):  # peft complains only if it finds none
         raise UserError(f"--lora-target-modules {','.join(names)}: only {found} are names of layers")
-    # Part I reads the output layer's weights without an adapter. Embeddings may share these weights.
+    # Some scripts read the output layer's weights, without an adapter. Embeddings may share these weights.
     base = model.get_base_model()
     if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
         raise UserError("--lora-target-modules: embeddings and the output layer cannot have an adapter")
@@ -960,7 +961,8 @@ def load_splits(name):
     held_out = splits.get(source)
     if not held_out:
         source = "a random tenth of train"
-        # A random order that depends only on the data, in which rows with the same prompt are neighbors.
+        # A random order that depends only on the data. Rows with the same column prompt are neighbors in it,
+        # so at most one prompt is on both sides.
         train.sort(key=lambda row: random.Random(repr(row.get("prompt") or row)).random())
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
@@ -1033,14 +1035,18 @@ def read_preferences(rows, name):
 def find_prompt(row, responses, name):
     """The prompt of a row, a text or a chat as its responses are. It is empty if they contain it."""
     prompt = row.get("prompt") or ""
-    if is_chat(prompt):
-        if prompt[-1]["role"] == "assistant":  # in a rollout, the two would be one message
-            raise UserError(f"{name}: a prompt ends with the assistant: move that to the responses")
-        return prompt
+    is_contained = False
     if is_chat(responses[0]):
         roles = [message["role"] for message in responses[0]]
-        if "user" in roles[: roles.index("assistant")]:
-            return []
+        is_contained = "user" in roles[: roles.index("assistant")]
+    if is_chat(prompt):
+        if is_contained:
+            raise UserError(f"{name}: the responses contain their prompt; empty the column prompt")
+        if prompt[-1]["role"] == "assistant":  # a template would close this message, and begin another one
+            raise UserError(f"{name}: a prompt ends with the assistant: move that to the responses")
+        return prompt
+    if is_contained:
+        return []
     columns = {name for name, value in row.items() if isinstance(value, (str, list))}
     columns -= {"chosen", "rejected", "responses"}
     if "prompt" not in row and columns:  # one of them is probably the prompt
@@ -1066,9 +1072,10 @@ def tokenize_pair(tokenizer, prompt, responses):
     else:
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
         texts = [tokenizer(prompt).input_ids + with_eos(ids, tokenizer) for ids in response_ids]
-    # The prompt ends at the first token in which the two texts differ, or before. If it is known, it also has
-    # no token that differs from those of the prompt alone: a template may begin a thought at the end of a
-    # prompt, for example, or a space there may join the next word. So it is what all of them begin with.
+    # Where does the prompt end? In texts with a prompt: where its own tokens end. In texts without one: at
+    # the first token in which the two differ. In chats, it is what the two chats and the prompt alone begin
+    # with. That may be less than the prompt: a template may add "<think>" to a prompt alone, or its last
+    # space may join the next word.
     beginnings = [tokenize_prompt(tokenizer, prompt)] if prompt else []
     length = len(os.path.commonprefix([*beginnings, *texts]))  # it is for paths, but works on lists too
     return dict(ids=texts[0][:length], responses=[ids[length:] for ids in texts])
@@ -1194,7 +1201,7 @@ def make_learner(model, args, accelerator):
     """The module that is trained, and its optimizer.
 
     One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
-    shards. Shards cannot generate, so every process keeps the whole model for sampling and scoring.
+    shards. Shards cannot sample or score, so every process keeps the whole model for that.
     """
     plugin = accelerator.state.deepspeed_plugin
     learner = model

@@ -46,7 +46,7 @@ If you know how to train a text classifier, this is what changes when it serves 
     python reward_model.py --resume RUN_FOLDER   # continue a stopped run; on a CPU, bit for bit
 
 The result loads with AutoModelForSequenceClassification; a classifier of texts works in transformers.pipeline
-too. A decoder's score is read at the last of the tokens that `preference_ids` makes.
+too. With preferences, a decoder's score is read at the last of the tokens that `preference_ids` makes.
 
 Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, data,
 processes, run folder, flags. Papers: Learning to Summarize from Human Feedback (Stiennon et al. 2020),
@@ -260,15 +260,15 @@ RECIPES = {
 # ---- Training ----------------------------------------------------------------------------------------------
 #
 # Shapes: B rows of the data per update, n in a micro-batch; L tokens; Q tokens of prompts that are read once.
-# A row is a labeled text, or a prompt with two or more responses, best first. In a shape, `texts` is the
-# number of texts in a micro-batch; they are numbered across its rows. N is the number of pairs of texts, each
-# a better and a worse response to the same prompt:
+# A row (`Row`) is a labeled text, or a prompt with two or more responses, best first. row.texts are its texts
+# as lists of token ids. In a shape, `texts` is the number of texts in a micro-batch; they are numbered across
+# its rows. N is the number of pairs of texts, each a better and a worse response to the same prompt:
 #
 #     row   responses   texts      better, worse             weight
 #     0     a > b > c   0, 1, 2    (0, 1), (0, 2), (1, 2)    1/3 each
 #     1     d > e       3, 4       (3, 4)                    1
 #
-# Inside hidden_states and sequence_logits, B is the number of texts.
+# In the functions below train, B is the number of rows of a tensor, here texts.
 
 
 def train(args):
@@ -284,13 +284,18 @@ def train(args):
     train_rows, held_out_rows, references, label_names, counts = load_data(args, tokenizer)
     has_labels = label_names is not None
     if not has_labels and tokenizer.cls_token_id is None:
-        refuse_appended_eos(tokenizer, args.model_name_or_path)  # it would be between prompt and response
+        # Prompt and response are tokenized one by one (unless the model is a BERT): EOS would be in between.
+        refuse_appended_eos(tokenizer, args.model_name_or_path)
     updates = max(1, round(args.num_train_epochs * len(train_rows) / B))
     # What the progress bar shows: label -> metric.
     run = Run(args, accelerator, updates, status={"loss": "loss", "accuracy": "accuracy"})
 
     classifier, has_new_head = build_classifier(args, tokenizer, train_rows, label_names)
-    wrapper = ClassLogits(classifier).to(device)  # for can_share_prompts; below, make_learner moves it again
+    # Three names for the same weights. `classifier` is evaluated and saved. `wrapper` has the forward pass of
+    # the update. `learner` is what the optimizer trains: wrapper itself, DDP around it or, with FSDP2 and
+    # ZeRO-3, a sharded copy. Then wrapper waits on the CPU until the end of the run: make_learner moves only
+    # what is trained to the device.
+    wrapper = ClassLogits(classifier)
     shares_prompts = not has_labels and can_share_prompts(wrapper, train_rows, args, accelerator)
     is_decoder = hasattr(classifier, "score")  # transformers' name of a decoder's head; BERT has a classifier
     is_bf16 = is_decoder and wants_bf16(args, device)  # BERT runs in fp32: see sequence_logits
@@ -305,11 +310,7 @@ def train(args):
         f"= {B} rows; {updates} optimizer steps"
     )
 
-    # `classifier`, inside `wrapper`, is evaluated and saved, `learner` is trained. They share their weights,
-    # unless FSDP2 or ZeRO-3 shards them: then the learner is a sharded copy, and `wrapper` waits on the CPU
-    # until the end of the run. make_learner moves what is trained to the device: the whole model, or only the
-    # shards of this process.
-    learner, optimizer = make_learner(wrapper.cpu(), args, accelerator)
+    learner, optimizer = make_learner(wrapper, args, accelerator)
     state = run.start(B)  # update 0 in a new run
 
     for update in range(state["update"] + 1, updates + 1):
@@ -350,7 +351,7 @@ def train(args):
                     better, worse, weight, min_difference = pair_table(rows, device)  # [N] each
                     losses = pair_loss(scores[better], scores[worse], min_difference)
                     differences = scores[better] - scores[worse]  # [N]
-                    # TRL calls the difference "margin". The data's column margin is min_difference.
+                    # TRL calls the difference "margin". The data's column of that name is min_difference.
                     unreduced = {"loss": losses, "accuracy": differences > 0, "margin": differences}
                 loss = (weight * losses).sum() / B
                 # We want the sum, but DDP averages over processes and accelerate over micro-batches.
@@ -689,13 +690,13 @@ def different_pairs(texts):
     return [(better, worse) for better, worse in pairs if texts[better] != texts[worse]]
 
 
-def pair_loss(better, worse, margin=0.0):
+def pair_loss(better, worse, min_difference=0.0):
     """-log P(the better one is preferred), where P = sigmoid(score difference) (Bradley-Terry). [N] -> [N]
 
-    A margin, in units of the score, asks for a larger difference between texts that differ more in quality
-    (Llama 2, section 3.2.2).
+    min_difference, in units of the score, asks for a larger difference between texts that differ more in
+    quality (the margin of Llama 2, section 3.2.2).
     """
-    return -F.logsigmoid((better - worse).float() - margin)
+    return -F.logsigmoid((better - worse).float() - min_difference)
 
 
 def length_mask(lengths, max_length):
@@ -842,7 +843,7 @@ def add_lora(model, args):
     found = {layer.split(".")[-1] for layer in model.targeted_module_names}
     if targets != "all-linear" and found != set(names):  # peft complains only if it finds none
         raise UserError(f"--lora-target-modules {','.join(names)}: only {found} are names of layers")
-    # Part I reads the output layer's weights without an adapter. Embeddings may share these weights.
+    # Some scripts read the output layer's weights, without an adapter. Embeddings may share these weights.
     base = model.get_base_model()
     if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
         raise UserError("--lora-target-modules: embeddings and the output layer cannot have an adapter")
@@ -893,7 +894,7 @@ def build_classifier(args, tokenizer, train_rows, label_names):
     model.config.problem_type = None  # pipelines would apply the one of an earlier training
     vars(model.config).pop("reward_offset", None)  # of an earlier run; with preferences, train sets it again
     if args.gradient_checkpointing:
-        # transformers' new name of gradient_checkpointing_enable
+        # transformers' new name for gradient_checkpointing_enable
         model.activation_checkpointing_enable(dict(use_reentrant=False))
     if args.lora_r:  # for the transformer only; the head is trained in full, and BERT's pooler with it
         setattr(model, model.base_model_prefix, add_lora(model.base_model, args))
@@ -920,9 +921,10 @@ def can_share_prompts(wrapper, rows, args, accelerator):
     # The longest row, which exposes a sliding window, and the shortest one, which needs padding next to it.
     rows = sorted(rows, key=lambda row: max(map(len, row.texts)))
     rows = [rows[0], rows[-1]]
-    wrapper.eval()
+    wrapper.eval().to(accelerator.device)
     alone = wrapper(*collate_texts(rows, classifier.device, shares_prompts=False))
     shared = wrapper(*collate_texts(rows, classifier.device, shares_prompts=True))
+    wrapper.cpu()
     return torch.allclose(alone, shared, rtol=0.01, atol=0.01)  # TF32 rounds by about 0.001
 
 
@@ -966,7 +968,8 @@ def load_splits(name):
     held_out = splits.get(source)
     if not held_out:
         source = "a random tenth of train"
-        # A random order that depends only on the data, in which rows with the same prompt are neighbors.
+        # A random order that depends only on the data. Rows with the same column prompt are neighbors in it,
+        # so at most one prompt is on both sides.
         train.sort(key=lambda row: random.Random(repr(row.get("prompt") or row)).random())
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
@@ -1006,7 +1009,7 @@ def load_data(args, tokenizer):
         raise UserError("--label-names is missing: the names of the acts 1, 2, ...")
     if args.center_dataset_name is not None and (is_text or is_dialog):
         raise UserError("--center-dataset-name is only for preferences: labels need no reward_offset")
-    # What is too long loses its beginning, because a response, or an answer, is at the end.
+    # Texts that are too long lose their beginning, because a response, or an answer, is at the end.
     tokenizer.truncation_side = "right" if is_text else "left"
     train = select_shard(train, args.train_shard)  # whole dialogs, so that no two shards share one
     if is_dialog:
@@ -1029,8 +1032,10 @@ def load_data(args, tokenizer):
 def select_shard(rows, train_shard):
     """Part i of n of the rows, for "i/n". They are shuffled first: files are often sorted by label."""
     part, parts = map(int, train_shard.split("/"))
+    assert 0 <= part < parts, "--train-shard counts from 0"
     if parts == 1:
         return rows
+    # The shuffle of datasets: the models in checkpoints/ were trained on its shards.
     numbers = datasets.Dataset.from_dict({"row": range(len(rows))})
     numbers = numbers.shuffle(seed=0).shard(parts, part)  # the same parts for every --seed
     return [rows[i] for i in numbers["row"]]
@@ -1186,14 +1191,18 @@ def read_preferences(rows, name):
 def find_prompt(row, responses, name):
     """The prompt of a row, a text or a chat as its responses are. It is empty if they contain it."""
     prompt = row.get("prompt") or ""
-    if is_chat(prompt):
-        if prompt[-1]["role"] == "assistant":  # in a rollout, the two would be one message
-            raise UserError(f"{name}: a prompt ends with the assistant: move that to the responses")
-        return prompt
+    is_contained = False
     if is_chat(responses[0]):
         roles = [message["role"] for message in responses[0]]
-        if "user" in roles[: roles.index("assistant")]:
-            return []
+        is_contained = "user" in roles[: roles.index("assistant")]
+    if is_chat(prompt):
+        if is_contained:
+            raise UserError(f"{name}: the responses contain their prompt; empty the column prompt")
+        if prompt[-1]["role"] == "assistant":  # a template would close this message, and begin another one
+            raise UserError(f"{name}: a prompt ends with the assistant: move that to the responses")
+        return prompt
+    if is_contained:
+        return []
     columns = {name for name, value in row.items() if isinstance(value, (str, list))}
     columns -= {"chosen", "rejected", "responses"}
     if "prompt" not in row and columns:  # one of them is probably the prompt
@@ -1289,7 +1298,7 @@ def make_learner(model, args, accelerator):
     """The module that is trained, and its optimizer.
 
     One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
-    shards. Shards cannot generate, so every process keeps the whole model for sampling and scoring.
+    shards. Shards cannot sample or score, so every process keeps the whole model for that.
     """
     plugin = accelerator.state.deepspeed_plugin
     learner = model

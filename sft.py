@@ -908,7 +908,7 @@ def add_lora(model, args):
     found = {layer.split(".")[-1] for layer in model.targeted_module_names}
     if targets != "all-linear" and found != set(names):  # peft complains only if it finds none
         raise UserError(f"--lora-target-modules {','.join(names)}: only {found} are names of layers")
-    # Part I reads the output layer's weights without an adapter. Embeddings may share these weights.
+    # Some scripts read the output layer's weights, without an adapter. Embeddings may share these weights.
     base = model.get_base_model()
     if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
         raise UserError("--lora-target-modules: embeddings and the output layer cannot have an adapter")
@@ -935,7 +935,7 @@ def load_language_model(args, tokenizer, documents):
     if args.lora_r:
         lm = add_lora(lm, args)
     if args.gradient_checkpointing:
-        # transformers' new name of gradient_checkpointing_enable
+        # transformers' new name for gradient_checkpointing_enable
         lm.activation_checkpointing_enable(dict(use_reentrant=False))
     return lm
 
@@ -1050,7 +1050,8 @@ def load_splits(name):
     held_out = splits.get(source)
     if not held_out:
         source = "a random tenth of train"
-        # A random order that depends only on the data, in which rows with the same prompt are neighbors.
+        # A random order that depends only on the data. Rows with the same column prompt are neighbors in it,
+        # so at most one prompt is on both sides.
         train.sort(key=lambda row: random.Random(repr(row.get("prompt") or row)).random())
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
@@ -1170,7 +1171,7 @@ def make_learner(model, args, accelerator):
     """The module that is trained, and its optimizer.
 
     One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
-    shards. Shards cannot generate, so every process keeps the whole model for sampling and scoring.
+    shards. Shards cannot sample or score, so every process keeps the whole model for that.
     """
     plugin = accelerator.state.deepspeed_plugin
     learner = model

@@ -496,8 +496,8 @@ ppo_sentiment.clipped_value_loss: the value loss is not clipped
   + unclipped
 reward_model.pair_loss: a margin that is added
   math/test_math.py::test_pair_loss_agrees_with_naive
-  - - margin
-  + + margin
+  - - min_difference
+  + + min_difference
 reward_model.pair_table: a long ranking counts more than a short one
   math/test_math.py::test_rankings_agree_with_naive
   - 1 / len(pairs)

@@ -691,12 +691,11 @@ def test_which_split_is_held_out(script, tmp_path):
     assert load("all", validation=validation, test=test) == (rows, test)
     assert load("no test", validation=validation) == (rows, validation)
     train, held_out = load("train only")
-    numbers = [rows.index(row) for row in held_out]
-    assert len(numbers) == 3 and len({number % 10 for number in numbers}) > 1 and numbers != sorted(numbers)
-    assert sorted(numbers + [rows.index(row) for row in train]) == list(range(25))
+    assert len(held_out) == 3 and sorted(map(rows.index, held_out + train)) == list(range(25))
 
-    # Not two responses to the same prompt on two sides.
-    rows = [dict(prompt=f"prompt {i // 5}", response=i) for i in range(100)]
+    # From everywhere, and all responses to a prompt are on the same side.
+    rows = [dict(prompt=f"prompt {i // 5}", response=i) for i in range(1000)]
     train, held_out = load("prompts")
-    assert len(held_out) == 10 and len({row["prompt"] for row in held_out}) == 2
+    assert len(held_out) == 100 and len({row["response"] % 10 for row in held_out}) == 10
+    assert 20 < sum(row["response"] < 500 for row in held_out) < 80
     assert not {row["prompt"] for row in held_out} & {row["prompt"] for row in train}
