@@ -1053,7 +1053,7 @@ dpo_tldr.dpo_loss: chosen and rejected change places
   - chosen_scores - rejected_scores
   + rejected_scores - chosen_scores
 dpo_tldr.dpo_loss: beta counts for one of the two scores
-  math/test_dpo.py::test_the_gradient_has_the_published_form
+  math/test_dpo.py::test_the_loss_and_its_gradient_in_plain_python
   - rejected_scores = beta * (rejected
   + rejected_scores = (rejected
 dpo_tldr.dpo_loss: smoothed labels the other way around

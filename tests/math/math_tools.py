@@ -1,7 +1,10 @@
 """What the tests of the math share: comparisons, random inputs, and references in float64."""
 
+import importlib.metadata
+import importlib.util
 import math
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -63,6 +66,16 @@ def groups(draw):
     k = draw(st.integers(2, 6))
     group = st.lists(st.floats(-9, 9, width=16), min_size=k, max_size=k)
     return k, draw(st.lists(group, min_size=1, max_size=4))
+
+
+def trl_1_16():
+    """TRL, next to the packages of the scripts: pip install trl==1.16.0. The test is skipped without it."""
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("TRL is not installed: pip install trl==1.16.0")
+    version = importlib.metadata.version("trl")
+    if not version.startswith("1.16."):
+        pytest.skip(f"this is TRL {version}, not 1.16")
+    return importlib.import_module("trl")
 
 
 # ---- Output layer ------------------------------------------------------------------------------------------

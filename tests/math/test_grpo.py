@@ -8,7 +8,6 @@ which can be installed next to the packages of the scripts:
 """
 
 import collections
-import importlib.metadata
 import math
 import types
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ import torch
 from conftest import ROOT
 from diff_blocks import apply_block, blocks
 from hypothesis import given
-from math_tools import close, groups, normal, quick
+from math_tools import close, groups, normal, quick, trl_1_16
 from run_fixtures import handlers_kept
 from run_tools import eos_prone, maker, spy
 
@@ -288,24 +287,10 @@ def test_on_policy_distillation(update):
 # ---- TRL ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def trl():
-    """TRL's GRPOTrainer."""
-    if importlib.util.find_spec("trl") is None:
-        pytest.skip("TRL is not installed: pip install trl==1.16.0 (see this file)")
-    version = importlib.metadata.version("trl")
-    if not version.startswith("1.16."):
-        pytest.skip(f"this is TRL {version}, not 1.16")
-    from trl import GRPOTrainer
-
-    return GRPOTrainer
-
-
-def trls_loss(trl, run, advantages, bias_correction=False, **settings):
+def trls_loss(run, advantages, bias_correction=False, **settings):
     """The loss that GRPOTrainer computes from the tensors of an update, and its gradient."""
-    from trl import GRPOConfig
-
-    args = GRPOConfig(
+    trl = trl_1_16()
+    args = trl.GRPOConfig(
         output_dir="unused",
         use_cpu=True,
         bf16=False,
@@ -343,7 +328,7 @@ def trls_loss(trl, run, advantages, bias_correction=False, **settings):
         _entropy_bonus_enabled=False,
         **settings,
     )
-    loss = trl._compute_loss(trainer, run.model.policy, inputs)
+    loss = trl.GRPOTrainer._compute_loss(trainer, run.model.policy, inputs)
     run.model.zero_grad()
     loss.backward()
     return loss.item(), flat_gradient(grpo.trainable(run.model).values())
@@ -361,12 +346,12 @@ OF_TRL = {  # title of a block, "" for the default -> TRL's loss_type, other set
 
 
 @pytest.mark.parametrize("title", OF_TRL)
-def test_losses_and_gradients_are_trls(trl, update, title):
+def test_losses_and_gradients_are_trls(update, title):
     """Those of an update, and TRL's of the same tensors and advantages."""
     loss_type, others = OF_TRL[title]
     run = update(BLOCKS[title] if title else "")
     advantages, _ = CASES[title] if title else (of_group("group"), {})
     settings = dict(loss_type=loss_type, epsilon_high=0.2, importance_sampling_level="token") | others
-    loss, gradient = trls_loss(trl, run, torch.tensor(advantages()), **settings)
+    loss, gradient = trls_loss(run, torch.tensor(advantages()), **settings)
     assert run.loss == pytest.approx(loss, abs=1e-5)
     assert (run.gradient - gradient).norm() < 1e-5 * gradient.norm()
