@@ -182,30 +182,19 @@ def test_no_text_raises_and_the_comparison_is_symmetric(text, other):
 
 
 @pytest.mark.parametrize(
-    "text, reward",
+    "name, text, reward",
     [
-        ("7+5=12\n<answer>12</answer>", 1.0),
-        ("<answer> 7 </answer>", 1.0),  # whatever was asked
-        ("<answer>7 clips</answer>", 0.0),
-        ("<answer>7</answer><answer>7</answer>", 0.0),
+        ("well_formed", "7+5=12\n<answer>12</answer>\n", 1.0),
+        ("well_formed", "<answer>7 clips</answer>", 0.0),
+        ("well_formed", "<answer>7</answer><answer>7</answer>", 0.0),
+        ("shows_work", "7+5=12 carry 1\n4+8+1=13 carry 1\n3+1=4\n<answer>432</answer>", 0.75),
+        ("shows_work", "1=2\n3=4\n5=6\n7=8\n9=9", 1.0),  # right or wrong, and more than four earn no more
+        ("shows_work", "1=1\n1=1\n1=1", 0.25),  # the same line counts once
+        ("shows_work", "<answer>432</answer>", 0.0),
     ],
 )
-def test_the_form_of_an_answer(text, reward):
-    assert rate("well_formed", text) == reward
-
-
-@pytest.mark.parametrize(
-    "text, reward",
-    [
-        ("7+5=12 carry 1\n4+8+1=13 carry 1\n3+1=4\n<answer>432</answer>", 0.75),
-        ("1=2\n3=4\n5=6\n7=8\n9=9", 1.0),  # none needs to be right, and more than four earn no more
-        ("1=1\n1=1\n1=1", 0.25),  # the same line counts once
-        ("1=2=3", 0.25),
-        ("<answer>432</answer>", 0.0),
-    ],
-)
-def test_the_look_of_a_worked_solution(text, reward):
-    assert rate("shows_work", text) == reward
+def test_rewards_for_the_form(name, text, reward):
+    assert rate(name, text) == reward
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ ppo_sentiment.sample_next: no temperature in sampling (trap 11)
   - token_logits(hidden, head.weight, temperature, head.bias)
   + token_logits(hidden, head.weight, 1.0, head.bias)
 ppo_sentiment.token_logprobs: no temperature in log-probabilities (trap 11)
-  math/test_output_layer.py::test_token_logprobs_agree_with_naive
+  math/test_output_layer.py::test_values_and_gradients_agree_with_autograd
   - token_logits(hidden, weight, temperature, bias)
   + token_logits(hidden, weight, 1.0, bias)
 ppo_sentiment.reference_logprobs: no temperature in the reference (trap 11)
@@ -312,7 +312,7 @@ ppo_sentiment.load_model: a fused norm has weights of its own
 # The output layer, in chunks
 
 ppo_sentiment.token_logprobs: the bias of the head is forgotten (trap 43)
-  math/test_output_layer.py::test_token_logprobs_agree_with_naive
+  math/test_output_layer.py::test_values_and_gradients_agree_with_autograd[1-0.7]
   - token_logits(hidden, weight, temperature, bias)
   + token_logits(hidden, weight, temperature)
 ppo_sentiment.LogprobsAndEntropies: an entropy bonus lowers the entropy
@@ -320,7 +320,7 @@ ppo_sentiment.LogprobsAndEntropies: an entropy bonus lowers the entropy
   - grad -= grad_entropies
   + grad += grad_entropies
 ppo_sentiment.LogprobsAndEntropies: the gradient is that of another row
-  math/test_output_layer.py::test_gradients_agree_with_autograd
+  math/test_output_layer.py::test_values_and_gradients_agree_with_autograd
   - grad_logprobs[:, None])
   + grad_logprobs.roll(1)[:, None])
 ppo_sentiment.token_logprobs: all chunks are kept
@@ -527,7 +527,7 @@ reward_model.pair_loss: a margin that is added
   - - margin
   + + margin
 reward_model.pair_table: a long ranking counts more than a short one
-  math/test_math.py::test_rankings_agree_with_naive
+  math/test_math.py::test_pairs_by_hand
   - 1 / len(pairs)
   + 1.0
 reward_model.different_pairs: pairs of equal texts are learned
